@@ -1,0 +1,22 @@
+"""draftcore: train draft models for speculative decoding; every method is a plugin.
+
+A plugin author needs two names from here, `hookimpl` and the records of
+`draftcore.records`; everything heavier is imported where it is used.
+"""
+
+from typing import Any
+
+import pluggy
+
+hookspec = pluggy.HookspecMarker("draftcore")
+hookimpl = pluggy.HookimplMarker("draftcore")
+
+__all__ = ["__version__", "hookimpl", "hookspec"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib_metadata import version  # 40 ms: paid only by who asks
+
+        return version("draftcore")
+    raise AttributeError(f"module 'draftcore' has no attribute {name!r}")

@@ -1,0 +1,87 @@
+"""Bind a run to the plugins it selected.
+
+Installed is not selected: each binding is a plugin manager of its own, with one owner and the
+wrappers and observers of the run, so nothing else that is installed can change a result. Two
+owners of one first-result hook is an error here, where pluggy would take the last registered.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pluggy
+
+from draftcore.errors import UsageError
+from draftcore.explain import explain
+from draftcore.hookspecs import Specs
+from draftcore.plugins import HOOKS, Plugin, Registry, owners, register
+from draftcore.records import Kind, Offer
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An offer that can be called: `hook` reaches its owner and the run's wrappers."""
+
+    plugin: Plugin
+    offer: Offer
+    manager: pluggy.PluginManager
+
+    @property
+    def hook(self) -> Specs:
+        return cast(Specs, self.manager.hook)
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return self.offer.capabilities
+
+    def options(self, data: Mapping[str, Any]) -> Any:
+        """Validate options by the offer's model; None for an offer without one.
+
+        Raises UsageError for unknown keys, bad values and a model that cannot be imported.
+        """
+        from pydantic import ValidationError  # 70 ms: listing plugins needs none of it
+
+        where = f"options of the {self.offer.kind} {self.offer.name!r}, plugin {self.plugin}"
+        module, _, name = self.offer.options.partition(":")
+        if not module:
+            if data:
+                raise UsageError(f"{where}: it has none\n  leave out {', '.join(data)}")
+            return None
+        try:
+            model = getattr(importlib.import_module(module), name)
+            return model.model_validate(data, extra="forbid")
+        except ValidationError as error:
+            raise UsageError(explain(error, model, where)) from None
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"{where}: {error}\n  python -c 'import {module}' tells more"
+            ) from error
+
+
+def bind(registry: Registry, kind: Kind, name: str, extras: Sequence[str] = ()) -> Binding:
+    """Bind the owner of (kind, name) with the plugins named in `extras` and the loose files.
+
+    A loose file that offers something is chosen by that offer, as any plugin. Raises UsageError
+    for a plugin that cannot be used and for two owners of one first-result hook.
+    """
+    owner = registry.find(kind, name)
+    offer = owner.offer(kind, name)
+    assert offer is not None
+    chosen = [p for p in registry.extras(extras) if p.name in extras or not p.offers]
+    manager = register({plugin.name: plugin for plugin in [owner, *chosen]}.values())
+    for hook in (getattr(manager.hook, name) for name in HOOKS):
+        rivals = sorted(owners(hook))
+        if hook.spec.opts["firstresult"] and len(rivals) > 1:
+            raise UsageError(
+                f"the hook {hook.name!r} has several owners: {' and '.join(rivals)}\n"
+                "  leave one, or make the others wrappers: @hookimpl(wrapper=True)"
+            )
+    return Binding(owner, offer, manager)
+
+
+def observers(registry: Registry, extras: Sequence[str] = ()) -> Specs:
+    """Return the hooks of the run's observers alone: the plugins named and the loose files."""
+    return cast(Specs, register(registry.extras(extras)).hook)

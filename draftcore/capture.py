@@ -1,0 +1,65 @@
+"""Offline capture: run every group of the dataset through the target into a durable store."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.records import CaptureTask
+from draftcore.run import Run
+from draftcore.training.progress import Progress
+
+
+def capture_all(run: Run) -> str:
+    """Capture what the store lacks and complete its manifest; returns a line about the result.
+
+    Raises UsageError for a store that does not outlive the process, DraftcoreError where the disk
+    cannot hold the features.
+    """
+    if not run.durable:
+        raise UsageError(
+            f"store {run.config.store!r} keeps features in this process only\n"
+            "  set store=file:FOLDER to capture for a later training run"
+        )
+    run.check_store()
+    feed, groups = run.feed, run.plan.groups
+    held = run.store.lookup(run.samples.feature_ids)
+    missing = [g for g in groups if not all(feature_id in held for feature_id in g.feature_ids)]
+    require_space(run, sum(int(run.samples.lengths[row]) for g in missing for row in g.rows))
+    run.write_manifest(complete=False)
+    feed.channel.offer(CaptureTask(0, group) for group in missing)
+    with Progress(len(groups), len(groups) - len(missing), verb="capturing") as progress:
+        done = len(groups) - len(missing)
+        while feed.producer.run_once() is not None:
+            done += 1
+            progress.update(done)
+    run.write_manifest(complete=True)
+    stats = run.store.stats()
+    new = sum(len(group.rows) for group in missing)
+    return (
+        f"captured {new} samples, {stats.samples - new} were there: "
+        f"{stats.nbytes / 2**20:.0f} MiB in {run.config.store}"
+    )
+
+
+def bytes_per_token(run: Run) -> int:
+    """Stored bytes of one token's features."""
+    width = int(run.target.text_config.hidden_size)
+    return len(run.request.names) * width * getattr(torch, run.request.dtype).itemsize
+
+
+def require_space(run: Run, tokens: int) -> None:
+    """Refuse a capture that the file system of a `file:` store cannot hold."""
+    folder = Path(run.config.store.partition(":")[2].partition("?")[0])
+    while not folder.exists():
+        folder = folder.parent
+    need, free = tokens * bytes_per_token(run), shutil.disk_usage(folder).free
+    if need > free:
+        raise DraftcoreError(
+            f"the features need {need / 2**30:.2f} GiB, {folder} has {free / 2**30:.2f} GiB free\n"
+            "  choose another store folder, lower data.limit, or train with store=memory, "
+            "which captures on the way"
+        )

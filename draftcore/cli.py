@@ -1,0 +1,95 @@
+"""The command line's shell: two verbs of its own, and every other one from a plugin.
+
+Plugins are loaded once, when a verb or the help needs them, and reach a verb as the context's
+`obj`, a Registry. Nothing here imports torch, pydantic or rich: listing what is installed is quick
+and works whatever is broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from draftcore import listing
+from draftcore.errors import DraftcoreError, nearest
+from draftcore.plugins import BUILT_IN, Registry, load, register
+
+FILE = click.Path(path_type=Path)
+
+
+class Verbs(click.Group):
+    """The shell's own verbs and those of the ready plugins."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._verbs(ctx))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self.commands.get(cmd_name) or self._verbs(ctx).get(cmd_name)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None:
+            verbs = self.list_commands(ctx)
+            ctx.fail(f"no verb {args[0]!r}{nearest(args[0], verbs)}; there are {', '.join(verbs)}")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DraftcoreError as error:
+            if ctx.params["traceback"]:
+                raise
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
+
+    def _verbs(self, ctx: click.Context) -> dict[str, click.Command]:
+        """Return all verbs. Of several with one name the core's is kept, otherwise none."""
+        if "draftcore.verbs" not in ctx.meta:
+            claims = {name: {"draftcore": verb} for name, verb in self.commands.items()}
+            for who, verb in _plugin_verbs(_registry(ctx)):
+                claims.setdefault(str(verb.name), {})[who] = verb
+            verbs = ctx.meta["draftcore.verbs"] = {}
+            for name, same in claims.items():
+                if len(same) > 1:
+                    click.echo(f"warning: {' and '.join(same)} have a verb {name!r}", err=True)
+                if len(same) == 1 or "draftcore" in same:
+                    verbs[name] = same.get("draftcore", next(iter(same.values())))
+        return dict(ctx.meta["draftcore.verbs"])
+
+
+def _registry(ctx: click.Context) -> Registry:
+    ctx.obj = ctx.obj or load(files=ctx.params.get("plugin", ()))
+    return ctx.ensure_object(Registry)
+
+
+def _plugin_verbs(registry: Registry) -> Iterator[tuple[str, click.Command]]:
+    """Yield each verb and whose it is; a plugin that fails here has none."""
+    for plugin in (plugin for plugin in registry.ready if "commands" in plugin.hooks):
+        who = "draftcore" if plugin.dist == BUILT_IN else plugin.name
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                verbs = [verb for some in register([plugin]).hook.commands() for verb in some]
+        except (Exception, SystemExit) as error:
+            verbs = []
+            click.echo(f"warning: no verbs of {plugin}: {type(error).__name__}: {error}", err=True)
+        yield from ((who, verb) for verb in verbs)
+
+
+@click.group(cls=Verbs)
+@click.option("--plugin", type=FILE, multiple=True, is_eager=True, help="Load a one-file plugin.")
+@click.option("--traceback", is_flag=True, help="Show where an error comes from.")
+@click.pass_context
+def main(ctx: click.Context, plugin: tuple[Path, ...], traceback: bool) -> None:
+    """Train draft models for speculative decoding; every method is a plugin."""
+    _registry(ctx)
+
+
+main.add_command(listing.list_plugins)
+main.add_command(listing.hooks)

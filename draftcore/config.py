@@ -1,0 +1,163 @@
+"""A run's configuration: one YAML file plus dotted overrides, validated before anything starts.
+
+The models below are the reference of every key. Plugin options stay plain mappings here and are
+validated by the plugin's own model when it is bound. Importing this module costs pydantic's
+70 ms, so the command line does it only for verbs that read a configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftcore.explain import explain
+from draftcore.errors import UsageError
+
+
+class Section(BaseModel):
+    """Every section refuses unknown keys and never changes once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetConfig(Section):
+    path: str = Field(description="a folder or a Hugging Face model id")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hugging Face id")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="the target's compute type; auto is what its config says"
+    )
+    device: str = Field("auto", description="cpu, cuda, cuda:1; auto is cuda where there is one")
+
+
+class DataConfig(Section):
+    train: str | None = Field(None, description="JSONL of conversations, or hf:NAME?split=train")
+    eval: str | None = Field(None, description="held-out conversations, in the same forms")
+    max_length: int = Field(2048, ge=2, description="longest sample, in tokens")
+    last_turn_only: bool = Field(False, description="learn the last assistant turn only")
+    bad_rows: Literal["skip", "refuse"] = Field("skip", description="malformed rows")
+    overlong: Literal["skip", "truncate", "refuse"] = Field("skip", description="rows over max_length")
+    limit: int | None = Field(None, ge=1, description="read this many training rows at most")
+
+
+class Choice(Section):
+    name: str = Field(description="the offer's name, see `draftcore list-plugins`")
+    options: dict[str, Any] = Field(default_factory=dict, description="validated by the plugin")
+
+
+class CaptureConfig(Choice):
+    name: str = Field("hf", description="the capture backend")
+    batch: int = Field(8, ge=1, description="samples per target forward; changes the features' last bits")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="stored type of the features; auto is the target's compute type"
+    )
+
+
+class TrainConfig(Section):
+    epochs: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps")
+    batch: int = Field(8, ge=1, description="samples per micro-batch")
+    accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    lr: float | None = Field(None, gt=0, description="peak rate; the algorithm's default if unset")
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_ratio: float | None = Field(None, ge=0, lt=1, description="algorithm's default if unset")
+    clip: float | None = Field(None, gt=0, description="gradient norm; algorithm's default if unset")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="compute type over fp32 masters")
+    device: str = Field("auto", description="as target.device")
+    seed: int = Field(0, ge=0)
+    log_every: int = Field(10, ge=1, description="steps per line of metrics.jsonl")
+    checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
+    keep_checkpoints: int = Field(2, ge=1)
+    eval_every: int | None = Field(None, ge=1, description="steps between evaluations; never if unset")
+    eval_samples: int = Field(64, ge=1, description="held-out samples of the loss during training")
+    eval_prompts: int = Field(8, ge=0, description="prompts decoded at each evaluation; 0 is none")
+
+
+class EvalConfig(Section):
+    prompts: int | None = Field(None, ge=1, description="decode this many eval prompts at most")
+    batch: int = Field(32, ge=1, description="prompts decoded together")
+    max_new_tokens: int = Field(128, ge=2)
+    temperature: float = Field(0.0, ge=0, description="0 is greedy and checked against the target")
+    seed: int = Field(0, ge=0)
+    tie_bound: float | None = Field(
+        None, gt=0, description="top-2 logit gap under which half-precision decodings may differ"
+    )
+
+
+class RunConfig(Section):
+    run: Path = Field(description="folder of the run: checkpoints, metrics, reports")
+    target: TargetConfig
+    data: DataConfig = DataConfig()
+    algorithm: Choice
+    capture: CaptureConfig = CaptureConfig()
+    store: str = Field("memory", description="URI of the feature store, e.g. memory or file:FOLDER")
+    channel: str = Field("memory", description="URI of the channel between producers and trainer")
+    plugins: tuple[str, ...] = Field((), description="wrappers and observers to select, by name")
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+
+
+Override = Annotated[str, "KEY=VALUE with a dotted key; the value is read as YAML"]
+
+
+def load_config(path: Path, overrides: Sequence[Override] = ()) -> RunConfig:
+    """Read a run's YAML and apply overrides in order.
+
+    Raises UsageError for a missing or malformed file, an override without `=`, and every key or
+    value that the models above refuse, with the nearest known key.
+    """
+    data = _read_yaml(path)
+    for override in overrides:
+        _apply(data, override)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(explain(error, RunConfig, str(path))) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = ", ".join(sorted(p.name for p in path.parent.glob("*.y*ml"))) or "none"
+        raise UsageError(
+            f"no configuration file {path}\n  YAML files in {path.parent}: {near}"
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+    if not isinstance(data, dict):
+        kind = type(data).__name__
+        raise UsageError(f"{path} holds {kind}, not a mapping\n  it needs at least run, target and algorithm")
+    return data
+
+
+def _apply(data: dict[str, Any], override: Override) -> None:
+    key, equals, text = override.partition("=")
+    if not (equals and key):
+        raise UsageError(f"override {override!r} is not KEY=VALUE\n  for example train.lr=1e-4")
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = data.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UsageError(f"override {override!r}: {parent!r} is a value, not a section")
+        data = child
+    data[last] = _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    """Read a value as YAML 1.1 does, and also 1e-4, which YAML 1.1 takes for a string."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"cannot read the value {text!r}: {error}") from None
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,134 @@
+"""What pip's metadata says of installed distributions; nothing here knows what a plugin does.
+
+Read with `importlib_metadata`, the backport: it survives stale folders and knows where an install
+came from. A loose file is seen as a distribution whose name is its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import unquote
+
+import importlib_metadata
+from importlib_metadata import Distribution, EntryPoint, PackageNotFoundError, distributions
+
+from draftcore.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Dist:
+    """A distribution: normalised name, version ('' where METADATA is unreadable), requirements."""
+
+    name: str
+    version: str
+    requires: tuple[str, ...] = ()
+    origin: str = ""
+    loose: bool = False
+
+
+def entry_points(group: str, path: Sequence[str]) -> Iterator[tuple[EntryPoint, Dist]]:
+    """Yield the entry points of a group, each dist's once though it may be on the path twice.
+
+    Readable metadata is preferred, then a dist-info to the egg-info of a checkout, then the first
+    on the path, as for imports, and in one folder the newest.
+    """
+    known: dict[str, list[tuple[Any, Dist, Distribution]]] = {}
+    for order, folder in enumerate(path):
+        for found in cast(Iterable[Distribution], distributions(path=[folder])):
+            with contextlib.suppress(UnicodeDecodeError):  # no entry points anybody can read
+                if found.entry_points.select(group=group):
+                    dist = _read(found)
+                    numbers = [int(digits) for digits in re.findall(r"\d+", dist.version)]
+                    is_info = bool(found.read_text("METADATA"))
+                    rank = (bool(dist.version), is_info, -order, numbers)
+                    known.setdefault(dist.name, []).append((rank, dist, found))
+    for same in known.values():
+        _, dist, found = max(same, key=lambda item: item[0])
+        yield from ((entry, dist) for entry in found.entry_points.select(group=group))
+
+
+def _read(dist: Distribution) -> Dist:
+    try:
+        name, version = dist.metadata["Name"], dist.metadata["Version"]
+        requires = tuple(dist.requires or ())
+    except (OSError, ValueError, KeyError):
+        return Dist(dist._normalized_name.replace("_", "-"), "")  # private: the folder's own name
+    return Dist(re.sub("[-_.]+", "-", name).lower(), version, requires, _origin(dist))
+
+
+def _origin(dist: Distribution) -> str:
+    """Say what folder or commit was installed; '' for a release."""
+    try:
+        url = dist.origin.url
+        if vcs := getattr(dist.origin, "vcs_info", None):
+            return f"{vcs.vcs}+{url}@{vcs.commit_id}"
+        info = getattr(dist.origin, "dir_info", None)
+        editable = "editable: " if getattr(info, "editable", False) else ""
+        return editable + unquote(url.removeprefix("file://"))
+    except (ValueError, AttributeError):  # no direct_url.json, or a strange one
+        return ""
+
+
+def loose(file: Path) -> Dist:
+    """Make a Python file importable by its stem. Raises UsageError for a file that is not there."""
+    if file.suffix != ".py" or not file.is_file():
+        near = ", ".join(sorted(p.name for p in file.parent.glob("*.py"))) or "none"
+        raise UsageError(f"there is no file {file}\n  Python files in that folder: {near}")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # last, so that it hides no installed module
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    return Dist(str(file), f"sha256:{digest}", loose=True)
+
+
+def unmet(
+    requires: Iterable[str], version_of: Callable[[str], str] = importlib_metadata.version
+) -> Sequence[str]:
+    """Return the requirements, without their markers, that `version_of` does not satisfy."""
+    from packaging.requirements import InvalidRequirement, Requirement  # 20 ms
+
+    lacking = []
+    for line in requires:
+        try:
+            need = Requirement(line)
+            idle = need.marker is not None and not need.marker.evaluate({"extra": ""})
+            met = idle or need.specifier.contains(version_of(need.name), prereleases=True)
+        except (InvalidRequirement, PackageNotFoundError):
+            met = False
+        if not met:
+            lacking.append(line.partition(";")[0].strip())
+    return lacking
+
+
+def refused(dist: Dist, name: str, version: str) -> Sequence[str]:
+    """Return the requirements of `dist` on the dist `name` that exclude this version of it."""
+    lines = [line for line in dist.requires if re.match(rf"{name}(?![\w.-])", line, re.IGNORECASE)]
+    return unmet(lines, lambda _: version) if lines else ()
+
+
+def mend(error: BaseException, module: str, dist: Dist) -> str:
+    """Return the command that mends a failed import of `module`, or that shows what failed."""
+    module = module.partition(":")[0]
+    if not isinstance(error, ImportError):
+        return f"python -c 'import {module}'   # shows where it fails"
+    lacking = (error.name or module).partition(".")[0]
+    if lacking in ("draftcore", module.partition(".")[0]):
+        return f"pip install --force-reinstall {dist.name}"
+    return install(unmet(dist.requires) or [lacking])
+
+
+def install(requirements: Iterable[str]) -> str:
+    """Return the pip line for these requirements, quoted for a shell."""
+    return f"pip install {shlex.join(requirements)}"
+
+
+def get(name: str, version: str) -> str:
+    """Return what brings back a dist, or a loose file, in this version."""
+    return f"--plugin {name}" if version.startswith("sha256:") else install([f"{name}=={version}"])

@@ -1,0 +1,28 @@
+"""Errors written for the person who can act on them.
+
+DraftcoreError          something went wrong that is not our bug; the CLI prints it, exit status 1
+└── UsageError          what was asked cannot be done as asked; exit status 2
+
+An error says what was asked, what is there, what to do. The last line is the remedy.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class DraftcoreError(Exception):
+    """A failure explained to the user; the CLI shows no traceback for it."""
+
+    exit_code = 1
+
+
+class UsageError(DraftcoreError):
+    """What the user asked for cannot be done as asked."""
+
+    exit_code = 2
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ' (did you mean 'x'?)' for the known name nearest to `name`, or ''."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -1,0 +1,1 @@
+"""Acceptance measured by real speculative decoding, and its reports."""

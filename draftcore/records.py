@@ -1,0 +1,421 @@
+"""What crosses a seam between the core and its plugins.
+
+Control-plane records (`Offer`, `FeatureRequest`, `CaptureGroup`, `SampleRef`, ...) are frozen
+metadata and never hold a tensor; tensors travel inside `CapturedGroup`, `Handle`, `Sample` and
+`DraftBatch` only. Layer ids are 0-based *outputs of layer k* everywhere.
+
+Shape letters: B batch, T tokens, H width, V vocabulary, K drafted tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Kind = Literal["algorithm", "capture", "store", "channel", "graph", "graph-plugin"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One thing a plugin offers; `options` is the dotted path `module:Class` of its options model."""
+
+    kind: Kind
+    name: str
+    capabilities: frozenset[str] = frozenset()
+    options: str = ""
+
+
+# ---------------------------------------------------------------- features and capture
+
+
+@dataclass(frozen=True)
+class FeatureRequest:
+    """The features an algorithm trains on, as data, so that requests can be joined.
+
+    `layers` are 0-based layer outputs (captured as `hidden.<k>`, after the residual add);
+    `last_hidden` is the state after the final norm; `dtype` is the stored torch dtype's name.
+    """
+
+    layers: tuple[int, ...]
+    last_hidden: bool
+    dtype: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        hidden = tuple(f"hidden.{layer}" for layer in self.layers)
+        return hidden + (("last_hidden",) if self.last_hidden else ())
+
+    def union(self, other: FeatureRequest) -> FeatureRequest:
+        """Join two requests of one dtype, storing nothing twice."""
+        if self.dtype != other.dtype:
+            raise ValueError(f"cannot join features of {self.dtype} with features of {other.dtype}")
+        layers = tuple(sorted({*self.layers, *other.layers}))
+        return FeatureRequest(layers, self.last_hidden or other.last_hidden, self.dtype)
+
+
+@dataclass(frozen=True)
+class CaptureGroup:
+    """Samples that go through the target together, always in this composition and padded length.
+
+    Padding and batch size change the last bits of a forward pass, so a group depends on the
+    dataset and `capture.batch` alone, and a recapture repeats the whole group.
+    """
+
+    index: int
+    rows: tuple[int, ...]
+    feature_ids: tuple[str, ...]
+    padded_length: int
+
+
+@dataclass(frozen=True)
+class CaptureInput:
+    """A group with its token ids, one sequence per member."""
+
+    group: CaptureGroup
+    token_ids: tuple[Sequence[int], ...]
+
+
+@dataclass(frozen=True)
+class CapturedGroup:
+    """Features of a group: per member a mapping of feature name to a [T, H] tensor."""
+
+    group: CaptureGroup
+    features: tuple[Mapping[str, Tensor], ...]
+
+
+class Capture(Protocol):
+    """An open capture backend. A short or non-finite row raises; it is never returned."""
+
+    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
+        """Yield each group's features in the order asked, rows exactly as long as their tokens."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# ---------------------------------------------------------------- stores
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """Where one sample's features lie. `generation` is unique per put, even across restarts."""
+
+    feature_id: str
+    generation: str
+    uri: str
+    tensors: tuple[TensorSpec, ...]
+    tokens: int
+    nbytes: int
+    provenance: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SampleRef:
+        specs = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in data["tensors"])
+        return cls(**{**data, "tensors": specs})
+
+
+class Handle(Protocol):
+    """An open read. The tensors stay valid until `close`; it is a context manager."""
+
+    ref: SampleRef
+    tensors: Mapping[str, Tensor]
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Handle: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class StoreItem:
+    """One sample to put: its id, its tensors (any of them may be non-contiguous), its origin."""
+
+    feature_id: str
+    tensors: Mapping[str, Tensor]
+    tokens: int
+    provenance: str = ""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    samples: int
+    nbytes: int
+    limit_bytes: int | None
+    open_handles: int
+
+
+class FeatureStore(Protocol):
+    """Keeps samples' features. `draftcore.testing` holds the suite that every store passes."""
+
+    def put(self, item: StoreItem) -> SampleRef: ...
+    def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        """Store samples, all or none; a re-put supersedes. Raises `StoreFull` when over its limit."""
+        ...
+
+    def get(self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None) -> Handle:
+        """Open a sample for reading. A stale, freed, short or torn one raises `StoreError`."""
+        ...
+
+    def get_many(
+        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
+    ) -> tuple[Handle, ...]: ...
+    def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
+        """Return the current ref of each id that is held; ids not held are left out."""
+        ...
+
+    def free(self, refs: Iterable[SampleRef]) -> None:
+        """Drop samples: idempotent, deferred while handles are open, never a newer generation."""
+        ...
+
+    def abort(self, feature_id: str) -> None: ...
+    def stats(self) -> StoreStats: ...
+    def close(self) -> None: ...
+
+
+class DurableStore(FeatureStore, Protocol):
+    """A store of capability `durable`: it outlives the process and says what it holds."""
+
+    def read_manifest(self) -> dict[str, Any] | None: ...
+    def write_manifest(self, data: Mapping[str, Any]) -> None: ...
+
+
+# ---------------------------------------------------------------- the control plane
+
+
+@dataclass(frozen=True)
+class SampleId:
+    """One training use of captured features."""
+
+    feature_id: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The samples of one optimizer step, in order; a pure function of dataset, seed and index."""
+
+    index: int
+    epoch: int
+    samples: tuple[SampleId, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CaptureTask:
+    """A group to capture, for the samples' uses in `epoch` (and later ones, if refs are kept)."""
+
+    epoch: int
+    group: CaptureGroup
+
+
+@dataclass(frozen=True)
+class Credit:
+    """How much more a producer may publish before it waits."""
+
+    refs: int
+    nbytes: int
+
+
+class Channel(Protocol):
+    """The queue between producers and the trainer: metadata only, rebuildable at any time."""
+
+    def offer(self, tasks: Iterable[CaptureTask]) -> None:
+        """Set what is to be captured, in the order it is needed; consumed lazily."""
+        ...
+
+    def claim(self, producer: str) -> CaptureTask | None:
+        """Hand out the next task, or None when there is none or credit is used up."""
+        ...
+
+    def publish(self, task: CaptureTask, refs: Sequence[SampleRef] | Exception) -> None:
+        """Announce a task's refs in the group's order, or why it failed."""
+        ...
+
+    def receive(self, step: PlannedStep) -> tuple[SampleRef, ...] | None:
+        """Return the refs of a step in plan order; None while some are not published yet.
+
+        A later epoch may use a publication of an earlier one that was not released. A failed
+        task that the step needs raises its exception.
+        """
+        ...
+
+    def credit(self) -> Credit: ...
+    def advance(self, step_index: int) -> tuple[SampleRef, ...]:
+        """Forget the steps before `step_index` and return the refs they alone have used."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# ---------------------------------------------------------------- data and drafts
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What a draft may know of its training data; stored in checkpoints.
+
+    `token_counts` counts loss-masked tokens by target token id.
+    """
+
+    fingerprint: str
+    samples: int
+    tokens: int
+    loss_tokens: int
+    max_length: int
+    token_counts: Mapping[int, int] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample with its features: token_ids_T int64, loss_mask_T bool, features [T, H] each."""
+
+    id: SampleId
+    token_ids_T: Tensor
+    loss_mask_T: Tensor
+    features: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """A collated batch: right-padded rows; masks are true where a token counts."""
+
+    ids: tuple[SampleId, ...]
+    token_ids_BT: Tensor
+    loss_mask_BT: Tensor
+    attention_mask_BT: Tensor
+    features: Mapping[str, Tensor]
+
+    def to(self, device: torch.device | str) -> DraftBatch:
+        moved = {name: value.to(device, non_blocking=True) for name, value in self.features.items()}
+        tokens, loss, attention = (
+            t.to(device, non_blocking=True)
+            for t in (self.token_ids_BT, self.loss_mask_BT, self.attention_mask_BT)
+        )
+        return dataclasses.replace(
+            self, token_ids_BT=tokens, loss_mask_BT=loss, attention_mask_BT=attention, features=moved
+        )
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Where a step stands in its run; schedules need `total_steps`, random choices `seed`."""
+
+    step: int
+    total_steps: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A loss as one ratio, so that any split of samples over micro-batches gives one update.
+
+    `numerator` carries the gradient; `denominator` is detached. `counts` maps each metric to
+    its (numerator, denominator), which add up over micro-batches and ranks before the division.
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+    counts: Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class TrainingDefaults:
+    """The optimizer settings an algorithm's authors recommend, used where the run sets none."""
+
+    lr: float
+    warmup_ratio: float
+    clip: float
+
+
+@dataclass
+class Draft:
+    """A draft in training. `module.forward` computes the loss, so that sharding hooks see it.
+
+    `config` is JSON data from which the algorithm rebuilds the same draft; `frozen` names the
+    tensors that come from the target and are left out of checkpoints; `wrap_units` names the
+    submodules that FSDP wraps, innermost first.
+    """
+
+    module: torch.nn.Module
+    config: Mapping[str, Any]
+    defaults: TrainingDefaults
+    parameter_groups: Sequence[Mapping[str, Any]]
+    frozen: frozenset[str] = frozenset()
+    wrap_units: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------- decoding
+
+
+class Drafter(Protocol):
+    """A reference decoder over a fixed batch with preallocated KV; no host sync in `propose`.
+
+    Positions: `prefill` takes the prompt's tokens, the target's features of those tokens and the
+    first generated token; `accept` takes what the target verified in a round, left-aligned.
+    """
+
+    num_drafts: int
+    request: FeatureRequest
+
+    def allocate(self, batch: int, max_len: int) -> Any:
+        """Return a state with KV for `batch` rows of up to `max_len` positions."""
+        ...
+
+    def prefill(
+        self,
+        state: Any,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        features: Mapping[str, Tensor],
+        next_B: Tensor,
+    ) -> None: ...
+
+    def propose(
+        self, state: Any, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return tokens_BK and, when sampling, the probabilities_BKV they were drawn from."""
+        ...
+
+    def accept(
+        self, state: Any, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
+    ) -> None:
+        """Take over a verified round.
+
+        `tokens_BK` holds K+1 tokens a row, of which the first counts_B (accepted drafts, then the
+        target's own token) are new; `features` are the target's for the K+1 positions it read
+        (the last token of the round before, then the drafts), of which counts_B are valid.
+        """
+        ...
+
+    def select(self, state: Any, rows_B: Tensor) -> Any:
+        """Return a state that keeps only these rows, in this order."""
+        ...
+
+
+@dataclass(frozen=True)
+class DraftInput:
+    """The first draft input on the decode side of prefill/decode disaggregation.
+
+    hidden_BH: the target's features for the draft; topk_p_BK, topk_index_BK: the first proposals;
+    last_tokens_B: the token each request continues from. An empty batch has B = 0.
+    """
+
+    hidden_BH: Tensor
+    topk_p_BK: Tensor
+    topk_index_BK: Tensor
+    last_tokens_B: Tensor

@@ -1,0 +1,291 @@
+"""A configured run: every part opened once, when first needed, checked against the others.
+
+This is the composition root. Nothing else reads the configuration to decide what to build, and
+nothing here computes: it finds the plugin, opens the part and says what does not fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from draftcore.binding import Binding, bind, observers
+from draftcore.config import RunConfig
+from draftcore.data.dataset import DataOptions, Dataset, build_dataset
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.feed import Feed, Producer
+from draftcore.hookspecs import Specs
+from draftcore.plan import Plan
+from draftcore.plugins import Registry
+from draftcore.records import (
+    Capture,
+    Channel,
+    DataSummary,
+    Draft,
+    DurableStore,
+    FeatureRequest,
+    FeatureStore,
+)
+from draftcore.target import TargetSpec
+
+
+class Samples(Protocol):
+    """The training samples: rendered here, or described by the manifest of a store."""
+
+    @property
+    def feature_ids(self) -> tuple[str, ...]: ...
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+    @property
+    def summary(self) -> DataSummary: ...
+    def tokens(self, row: int) -> NDArray[np.int64]: ...
+    def loss_mask(self, row: int) -> NDArray[np.bool_]: ...
+
+
+class Run:
+    """The parts of one run. Properties open on first use; `close` ends what was opened."""
+
+    def __init__(self, config: RunConfig, registry: Registry) -> None:
+        self.config, self.registry, self.folder = config, registry, config.run
+
+    # ------------------------------------------------------------ plugins
+
+    @functools.cached_property
+    def algorithm(self) -> Binding:
+        return bind(self.registry, "algorithm", self.config.algorithm.name, self.config.plugins)
+
+    @functools.cached_property
+    def options(self) -> Any:
+        return self.algorithm.options(self.config.algorithm.options)
+
+    @functools.cached_property
+    def observers(self) -> Specs:
+        return observers(self.registry, self.config.plugins)
+
+    @functools.cached_property
+    def plugins(self) -> list[dict[str, Any]]:
+        """Who took part: name, dist, version and origin of every selected plugin."""
+        config = self.config
+        chosen = [
+            self.algorithm.plugin,
+            self.registry.find("capture", config.capture.name),
+            self.registry.find("store", _scheme(config.store)),
+            self.registry.find("channel", _scheme(config.channel)),
+            *(self.registry.named(name) for name in config.plugins),
+        ]
+        return self.registry.manifest(list({plugin.name: plugin for plugin in chosen}.values()))
+
+    # ------------------------------------------------------------ target, features, data
+
+    @functools.cached_property
+    def target(self) -> TargetSpec:
+        target = self.config.target
+        return TargetSpec(target.path, target.revision, target.dtype, target.device)
+
+    @functools.cached_property
+    def request(self) -> FeatureRequest:
+        request = self.algorithm.hook.feature_request(target=self.target, options=self.options)
+        dtype = self.config.capture.dtype
+        return request if dtype == "auto" else dataclasses.replace(request, dtype=dtype)
+
+    @functools.cached_property
+    def samples(self) -> Samples:
+        """The training samples, from the data file or, without one, from the store's manifest."""
+        manifest = self._manifest()
+        if self.config.data.train is None:
+            if manifest is None or not manifest["complete"]:
+                raise UsageError(
+                    f"data.train is not set and the store {self.config.store!r} holds no complete capture\n"
+                    "  set data.train, or point store at a folder that `draftcore capture` finished"
+                )
+            return StoredSamples(manifest)
+        dataset = self.dataset(self.config.data.train, "train", limit=self.config.data.limit)
+        if manifest is not None and manifest["fingerprint"] != dataset.fingerprint:
+            raise UsageError(
+                f"the store {self.config.store!r} holds features of other data\n"
+                f"  store: {manifest['fingerprint']}, {self.config.data.train}: {dataset.fingerprint}\n"
+                "  use another store folder, or delete this one to capture again"
+            )
+        return dataset
+
+    def dataset(self, source: str, name: str, limit: int | None = None) -> Dataset:
+        """Render a data source with the target's chat template, kept in the run's folder."""
+        data = self.config.data
+        options = DataOptions(
+            max_length=data.max_length,
+            last_turn_only=data.last_turn_only,
+            bad_rows=data.bad_rows,
+            overlong=data.overlong,
+            limit=limit,
+        )
+        return build_dataset(source, self.target.tokenizer, options, self.folder / "data" / name)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        train = self.config.train
+        return Plan(
+            self.samples.feature_ids,
+            self.samples.lengths.tolist(),
+            capture_batch=self.config.capture.batch,
+            batch=train.batch * train.accumulate,
+            seed=train.seed,
+            epochs=train.epochs,
+            max_steps=train.max_steps,
+        )
+
+    # ------------------------------------------------------------ stores and channels
+
+    @functools.cached_property
+    def durable(self) -> bool:
+        return "durable" in self._store_binding.capabilities
+
+    @functools.cached_property
+    def _store_binding(self) -> Binding:
+        return bind(self.registry, "store", _scheme(self.config.store), self.config.plugins)
+
+    @functools.cached_property
+    def store(self) -> FeatureStore:
+        name, binding = _scheme(self.config.store), self._store_binding
+        uri = self.config.store
+        return binding.hook.feature_store(name=name, uri=uri, options=binding.options({}))
+
+    @functools.cached_property
+    def channel(self) -> Channel:
+        name, uri = _scheme(self.config.channel), self.config.channel
+        binding = bind(self.registry, "channel", name, self.config.plugins)
+        return binding.hook.channel(
+            name=name, uri=uri, run_id=self.run_id, options=binding.options({})
+        )
+
+    @functools.cached_property
+    def feed(self) -> Feed:
+        """The features of every step, from this store, this channel and, if needed, this target."""
+        self.check_store()
+        producer = Producer(
+            self.open_capture, self.samples, self.store, self.channel, self.provenance
+        )
+        return Feed(self.plan, self.store, self.channel, producer, durable=self.durable)
+
+    def open_capture(self) -> Capture:
+        choice = self.config.capture
+        binding = bind(self.registry, "capture", choice.name, self.config.plugins)
+        return binding.hook.capture(
+            name=choice.name,
+            target=self.target,
+            request=self.request,
+            options=binding.options(choice.options),
+        )
+
+    @functools.cached_property
+    def provenance(self) -> str:
+        """How features were made: what must be equal for one to stand for another."""
+        request, capture = self.request, self.config.capture
+        return json.dumps(
+            [self.target.fingerprint, request.names, request.dtype, capture.name, capture.batch]
+        )
+
+    def check_store(self) -> None:
+        """Refuse a durable store that holds features of another target, request or capture."""
+        manifest = self._manifest()
+        if manifest is not None and manifest["provenance"] != self.provenance:
+            raise UsageError(
+                f"the store {self.config.store!r} holds features that this run cannot use\n"
+                "  as [target, features, dtype, capture, capture.batch]\n"
+                f"  store: {manifest['provenance']}\n  run:   {self.provenance}\n"
+                "  use another store folder, or delete this one to capture again"
+            )
+
+    def write_manifest(self, *, complete: bool) -> None:
+        """Describe a durable store's content, so that another host can train from it alone."""
+        summary = dataclasses.asdict(self.samples.summary)
+        cast(DurableStore, self.store).write_manifest(
+            {
+                "complete": complete,
+                "fingerprint": self.samples.summary.fingerprint,
+                "provenance": self.provenance,
+                "feature_ids": list(self.samples.feature_ids),
+                "lengths": self.samples.lengths.tolist(),
+                "summary": {**summary, "token_counts": list(summary["token_counts"].items())},
+                "target": {"path": self.target.path, "revision": self.target.revision},
+                "plugins": self.plugins,
+            }
+        )
+
+    def _manifest(self) -> dict[str, Any] | None:
+        return cast(DurableStore, self.store).read_manifest() if self.durable else None
+
+    # ------------------------------------------------------------ drafts
+
+    def build_draft(self, summary: DataSummary) -> Draft:
+        """A fresh draft in fp32; the same seed and summary give the same bits."""
+        torch.manual_seed(self.config.train.seed)
+        return self.algorithm.hook.build_draft(
+            target=self.target, data=summary, options=self.options
+        )
+
+    # ------------------------------------------------------------ the folder
+
+    @functools.cached_property
+    def run_id(self) -> str:
+        """Made at the first start, kept in the run's folder; stores and channels check it."""
+        file = self.folder / "run.json"
+        if file.exists():
+            return str(json.loads(file.read_text())["run_id"])
+        run_id = uuid.uuid4().hex
+        write_atomic(file, json.dumps({"run_id": run_id}))
+        return run_id
+
+    def close(self) -> None:
+        """Close what was opened, in the order of use."""
+        if "feed" in self.__dict__:
+            self.feed.close()
+        elif "store" in self.__dict__:
+            self.store.close()
+
+
+class StoredSamples:
+    """The training samples as the manifest of a complete capture describes them."""
+
+    def __init__(self, manifest: Mapping[str, Any]) -> None:
+        self.feature_ids: tuple[str, ...] = tuple(manifest["feature_ids"])
+        self.lengths: NDArray[np.int64] = np.array(manifest["lengths"], dtype=np.int64)
+        self.summary = read_summary(manifest["summary"])
+
+    def tokens(self, row: int) -> NDArray[np.int64]:
+        raise DraftcoreError(
+            f"sample {self.feature_ids[row]} is missing from the store, whose capture was complete\n"
+            "  its files were changed since: copy the store again, or set data.train to recapture"
+        )
+
+    def loss_mask(self, row: int) -> NDArray[np.bool_]:
+        return self.tokens(row).astype(np.bool_)
+
+
+def read_summary(data: Mapping[str, Any]) -> DataSummary:
+    """Read a DataSummary from its JSON form, where token counts are pairs."""
+    return DataSummary(**{**data, "token_counts": dict(data["token_counts"])})
+
+
+def write_atomic(file: Path, text: str) -> None:
+    """Write a file so that a reader sees the old content or the new, whatever crashes."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.replace(file)
+
+
+def _scheme(uri: str) -> str:
+    return uri.partition(":")[0]

@@ -1,0 +1,373 @@
+"""The target model, in two degrees: a description to train against, a model to run.
+
+`TargetSpec` is what algorithms and training see: config, tokenizer and lazily read tensors, so a
+trainer on another host never loads the target. `TargetModel` runs it through transformers, for
+capture and decoding only. Its KV cache is indexed by position, one slot per token of a row, so a
+rejected draft token is simply overwritten by the next round and rows of different lengths need no
+padding, cropping or compaction.
+
+Shape letters: B batch, T tokens, S cache slots, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils import cached_file
+
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.records import FeatureRequest
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn `auto` into the first accelerator there is; raises UsageError for an absent one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"device {name!r} was asked for, but this torch ({torch.__version__}) sees no CUDA device\n"
+            "  use device=cpu, or install a CUDA build of torch"
+        )
+    return device
+
+
+class TargetSpec:
+    """A target's config, tokenizer and tensors, read when first needed.
+
+    Raises UsageError where the folder or model id is unknown or holds no causal language model.
+    """
+
+    def __init__(
+        self, path: str, revision: str | None = None, dtype: str = "auto", device: str = "auto"
+    ) -> None:
+        self.path, self.revision, self.device = path, revision, device
+        if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+            raise UsageError(
+                f"no target model at {path!r}: there is no such folder\n"
+                "  set target.path to a folder with config.json or to a Hugging Face model id"
+            )
+        try:
+            self.config: Any = AutoConfig.from_pretrained(path, revision=revision)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read the config of target {path!r}: {error}") from None
+        name = dtype if dtype != "auto" else str(self.config.dtype or "float32")
+        self.dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+
+    @property
+    def text_config(self) -> Any:
+        """The language model's part of the config; the config itself for a text-only model."""
+        return self.config.get_text_config()
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config.vocab_size)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.path, revision=self.revision)
+
+    @functools.cached_property
+    def model(self) -> TargetModel:
+        """The running target, loaded once and shared by capture and decoding."""
+        return TargetModel(self)
+
+    def embedding(self) -> Tensor:
+        """The token embedding, [V, H], in the stored dtype."""
+        return self._read(EMBEDDINGS)
+
+    def head(self) -> Tensor:
+        """The LM head, [V, H]; the embedding where the two are tied."""
+        tied = bool(self.text_config.tie_word_embeddings)
+        return self.embedding() if tied else self._read(HEADS)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identify the weights by the config's shape and evenly spaced rows of the embedding."""
+        rows = self.embedding()
+        rows = rows[:: max(1, rows.shape[0] // 256)].to(torch.float32).contiguous()
+        text = self.text_config
+        shape = [text.model_type, text.hidden_size, text.num_hidden_layers, text.vocab_size]
+        digest = hashlib.blake2b(json.dumps(shape).encode(), digest_size=12)
+        digest.update(rows.numpy().tobytes())
+        return digest.hexdigest()
+
+    def _read(self, endings: Sequence[str]) -> Tensor:
+        for name, file in self._weight_files.items():
+            if any(name == ending or name.endswith("." + ending) for ending in endings):
+                with safe_open(file, framework="pt") as tensors:  # type: ignore[no-untyped-call]
+                    return tensors.get_tensor(name)  # type: ignore[no-any-return]
+        raise DraftcoreError(
+            f"target {self.path!r} holds no tensor named {' or '.join(endings)}\n"
+            f"  tensors there: {', '.join(list(self._weight_files)[:6])}, ...\n"
+            "  draftcore reads the embedding and the head from the model's safetensors files"
+        )
+
+    @functools.cached_property
+    def _weight_files(self) -> dict[str, str]:
+        """Map tensor name to safetensors file."""
+        fetch = functools.partial(
+            cached_file, self.path, revision=self.revision, _raise_exceptions_for_missing_entries=False
+        )
+        index = fetch("model.safetensors.index.json")
+        if index is not None:
+            names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+            local = {file: str(fetch(file)) for file in set(names.values())}
+            return {name: local[file] for name, file in names.items()}
+        single = fetch("model.safetensors")
+        if single is None:
+            raise DraftcoreError(
+                f"target {self.path!r} has no model.safetensors\n"
+                "  draftcore reads safetensors only; convert the weights with save_pretrained"
+            )
+        with safe_open(single, framework="pt") as tensors:  # type: ignore[no-untyped-call]
+            return dict.fromkeys(tensors.keys(), str(single))
+
+
+@dataclass
+class TargetState:
+    """KV slots of a batch: layer tensors [B, heads, S, D], slot index = position in the row."""
+
+    cache: Cache
+    max_len: int
+
+
+class TargetModel:
+    """The running target, frozen: features for capture, cached forwards for decoding."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self.spec, self.device, self.dtype = spec, resolve_device(spec.device), spec.dtype
+        try:
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
+                spec.path, revision=spec.revision, dtype=spec.dtype
+            )
+        except (OSError, ValueError) as error:
+            raise DraftcoreError(f"cannot load target {spec.path!r}: {error}") from None
+        self.model.to(self.device).eval().requires_grad_(False)
+        self.decoder: nn.Module = self.model.get_decoder()
+        self.head: nn.Module = self.model.get_output_embeddings()
+        self.layers = _decoder_layers(self.decoder, spec)
+
+    @torch.inference_mode()
+    def features(self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest) -> dict[str, Tensor]:
+        """Run right-padded rows once, without a cache; return [B, T, H] per requested name."""
+        mask_BT = torch.arange(tokens_BT.shape[1], device=self.device) < lengths_B[:, None]
+        with self._tap(request) as taken:
+            output = self.decoder(input_ids=tokens_BT, attention_mask=mask_BT.long(), use_cache=False)
+        return {**taken, "last_hidden": output.last_hidden_state}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the LM head to last hidden states [..., H]; returns [..., V]."""
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+    def allocate(self, batch: int, max_len: int) -> TargetState:
+        """Return an empty cache for `batch` rows of up to `max_len` tokens."""
+        layers = [_SlotLayer(batch, max_len) for _ in self.layers]
+        return TargetState(Cache(layers=layers), max_len)
+
+    @torch.inference_mode()
+    def forward(
+        self, state: TargetState, tokens_BT: Tensor, positions_BT: Tensor, span: int, request: FeatureRequest
+    ) -> dict[str, Tensor]:
+        """Read tokens at their positions, keeping their keys and values; return features [B, T, H].
+
+        `span` bounds the positions (exclusive), known on the host, so attention covers only the
+        slots in use. Row b's query at position p sees its slots 0..p.
+        """
+        for layer in state.cache.layers:
+            layer.place(positions_BT, span)
+        with self._tap(request) as taken:
+            output = self.decoder(
+                input_ids=tokens_BT,
+                position_ids=positions_BT,
+                attention_mask=self._masks(positions_BT, span),
+                past_key_values=state.cache,
+                use_cache=True,
+            )
+        return {**taken, "last_hidden": output.last_hidden_state}
+
+    def select(self, state: TargetState, rows_B: Tensor) -> TargetState:
+        """Keep only these rows, in this order."""
+        for layer in state.cache.layers:
+            layer.select(rows_B)
+        return state
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """Greedy continuation by transformers' own `generate`, cut after the first end token."""
+        longest = max(map(len, prompts))
+        tokens_BT = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask_BT = torch.zeros_like(tokens_BT)
+        for row, prompt in enumerate(prompts):
+            tokens_BT[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask_BT[row, longest - len(prompt) :] = 1
+        output = self.model.generate(
+            input_ids=tokens_BT.to(self.device),
+            attention_mask=mask_BT.to(self.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_k=None,
+            top_p=None,
+            pad_token_id=next(iter(self.end_tokens), 0),
+        )
+        return [_cut(row, self.end_tokens) for row in output[:, longest:].tolist()]
+
+    @torch.inference_mode()
+    def top2_gap(self, tokens: Sequence[int]) -> float:
+        """The gap between the two best next-token logits after `tokens`, computed in fp32."""
+        tokens_1T = torch.tensor([list(tokens)], device=self.device)
+        best, second = self._fp32(input_ids=tokens_1T).logits[0, -1].topk(2).values.tolist()
+        return float(best - second)
+
+    @functools.cached_property
+    def _fp32(self) -> Any:
+        """An fp32 copy of the model, made at the first tie that has to be judged."""
+        return copy.deepcopy(self.model).float()
+
+    @functools.cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """The token ids at which the target's generation stops."""
+        end = self.model.generation_config.eos_token_id
+        return frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
+
+    @torch.inference_mode()
+    def check(self, request: FeatureRequest, prompt: Sequence[int]) -> None:
+        """Raise unless last hidden x head gives the model's own log-probabilities on a prompt.
+
+        A model that caps or scales its logits fails here: a draft trained on hidden states times
+        the head would learn another distribution than the server samples from.
+        """
+        tokens_BT = torch.tensor([list(prompt)], device=self.device)
+        lengths_B = torch.tensor([len(prompt)], device=self.device)
+        hidden_TH = self.features(tokens_BT, lengths_B, request)["last_hidden"][0]
+        ours = torch.log_softmax(self.logits(hidden_TH).double(), -1)
+        theirs = torch.log_softmax(self.model(input_ids=tokens_BT).logits[0].double(), -1)
+        gap = float((ours - theirs).abs().max())
+        bound = 1e-3 if self.dtype == torch.float32 else 0.1
+        if not gap <= bound:
+            raise DraftcoreError(
+                f"the last hidden state times the head of {self.spec.path!r} is not the model's own\n"
+                f"  prediction: log-probabilities differ by {gap:.3g} (bound {bound:.3g})\n"
+                "  models that scale or cap their logits are not supported as targets"
+            )
+
+    @contextmanager
+    def _tap(self, request: FeatureRequest) -> Iterator[dict[str, Tensor]]:
+        """Collect the outputs of the requested layers during one forward."""
+        taken: dict[str, Tensor] = {}
+
+        def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
+            taken[name] = output[0] if isinstance(output, tuple) else output
+
+        hooks = [
+            self.layers[layer].register_forward_hook(functools.partial(take, f"hidden.{layer}"))
+            for layer in request.layers
+        ]
+        try:
+            yield taken
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _masks(self, positions_BT: Tensor, span: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, T, S]: slots up to the query's position, within its window."""
+        slots_S = torch.arange(span, device=positions_BT.device)
+        seen = slots_S <= positions_BT[..., None]
+        config = self.spec.text_config
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        full = self._additive(seen)
+        if window is None or kinds == {"full_attention"}:
+            return full
+        near = self._additive(seen & (slots_S > positions_BT[..., None] - window))
+        return {"full_attention": full, "sliding_attention": near} if kinds else near
+
+    def _additive(self, seen_BTS: Tensor) -> Tensor:
+        mask = torch.zeros(seen_BTS.shape, dtype=self.dtype, device=seen_BTS.device)
+        return mask.masked_fill_(~seen_BTS, torch.finfo(self.dtype).min)[:, None]
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, written at given positions of each row."""
+
+    def __init__(self, batch: int, max_len: int) -> None:
+        super().__init__()
+        self.batch, self.max_len, self.span = batch, max_len, 0
+        self.rows_B1: Tensor
+        self.positions_BT: Tensor
+
+    def place(self, positions_BT: Tensor, span: int) -> None:
+        """Say where the next update goes."""
+        self.positions_BT, self.span = positions_BT, span
+        self.rows_B1 = torch.arange(self.batch, device=positions_BT.device)[:, None]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate [B, S, heads, D], so that a position's heads are written in one piece."""
+        for name, like in (("keys", key_states), ("values", value_states)):
+            shape = (self.batch, self.max_len, like.shape[1], like.shape[3])
+            setattr(self, name, torch.zeros(shape, dtype=like.dtype, device=like.device))
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys[self.rows_B1, self.positions_BT] = key_states.transpose(1, 2)
+        self.values[self.rows_B1, self.positions_BT] = value_states.transpose(1, 2)
+        return self.keys[:, : self.span].transpose(1, 2), self.values[:, : self.span].transpose(1, 2)
+
+    def select(self, rows_B: Tensor) -> None:
+        self.batch = len(rows_B)
+        self.keys, self.values = self.keys[rows_B], self.values[rows_B]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.span, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.max_len
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` before transformers 5.2x."""
+        return self.max_len
+
+
+def _decoder_layers(decoder: nn.Module, spec: TargetSpec) -> nn.ModuleList:
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == spec.num_layers:
+            return module
+    raise DraftcoreError(
+        f"target {spec.path!r}: found no list of {spec.num_layers} decoder layers in "
+        f"{type(decoder).__name__}\n  draftcore captures from decoder-only transformers models"
+    )
+
+
+def _cut(tokens: list[int], end: frozenset[int]) -> list[int]:
+    for position, token in enumerate(tokens):
+        if token in end:
+            return tokens[: position + 1]
+    return tokens

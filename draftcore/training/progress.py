@@ -1,0 +1,37 @@
+"""What a person sees while a run works: one line with progress, rate, loss and time left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+
+class Progress:
+    """A progress bar on standard error: live on a terminal, a final line elsewhere."""
+
+    def __init__(self, total: int, done: int = 0, verb: str = "training") -> None:
+        self.bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True),
+        )
+        self.task = self.bar.add_task(verb, total=total, completed=done, note="")
+
+    def update(self, done: int, metrics: Mapping[str, float] | None = None) -> None:
+        shown = {k: v for k, v in (metrics or {}).items() if k in ("loss", "lr")}
+        note = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        self.bar.update(self.task, completed=done, note=note)
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.bar.stop()

@@ -1,0 +1,86 @@
+"""URIs of stores and channels: `scheme:path?option=value`, and sizes such as `10GiB` in them.
+
+    memory   memory:?max_bytes=8GiB   file:features   file:///mnt/features?max_bytes=200GiB
+
+The path of a `file:` URI may be relative, which `urllib.parse` cannot say. Options are part of
+the URI, so that one line names a store completely. `?`, `&` and `%` in a path are percent-encoded.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import overload
+from urllib.parse import parse_qsl, unquote
+
+from draftcore.errors import UsageError, nearest
+
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class Uri:
+    """A parsed URI. `text` is as it was given."""
+
+    text: str
+    scheme: str
+    path: str
+    options: Mapping[str, str]
+
+    @overload
+    def size(self, option: str) -> int | None: ...
+    @overload
+    def size(self, option: str, default: int) -> int: ...
+    def size(self, option: str, default: int | None = None) -> int | None:
+        """Return an option in bytes, or the default where the URI has no such option."""
+        return parse_size(self.options[option]) if option in self.options else default
+
+    def count(self, option: str, default: int) -> int:
+        """Return an option as a whole number above zero."""
+        text = self.options.get(option, str(default))
+        if not text.isdecimal() or int(text) < 1:
+            raise UsageError(
+                f"{option}={text} in {self.text!r} is not a count\n"
+                f"  write a whole number above zero, for example {option}={default}"
+            )
+        return int(text)
+
+
+def parse_uri(text: str, *, known: Collection[str] = ()) -> Uri:
+    """Split a URI and check its options. Raises UsageError for an option that is not `known`."""
+    scheme, _, rest = text.partition(":")
+    path, _, query = rest.partition("?")
+    if path.startswith("//"):
+        host = path[2:].partition("/")[0]
+        if host:
+            raise UsageError(
+                f"{text!r} names the host {host!r}, which {scheme} cannot reach\n"
+                f"  write {scheme}:FOLDER, or {scheme}:///FOLDER with three slashes"
+            )
+        path = path[2:]
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    for name in options:
+        if name not in known:
+            raise UsageError(
+                f"{text!r} has the unknown option {name!r}{nearest(name, known)}\n"
+                f"  options of {scheme}: {', '.join(sorted(known)) or 'none'}"
+            )
+    return Uri(text, scheme, unquote(path), options)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `10GiB`, `1.5 GB` or `4096` stand for."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in UNITS:
+        raise UsageError(f"{text!r} is not a size\n  write it like 500MiB, 10GiB or 4096")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def format_size(nbytes: int) -> str:
+    """Return a size for people, such as `1.5 GiB`."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.1f} {unit}" if unit != "B" else f"{nbytes} B"

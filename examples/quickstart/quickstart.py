@@ -1,0 +1,40 @@
+"""The whole journey by the command line: capture, train, eval, export; then a summary.
+
+    python examples/quickstart/quickstart.py examples/quickstart/eagle3.yaml [KEY=VALUE]...
+
+Leaves summary.json, the plot and the export in the run's folder, whose path is the last line.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+
+def main(config: str, *overrides: str) -> None:
+    run = Path(yaml.safe_load(Path(config).read_text())["run"])
+    for override in overrides:
+        if override.startswith("run="):
+            run = Path(override.removeprefix("run="))
+    began = time.perf_counter()
+    for verb in ("capture", "train", "eval", "export"):
+        print(f"\n$ draftcore {verb} {config}", flush=True)
+        subprocess.run(["draftcore", verb, config, *overrides], check=True)
+    report = json.loads((run / "eval" / "report.json").read_text())
+    export = json.loads((run / "export" / "draftcore.json").read_text())
+    summary = {
+        "acceptance_length": report["acceptance_length"],
+        "acceptance_by_position": report["acceptance_by_position"],
+        "lossless": report["lossless"],
+        "seconds": round(time.perf_counter() - began, 1),
+        "samples_seen": export["samples_seen"],
+    }
+    (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"\n{json.dumps(summary, indent=1)}\n{run}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

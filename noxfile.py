@@ -1,0 +1,235 @@
+"""Every job of the project: `nox -l` lists them, `nox -s tests` is what CI runs.
+
+One base environment (.nox/base) holds torch and every third-party package, once. A session's own
+environment is a few kilobytes: it sees the base through a .pth file and installs the wheels under
+test, so a plugin is tested with its wheel and the core's alone, and torch is unpacked once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+BASE = ROOT / ".nox" / "base"
+DIST = ROOT / "dist"
+PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
+PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
+GROUPS = ("lint", "typing", "test", "release")
+QUICKSTART = "examples/quickstart/eagle3.yaml"
+
+nox.needs_version = ">=2024.10"
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests"]
+
+
+# ---------------------------------------------------------------- environments
+
+
+def requirements() -> list[str]:
+    """Third-party packages of every dist and dependency group; our own dists left out."""
+    found: set[str] = {"pip>=23"}
+    for project in PROJECTS:
+        data = nox.project.load_toml(project / "pyproject.toml")
+        groups = data.get("dependency-groups", {})
+        found |= set(data["project"]["dependencies"])
+        found |= {line for group in GROUPS for line in groups.get(group, [])}
+    return sorted(line for line in found if not line.startswith("draftcore"))
+
+
+def base_python(session: nox.Session) -> str:
+    """Make the base environment if its requirements changed; return its interpreter."""
+    wanted = requirements()
+    pins = (ROOT / "constraints.txt").read_text()
+    key = hashlib.sha256(json.dumps([wanted, pins, sys.version]).encode()).hexdigest()
+    mark, python = BASE / "made-for", BASE / "bin" / "python"
+    if not mark.exists() or mark.read_text() != key:
+        shutil.rmtree(BASE, ignore_errors=True)
+        session.run_install(sys.executable, "-m", "venv", str(BASE), external=True)
+        install = (str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check")
+        session.run_install(*install, "-c", "constraints.txt", *wanted, external=True)
+        mark.write_text(key)
+    return str(python)
+
+
+def borrow_base(session: nox.Session) -> None:
+    """Let this session's environment see the packages of the base."""
+    base_python(session)
+    tail = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    (Path(session.virtualenv.location) / tail / "base.pth").write_text(f"{BASE / tail}\n")
+
+
+def install_wheels(session: nox.Session, *names: str) -> None:
+    """Install these dists' wheels and nothing else. A rebuilt wheel of one version is taken."""
+    borrow_base(session)
+    build_wheels(session)
+    wheels = [str(next(DIST.glob(f"{name.replace('-', '_')}-[0-9]*.whl"))) for name in names]
+    session.install("-q", "--no-deps", "--force-reinstall", *wheels)
+
+
+_built = False
+
+
+def build_wheels(session: nox.Session) -> None:
+    """Build every dist into dist/, once per nox call."""
+    global _built
+    if _built:
+        return
+    python = base_python(session)
+    shutil.rmtree(DIST, ignore_errors=True)
+    for project in PROJECTS:
+        build = (python, "-m", "build", "-q", "--no-isolation", "--outdir", str(DIST), str(project))
+        session.run_install(*build, external=True)
+    _built = True
+
+
+def pytest(session: nox.Session, *args: str) -> None:
+    session.run("python", "-m", "pytest", "-q", "-m", "not gpu and not slow", *args)
+
+
+def describe_dists(folder: Path) -> Path:
+    """Write our dists' metadata, so that plugins are found in the source tree without installing."""
+    for project in PROJECTS:
+        data = nox.project.load_toml(project / "pyproject.toml")["project"]
+        info = folder / f"{data['name'].replace('-', '_')}-{data['version']}.dist-info"
+        info.mkdir(exist_ok=True)
+        head = f"Metadata-Version: 2.1\nName: {data['name']}\nVersion: {data['version']}\n"
+        needs = "".join(f"Requires-Dist: {line}\n" for line in data["dependencies"])
+        (info / "METADATA").write_text(head + needs)
+        points = data["entry-points"]["draftcore"]
+        lines = "".join(f"{name} = {module}\n" for name, module in points.items())
+        (info / "entry_points.txt").write_text(f"[draftcore]\n{lines}")
+    return folder
+
+
+# ---------------------------------------------------------------- what CI runs
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Everything that a change must pass."""
+    plugins = [f"plugin({name})" for name in PLUGINS]
+    for name in ("lint", "typing", "wheels", "start", "core", *plugins, "together"):
+        session.notify(name)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """ruff check and ruff format --check over the repository."""
+    python = base_python(session)
+    session.run(python, "-m", "ruff", "check", ".", external=True)
+    session.run(python, "-m", "ruff", "format", "--check", ".", external=True)
+
+
+@nox.session(venv_backend="none")
+def typing(session: nox.Session) -> None:
+    """mypy --strict on the core and on every plugin."""
+    python = base_python(session)
+    folders = [f"plugins/{name}/{name.replace('-', '_')}" for name in PLUGINS]
+    session.run(python, "-m", "mypy", "draftcore", *folders, external=True)
+
+
+@nox.session(venv_backend="none")
+def wheels(session: nox.Session) -> None:
+    """Build every dist and check what ships: typed, entry point, no tests, valid metadata."""
+    build_wheels(session)
+    built = sorted(DIST.glob("*.whl"))
+    if len(built) != len(PROJECTS):
+        session.error(f"{len(PROJECTS)} dists, but {len(built)} wheels in {DIST}")
+    for wheel in built:
+        names = zipfile.ZipFile(wheel).namelist()
+        lacking = [e for e in ("py.typed", "entry_points.txt") if not any(n.endswith(e) for n in names)]
+        tests = [name for name in names if name.startswith("tests/") or "/tests/" in name]
+        if lacking or tests:
+            session.error(f"{wheel.name}: lacks {lacking}, ships {tests}")
+    archives = map(str, sorted(DIST.iterdir()))
+    session.run(base_python(session), "-m", "twine", "check", "--strict", *archives, external=True)
+
+
+@nox.session
+def start(session: nox.Session) -> None:
+    """list-plugins and --help stay quick: median of 9 under 150 ms with every plugin installed."""
+    install_wheels(session, "draftcore", *PLUGINS)
+    command = str(Path(session.bin) / "draftcore")
+    for arguments in (["list-plugins"], ["--help"]):
+        seconds = []
+        for _ in range(9):
+            began = time.perf_counter()
+            session.run(command, *arguments, silent=True, log=False)
+            seconds.append(time.perf_counter() - began)
+        median = 1e3 * sorted(seconds)[4]
+        session.log(f"draftcore {arguments[0]}: median {median:.0f} ms")
+        if median > 150:
+            session.error(f"draftcore {arguments[0]} took {median:.0f} ms, the limit is 150 ms")
+
+
+@nox.session
+def core(session: nox.Session) -> None:
+    """The core's wheel alone: a hidden need of a plugin shows here."""
+    install_wheels(session, "draftcore")
+    pytest(session, "tests", "--ignore=tests/together", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("name", PLUGINS, ids=PLUGINS)
+def plugin(session: nox.Session, name: str) -> None:
+    """One plugin's wheel, the core's and those it depends on: nothing else is installed."""
+    data = nox.project.load_toml(ROOT / "plugins" / name / "pyproject.toml")
+    needs = [line.split(">")[0] for line in data["project"]["dependencies"]]
+    install_wheels(session, *(n for n in needs if n.startswith("draftcore")), name)
+    session.run("draftcore", "list-plugins", "--check")
+    pytest(session, f"plugins/{name}/tests", *session.posargs)
+
+
+@nox.session
+def together(session: nox.Session) -> None:
+    """Every wheel in one environment: the tests that train, decode and export."""
+    install_wheels(session, "draftcore", *PLUGINS)
+    session.run("draftcore", "list-plugins", "--check")
+    pytest(session, "tests/together", *session.posargs)
+
+
+# ---------------------------------------------------------------- what CI does not run
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Capture, train, evaluate and export on this machine's CPU; prints the run's folder."""
+    install_wheels(session, "draftcore", *PLUGINS)
+    session.run("python", "examples/quickstart/quickstart.py", QUICKSTART, *session.posargs)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """The slow tests, and the export checked by another project's loader."""
+    install_wheels(session, "draftcore", *PLUGINS)
+    session.run("python", "-m", "pytest", "-q", "-m", "slow", "tests", "plugins", *session.posargs)
+    session.notify("speculators")
+
+
+@nox.session
+def speculators(session: nox.Session) -> None:
+    """Load an export in speculators 0.9.0, through its converter, and compare logits."""
+    install_wheels(session, "draftcore", *PLUGINS)
+    others = ["pydantic-settings", "loguru", "typer", "openai", "httpx", "psutil", "protobuf", "aiohttp"]
+    session.install("-q", "-c", "constraints.txt", "datasets", *others)
+    session.install("-q", "--no-deps", "speculators==0.9.0", "hs-connectors==0.9.0")
+    session.run("python", "-m", "pytest", "-q", "tests/together/speculators_check.py")
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """The tests that need CUDA, with the interpreter nox runs in; installs nothing."""
+    paths = [str(describe_dists(Path(session.create_tmp()))), *map(str, PROJECTS)]
+    env = {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    command = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests", "plugins")
+    session.run(*command, *session.posargs, env=env, external=True)

@@ -1,0 +1,157 @@
+"""Attention of the training-time test: causal over step-0 keys, plus a few keys of the own row.
+
+At step k a query sees the step-0 keys up to its row and one extra key per step 1..k from the same
+row, under one softmax. Scores over the step-0 keys never exist as a matrix: a fused kernel returns
+its output and log-sum-exp, and the extra keys are merged in. The same kernel's backward, given the
+*joint* output and log-sum-exp, yields exact gradients, since
+dS = P * (dO.V - rowsum(dO * O)) holds with P, O of the joint softmax for any part of the keys.
+
+All kernels accumulate the softmax in fp32 (fp64 for fp64 inputs).
+
+Shape letters: B batch, T tokens, N active rows, A query heads, G key/value heads, D head width,
+X extra keys.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+aten = torch.ops.aten
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Switch autocast off: what runs inside keeps the dtypes it is given."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def attend(
+    query_NAD: Tensor, key_BATD: Tensor, value_BATD: Tensor, extra_key_NGXD: Tensor,
+    extra_value_NGXD: Tensor, rows_N: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attend from the rows `rows_N` (flat b*T + t) over step-0 keys 0..t and the rows' extra keys.
+
+    Keys and values of step 0 come with their heads expanded to A. Scores are scaled by
+    D^-0.5. Returns [N, A, D] in the query's dtype.
+    """
+    return _JointAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
+        query_NAD, key_BATD, value_BATD, extra_key_NGXD, extra_value_NGXD, rows_N
+    )
+
+
+class _JointAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query_NAD: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
+        extra_key, extra_value, rows_N = rest
+        with full_precision(query_NAD.device):
+            output, logsumexp, saved = _causal(_pad(query_NAD, key, rows_N), key, value)
+            output_NAD, logsumexp_NA = _take(output, rows_N), _take(logsumexp, rows_N)
+            scores_NAX = _extra_scores(query_NAD, extra_key)
+            joint_NA = torch.logaddexp(logsumexp_NA, scores_NAX.logsumexp(-1))
+            part_NGRX = _grouped((scores_NAX - joint_NA[..., None]).exp(), extra_key)
+            output_NAD = output_NAD * (logsumexp_NA - joint_NA).exp()[..., None]
+            output_NAD = output_NAD + (part_NGRX @ extra_value.to(part_NGRX.dtype)).flatten(1, 2)
+            output_NAD = output_NAD.to(query_NAD.dtype)
+        ctx.save_for_backward(query_NAD, key, value, *rest, output_NAD, joint_NA, *saved)
+        return output_NAD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NAD: Tensor) -> tuple[Tensor | None, ...]:
+        query_NAD, key, value, extra_key, extra_value, rows_N, output_NAD, joint_NA, *saved = (
+            ctx.saved_tensors
+        )
+        with full_precision(query_NAD.device):
+            grad_query, grad_key, grad_value = _causal_backward(
+                _pad(grad_NAD, key, rows_N), _pad(query_NAD, key, rows_N), key, value,
+                _pad(output_NAD, key, rows_N), _pad(joint_NA[..., None], key, rows_N)[..., 0],
+                saved,
+            )  # fmt: skip
+            scores_NAX = _extra_scores(query_NAD, extra_key)
+            exact = scores_NAX.dtype
+            grad, query = grad_NAD.to(exact), query_NAD.to(exact)
+            delta_NA1 = (grad * output_NAD).sum(-1, keepdim=True)
+            part_NAX = (scores_NAX - joint_NA[..., None]).exp()
+            slope_NAX = (_grouped(grad, extra_value) @ extra_value.to(exact).mT).flatten(1, 2)
+            slope_NAX = part_NAX * (slope_NAX - delta_NA1) * query.shape[-1] ** -0.5
+            slope_NGRX = _grouped(slope_NAX, extra_key)
+            grad_query_NAD = _take(grad_query, rows_N).to(exact)
+            grad_query_NAD = grad_query_NAD + (slope_NGRX @ extra_key.to(exact)).flatten(1, 2)
+            grad_extra_key = slope_NGRX.mT @ _grouped(query, extra_key)
+            grad_extra_value = _grouped(part_NAX, extra_key).mT @ _grouped(grad, extra_key)
+        return (
+            grad_query_NAD.to(query_NAD.dtype), grad_key, grad_value,
+            grad_extra_key.to(extra_key.dtype), grad_extra_value.to(extra_value.dtype), None,
+        )  # fmt: skip
+
+
+def _extra_scores(query_NAD: Tensor, extra_key_NGXD: Tensor) -> Tensor:
+    """Scores of each row's query with its own extra keys, [N, A, X], in fp32 or fp64."""
+    exact = torch.promote_types(query_NAD.dtype, torch.float32)
+    query_NGRD = _grouped(query_NAD.to(exact), extra_key_NGXD) * query_NAD.shape[-1] ** -0.5
+    scores_NGRX: Tensor = query_NGRD @ extra_key_NGXD.to(exact).mT
+    return scores_NGRX.flatten(1, 2)
+
+
+def _grouped(x_NA: Tensor, like_NG: Tensor) -> Tensor:
+    """Split query heads into the groups that share a key head: [N, A, ...] to [N, G, A/G, ...]."""
+    return torch.unflatten(x_NA, 1, (like_NG.shape[1], -1))
+
+
+def _pad(x_NAD: Tensor, like_BATD: Tensor, rows_N: Tensor) -> Tensor:
+    """Lay active rows out as [B, A, T, D], zeros elsewhere (they then add nothing to gradients)."""
+    batch, heads, length, _ = like_BATD.shape
+    flat = x_NAD.new_zeros(batch * length, heads, x_NAD.shape[-1]).index_copy(0, rows_N, x_NAD)
+    return flat.view(batch, length, heads, -1).transpose(1, 2)
+
+
+def _take(x_BAT: Tensor, rows_N: Tensor) -> Tensor:
+    """The inverse of `_pad`: [B, A, T, ...] to [N, A, ...]."""
+    return x_BAT.transpose(1, 2).flatten(0, 1).index_select(0, rows_N)
+
+
+# The three fused kernels of scaled_dot_product_attention, called by name because the public
+# function gives no log-sum-exp: CPU; CUDA in half precision; CUDA in fp32.
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return output [B, A, T, D], log-sum-exp [B, A, T], and what the backward wants besides."""
+    if query.device.type == "cpu":
+        output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, True
+        )
+        return output, logsumexp, ()
+    if query.dtype in (torch.float16, torch.bfloat16):
+        output, logsumexp, _, _, _, _, *philox, _ = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, True
+        )
+        return output, logsumexp, tuple(philox)
+    output, logsumexp, *philox = aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, True, 0.0, True
+    )
+    return output, logsumexp[..., : query.shape[2]], tuple(philox)
+
+
+def _causal_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
+    philox: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tensors, length = (grad, query, key, value), query.shape[2]
+    if query.device.type == "cpu":
+        # This kernel reads log-sum-exp by the strides its forward gave it: [B, T, A] in memory.
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+            *tensors, output, logsumexp, 0.0, True
+        )
+    if query.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+            *tensors, output, logsumexp.contiguous(), None, None, length, length, 0.0, True, *philox
+        )
+    # This kernel wants rows of log-sum-exp padded to 32.
+    padded = torch.nn.functional.pad(logsumexp, (0, -length % 32)).contiguous()
+    return aten._scaled_dot_product_efficient_attention_backward(  # type: ignore[no-any-return]
+        *tensors, None, output, padded, *philox, 0.0, [True, True, True, False], True
+    )[:3]

@@ -1,0 +1,169 @@
+"""The reference decoder: a chain of greedy or sampled drafts over a preallocated KV cache.
+
+Row t of a sequence is (features of token t, token t+1) and lives at position t, which is also its
+cache slot. A round extends the cache by the rows that the target verified (`pending`) and drafts
+from the last of them; draft rows write the slots after it, using the draft's own state for the
+features nobody has yet. Those slots, and those of pending rows past a row's count, hold leftovers
+until a later row overwrites them; a query sees slots up to its own position only, and each slot is
+written again before that position is reached.
+
+Shape letters: B batch, P pending rows (num_drafts + 1), K drafts, S cache slots, H hidden,
+A query heads, G key/value heads, D head width, U draft and V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from draftcore.records import FeatureRequest
+from draftcore_eagle3.model import Eagle3Draft
+
+
+@dataclass
+class DraftState:
+    """A batch being decoded.
+
+    keys_BGSD, values_BGSD: the cache. hidden_BPH, tokens_BP: pending rows, of which the first
+    counts_B are valid; row 0 stands at position start_B.
+    """
+
+    keys_BGSD: Tensor
+    values_BGSD: Tensor
+    hidden_BPH: Tensor
+    tokens_BP: Tensor
+    start_B: Tensor
+    counts_B: Tensor
+
+
+class Eagle3Drafter:
+    """Decodes with a draft in its own dtype and on its own device; see `records.Drafter`."""
+
+    def __init__(self, draft: Eagle3Draft, num_drafts: int, dtype: str) -> None:
+        self.draft, self.num_drafts = draft, num_drafts
+        self.request = FeatureRequest(draft.config.layers, last_hidden=False, dtype=dtype)
+
+    @torch.inference_mode()
+    def allocate(self, batch: int, max_len: int) -> DraftState:
+        config, weight = self.draft.config, self.draft.fc.weight
+        rows, slots = self.num_drafts + 1, max_len + self.num_drafts + 1
+        cache = (batch, config.num_key_value_heads, slots, config.head_dim)
+        numbers = torch.zeros(batch, rows, dtype=torch.long, device=weight.device)
+        return DraftState(
+            keys_BGSD=weight.new_zeros(cache),
+            values_BGSD=weight.new_zeros(cache),
+            hidden_BPH=weight.new_zeros(batch, rows, config.hidden_size),
+            tokens_BP=numbers,
+            start_B=numbers[:, 0].clone(),
+            counts_B=numbers[:, 0].clone(),
+        )
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        state: DraftState,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        features: Mapping[str, Tensor],
+        next_B: Tensor,
+    ) -> None:
+        """Fill the cache from right-padded prompts; the last row stays pending."""
+        last_B1 = lengths_B[:, None] - 1
+        tokens_BT = functional.pad(tokens_BT[:, 1:], (0, 1)).scatter(1, last_B1, next_B[:, None])
+        hidden_BTH = self.draft.combine(features)
+        positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        self._run(state, tokens_BT, hidden_BTH, positions_BT.expand_as(tokens_BT))
+        state.tokens_BP[:, :1] = tokens_BT.gather(1, last_B1)
+        state.hidden_BPH[:, :1] = _at(hidden_BTH, last_B1)
+        state.start_B.copy_(lengths_B - 1)
+        state.counts_B.fill_(1)
+
+    @torch.inference_mode()
+    def propose(
+        self, state: DraftState, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft K tokens a row; with a temperature also their distributions over the target's V.
+
+        The distributions are zero outside the draft vocabulary. Proposing changes only leftovers,
+        so it may be repeated.
+        """
+        offsets_P = torch.arange(self.num_drafts + 1, device=state.start_B.device)
+        positions_BP = state.start_B[:, None] + offsets_P
+        output_BPH = self._run(state, state.tokens_BP, state.hidden_BPH, positions_BP)
+        last_B1 = (state.counts_B[:, None] - 1).clamp_min(0)
+        position_B1 = state.start_B[:, None] + last_B1
+        normed_B1H, hidden_B1H = self.draft.head_and_feedback(_at(output_BPH, last_B1))
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step in range(self.num_drafts):
+            if step > 0:
+                output_B1H = self._run(state, tokens[-1], hidden_B1H, position_B1 + step)
+                normed_B1H, hidden_B1H = self.draft.head_and_feedback(output_B1H)
+            token_B1, probs_B1V = self._choose(normed_B1H, temperature, generator)
+            tokens.append(token_B1)
+            probs += [] if probs_B1V is None else [probs_B1V]
+        return torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None
+
+    @torch.inference_mode()
+    def accept(
+        self,
+        state: DraftState,
+        tokens_BK: Tensor,
+        features: Mapping[str, Tensor],
+        counts_B: Tensor,
+    ) -> None:
+        """Make the verified round pending, in place of the last."""
+        state.start_B.add_(state.counts_B)
+        state.tokens_BP.copy_(tokens_BK)
+        state.hidden_BPH.copy_(self.draft.combine(features))
+        state.counts_B.copy_(counts_B)
+
+    @torch.inference_mode()
+    def select(self, state: DraftState, rows_B: Tensor) -> DraftState:
+        return DraftState(**{name: value[rows_B] for name, value in vars(state).items()})
+
+    def _run(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Run rows [B, R] at their positions through the layer, writing their cache slots."""
+        layer, attention = self.draft.midlayer, self.draft.midlayer.self_attn
+        qkv = layer.project(self.draft.embed(tokens), hidden)
+        query, key, value = attention.heads_of(qkv, *self.draft.rotary(positions))
+        index = positions[:, None, :, None].expand_as(key.transpose(1, 2))
+        state.keys_BGSD.scatter_(2, index, key.transpose(1, 2).to(state.keys_BGSD.dtype))
+        state.values_BGSD.scatter_(2, index, value.transpose(1, 2).to(state.values_BGSD.dtype))
+        slots_S = torch.arange(state.keys_BGSD.shape[2], device=positions.device)
+        attended = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            state.keys_BGSD,
+            state.values_BGSD,
+            attn_mask=(slots_S <= positions[..., None])[:, None],
+            enable_gqa=True,
+        )
+        return layer.finish(hidden, attended.transpose(1, 2))
+
+    def _choose(
+        self, normed_B1H: Tensor, temperature: float, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Pick a target token [B, 1] from the final state, and its distribution [B, 1, V]."""
+        logits_B1U, ids_U = self.draft.lm_head(normed_B1H), self.draft.token_ids()
+        if temperature <= 0:
+            choice_B1 = logits_B1U.argmax(-1)
+            return choice_B1 if ids_U is None else ids_U[choice_B1], None
+        exact = torch.promote_types(logits_B1U.dtype, torch.float32)
+        probs_B1U = (logits_B1U / temperature).softmax(-1, dtype=exact)
+        # The first arrival of exponential clocks; torch.multinomial checks its input on the host.
+        clocks_B1U = torch.empty_like(probs_B1U).exponential_(generator=generator)
+        tiny = torch.finfo(exact).tiny
+        choice_B1 = (probs_B1U / clocks_B1U.clamp_min(tiny)).argmax(-1)
+        if ids_U is None:
+            return choice_B1, probs_B1U
+        probs_B1V = probs_B1U.new_zeros(len(choice_B1), 1, self.draft.config.vocab_size)
+        return ids_U[choice_B1], probs_B1V.index_copy(2, ids_U, probs_B1U)
+
+
+def _at(x_BTH: Tensor, index_B1: Tensor) -> Tensor:
+    """Take one row of each sample, [B, 1, H]."""
+    return x_BTH.gather(1, index_B1[..., None].expand(-1, -1, x_BTH.shape[-1]))

@@ -1,0 +1,225 @@
+"""The training-time test: K draft steps on every row at once, each fed by the one before.
+
+Row t of a sample holds the target's features of token t and token t+1, and predicts token t+2,
+for which the teacher is the target's head on its last hidden state at t+1. At step k row t has
+moved on by k: token t+1+k, position t+k, teacher of row u = t+k. So a supervised teacher row u is
+met at step k by draft row u-k, and the arithmetic is arranged around those rows only:
+
+- the teacher and the LM head run on supervised rows u (at step k the head reads draft row u-k;
+  where u < k there is none, the weight is 0 and any row stands in, which saves a host sync);
+- queries, MLP and later steps run on *active* rows, those that meet a supervised row at any step;
+- step-0 keys and values need all rows, and nothing else does.
+
+Rows are flat indices b*T + t. Padding is on the right, so causality alone hides it.
+
+Shape letters: B batch, T tokens, N active rows, M supervised rows, H hidden, V target and U draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from draftcore.records import DraftBatch, StepOutput
+from draftcore_eagle3.attention import attend, full_precision
+
+if TYPE_CHECKING:
+    from draftcore_eagle3.model import Eagle3Draft
+    from draftcore_eagle3.options import Eagle3Options
+
+# Teacher logits exist for this many elements at a time: 256 MiB in fp32.
+TEACHER_ELEMENTS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: the loss, its steps, their decay, and lk_lambda's two constants."""
+
+    loss: Literal["kl", "lk_alpha", "lk_lambda"] = "kl"
+    ttt_length: int = 7
+    step_decay: float = 0.8
+    kl_scale: float = 1.0
+    kl_decay: float = 3.0
+
+    @classmethod
+    def of(cls, options: Eagle3Options) -> Objective:
+        return cls(
+            options.loss, options.ttt_length, options.step_decay, options.kl_scale, options.kl_decay
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The active rows, the supervised rows, and where a row stands among the active."""
+
+    active_N: Tensor
+    supervised_M: Tensor
+    slot_BT: Tensor
+    time_BT: Tensor
+
+    @classmethod
+    def of(cls, mask_BT: Tensor, steps: int) -> Rows:
+        """Find the rows of a batch; counting them is all that the loss waits for on a GPU."""
+        reach_BT = functional.pad(mask_BT, (0, steps - 1)).unfold(1, steps, 1).any(-1)
+        active_N = reach_BT.flatten().nonzero()[:, 0]
+        slot_BT = torch.zeros(mask_BT.numel(), dtype=torch.long, device=mask_BT.device)
+        slot_BT[active_N] = torch.arange(len(active_N), device=mask_BT.device)
+        times = torch.arange(mask_BT.shape[1], device=mask_BT.device).repeat(mask_BT.shape[0])
+        return cls(active_N, mask_BT.flatten().nonzero()[:, 0], slot_BT, times)
+
+    def drafted(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return, per supervised row u, the active slot of row u-step and whether there is one."""
+        there_M = self.time_BT[self.supervised_M] >= step
+        return self.slot_BT[(self.supervised_M - step).clamp_min(0)], there_M
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's distribution at supervised rows.
+
+    probs_MU: softmax restricted to draft tokens and renormalised; share_MU: the same, not
+    renormalised; label_M: the draft index of the target's most probable token, -1 if it has none.
+    """
+
+    probs_MU: Tensor
+    share_MU: Tensor
+    label_M: Tensor
+
+
+def training_time_test(draft: Eagle3Draft, batch: DraftBatch) -> StepOutput:
+    """Return the loss of a batch and its metrics per step k.
+
+    `batch.loss_mask_BT` marks supervised rows. For `kl` the numerator is the sum over steps k
+    and rows of decay^k * cross entropy, the denominator the number of real rows. The LK losses are
+    means of the micro-batch: numerator their value, denominator 1 (0 if nothing is supervised).
+    Metrics: `accuracy_k`, `acceptance_rate_k`, `loss_k`.
+    """
+    objective = draft.objective
+    rows = Rows.of(batch.loss_mask_BT, objective.ttt_length)
+    teacher = teach(draft, batch.features["last_hidden"], rows.supervised_M)
+    exact, known_M = teacher.probs_MU.dtype, teacher.label_M >= 0
+    num_rows = batch.attention_mask_BT.sum().to(exact)
+    losses, counts = [], {}
+    for step, normed_NH in enumerate(unroll(draft, batch, rows)):
+        slots_M, there_M = rows.drafted(step)
+        logits_MU = draft.lm_head(normed_NH.index_select(0, slots_M))
+        with full_precision(logits_MU.device):
+            weight_M = (there_M & known_M).to(exact)
+            loss, shares = step_loss(objective, logits_MU, teacher, weight_M, num_rows)
+            correct_M = (logits_MU.argmax(-1) == teacher.label_M) & there_M
+        losses.append(objective.step_decay**step * loss[0])
+        counts[f"accuracy_{step}"] = (correct_M.sum().to(exact), there_M.sum().to(exact))
+        counts[f"acceptance_rate_{step}"] = shares
+        counts[f"loss_{step}"] = (loss[0].detach(), loss[1])
+    numerator = torch.stack(losses).sum()
+    denominator = num_rows if objective.loss == "kl" else known_M.any().to(exact)
+    return StepOutput(numerator, denominator, counts)
+
+
+def step_loss(
+    objective: Objective, logits_MU: Tensor, teacher: Teacher, weight_M: Tensor, num_rows: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return one step's loss and its acceptance rate, each as numerator and denominator.
+
+    Arithmetic is in fp32 (fp64 for an fp64 draft).
+    """
+    log_probs_MU = logits_MU.log_softmax(-1, dtype=weight_M.dtype)
+    cross_entropy = -((teacher.probs_MU * log_probs_MU).sum(-1) * weight_M).sum()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and objective.loss != "kl"):
+        overlap_M = torch.minimum(teacher.share_MU, log_probs_MU.exp()).sum(-1)
+    acceptance, count = (overlap_M * weight_M).sum(), weight_M.sum()
+    shares = (acceptance.detach(), count)
+    if objective.loss == "kl":
+        return (cross_entropy, num_rows), shares
+    some = (count > 0).to(count.dtype)
+    count = count.clamp_min(1)
+    rate = acceptance / count
+    if objective.loss == "lk_alpha":
+        # A row without overlap would be infinite; it is as good as impossible in fp32.
+        log_M = overlap_M.clamp_min(torch.finfo(overlap_M.dtype).tiny).log()
+        return (-(log_M * weight_M).sum() / count, some), shares
+    blend = objective.kl_scale * torch.exp(-objective.kl_decay * rate.detach())
+    loss = blend * cross_entropy / num_rows.clamp_min(1) + (1 - blend) * (1 - rate)
+    return (loss * some, some), shares
+
+
+def unroll(draft: Eagle3Draft, batch: DraftBatch, rows: Rows) -> Iterator[Tensor]:
+    """Yield each step's normed output on the active rows, [N, H]."""
+    layer, attention = draft.midlayer, draft.midlayer.self_attn
+    steps, (batch_size, length) = draft.objective.ttt_length, batch.token_ids_BT.shape
+    cos, sin = draft.rotary(torch.arange(length + steps, device=batch.token_ids_BT.device))
+    embedding_half, hidden_half = attention.split_weight()
+
+    next_tokens = functional.pad(batch.token_ids_BT[:, 1:], (0, 1)).flatten()
+    from_token = functional.linear(layer.input_layernorm(draft.embed(next_tokens)), embedding_half)
+    hidden = draft.combine(batch.features).flatten(0, 1)
+    qkv = from_token + functional.linear(layer.hidden_norm(hidden), hidden_half)
+    query, key, value = attention.heads_of(qkv, cos[rows.time_BT], sin[rows.time_BT])
+    share = query.shape[1] // key.shape[1]
+    key_BATD, value_BATD = (
+        _by_head(x.repeat_interleave(share, 1), batch_size) for x in (key, value)
+    )
+
+    active_N, time_N = rows.active_N, rows.time_BT[rows.active_N]
+    query, hidden = query.index_select(0, active_N), hidden.index_select(0, active_N)
+    extra_key = extra_value = query.new_empty(len(active_N), attention.heads[1], 0, query.shape[-1])
+    for step in range(steps):
+        if step > 0:
+            later_N = (active_N + step).clamp_max(batch_size * length - 1)
+            qkv = from_token.index_select(0, later_N)
+            qkv = qkv + functional.linear(layer.hidden_norm(hidden), hidden_half)
+            query, key, value = attention.heads_of(qkv, cos[time_N + step], sin[time_N + step])
+            extra_key = torch.cat([extra_key, key[:, :, None]], 2)
+            extra_value = torch.cat([extra_value, value[:, :, None]], 2)
+        attended = attend(query, key_BATD, value_BATD, extra_key, extra_value, active_N)
+        normed, hidden = draft.head_and_feedback(layer.finish(hidden, attended))
+        yield normed
+
+
+def _by_head(x_BT_AD: Tensor, batch: int) -> Tensor:
+    """Turn flat rows [B*T, A, D] into [B, A, T, D]."""
+    return x_BT_AD.view(batch, -1, *x_BT_AD.shape[1:]).transpose(1, 2)
+
+
+@torch.no_grad()
+def teach(draft: Eagle3Draft, last_hidden_BTH: Tensor, supervised_M: Tensor) -> Teacher:
+    """Run the target's head at the supervised rows, a slice at a time."""
+    ids_U, head_VH = draft.token_ids(), draft.teacher_head.to(draft.compute_dtype)
+    hidden_MH = last_hidden_BTH.flatten(0, 1).index_select(0, supervised_M + 1).to(head_VH.dtype)
+    index_V = torch.arange(len(head_VH), device=head_VH.device)
+    if ids_U is not None:
+        index_V = torch.full_like(index_V, -1).index_copy(0, ids_U, index_V[: len(ids_U)])
+    parts = [
+        _teach_rows(functional.linear(hidden_mH, head_VH), ids_U, index_V)
+        for hidden_mH in torch.split(hidden_MH, max(1, TEACHER_ELEMENTS // len(head_VH)))
+    ]
+    probs, share, label = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Teacher(probs, share, label)
+
+
+def _teach_rows(
+    logits_mV: Tensor, ids_U: Tensor | None, index_V: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    with full_precision(logits_mV.device):
+        label_m = index_V[logits_mV.argmax(-1)]
+        share_mV = logits_mV.softmax(-1, dtype=torch.promote_types(logits_mV.dtype, torch.float32))
+        if ids_U is None:
+            return share_mV, share_mV, label_m
+        # Not the share divided by its sum: that may be 0/0 where the draft knows no likely token.
+        probs_mU = logits_mV.index_select(1, ids_U).softmax(-1, dtype=share_mV.dtype)
+        return probs_mU, share_mV.index_select(1, ids_U), label_m
+
+
+def simulated_acceptance_length(metrics: Mapping[str, float]) -> float:
+    """Return 1 + a0 + a0*a1 + ..., with a_k = `accuracy_k`: tokens a round would yield."""
+    length, chance, step = 1.0, 1.0, 0
+    while (name := f"accuracy_{step}") in metrics:
+        chance *= metrics[name]
+        length, step = length + chance, step + 1
+    return length

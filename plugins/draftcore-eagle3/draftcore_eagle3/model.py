@@ -1,0 +1,251 @@
+"""The EAGLE-3 draft: one Llama layer between features of the target and its next tokens.
+
+What is odd about it: the layer reads the RMS-normed token embedding *and* the RMS-normed hidden
+input side by side, so q/k/v are 2H wide, while the residual is the hidden input before its norm.
+The half of q/k/v that comes from the embedding depends on the token alone; training projects it
+once and shifts it from step to step (`Attention.split_weight`). The target's embedding and head
+are buffers outside the state dict, in the target's own dtype; whatever uses them casts.
+
+Shape letters: B batch, T tokens, H hidden, V target and U draft vocabulary, A query heads,
+G key/value heads, D head width, Q = (A + 2G) * D.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftcore.records import Draft, DraftBatch, StepContext, StepOutput, TrainingDefaults
+from draftcore_eagle3.config import DraftConfig
+from draftcore_eagle3.loss import Objective, training_time_test
+from draftcore_eagle3.vocabulary import select_tokens, to_ids, to_offsets
+
+if TYPE_CHECKING:
+    from draftcore.target import TargetSpec
+    from draftcore_eagle3.options import Eagle3Options
+
+FROZEN = frozenset({"embed_tokens", "target_head"})
+
+
+class RMSNorm(nn.Module):
+    """RMS normalisation in fp32 (fp64 for fp64 inputs), returned in the input's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(exact)
+        return functional.rms_norm(x.to(exact), weight.shape, weight, self.eps).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Rotary positions by transformers' own frequencies; D' = the rotated part of a head."""
+
+    inverse_frequency: Tensor
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        rope = dict(config.rope)
+        if rope["rope_type"] == "default":
+            # Linear scaling by one is the default, and knows the partial rotary factor.
+            rope.update(rope_type="linear", factor=1.0)
+        llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=rope,
+        )
+        frequency, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama)
+        self.scale = float(scale)
+        self.register_buffer("inverse_frequency", frequency, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [..., D'/2] of integer positions [...]."""
+        angles = positions[..., None].to(self.inverse_frequency.dtype) * self.inverse_frequency
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+def rotate(x_AD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads [..., A, D] by the angles of their rows, [..., D'/2]."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    half = cos.shape[-1]
+    left, right, rest = torch.split(x_AD, [half, half, x_AD.shape[-1] - 2 * half], -1)
+    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x_AD.dtype)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+class Attention(nn.Module):
+    """The projections of grouped-query attention over [embedding, hidden]; no biases."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.heads = (config.num_attention_heads, config.num_key_value_heads)
+        queries, keys = (count * config.head_dim for count in self.heads)
+        self.q_proj = nn.Linear(2 * config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def split_weight(self) -> tuple[Tensor, Tensor]:
+        """Return the joint q/k/v weight as its embedding half and its hidden half, [Q, H] each."""
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        embedding_half, hidden_half = weight.chunk(2, dim=1)
+        return embedding_half, hidden_half
+
+    def heads_of(self, qkv_Q: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split [..., Q] into rotated queries [..., A, D], rotated keys and values [..., G, D]."""
+        queries, keys = self.heads
+        x_AD = torch.unflatten(qkv_Q, -1, (queries + 2 * keys, self.head_dim))
+        rotated, value_GD = torch.split(x_AD, [queries + keys, keys], -2)
+        query_AD, key_GD = torch.split(rotate(rotated, cos, sin), [queries, keys], -2)
+        return query_AD, key_GD, value_GD
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """The layer, in two halves: attention itself differs between training and decoding."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(width, config.intermediate_size)
+
+    def project(self, embedding_H: Tensor, hidden_H: Tensor) -> Tensor:
+        """Return q/k/v side by side, [..., Q], not yet rotated."""
+        x = torch.cat([self.input_layernorm(embedding_H), self.hidden_norm(hidden_H)], -1)
+        attn = self.self_attn
+        return torch.cat([attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)], -1)
+
+    def finish(self, hidden_H: Tensor, attended_AD: Tensor) -> Tensor:
+        """Add attention's output and the MLP to the hidden input; returns the layer's output."""
+        hidden_H = hidden_H + self.self_attn.o_proj(attended_AD.flatten(-2))
+        return hidden_H + self.mlp(self.post_attention_layernorm(hidden_H))  # type: ignore[no-any-return]
+
+
+class Eagle3Draft(nn.Module):
+    """The draft with its loss: `forward` is one training-time test over a batch.
+
+    `embedding_VH` and `head_VH` (None where tied) are the target's, kept in their dtype; `ids_U`
+    are the draft vocabulary's ascending target ids (None for the full vocabulary).
+    """
+
+    embed_tokens: Tensor
+    target_head: Tensor | None
+    d2t: Tensor | None
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        objective: Objective,
+        embedding_VH: Tensor,
+        head_VH: Tensor | None,
+        ids_U: Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.config, self.objective = config, objective
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(3 * width, width, bias=False)
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(3 * config.fc_norm))
+        self.midlayer = DecoderLayer(config)
+        self.norm = RMSNorm(width, eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config)
+        self.register_buffer("d2t", None if ids_U is None else to_offsets(ids_U))
+        self.register_buffer("embed_tokens", embedding_VH, persistent=False)
+        self.register_buffer("target_head", head_VH, persistent=False)
+
+    def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
+        return training_time_test(self, batch)
+
+    @property
+    def teacher_head(self) -> Tensor:
+        """The target's LM head, [V, H]."""
+        return self.embed_tokens if self.target_head is None else self.target_head
+
+    def token_ids(self) -> Tensor | None:
+        """Target ids of the draft vocabulary, [U]; None for the full vocabulary."""
+        return None if self.d2t is None else to_ids(self.d2t)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products here and now: autocast's, or the weights'."""
+        device = self.fc.weight.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self.fc.weight.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embed tokens [...] into [..., H]."""
+        return functional.embedding(tokens, self.embed_tokens).to(self.compute_dtype)
+
+    def combine(self, features: Mapping[str, Tensor]) -> Tensor:
+        """Join the captured layers, [..., H] each, into the first hidden input [..., H]."""
+        names = (f"hidden.{layer}" for layer in self.config.layers)
+        parts = [features[name].to(self.compute_dtype) for name in names]
+        if self.config.fc_norm:
+            parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+        return self.fc(torch.cat(parts, -1))  # type: ignore[no-any-return]
+
+    def head_and_feedback(self, output_H: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the LM head reads and what the next step reads, of the layer's output."""
+        normed_H = self.norm(output_H)
+        return normed_H, normed_H if self.config.norm_output else output_H
+
+
+def build(
+    target: TargetSpec, config: DraftConfig, options: Eagle3Options, ids_U: Tensor | None
+) -> Draft:
+    """Build a draft with fresh weights: N(0, 0.02), norms 1, the LM head from the target's rows."""
+    embedding_VH = target.embedding()
+    tied = bool(target.config.get_text_config().tie_word_embeddings)
+    head_VH = embedding_VH if tied else target.head()
+    module = Eagle3Draft(
+        config, Objective.of(options), embedding_VH, None if tied else head_VH, ids_U
+    )
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=0.02)
+    with torch.no_grad():
+        module.lm_head.weight.copy_(head_VH if ids_U is None else head_VH[ids_U])
+    return Draft(
+        module=module,
+        config=dataclasses.asdict(config),
+        defaults=TrainingDefaults(lr=1e-4, warmup_ratio=0.015, clip=0.5),
+        parameter_groups=[{"params": list(module.parameters())}],
+        frozen=FROZEN,
+    )
+
+
+def draft_vocabulary(counts: Mapping[int, int], config: DraftConfig) -> Tensor | None:
+    """Return the target ids that the draft may propose; None for all of them."""
+    if config.full_vocabulary:
+        return None
+    return select_tokens(counts, config.draft_vocab_size, config.vocab_size)

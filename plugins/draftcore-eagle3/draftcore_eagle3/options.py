@@ -1,0 +1,57 @@
+"""What a run may set under `algorithm.options` for EAGLE-3; unknown keys are refused."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Eagle3Options(BaseModel):
+    """Options of the algorithm `eagle3`. What is left out is taken from the target."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layers: tuple[int, int, int] | None = Field(
+        default=None,
+        description="the three captured layers, 0-based outputs; by default 1, L/2-1 and L-4",
+    )
+    ttt_length: int = Field(default=7, ge=1, description="steps K of the training-time test")
+    step_decay: float = Field(default=0.8, gt=0, le=1, description="step k weighs step_decay^k")
+    draft_vocab_size: int | None = Field(
+        default=None, ge=1, description="most frequent tokens the draft may propose; all if unset"
+    )
+    loss: Literal["kl", "lk_alpha", "lk_lambda"] = Field(
+        default="kl",
+        description="kl: cross entropy with the teacher; lk_alpha: -log acceptance; "
+        "lk_lambda: a blend of cross entropy and acceptance (arXiv 2602.23881)",
+    )
+    kl_scale: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="lk_lambda: weight of cross entropy at acceptance 0",
+    )
+    kl_decay: float = Field(
+        default=3.0, ge=0, description="lk_lambda: how fast that weight falls with acceptance"
+    )
+    supervise: Literal["reference", "predicted"] = Field(
+        default="reference",
+        description="reference: row t counts if token t is to be learned, as published; "
+        "predicted: if token t+2 is, the one that row t predicts",
+    )
+    fc_norm: bool = Field(default=False, description="an RMSNorm per captured layer (EAGLE-3.1)")
+    norm_output: bool = Field(
+        default=False,
+        description="feed back the state after the final norm (EAGLE-3.1)",
+    )
+    num_attention_heads: int | None = Field(default=None, ge=1, description="query heads")
+    num_key_value_heads: int | None = Field(default=None, ge=1, description="key and value heads")
+    head_dim: int | None = Field(default=None, ge=2, description="width of a head")
+    intermediate_size: int | None = Field(default=None, ge=1, description="width of the MLP")
+    warm_start: str | None = Field(
+        default=None,
+        description="folder of an exported or published draft to start from; its shape, captured "
+        "layers and vocabulary mapping are taken over",
+    )
+    num_drafts: int = Field(default=7, ge=1, description="tokens proposed per round when decoding")

@@ -1,0 +1,112 @@
+"""The hooks of EAGLE-3. Thin on purpose: what is heavy is imported inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftcore import hookimpl
+from draftcore.records import DraftBatch, FeatureRequest, Offer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from draftcore.records import (
+        DataSummary,
+        Draft,
+        Drafter,
+        Sample,
+        StepContext,
+        StepOutput,
+    )
+    from draftcore.target import TargetModel, TargetSpec
+    from draftcore_eagle3.config import DraftConfig
+    from draftcore_eagle3.options import Eagle3Options
+
+
+@hookimpl
+def describe() -> Sequence[Offer]:
+    # Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
+    return [Offer("algorithm", "eagle3", options="draftcore_eagle3.options:Eagle3Options")]
+
+
+@hookimpl
+def feature_request(target: TargetSpec, options: Eagle3Options) -> FeatureRequest:
+    dtype = str(target.dtype).removeprefix("torch.")
+    return FeatureRequest(_config(target, options).layers, last_hidden=True, dtype=dtype)
+
+
+@hookimpl
+def build_draft(target: TargetSpec, data: DataSummary, options: Eagle3Options) -> Draft:
+    from draftcore_eagle3 import model, serving
+
+    if options.warm_start is not None:
+        return serving.load(Path(options.warm_start), target, options)
+    config = _config(target, options)
+    return model.build(target, config, options, model.draft_vocabulary(data.token_counts, config))
+
+
+@hookimpl
+def collate(samples: Sequence[Sample], options: Eagle3Options) -> DraftBatch:
+    """Pad on the right; `loss_mask_BT` marks the *rows* that are supervised, not the tokens.
+
+    Row t predicts token t+2 from token t+1. The published weight of row t is the mask of token t
+    (`supervise: reference`), without the last row, whose next token does not exist.
+    """
+    import torch
+
+    def rows(mask_T: Tensor) -> Tensor:
+        if options.supervise == "predicted":
+            return torch.cat([mask_T[2:], mask_T.new_zeros(min(2, len(mask_T)))])
+        return torch.cat([mask_T[:-1], mask_T.new_zeros(1)])
+
+    def pad(parts: Sequence[Tensor]) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+
+    return DraftBatch(
+        ids=tuple(sample.id for sample in samples),
+        token_ids_BT=pad([sample.token_ids_T for sample in samples]),
+        loss_mask_BT=pad([rows(sample.loss_mask_T) for sample in samples]),
+        attention_mask_BT=pad([torch.ones_like(sample.loss_mask_T) for sample in samples]),
+        features={name: pad([s.features[name] for s in samples]) for name in samples[0].features},
+    )
+
+
+@hookimpl
+def forward_loss(draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
+    output: StepOutput = draft.module(batch, context)
+    return output
+
+
+@hookimpl
+def drafter(draft: Draft, target: TargetModel, options: Eagle3Options) -> Drafter:
+    from draftcore_eagle3.drafter import Eagle3Drafter
+    from draftcore_eagle3.model import Eagle3Draft
+
+    assert isinstance(draft.module, Eagle3Draft)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return Eagle3Drafter(draft.module, options.num_drafts, dtype)
+
+
+@hookimpl
+def export_draft(draft: Draft, folder: Path, layout: str) -> None:
+    from draftcore_eagle3 import serving
+
+    serving.export(draft, folder, layout)
+
+
+@hookimpl
+def import_draft(folder: Path, target: TargetSpec, options: Eagle3Options) -> Draft:
+    from draftcore_eagle3 import serving
+
+    return serving.load(folder, target, options)
+
+
+def _config(target: TargetSpec, options: Eagle3Options) -> DraftConfig:
+    """Resolve the draft's shape without reading any weights."""
+    from draftcore_eagle3 import config, serving
+
+    if options.warm_start is not None:
+        return serving.read_config(Path(options.warm_start), target, options)
+    return config.from_target(target, options)

@@ -1,0 +1,160 @@
+"""What a draft takes from its target, what options refuse, and what importing costs."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draftcore_eagle3 import plugin
+from draftcore_eagle3.config import captured_layers
+from draftcore_eagle3.model import Eagle3Draft
+from draftcore_eagle3.options import Eagle3Options
+from draftcore_eagle3.vocabulary import select_tokens
+from pydantic import ValidationError
+
+from draftcore.errors import UsageError
+from draftcore.records import DataSummary
+from draftcore.target import TargetSpec
+
+SEEN = DataSummary("", 1, 6, 6, 6, {5: 3, 40: 2, 7: 1})
+
+
+def build(target: TargetSpec, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return plugin.build_draft(target, SEEN, Eagle3Options(**options))
+
+
+def test_a_fresh_draft_starts_from_its_target(target: TargetSpec) -> None:
+    draft = build(target, draft_vocab_size=6, fc_norm=True)
+    module = draft.module
+    ids = torch.tensor([0, 1, 2, 5, 7, 40])
+    assert torch.equal(module.token_ids(), ids)
+    assert torch.equal(module.lm_head.weight, target.head()[ids])
+    assert torch.equal(module.embed_tokens, target.embedding())
+    for name, parameter in module.named_parameters():
+        assert parameter.dtype == torch.float32
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        elif name != "lm_head.weight":
+            assert float(parameter.detach().std()) == pytest.approx(0.02, rel=0.1), name
+    assert module.midlayer.self_attn.k_proj.weight.shape == (16, 64)
+    assert (draft.defaults.lr, draft.defaults.warmup_ratio, draft.defaults.clip) == (
+        1e-4,
+        0.015,
+        0.5,
+    )
+
+
+def test_the_same_seed_gives_the_same_bits(target: TargetSpec) -> None:
+    one, other = build(target), build(target)
+    for name, tensor in one.module.state_dict().items():
+        assert torch.equal(tensor, other.module.state_dict()[name]), name
+
+
+def test_the_targets_tensors_are_neither_trained_nor_saved(target: TargetSpec) -> None:
+    draft = build(target, draft_vocab_size=6)
+    trained = {id(p) for group in draft.parameter_groups for p in group["params"]}
+    assert trained == {id(p) for p in draft.module.parameters()}
+    assert set(draft.frozen) == {"embed_tokens", "target_head"}
+    assert not set(draft.frozen) & set(draft.module.state_dict())
+    assert "d2t" in draft.module.state_dict()
+    assert all(not draft.module.get_buffer(name).requires_grad for name in draft.frozen)
+
+
+def test_a_tied_target_is_held_once(make_target: Callable[..., TargetSpec]) -> None:
+    target = make_target(tie_word_embeddings=True, dtype="bfloat16")
+    module = build(target).module
+    assert isinstance(module, Eagle3Draft)
+    assert module.target_head is None
+    assert module.teacher_head is module.embed_tokens
+    assert module.embed_tokens.dtype == torch.bfloat16
+    assert plugin.feature_request(target, Eagle3Options()).dtype == "bfloat16"
+
+
+# ------------------------------------------------------------ captured layers
+
+
+@pytest.mark.parametrize(("depth", "layers"), [(36, (1, 17, 32)), (8, (1, 3, 4)), (7, (1, 2, 3))])
+def test_default_layers(depth: int, layers: tuple[int, ...]) -> None:
+    assert captured_layers(None, depth) == layers
+
+
+def test_request_names_the_layers_and_the_last_hidden_state(target: TargetSpec) -> None:
+    request = plugin.feature_request(target, Eagle3Options(layers=(6, 0, 2)))
+    assert request.names == ("hidden.0", "hidden.2", "hidden.6", "last_hidden")
+
+
+@pytest.mark.parametrize(
+    ("asked", "depth", "message"),
+    [
+        (None, 6, r"collide: \[1, 2, 2\](.|\n)*for example \[0, 2, 4\]"),
+        (None, 4, r"for example \[0, 1, 2\]"),
+        ((1, 1, 3), 8, r"\[1, 1, 3\] are not distinct"),
+        ((1, 3, 8), 8, r"out of range(.|\n)*ids 0 to 6"),
+        ((-1, 3, 4), 8, "out of range"),
+        ((1, 3, 7), 8, "layer 7 is the last one; servers"),
+        (None, 3, "at least 4 layers"),
+    ],
+)
+def test_layers_that_cannot_be_captured(
+    asked: tuple[int, ...] | None, depth: int, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        captured_layers(asked, depth)
+
+
+def test_the_proposed_layers_are_accepted() -> None:
+    for depth in range(4, 9):
+        proposal = (0, (depth - 2) // 2, depth - 2)
+        assert captured_layers(proposal, depth) == proposal
+
+
+# ------------------------------------------------------------ options and vocabulary
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_vocab_size": 49}, "draft_vocab_size 49(.|\n)*at most 48"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "divisor of 32"),
+    ],
+)
+def test_shapes_that_cannot_be(options: dict[str, Any], message: str, target: TargetSpec) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(target, **options)
+
+
+def test_positions_that_change_with_length_are_refused(
+    make_target: Callable[..., TargetSpec],
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UsageError, match=r"'dynamic'(.|\n)*default, linear, llama3, yarn"):
+        build(make_target(rope_parameters=rope))
+
+
+def test_options_refuse_unknown_keys_and_describe_the_known() -> None:
+    with pytest.raises(ValidationError, match="ttt_lenght"):
+        Eagle3Options.model_validate({"ttt_lenght": 3})
+    for name, field in Eagle3Options.model_fields.items():
+        assert field.description, name
+        assert not field.is_required(), name
+
+
+def test_draft_vocabulary_is_the_most_frequent_tokens_ascending() -> None:
+    counts = {9: 5, 3: 5, 7: 5, 1: 9}
+    assert select_tokens(counts, 3, 12).tolist() == [1, 3, 7]
+    assert select_tokens({}, 3, 12).tolist() == [0, 1, 2]
+    with pytest.raises(UsageError, match="larger than the target's"):
+        select_tokens(counts, 13, 12)
+
+
+def test_listing_imports_neither_torch_nor_pydantic() -> None:
+    code = (
+        "import sys; from draftcore_eagle3 import plugin; offer, = plugin.describe();"
+        "assert (offer.kind, offer.name) == ('algorithm', 'eagle3');"
+        "heavy = {'torch', 'pydantic', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,442 @@
+"""The training-time test against a naive one in fp64, and the promises about batches."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from draftcore_eagle3 import plugin
+from draftcore_eagle3.attention import attend
+from draftcore_eagle3.loss import simulated_acceptance_length
+from draftcore_eagle3.model import Eagle3Draft
+from draftcore_eagle3.options import Eagle3Options
+from torch import Tensor
+from torch.nn import functional
+
+from draftcore.records import Draft, DraftBatch, Sample, StepContext, StepOutput
+
+CONTEXT = StepContext(step=0, total_steps=1, seed=0)
+# fp64 sums of some hundred terms in another order.
+check_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+
+
+# ------------------------------------------------------------ a naive draft, row by row
+
+
+class Naive:
+    """The algorithm straight from its description: one row and one step at a time."""
+
+    def __init__(self, draft: Draft, theta: float = 10000.0) -> None:
+        assert isinstance(draft.module, Eagle3Draft)
+        self.module, self.config, self.theta = draft.module, draft.module.config, theta
+        self.w: dict[str, Tensor] = dict(draft.module.named_parameters())
+
+    def rms(self, x: Tensor, name: str) -> Tensor:
+        scale = (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt()
+        return x * scale * self.w[f"{name}.weight"]
+
+    def rope(self, head: Tensor, position: int) -> Tensor:
+        turned = int(len(head) * self.config.rope.get("partial_rotary_factor", 1.0))
+        half, out = turned // 2, list(head)
+        for i in range(half):
+            angle = position * self.theta ** (-2 * i / turned)
+            cos, sin = math.cos(angle), math.sin(angle)
+            out[i] = head[i] * cos - head[i + half] * sin
+            out[i + half] = head[i + half] * cos + head[i] * sin
+        return torch.stack(out)
+
+    def qkv(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, ...]:
+        embedding = self.module.embed_tokens[token].to(hidden.dtype)
+        normed = self.rms(hidden, "midlayer.hidden_norm")
+        x = torch.cat([self.rms(embedding, "midlayer.input_layernorm"), normed])
+        q, k, v = (
+            (self.w[f"midlayer.self_attn.{n}_proj.weight"] @ x).view(-1, self.config.head_dim)
+            for n in "qkv"
+        )
+        q, k = (torch.stack([self.rope(head, position) for head in heads]) for heads in (q, k))
+        return q, k, v
+
+    def attention(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        heads = []
+        for head, query in enumerate(q):
+            scores = torch.stack([query @ k[head // group] for k in keys]) / math.sqrt(len(query))
+            heads.append(scores.softmax(0) @ torch.stack([v[head // group] for v in values]))
+        return torch.cat(heads)
+
+    def layer(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        mid, w = "midlayer", self.w
+        hidden = hidden + w[f"{mid}.self_attn.o_proj.weight"] @ attended
+        x = self.rms(hidden, f"{mid}.post_attention_layernorm")
+        gate = functional.silu(w[f"{mid}.mlp.gate_proj.weight"] @ x)
+        up = w[f"{mid}.mlp.up_proj.weight"] @ x
+        return hidden + w[f"{mid}.mlp.down_proj.weight"] @ (gate * up)
+
+    def start(self, sample: Sample, t: int) -> Tensor:
+        parts = [sample.features[f"hidden.{layer}"][t] for layer in self.config.layers]
+        if self.config.fc_norm:
+            parts = [self.rms(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
+        return self.w["fc.weight"] @ torch.cat(parts)
+
+    def logits(self, sample: Sample, steps: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (step, row, draft logits)."""
+        tokens = [*sample.token_ids_T.tolist(), *[0] * (steps + 1)]
+        length = len(sample.token_ids_T)
+        hidden = [self.start(sample, t) for t in range(length)]
+        keys: list[list[Tensor]] = [[] for _ in range(length)]
+        values: list[list[Tensor]] = [[] for _ in range(length)]
+        for k in range(steps):
+            queries = []
+            for t in range(length):
+                q, key, value = self.qkv(tokens[t + 1 + k], hidden[t], t + k)
+                queries.append(q)
+                keys[t].append(key)
+                values[t].append(value)
+            for t in range(length):
+                seen_keys = [keys[j][0] for j in range(t + 1)] + keys[t][1:]
+                seen_values = [values[j][0] for j in range(t + 1)] + values[t][1:]
+                attended = self.attention(queries[t], seen_keys, seen_values)
+                output = self.layer(hidden[t], attended)
+                normed = self.rms(output, "norm")
+                hidden[t] = normed if self.config.norm_output else output
+                yield k, t, self.w["lm_head.weight"] @ normed
+
+    def loss(self, samples: Sequence[Sample], options: Eagle3Options) -> Tensor:
+        """Return the loss as `numerator / denominator`, over all samples as one batch."""
+        steps, rows = options.ttt_length, sum(len(s.token_ids_T) for s in samples)
+        ids = self.module.token_ids()
+        ids = torch.arange(self.config.vocab_size) if ids is None else ids
+        terms: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(steps)]
+        for sample in samples:
+            weights, length = self.weights(sample, options), len(sample.token_ids_T)
+            for k, t, logits in self.logits(sample, steps):
+                if t + k >= length - 1 or not weights[t + k]:
+                    continue
+                z = (
+                    self.module.teacher_head.to(logits.dtype)
+                    @ sample.features["last_hidden"][t + k + 1]
+                )
+                if int(z.argmax()) in ids.tolist():
+                    q = logits.softmax(0)
+                    cross = -(z[ids].softmax(0) * q.log()).sum()
+                    terms[k].append((cross, torch.minimum(z.softmax(0)[ids], q).sum()))
+        total = torch.zeros((), dtype=torch.float64)
+        for k, step in enumerate(terms):
+            cross, overlap = (torch.stack(column) for column in zip(*step, strict=True))
+            alpha = overlap.mean()
+            blend = options.kl_scale * math.exp(-options.kl_decay * float(alpha.detach()))
+            value = {
+                "kl": cross.sum() / rows,
+                "lk_alpha": -overlap.log().mean(),
+                "lk_lambda": blend * cross.sum() / rows + (1 - blend) * (1 - alpha),
+            }[options.loss]
+            total = total + options.step_decay**k * value
+        return total
+
+    def weights(self, sample: Sample, options: Eagle3Options) -> list[bool]:
+        mask = sample.loss_mask_T.tolist()
+        if options.supervise == "predicted":
+            return [*mask[2:], False, False]
+        return [*mask[:-1], False]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"draft_vocab_size": 24},
+    "full vocabulary, fc_norm": {"fc_norm": True},
+    "norm_output, one kv head": {"norm_output": True, "num_key_value_heads": 1},
+    "no grouping, wide heads": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12},
+    "predicted": {"supervise": "predicted", "draft_vocab_size": 24, "step_decay": 0.5},
+    "one step": {"ttt_length": 1},
+    "alpha": {"loss": "lk_alpha", "draft_vocab_size": 24},
+    "lambda": {"loss": "lk_lambda", "kl_scale": 0.7, "kl_decay": 2.0, "draft_vocab_size": 24},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_loss_and_gradients_equal_a_naive_draft(
+    options: dict[str, Any], make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+) -> None:
+    draft, samples = make_draft(**options), make_samples(9, 5, 7)
+    use_exact_frequencies(draft)
+    settings = Eagle3Options(**{"ttt_length": 3, **options})
+    output = plugin.forward_loss(draft, plugin.collate(samples, settings), CONTEXT)
+    ours = output.numerator / output.denominator
+    theirs = Naive(draft).loss(samples, settings)
+    check_close(ours, theirs)
+    check_same_gradients(draft, ours, theirs)
+
+
+def test_partial_rotary_factor_of_the_target_is_followed(
+    make_target: Callable[..., Any],
+    make_draft: Callable[..., Draft],
+    make_samples: Callable[..., Any],
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    draft = make_draft(of=make_target(rope_parameters=rope), draft_vocab_size=24)
+    use_exact_frequencies(draft, theta=500.0)
+    samples, settings = make_samples(6, 8), Eagle3Options(ttt_length=3)
+    output = plugin.forward_loss(draft, plugin.collate(samples, settings), CONTEXT)
+    theirs = Naive(draft, theta=500.0).loss(samples, settings)
+    check_close(output.numerator / output.denominator, theirs)
+
+
+def test_two_steps_by_hand_with_norm_output(
+    make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+) -> None:
+    """Row 0 alone: step 0 sees one key, step 1 reads the *normed* output and sees two keys."""
+    draft, (sample,) = make_draft(norm_output=True, ttt_length=2), make_samples(3)
+    sample = dataclasses.replace(sample, loss_mask_T=torch.tensor([False, True, False]))
+    use_exact_frequencies(draft)
+    output = plugin.forward_loss(draft, plugin.collate([sample], Eagle3Options()), CONTEXT)
+
+    naive = Naive(draft)
+    _, one, two = sample.token_ids_T.tolist()
+    first = naive.start(sample, 0)
+    _, key_0, value_0 = naive.qkv(one, first, 0)
+    group = naive.config.num_attention_heads // naive.config.num_key_value_heads
+    only_value = value_0.repeat_interleave(group, 0).flatten()  # softmax over one key is 1
+    fed_back = naive.rms(naive.layer(first, only_value), "norm")
+    query, key_1, value_1 = naive.qkv(two, fed_back, 1)
+    attended = naive.attention(query, [key_0, key_1], [value_0, value_1])
+    state = naive.rms(naive.layer(fed_back, attended), "norm")
+    log_q = (naive.w["lm_head.weight"] @ state).log_softmax(0)
+    teacher = (naive.module.teacher_head @ sample.features["last_hidden"][2]).softmax(0)
+    check_close(output.counts["loss_1"][0], -(teacher * log_q).sum())
+
+
+def use_exact_frequencies(draft: Draft, theta: float = 10000.0) -> None:
+    """Replace frequencies computed in fp32 by the same in fp64, as the naive draft has them."""
+    frequency = draft.module.get_submodule("rotary").get_buffer("inverse_frequency")
+    index = torch.arange(len(frequency), dtype=torch.float64)
+    exact = theta ** -(index / len(frequency))
+    torch.testing.assert_close(frequency, exact, rtol=1e-6, atol=0)
+    frequency.copy_(exact)
+
+
+def check_same_gradients(draft: Draft, ours: Tensor, theirs: Tensor) -> None:
+    names, parameters = zip(*draft.module.named_parameters(), strict=True)
+    gradients = [torch.autograd.grad(loss, parameters) for loss in (ours, theirs)]
+    for name, found, expected in zip(names, *gradients, strict=True):
+        assert expected.abs().max() > 0, name
+        check_close(found, expected)
+
+
+# ------------------------------------------------------------ batches
+
+
+def gradients_of(draft: Draft, batches: Sequence[DraftBatch]) -> tuple[StepOutput, list[Tensor]]:
+    """Run an accumulation window; return summed numerators and denominators, and gradients."""
+    draft.module.zero_grad()
+    outputs = [plugin.forward_loss(draft, batch, CONTEXT) for batch in batches]
+    numerator, denominator = outputs[0].numerator, outputs[0].denominator
+    counts = dict(outputs[0].counts)
+    for output in outputs[1:]:
+        numerator, denominator = numerator + output.numerator, denominator + output.denominator
+        for name, (above, below) in output.counts.items():
+            counts[name] = (counts[name][0] + above, counts[name][1] + below)
+    total = StepOutput(numerator, denominator, counts)
+    torch.autograd.backward([total.numerator / total.denominator])
+    return total, [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
+
+
+def check_same(first: Any, second: Any) -> None:
+    check_close(first[0].numerator, second[0].numerator)
+    assert float(first[0].denominator) == float(second[0].denominator) > 0
+    check_close(dict(first[0].counts), dict(second[0].counts))
+    check_close(first[1], second[1])
+
+
+@pytest.fixture
+def draft(make_draft: Callable[..., Draft]) -> Draft:
+    return make_draft(draft_vocab_size=24)
+
+
+def test_padding_does_not_change_the_loss(draft: Draft, make_samples: Callable[..., Any]) -> None:
+    batch = plugin.collate(make_samples(9, 5), Eagle3Options())
+    padded = dataclasses.replace(
+        batch,
+        token_ids_BT=functional.pad(batch.token_ids_BT, (0, 4), value=7),
+        loss_mask_BT=functional.pad(batch.loss_mask_BT, (0, 4)),
+        attention_mask_BT=functional.pad(batch.attention_mask_BT, (0, 4)),
+        features={n: functional.pad(x, (0, 0, 0, 4), value=3.0) for n, x in batch.features.items()},
+    )
+    check_same(gradients_of(draft, [batch]), gradients_of(draft, [padded]))
+
+
+def test_any_split_over_micro_batches_gives_one_update(
+    draft: Draft, make_samples: Callable[..., Any]
+) -> None:
+    samples, options = make_samples(9, 5, 7, 3), Eagle3Options()
+    whole = gradients_of(draft, [plugin.collate(samples, options)])
+    for cut in (1, 2, 3):
+        parts = [plugin.collate(part, options) for part in (samples[:cut], samples[cut:])]
+        check_same(whole, gradients_of(draft, parts))
+
+
+def test_order_in_a_batch_does_not_matter(draft: Draft, make_samples: Callable[..., Any]) -> None:
+    samples, options = make_samples(9, 5, 7), Eagle3Options()
+    one, other = (plugin.collate(order, options) for order in (samples, samples[::-1]))
+    check_same(gradients_of(draft, [one]), gradients_of(draft, [other]))
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
+def test_an_all_masked_batch_adds_nothing(
+    loss: str, make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+) -> None:
+    draft = make_draft(loss=loss, kl_scale=0.5)
+    samples = [
+        dataclasses.replace(s, loss_mask_T=torch.zeros_like(s.loss_mask_T))
+        for s in make_samples(4, 6)
+    ]
+    output = plugin.forward_loss(draft, plugin.collate(samples, Eagle3Options()), CONTEXT)
+    output.numerator.backward()  # type: ignore[no-untyped-call]
+    assert float(output.numerator.detach()) == 0
+    assert float(output.denominator) == (10 if loss == "kl" else 0)
+    assert all(p.grad is None or not p.grad.any() for p in draft.module.parameters())
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
+def test_a_step_that_meets_no_supervised_row_adds_nothing(
+    loss: str, make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+) -> None:
+    """Only row 0 counts, which later steps have passed."""
+    (sample,) = make_samples(5)
+    mask = torch.tensor([True, False, False, False, False])
+    batch = plugin.collate([dataclasses.replace(sample, loss_mask_T=mask)], Eagle3Options())
+    values = [
+        plugin.forward_loss(make_draft(loss=loss, ttt_length=steps, kl_scale=0.5), batch, CONTEXT)
+        for steps in (1, 3)
+    ]
+    assert values[0].numerator > 0
+    check_close(values[0].numerator, values[1].numerator)
+
+
+def test_a_teacher_who_knows_no_draft_token_is_finite(
+    draft: Draft, make_samples: Callable[..., Any]
+) -> None:
+    """All draft tokens' probabilities underflow: the row has no weight and must not be NaN."""
+    samples = [
+        dataclasses.replace(s, features={n: 1e4 * x for n, x in s.features.items()})
+        for s in make_samples(9, 9)
+    ]
+    output, gradients = gradients_of(draft, [plugin.collate(samples, Eagle3Options())])
+    assert output.numerator.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_bf16_compute_keeps_the_loss_in_fp32(
+    make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+) -> None:
+    draft = make_draft(dtype=torch.float32, draft_vocab_size=24)
+    batch = plugin.collate(make_samples(30, 20), Eagle3Options())
+    plain, _ = gradients_of(draft, [batch])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = plugin.forward_loss(draft, batch, CONTEXT)
+    mixed.numerator.backward()  # type: ignore[no-untyped-call]
+    assert mixed.numerator.dtype == torch.float32
+    assert all(
+        p.grad.dtype == torch.float32 for p in draft.module.parameters() if p.grad is not None
+    )
+    # bf16 keeps 8 bits: some percent on a loss of random weights.
+    torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
+
+
+# ------------------------------------------------------------ collate and metrics
+
+
+def test_supervised_rows_follow_the_mask_as_published_or_as_predicted(
+    make_samples: Callable[..., Any],
+) -> None:
+    (sample,) = make_samples(6)
+    mask = torch.tensor([False, False, True, True, False, True])
+    sample = dataclasses.replace(sample, loss_mask_T=mask)
+    reference, predicted = (
+        plugin.collate([sample], Eagle3Options(supervise=how)).loss_mask_BT[0].long().tolist()
+        for how in ("reference", "predicted")
+    )
+    assert reference == [0, 0, 1, 1, 0, 0]
+    assert predicted == [1, 1, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_sample_too_short_to_predict_is_no_error(
+    length: int, draft: Draft, make_samples: Callable[..., Any]
+) -> None:
+    for how in ("reference", "predicted"):
+        batch = plugin.collate(make_samples(length), Eagle3Options(supervise=how))
+        assert plugin.forward_loss(draft, batch, CONTEXT).numerator.isfinite()
+
+
+def test_metrics_count_what_their_names_say(
+    make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+) -> None:
+    """A draft that is its teacher: a head over nothing but the target's last hidden state."""
+    draft, samples = make_draft(ttt_length=2), make_samples(9, 5)
+    batch = plugin.collate(samples, Eagle3Options())
+    output = plugin.forward_loss(draft, batch, CONTEXT)
+    for step in range(2):
+        supervised = int(batch.loss_mask_BT[:, step:].sum())
+        assert float(output.counts[f"accuracy_{step}"][1]) == supervised
+        assert float(output.counts[f"acceptance_rate_{step}"][1]) == supervised
+        assert float(output.counts[f"loss_{step}"][1]) == 14
+    assert simulated_acceptance_length({"accuracy_0": 0.5, "accuracy_1": 0.5}) == 1.75
+
+
+# ------------------------------------------------------------ the fused attention
+
+
+def attention_inputs(dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor, Tensor]:
+    torch.manual_seed(0)
+    batch, heads, groups, length, width, extra = 2, 4, 2, 33, 16, 3
+    rows = torch.tensor([t for t in range(batch * length) if t % 5])
+    shapes = [(len(rows), heads, width), *[(batch, heads, length, width)] * 2]
+    shapes += [(len(rows), groups, extra, width)] * 2
+    tensors = [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    grad = torch.randn(shapes[0], dtype=torch.float64).to(device, dtype)
+    return [t.requires_grad_() for t in tensors], rows.to(device), grad
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, extra_key: Tensor, extra_value: Tensor, rows: Tensor
+) -> Tensor:
+    """The same as one softmax over a score matrix."""
+    length, share = key.shape[2], query.shape[1] // extra_key.shape[1]
+    sample, time = rows // length, rows % length
+    scores = torch.einsum("nad,natd->nat", query, key[sample])
+    hidden = torch.arange(length, device=rows.device) > time[:, None, None]
+    own_keys, own_values = (x.repeat_interleave(share, 1) for x in (extra_key, extra_value))
+    own = torch.einsum("nad,naxd->nax", query, own_keys)
+    scores = torch.cat([scores.masked_fill(hidden, -math.inf), own], -1) * query.shape[-1] ** -0.5
+    values = torch.cat([value[sample], own_values], 2)
+    return torch.einsum("nas,nasd->nad", scores.softmax(-1), values)
+
+
+def compare_attention(dtype: torch.dtype, device: str, rtol: float, atol: float) -> None:
+    tensors, rows, grad = attention_inputs(dtype, device)
+    found = attend(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], rows)
+    found_gradients = torch.autograd.grad(found, tensors, grad)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    expected = plain_attention(exact[0], exact[1], exact[2], exact[3], exact[4], rows)
+    expected_gradients = torch.autograd.grad(expected, exact, grad.double())
+    for ours, theirs in zip(
+        (found, *found_gradients), (expected, *expected_gradients), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs.to(dtype), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
+)
+def test_fused_attention_equals_one_softmax(dtype: torch.dtype, tolerance: float) -> None:
+    compare_attention(dtype, "cpu", tolerance, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_fused_attention_on_a_gpu_equals_one_softmax(dtype: torch.dtype, tolerance: float) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    compare_attention(dtype, "cuda", tolerance, tolerance)

@@ -1,0 +1,128 @@
+"""The channel `memory`: the conformance suite, hysteresis, and runs of random shape."""
+
+import random
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from draftcore.channels import require_metadata
+from draftcore.channels.memory import MemoryChannel
+from draftcore.errors import UsageError
+from draftcore.plan import Plan
+from draftcore.records import Channel, SampleRef
+from draftcore.testing.channels import ChannelSuite
+
+
+class TestMemoryChannel(ChannelSuite):
+    plugin = "draftcore.builtin.memory"
+
+    @pytest.fixture
+    def channel_uri(self) -> str:
+        return "memory:"
+
+
+def test_producers_pause_until_a_good_part_of_the_credit_is_back() -> None:
+    plan = Plan([f"s{row}" for row in range(20)], [5] * 20, capture_batch=1, batch=1, seed=0)
+    channel = MemoryChannel("run", limit_refs=8)
+    channel.offer(plan.captures(0, every_epoch=True))
+    while capture(channel):
+        pass
+    assert channel.credit().refs == 0
+    credits = []
+    for index in range(3):
+        assert channel.receive(plan.step(index)) is not None
+        channel.advance(index + 1)
+        credits.append(channel.credit().refs)
+    assert credits == [0, 2, 3]  # one free place is not yet worth a producer's while
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(UsageError, match="did you mean 'limit_refs'"):
+        MemoryChannel.open("memory:?limit_ref=4", "run")
+
+
+def capture(channel: Channel, generation: str = "g") -> bool:
+    claim = channel.claim("local")
+    if claim is not None:
+        refs = [SampleRef(name, generation, "x:", (), 1, 10) for name in claim.group.feature_ids]
+        channel.publish(claim, refs)
+    return claim is not None
+
+
+@pytest.mark.parametrize("case", range(30))
+def test_any_plan_is_served_in_order_under_any_limit(case: int) -> None:
+    """Random plans, limits, look-ahead and checkpoints; each ref is released once, none is lost."""
+    draw = random.Random(case)
+    samples = draw.randint(1, 40)
+    plan = Plan(
+        [f"s{row}" for row in range(samples)],
+        [draw.randint(1, 50) for _ in range(samples)],
+        capture_batch=draw.randint(1, 6),
+        batch=draw.randint(1, 6),
+        seed=case,
+        epochs=3,
+        window=draw.randint(1, 4),
+    )
+    channel = MemoryChannel("run", limit_refs=draw.randint(1, 30), limit_bytes=draw.randint(1, 300))
+    start = draw.randrange(plan.total_steps)
+    channel.offer(plan.captures(start, every_epoch=True))
+    held: set[str] = set()
+    captures = 0
+    for index in range(start, plan.total_steps):
+        for _ in range(draw.randint(0, 3)):
+            captures += capture(channel, f"{captures}")
+        planned = plan.step(index)
+        while (refs := channel.receive(planned)) is None:
+            assert capture(channel, f"{captures}")
+            captures += 1
+        assert [ref.feature_id for ref in refs] == [s.feature_id for s in planned.samples]
+        held |= {f"{ref.feature_id}@{ref.generation}" for ref in refs}
+        if draw.random() < 0.5:
+            for ref in channel.advance(index + 1):
+                held.discard(f"{ref.feature_id}@{ref.generation}")
+    released = channel.advance(plan.total_steps)
+    held -= {f"{ref.feature_id}@{ref.generation}" for ref in released}
+    if start == 0:
+        assert held == set()
+        assert channel._used.refs == channel._used.nbytes == 0
+
+
+def test_a_producer_thread_runs_ahead_and_stops_at_its_credit() -> None:
+    plan = Plan(
+        [f"s{row}" for row in range(60)], [5] * 60, capture_batch=4, batch=4, seed=0, window=3
+    )
+    channel = MemoryChannel("run", limit_refs=16)
+    channel.offer(plan.captures(0, every_epoch=True))
+    done = threading.Event()
+
+    def produce() -> None:
+        while not done.wait(0.0005):
+            while capture(channel):
+                pass
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    try:
+        used = []
+        for index in range(plan.total_steps):
+            while (refs := channel.receive(plan.step(index))) is None:
+                done.wait(0.0005)
+            used += [ref.feature_id for ref in refs]
+            channel.advance(index + 1)
+    finally:
+        done.set()
+        producer.join()
+    assert sorted(used) == sorted(plan.feature_ids)
+
+
+@dataclass(frozen=True)
+class Record:
+    data: Any
+
+
+def test_metadata_may_be_nested_but_must_be_plain() -> None:
+    require_metadata(Record({"a": [(1, 2.0, None, True), frozenset({"x"})]}))
+    with pytest.raises(TypeError, match=r"Record\.data\['a'\]\[1\] is a bytearray"):
+        require_metadata(Record({"a": [1, bytearray(3)]}))

@@ -1,0 +1,188 @@
+"""Speculative decoding with a real target: lossless when greedy, unbiased when sampling.
+
+The drafter here guesses the token that followed the last token most recently (or a fixed one), so
+it needs no training; what is tested is the target's cache, the verifier and the bookkeeping.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftcore.config import EvalConfig
+from draftcore.errors import DraftcoreError
+from draftcore.evaluation.decode import Clock, Decoded, evaluate_prompts, speculate, verify
+from draftcore.evaluation.report import Report
+from draftcore.records import FeatureRequest
+from draftcore.target import TargetModel, TargetSpec
+
+
+@dataclass
+class Bigrams:
+    table_BV: Tensor  # what followed each token in this row
+    last_B: Tensor
+
+
+class BigramDrafter:
+    """Proposes what followed each token before; with temperature, from a mixed distribution."""
+
+    def __init__(self, vocabulary: int, num_drafts: int = 4) -> None:
+        self.vocabulary, self.num_drafts = vocabulary, num_drafts
+        self.request = FeatureRequest((1,), True, "float32")
+
+    def allocate(self, batch: int, max_len: int) -> Bigrams:
+        return Bigrams(torch.zeros(batch, self.vocabulary, dtype=torch.long), torch.zeros(batch).long())
+
+    def prefill(self, state, tokens_BT, lengths_B, features, next_B):
+        assert features["hidden.1"].shape[:2] == tokens_BT.shape
+        for row, length in enumerate(lengths_B.tolist()):
+            known = [*tokens_BT[row, :length].tolist(), int(next_B[row])]
+            for a, b in zip(known, known[1:], strict=False):
+                state.table_BV[row, a] = b
+        state.last_B = next_B.clone()
+
+    def propose(self, state, temperature=0.0, generator=None):
+        rows, token_B, drafts, probs = torch.arange(len(state.last_B)), state.last_B, [], []
+        for _ in range(self.num_drafts):
+            guess_B = state.table_BV[rows, token_B]
+            q_BV = torch.full((len(rows), self.vocabulary), 0.5 / self.vocabulary)
+            q_BV[rows, guess_B] += 0.5
+            token_B = torch.multinomial(q_BV, 1, generator=generator)[:, 0] if temperature else guess_B
+            drafts.append(token_B)
+            probs.append(q_BV)
+        return torch.stack(drafts, 1), torch.stack(probs, 1) if temperature else None
+
+    def accept(self, state, tokens_BK, features, counts_B):
+        assert features["hidden.1"].shape[1] == self.num_drafts + 1
+        for row, count in enumerate(counts_B.tolist()):
+            known = [int(state.last_B[row]), *tokens_BK[row, :count].tolist()]
+            for a, b in zip(known, known[1:], strict=False):
+                state.table_BV[row, a] = b
+            state.last_B[row] = known[-1]
+
+    def select(self, state, rows_B):
+        return Bigrams(state.table_BV[rows_B], state.last_B[rows_B])
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> TargetModel:
+    return TargetModel(TargetSpec(str(target_folder), device="cpu"))
+
+
+PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_greedy_output_is_the_targets_own_for_every_prompt_and_batch(target, batch):
+    drafter = BigramDrafter(target.spec.vocab_size)
+    report = evaluate_prompts(target, drafter, PROMPTS, EvalConfig(max_new_tokens=24, batch=batch))
+    assert report.lossless is True
+    assert report.prompts == 4
+    assert report.acceptance_length >= 1
+
+
+def test_a_sliding_window_target_decodes_losslessly(tmp_path):
+    from draftcore.testing.targets import tiny_target
+
+    layers = ["sliding_attention", "full_attention"] * 3
+    folder = tiny_target(tmp_path, layer_types=layers, use_sliding_window=True, sliding_window=8)
+    target = TargetModel(TargetSpec(str(folder), device="cpu"))
+    drafter = BigramDrafter(target.spec.vocab_size)
+    report = evaluate_prompts(target, drafter, PROMPTS, EvalConfig(max_new_tokens=30, batch=4))
+    assert report.lossless is True
+
+
+def test_a_verifier_that_accepts_everything_is_caught(target, monkeypatch):
+    def gullible(logits_BTV, drafts_BK, draft_probs_BKV, temperature, generator):
+        counts_B = torch.full((len(drafts_BK),), drafts_BK.shape[1] + 1)
+        return torch.cat([drafts_BK, logits_BTV[:, -1:].argmax(-1)], 1), counts_B
+
+    monkeypatch.setattr("draftcore.evaluation.decode.verify", gullible)
+    with pytest.raises(DraftcoreError, match="not lossless"):
+        evaluate_prompts(
+            target, BigramDrafter(target.spec.vocab_size), PROMPTS, EvalConfig(max_new_tokens=16)
+        )
+
+
+def test_in_half_precision_a_tie_is_settled_by_the_targets_own_token(target_folder):
+    """The draft's output is altered at one token; with a bound above the gap that is a tie."""
+    from draftcore.evaluation.decode import settle
+
+    spec = TargetSpec(str(target_folder), dtype="bfloat16", device="cpu")
+    target = TargetModel(spec)
+    drafter, config = BigramDrafter(spec.vocab_size), EvalConfig(max_new_tokens=12, tie_bound=100.0)
+    (reference,) = target.generate([PROMPTS[0]], 12)
+    wrong = Decoded([*reference[:5], (reference[5] + 1) % 256, *reference[6:]], [2, 3, 4], [4, 4, 4])
+    ties = settle(target, drafter, PROMPTS[0], wrong, reference, config, Clock())
+    assert [tie.position for tie in ties][0] == 5
+    assert wrong.tokens == reference
+    assert sum(wrong.accepted) + len(wrong.accepted) >= len(reference) - 2
+    strict = config.model_copy(update={"tie_bound": 1e-9})
+    wrong = Decoded([*reference[:5], (reference[5] + 1) % 256], [2, 2], [4, 4])
+    with pytest.raises(DraftcoreError, match="not lossless"):
+        settle(target, drafter, PROMPTS[0], wrong, reference, strict, Clock())
+
+
+def test_rejection_sampling_keeps_the_targets_distribution():
+    """Chi-square over 40,000 draws of the first token for a draft that is badly wrong."""
+    generator = torch.Generator().manual_seed(1)
+    draws, V = 40_000, 7
+    logits_V, q_V = torch.randn(V, generator=generator), torch.rand(V, generator=generator)
+    q_V /= q_V.sum()
+    p_V = torch.softmax(logits_V / 0.7, -1)
+    drafts_BK = torch.multinomial(q_V.expand(draws, V), 1, generator=generator)
+    tokens_BT, _ = verify(
+        logits_V.expand(draws, 2, V), drafts_BK, q_V.expand(draws, 1, V), 0.7, generator
+    )
+    observed_V = torch.bincount(tokens_BT[:, 0], minlength=V).double()
+    chi_square = float(((observed_V - draws * p_V) ** 2 / (draws * p_V)).sum())
+    assert chi_square < 22.46  # 0.999 quantile with 6 degrees of freedom
+    wrong = float(((draws * q_V - draws * p_V) ** 2 / (draws * p_V)).sum())
+    assert wrong > 1000  # what unverified drafts would give
+
+
+def test_sampled_decoding_follows_the_target_end_to_end(target):
+    """Second tokens of many sampled runs against the exact distribution, chi-square."""
+    drafter, config = BigramDrafter(target.spec.vocab_size, 2), EvalConfig(max_new_tokens=3, temperature=0.3)
+    prompt, draws = PROMPTS[1], 3000
+    decoded = speculate(target, drafter, [prompt] * draws, config, Clock(), seed=3)
+    firsts = torch.tensor([one.tokens[0] for one in decoded])
+    first = int(firsts.mode().values)
+    seconds = torch.tensor([one.tokens[1] for one in decoded if one.tokens[0] == first and len(one.tokens) > 1])
+    logits_V = target.model(input_ids=torch.tensor([[*prompt, first]])).logits[0, -1]
+    p_V = torch.softmax(logits_V / 0.3, -1)
+    likely = (p_V * len(seconds) > 8).nonzero()[:, 0]
+    expected = torch.cat([p_V[likely], 1 - p_V[likely].sum(0, keepdim=True)]).double() * len(seconds)
+    counts = torch.bincount(seconds, minlength=len(p_V))[likely].double()
+    observed = torch.cat([counts, (len(seconds) - counts.sum())[None]])
+    chi_square = float(((observed - expected) ** 2 / expected.clamp(min=1)).sum())
+    degrees = len(likely)
+    assert degrees >= 3
+    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5 + 8  # beyond the 0.9999 quantile
+
+
+def test_acceptance_counts_only_tokens_that_are_kept():
+    decoded = [
+        Decoded(tokens=[1, 2, 3, 4, 5], accepted=[2, 0], room=[3, 3]),
+        Decoded(tokens=[1, 2, 3], accepted=[1], room=[2]),
+    ]
+    report = Report.of(
+        decoded, ties=[], checked=True, draft_seconds=1, verify_seconds=2, plain_seconds=1.5, num_drafts=3
+    )
+    assert report.acceptance_length == pytest.approx(6 / 3)
+    assert report.acceptance_by_position == pytest.approx((2 / 3, 1 / 3, 0.0))
+    assert report.break_even_length == pytest.approx(2.0)
+    low, high = report.acceptance_length_95
+    assert low <= report.acceptance_length <= high
+
+
+def test_the_report_is_written_as_json_and_as_a_picture(tmp_path):
+    report = Report.of(
+        [Decoded([1, 2, 3], [1], [2])],
+        ties=[], checked=True, draft_seconds=1, verify_seconds=1, plain_seconds=1, num_drafts=2,
+    )  # fmt: skip
+    report.write(tmp_path)
+    assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    assert '"acceptance_length": 2.0' in (tmp_path / "report.json").read_text()

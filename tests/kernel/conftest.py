@@ -1,0 +1,89 @@
+"""Fake distributions on disk: real metadata and real modules, no mocks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from draftcore.plugins import Plugin, Registry, load
+
+HEADER = "from draftcore import hookimpl\nfrom draftcore.records import Offer\n"
+STORE = """
+    @hookimpl
+    def describe():
+        return [Offer("store", "NAME")]
+
+    @hookimpl
+    def feature_store(name, uri):
+        return f"{name} at {uri}"
+"""
+
+
+class Site:
+    """A folder like site-packages, with what pip would have written into it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def module(self, name: str, source: str) -> Path:
+        """Write a module; hookimpl and Offer are imported for it."""
+        file = self.folder / f"{name}.py"
+        file.write_text(HEADER + dedent(source))
+        return file
+
+    def metadata(
+        self,
+        dist: str,
+        entry_points: Mapping[str, str],
+        *,
+        version: str = "0.1",
+        requires: Sequence[str] = (),
+        folder: Path | None = None,
+    ) -> Path:
+        """Write a dist-info folder."""
+        info = (folder or self.folder) / f"{dist.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        lines = ["Metadata-Version: 2.1", f"Name: {dist}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+        (info / "METADATA").write_text("\n".join(lines) + "\n")
+        points = [f"{name} = {value}" for name, value in entry_points.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[draftcore]", *points]) + "\n")
+        return info
+
+    def plugin(self, name: str, source: str, *, requires: Sequence[str] = ()) -> None:
+        """Install the dist draftcore-NAME with the plugin NAME in the module fake_NAME."""
+        self.module(f"fake_{name}", source)
+        self.metadata(f"draftcore-{name}", {name: f"fake_{name}"}, requires=requires)
+
+    def store(self, name: str) -> None:
+        """Install a good plugin that offers the store NAME."""
+        self.plugin(name, STORE.replace("NAME", name))
+
+    def core(self, version: str = "0.4.2") -> None:
+        """Install draftcore itself in this version, with one built-in plugin."""
+        self.module("fake_builtin", STORE.replace("NAME", "builtin"))
+        self.metadata("draftcore", {"builtin": "fake_builtin"}, version=version)
+
+    def load(self, files: Sequence[Path] = (), *more: Path) -> Registry:
+        return load(files=files, path=[str(self.folder), *map(str, more)])
+
+    def judged(self, name: str) -> Plugin:
+        """Load everything and return what became of one plugin."""
+        (plugin,) = [plugin for plugin in self.load().plugins if plugin.name == name]
+        return plugin
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    before = set(sys.modules)
+    yield Site(folder)
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]

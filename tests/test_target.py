@@ -1,0 +1,86 @@
+"""The target as features and as a cached model, against transformers itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.records import FeatureRequest
+from draftcore.target import TargetModel, TargetSpec
+from draftcore.testing.targets import tiny_target
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> TargetModel:
+    return TargetModel(TargetSpec(str(target_folder), device="cpu"))
+
+
+def test_layer_ids_are_outputs_and_the_last_hidden_state_is_normed(target):
+    tokens_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    request = FeatureRequest((0, 2, 5), True, "float32")
+    ours = target.features(tokens_BT, torch.tensor([9, 9]), request)
+    theirs = target.model(input_ids=tokens_BT, output_hidden_states=True).hidden_states
+    for layer in (0, 2):
+        torch.testing.assert_close(ours[f"hidden.{layer}"], theirs[layer + 1], rtol=0, atol=0)
+    torch.testing.assert_close(ours["last_hidden"], theirs[-1], rtol=0, atol=0)
+    normed = target.decoder.norm(ours["hidden.5"])
+    torch.testing.assert_close(normed, ours["last_hidden"], rtol=0, atol=0)
+
+
+def test_cached_rows_of_different_lengths_equal_one_forward(target):
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 256, (length,), generator=generator) for length in (5, 12, 8)]
+    state = target.allocate(3, 32)
+    request = FeatureRequest((3,), True, "float32")
+    prompts_BT = torch.zeros(3, 12, dtype=torch.long)
+    for i, row in enumerate(rows):
+        prompts_BT[i, : len(row)] = row
+    target.forward(state, prompts_BT, torch.arange(12).expand(3, -1), 12, request)
+    lengths_B = torch.tensor([len(row) for row in rows])
+    rejected_BT = torch.randint(0, 256, (3, 4), generator=generator)
+    taken_BT = torch.randint(0, 256, (3, 4), generator=generator)
+    for window_BT in (rejected_BT, taken_BT):  # the second overwrites the first
+        positions_BT = lengths_B[:, None] + torch.arange(4)
+        cached = target.forward(state, window_BT, positions_BT, 16, request)
+    for i, row in enumerate(rows):
+        whole = torch.cat([row, taken_BT[i]])[None]
+        alone = target.features(whole, torch.tensor([len(row) + 4]), request)
+        for name in request.names:
+            torch.testing.assert_close(cached[name][i], alone[name][0, -4:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_head_is_the_embedding(tmp_path):
+    spec = TargetSpec(str(tiny_target(tmp_path, tie_word_embeddings=True)), device="cpu")
+    torch.testing.assert_close(spec.head(), spec.embedding(), rtol=0, atol=0)
+
+
+def test_the_fingerprint_tells_weights_apart(tmp_path, target_folder):
+    other = tiny_target(tmp_path, seed=1)
+    assert TargetSpec(str(other)).fingerprint != TargetSpec(str(target_folder)).fingerprint
+
+
+def test_a_head_that_is_not_the_models_prediction_is_refused(target_folder):
+    target = TargetModel(TargetSpec(str(target_folder), device="cpu"))
+    original = target.model.forward
+
+    def capped(*args, **kwargs):
+        output = original(*args, **kwargs)
+        output.logits = 2.0 * torch.tanh(output.logits / 2.0)
+        return output
+
+    target.model.forward = capped
+    with pytest.raises(DraftcoreError, match="not the model's own"):
+        target.check(FeatureRequest((1,), True, "float32"), [1, 2, 3])
+
+
+def test_a_missing_target_folder_is_named():
+    with pytest.raises(UsageError, match=r"no target model at './nowhere'"):
+        TargetSpec("./nowhere")
+
+
+def test_an_absent_device_is_refused(target_folder):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    with pytest.raises(UsageError, match="no CUDA device"):
+        _ = TargetSpec(str(target_folder), device="cuda").model

@@ -1,0 +1,93 @@
+"""A small project on disk, and the command line run in this process or in one of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from draftcore.cli import main
+from draftcore.testing.targets import conversations
+
+
+@dataclass
+class Project:
+    """A folder with a target, conversations and run.yaml; `config` is what the YAML says."""
+
+    folder: Path
+    config: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.yaml = self.folder / "run.yaml"
+        self.yaml.write_text(yaml.safe_dump(self.config))
+        self.run = Path(self.config["run"])
+
+    def cli(self, verb: str, *arguments: str, ok: bool = True, plugin: Path | None = None) -> Result:
+        """Run a verb in this process."""
+        loose = ["--plugin", str(plugin)] if plugin else []
+        result = CliRunner().invoke(main, [*loose, verb, str(self.yaml), *map(str, arguments)])
+        assert not ok or result.exit_code == 0, result.output
+        return result
+
+    def start(self, verb: str, *arguments: str) -> subprocess.Popen[str]:
+        """Start a verb in a process of its own, in a group of its own."""
+        command = [sys.executable, "-m", "draftcore", verb, str(self.yaml), *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        )
+
+    def finish(self, verb: str, *arguments: str) -> str:
+        process = self.start(verb, *arguments)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        return output
+
+    def losses(self, run: Path | None = None) -> dict[int, float]:
+        """Per-step loss, exactly as written."""
+        lines = ((run or self.run) / "metrics.jsonl").read_text().splitlines()
+        return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
+
+
+@pytest.fixture
+def project(tmp_path: Path, target_folder: Path) -> Project:
+    return make_project(tmp_path, target_folder)
+
+
+@pytest.fixture
+def new_project(target_folder: Path) -> Callable[..., Project]:
+    def make(folder: Path, **changes: Any) -> Project:
+        folder.mkdir(parents=True, exist_ok=True)
+        return make_project(folder, target_folder, **changes)
+
+    return make
+
+
+def make_project(folder: Path, target: Path, samples: int = 24, **changes: Any) -> Project:
+    train = conversations(folder / "train.jsonl", samples)
+    held_out = conversations(folder / "eval.jsonl", ["yes it is", "abcabcabc", "no"])
+    config: dict[str, Any] = {
+        "run": str(folder / "run"),
+        "target": {"path": str(target), "dtype": "float32", "device": "cpu"},
+        "data": {"train": str(train), "eval": str(held_out), "max_length": 256},
+        "algorithm": {
+            "name": "eagle3",
+            "options": {"layers": [1, 2, 4], "draft_vocab_size": 64, "ttt_length": 2, "num_drafts": 3},
+        },
+        "capture": {"batch": 4},
+        "store": f"file:{folder / 'features'}",
+        "train": {"batch": 4, "lr": 0.003, "log_every": 1, "checkpoint_every": 2, "device": "cpu"},
+        "eval": {"max_new_tokens": 16, "batch": 2},
+    }
+    for key, value in changes.items():
+        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+    return Project(folder, config)

@@ -1,0 +1,190 @@
+"""What a user gets wrong, through the command line: what was asked, what is there, what to do."""
+
+import json
+import shutil
+
+from draftcore.testing.targets import conversations, tiny_target
+
+
+def refused(project, verb, *arguments, code=2, says=()):
+    result = project.cli(verb, *arguments, ok=False)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    for text in says:
+        assert text in result.output
+    return result.output
+
+
+def test_an_unknown_key_names_the_near_one(project):
+    refused(project, "train", "train.epoch=3", says=["train.epoch", "epochs"])
+
+
+def test_a_value_of_the_wrong_kind_is_named(project):
+    refused(project, "train", "train.batch=lots", says=["train.batch", "lots"])
+
+
+def test_an_unknown_plugin_option_names_the_near_one(project):
+    refused(project, "train", "algorithm.options.tt_length=3", says=["tt_length", "ttt_length", "eagle3"])
+
+
+def test_an_unknown_algorithm_lists_what_is_there(project):
+    refused(project, "train", "algorithm.name=eagle", says=["eagle", "eagle3"])
+
+
+def test_an_unknown_store_lists_what_is_there(project):
+    refused(project, "train", "store=s3:bucket", says=["s3", "file", "memory"])
+
+
+def test_a_missing_configuration_file_is_named(project):
+    project.yaml.rename(project.folder / "other.yaml")
+    refused(project, "train", says=["run.yaml", "other.yaml"])
+
+
+def test_a_missing_data_file_is_named(project):
+    refused(project, "train", "data.train=nowhere.jsonl", says=["nowhere.jsonl"])
+
+
+def test_a_missing_target_is_named(project):
+    refused(project, "train", "target.path=./nowhere", says=["./nowhere", "target.path"])
+
+
+def test_a_tokenizer_without_chat_template(project, tmp_path):
+    folder = tiny_target(tmp_path / "plain", chat_template=None)
+    refused(project, "train", f"target.path={folder}", says=["chat template"])
+
+
+def test_a_target_with_too_few_layers_proposes_layers(project, tmp_path):
+    folder = tiny_target(tmp_path / "shallow", num_hidden_layers=3)
+    refused(
+        project, "train", f"target.path={folder}", "algorithm.options.layers=null", says=["layers"]
+    )
+
+
+def test_a_layer_out_of_range_names_the_range(project):
+    refused(project, "train", "algorithm.options.layers=[1,2,9]", says=["9", "0"])
+
+
+def test_a_draft_vocabulary_larger_than_the_targets(project):
+    refused(project, "train", "algorithm.options.draft_vocab_size=9999", says=["9999", "259"])
+
+
+def test_an_empty_dataset(project):
+    (project.folder / "train.jsonl").write_text("")
+    refused(project, "train", says=["train.jsonl"])
+
+
+def test_a_dataset_without_an_assistant_token(project):
+    row = {"messages": [{"role": "user", "content": "hello"}]}
+    (project.folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    refused(project, "train", says=["assistant"])
+
+
+def test_bad_rows_are_refused_where_the_policy_says_so(project):
+    with (project.folder / "train.jsonl").open("a") as stream:
+        stream.write("{not json\n")
+    refused(project, "train", "data.bad_rows=refuse", says=["train.jsonl:25"])
+
+
+def test_bad_rows_are_reported_by_line_number_where_they_are_skipped(project):
+    with (project.folder / "train.jsonl").open("a") as stream:
+        stream.write("{not json\n")
+    result = project.cli("train", "train.max_steps=1")
+    assert "25" in result.output
+
+
+def test_a_full_store_loses_nothing_and_goes_on_when_there_is_room(project):
+    store = f"file:{project.folder / 'small'}"
+    refused(project, "capture", f"store={store}?max_bytes=400KiB", code=1, says=["max_bytes"])
+    assert not list((project.folder / "small").glob("*.tmp*"))
+    assert "were there" in project.cli("capture", f"store={store}").output
+    project.cli("train", f"store={store}", "train.max_steps=1")
+
+
+def test_a_checkpoint_of_another_algorithm(project):
+    project.cli("train", "train.max_steps=1")
+    state = project.run / "checkpoints" / "step-00000001" / "state.json"
+    data = json.loads(state.read_text())
+    data["config"]["algorithm"]["name"] = "medusa"
+    state.write_text(json.dumps(data))
+    refused(project, "eval", says=["medusa", "eagle3"])
+
+
+def test_a_checkpoint_of_another_target(project, tmp_path):
+    project.cli("train", "train.max_steps=1")
+    other = tiny_target(tmp_path / "other", seed=5)
+    refused(project, "eval", f"target.path={other}", says=["another target"])
+
+
+def test_a_checkpoint_of_a_plugin_that_is_gone_names_the_pip_line(project):
+    project.cli("train", "train.max_steps=1")
+    state = project.run / "checkpoints" / "step-00000001" / "state.json"
+    data = json.loads(state.read_text())
+    data["plugins"].append({"name": "gone", "dist": "draftcore-gone", "version": "1.2", "origin": None})
+    state.write_text(json.dumps(data))
+    refused(project, "eval", says=["pip install", "draftcore-gone"])
+
+
+def test_resuming_with_another_learning_rate_names_the_change(project):
+    project.cli("train", "train.max_steps=4")
+    said = refused(project, "train", "train.max_steps=4", "train.lr=0.1", says=["train.lr", "0.003"])
+    assert "0.1" in said
+
+
+def test_a_store_of_other_features_is_refused(project):
+    project.cli("capture")
+    refused(project, "train", "algorithm.options.layers=[0,2,4]", says=["hidden.1", "hidden.0"])
+
+
+def test_a_store_of_other_data_is_refused(project):
+    project.cli("capture")
+    conversations(project.folder / "train.jsonl", 30)
+    refused(project, "train", says=["other data"])
+
+
+def test_an_incomplete_capture_without_data_is_refused(project):
+    project.cli("train", "train.max_steps=1")
+    shutil.rmtree(project.run)
+    refused(project, "train", "data.train=null", says=["data.train"])
+
+
+def test_evaluating_before_training_says_what_to_run(project):
+    refused(project, "eval", says=["draftcore train"])
+
+
+def test_exporting_over_something_is_refused(project):
+    project.cli("train", "train.max_steps=1")
+    project.cli("export", "train.max_steps=1")
+    refused(project, "export", says=["not empty"])
+
+
+def test_an_unknown_layout_lists_what_is_there(project):
+    project.cli("train", "train.max_steps=1")
+    refused(project, "export", "--layout", "onnx", says=["onnx", "serving"])
+
+
+def test_a_folder_that_is_no_export(project):
+    project.cli("train", "train.max_steps=1")
+    refused(project, "eval", "--export", project.folder, says=["config.json"])
+
+
+def test_capturing_into_memory_is_refused(project):
+    refused(project, "capture", "store=memory", says=["file:"])
+
+
+def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(project, tmp_path):
+    """One sample's loss turns nan; the run stops before the update, and the others are innocent."""
+    plugin = tmp_path / "poison.py"
+    plugin.write_text(
+        "from draftcore import hookimpl\n"
+        "@hookimpl(wrapper=True)\n"
+        "def forward_loss(draft, batch, context):\n"
+        "    output = yield\n"
+        "    import dataclasses\n"
+        "    factor = float('nan') if batch.token_ids_BT.shape[1] > 150 else 1.0\n"
+        "    return dataclasses.replace(output, numerator=output.numerator * factor)\n"
+    )
+    conversations(project.folder / "train.jsonl", ["one", "two", "long " * 30, "four"])
+    result = project.cli("train", ok=False, plugin=plugin)
+    assert result.exit_code == 1, result.output
+    assert "row 2 (sample" in result.output
+    assert "row 1" not in result.output

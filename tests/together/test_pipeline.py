@@ -1,0 +1,125 @@
+"""From conversations to an export, through the command line, with a real plugin and a real target."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftcore.testing.targets import tiny_target
+
+
+def test_capture_train_eval_export(project):
+    assert "captured 24 samples" in project.cli("capture").output
+    assert "complete: step 6 of 6, 24 samples" in project.cli("train").output
+    report = json.loads(project.cli("eval", "--json").stdout)
+    assert report["lossless"] is True
+    assert report["prompts"] == 3
+    assert (project.run / "eval" / "acceptance.png").exists()
+    project.cli("export")
+    origin = json.loads((project.run / "export" / "draftcore.json").read_text())
+    assert origin["samples_seen"] == 24
+    assert {plugin["name"] for plugin in origin["plugins"]} >= {"eagle3", "hf", "file", "memory"}
+    again = json.loads(project.cli("eval", "--export", project.run / "export", "--json").stdout)
+    assert again["acceptance_length"] == report["acceptance_length"]
+
+
+def test_offline_colocated_and_captured_elsewhere_give_the_same_bits(tmp_path, new_project):
+    """Three runs in processes of their own that share nothing but what each names."""
+    offline = new_project(tmp_path / "offline")
+    offline.finish("capture")
+    offline.finish("train")
+    colocated = new_project(tmp_path / "colocated", store="memory")
+    colocated.finish("train")
+    elsewhere = new_project(tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "offline" / "features", tmp_path / "elsewhere" / "features")
+    (tmp_path / "elsewhere" / "train.jsonl").unlink()
+    elsewhere.finish("train", "data.train=null")
+    assert len(offline.losses()) == 6
+    assert offline.losses() == colocated.losses() == elsewhere.losses()
+    weights = [load_file(p.run / "checkpoints/step-00000006/draft.safetensors") for p in (offline, colocated)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_two_epochs_use_every_sample_once_each_and_recapture_to_the_same_bits(tmp_path, new_project):
+    kept = new_project(tmp_path / "kept")
+    kept.cli("train", "train.epochs=2")
+    recaptured = new_project(tmp_path / "recaptured", store="memory")
+    recaptured.cli("train", "train.epochs=2")
+    assert len(kept.losses()) == 12
+    assert kept.losses() == recaptured.losses()
+
+
+def test_the_split_into_micro_batches_does_not_change_the_update(tmp_path, new_project):
+    whole = new_project(tmp_path / "whole")
+    whole.cli("train", "train.batch=6", "train.accumulate=1")
+    split = new_project(tmp_path / "split")
+    split.cli("train", "train.batch=2", "train.accumulate=3")
+    for step, loss in whole.losses().items():
+        assert split.losses()[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_evaluation_during_training_changes_no_later_bit(tmp_path, new_project):
+    plain = new_project(tmp_path / "plain")
+    plain.cli("train")
+    watched = new_project(tmp_path / "watched")
+    watched.cli("train", "train.eval_every=2", "train.eval_prompts=2", "train.eval_samples=3")
+    assert watched.losses() == plain.losses()
+    lines = (watched.run / "metrics.jsonl").read_text().splitlines()
+    evaluations = [r["evaluation"] for r in map(json.loads, lines) if "evaluation" in r]
+    assert len(evaluations) == 3
+    assert all(e["loss"] > 0 and e["acceptance_length"] >= 1 for e in evaluations)
+
+
+def test_an_export_reloads_to_identical_logits(project):
+    """The trained draft and its export, decoded by the same drafter, agree on every proposal."""
+    from draftcore.config import load_config
+    from draftcore.drafts import find_checkpoint, load_checkpoint, load_export
+    from draftcore.plugins import load
+    from draftcore.run import Run
+
+    project.cli("train", "train.max_steps=2")
+    project.cli("export", "train.max_steps=2")
+    run = Run(load_config(project.yaml), load())
+    trained = load_checkpoint(run, find_checkpoint(run, None)).module.state_dict()
+    exported = load_export(run, project.run / "export").module.state_dict()
+    assert trained.keys() == exported.keys()
+    for name, tensor in trained.items():
+        assert torch.equal(tensor, exported[name]), name
+
+
+def test_the_loss_falls(project):
+    project.cli("train", "train.epochs=8")
+    losses = list(project.losses().values())
+    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
+
+
+def test_a_hub_id_is_all_that_changes_for_another_target(project, tmp_path):
+    """A target in another folder, with another shape, trains by the same YAML."""
+    other = tiny_target(tmp_path / "other", seed=3, hidden_size=32, num_hidden_layers=8)
+    for verb in ("train", "eval"):
+        project.cli(verb, f"target.path={other}", "train.max_steps=1")
+
+
+def test_finished_training_says_so(project):
+    project.cli("train", "train.max_steps=1")
+    assert "already trained" in project.cli("train", "train.max_steps=1").output
+
+
+def test_a_wrapper_from_a_loose_file_sees_every_step(project, tmp_path):
+    seen = tmp_path / "seen"
+    plugin = tmp_path / "watcher.py"
+    plugin.write_text(
+        "from pathlib import Path\n"
+        "from draftcore import hookimpl\n"
+        "@hookimpl(wrapper=True)\n"
+        "def forward_loss(draft, batch, context):\n"
+        "    output = yield\n"
+        f"    with Path({str(seen)!r}).open('a') as stream:\n"
+        "        print(context.step, len(batch.ids), file=stream)\n"
+        "    return output\n"
+    )
+    project.cli("train", "train.max_steps=3", plugin=plugin)
+    assert Path(seen).read_text().splitlines() == ["0 4", "1 4", "2 4"]
