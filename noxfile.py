@@ -147,7 +147,9 @@ def wheels(session: nox.Session) -> None:
         session.error(f"{len(PROJECTS)} dists, but {len(built)} wheels in {DIST}")
     for wheel in built:
         names = zipfile.ZipFile(wheel).namelist()
-        lacking = [e for e in ("py.typed", "entry_points.txt") if not any(n.endswith(e) for n in names)]
+        lacking = [
+            e for e in ("py.typed", "entry_points.txt") if not any(n.endswith(e) for n in names)
+        ]
         tests = [name for name in names if name.startswith("tests/") or "/tests/" in name]
         if lacking or tests:
             session.error(f"{wheel.name}: lacks {lacking}, ships {tests}")
@@ -220,7 +222,16 @@ def full(session: nox.Session) -> None:
 def speculators(session: nox.Session) -> None:
     """Load an export in speculators 0.9.0, through its converter, and compare logits."""
     install_wheels(session, "draftcore", *PLUGINS)
-    others = ["pydantic-settings", "loguru", "typer", "openai", "httpx", "psutil", "protobuf", "aiohttp"]
+    others = [
+        "pydantic-settings",
+        "loguru",
+        "typer",
+        "openai",
+        "httpx",
+        "psutil",
+        "protobuf",
+        "aiohttp",
+    ]
     session.install("-q", "-c", "constraints.txt", "datasets", *others)
     session.install("-q", "--no-deps", "speculators==0.9.0", "hs-connectors==0.9.0")
     session.run("python", "-m", "pytest", "-q", "tests/together/speculators_check.py")

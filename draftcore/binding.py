@@ -7,7 +7,6 @@ owners of one first-result hook is an error here, where pluggy would take the la
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,7 +14,7 @@ from typing import Any, cast
 import pluggy
 
 from draftcore.errors import UsageError
-from draftcore.explain import explain
+from draftcore.explain import validate
 from draftcore.hookspecs import Specs
 from draftcore.plugins import HOOKS, Plugin, Registry, owners, register
 from draftcore.records import Kind, Offer
@@ -38,27 +37,9 @@ class Binding:
         return self.offer.capabilities
 
     def options(self, data: Mapping[str, Any]) -> Any:
-        """Validate options by the offer's model; None for an offer without one.
-
-        Raises UsageError for unknown keys, bad values and a model that cannot be imported.
-        """
-        from pydantic import ValidationError  # 70 ms: listing plugins needs none of it
-
+        """Validate options by the offer's model; None for an offer without. Raises UsageError."""
         where = f"options of the {self.offer.kind} {self.offer.name!r}, plugin {self.plugin}"
-        module, _, name = self.offer.options.partition(":")
-        if not module:
-            if data:
-                raise UsageError(f"{where}: it has none\n  leave out {', '.join(data)}")
-            return None
-        try:
-            model = getattr(importlib.import_module(module), name)
-            return model.model_validate(data, extra="forbid")
-        except ValidationError as error:
-            raise UsageError(explain(error, model, where)) from None
-        except (ImportError, AttributeError) as error:
-            raise UsageError(
-                f"{where}: {error}\n  python -c 'import {module}' tells more"
-            ) from error
+        return validate(self.offer.options, data, where)
 
 
 def bind(registry: Registry, kind: Kind, name: str, extras: Sequence[str] = ()) -> Binding:

@@ -36,6 +36,7 @@ def capture_all(run: Run) -> str:
         while feed.producer.run_once() is not None:
             done += 1
             progress.update(done)
+    assert done == len(groups)
     run.write_manifest(complete=True)
     stats = run.store.stats()
     new = sum(len(group.rows) for group in missing)
@@ -48,7 +49,8 @@ def capture_all(run: Run) -> str:
 def bytes_per_token(run: Run) -> int:
     """Stored bytes of one token's features."""
     width = int(run.target.text_config.hidden_size)
-    return len(run.request.names) * width * getattr(torch, run.request.dtype).itemsize
+    dtype: torch.dtype = getattr(torch, run.request.dtype)
+    return len(run.request.names) * width * dtype.itemsize
 
 
 def require_space(run: Run, tokens: int) -> None:

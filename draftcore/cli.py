@@ -16,8 +16,9 @@ from typing import Any
 import click
 
 from draftcore import listing
+from draftcore.dists import BUILT_IN
 from draftcore.errors import DraftcoreError, nearest
-from draftcore.plugins import BUILT_IN, Registry, load, register
+from draftcore.plugins import Registry, load, register
 
 FILE = click.Path(path_type=Path)
 

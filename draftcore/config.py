@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from draftcore.explain import explain
 from draftcore.errors import UsageError
+from draftcore.explain import explain
 
 
 class Section(BaseModel):
@@ -39,7 +39,9 @@ class DataConfig(Section):
     max_length: int = Field(2048, ge=2, description="longest sample, in tokens")
     last_turn_only: bool = Field(False, description="learn the last assistant turn only")
     bad_rows: Literal["skip", "refuse"] = Field("skip", description="malformed rows")
-    overlong: Literal["skip", "truncate", "refuse"] = Field("skip", description="rows over max_length")
+    overlong: Literal["skip", "truncate", "refuse"] = Field(
+        "skip", description="rows over max_length"
+    )
     limit: int | None = Field(None, ge=1, description="read this many training rows at most")
 
 
@@ -50,7 +52,9 @@ class Choice(Section):
 
 class CaptureConfig(Choice):
     name: str = Field("hf", description="the capture backend")
-    batch: int = Field(8, ge=1, description="samples per target forward; changes the features' last bits")
+    batch: int = Field(
+        8, ge=1, description="samples per target forward; changes the features' last bits"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="stored type of the features; auto is the target's compute type"
     )
@@ -64,7 +68,9 @@ class TrainConfig(Section):
     lr: float | None = Field(None, gt=0, description="peak rate; the algorithm's default if unset")
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_ratio: float | None = Field(None, ge=0, lt=1, description="algorithm's default if unset")
-    clip: float | None = Field(None, gt=0, description="gradient norm; algorithm's default if unset")
+    clip: float | None = Field(
+        None, gt=0, description="gradient norm; algorithm's default if unset"
+    )
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="compute type over fp32 masters")
@@ -73,7 +79,9 @@ class TrainConfig(Section):
     log_every: int = Field(10, ge=1, description="steps per line of metrics.jsonl")
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1)
-    eval_every: int | None = Field(None, ge=1, description="steps between evaluations; never if unset")
+    eval_every: int | None = Field(
+        None, ge=1, description="steps between evaluations; never if unset"
+    )
     eval_samples: int = Field(64, ge=1, description="held-out samples of the loss during training")
     eval_prompts: int = Field(8, ge=0, description="prompts decoded at each evaluation; 0 is none")
 
@@ -132,7 +140,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read {path}: {error}") from None
     if not isinstance(data, dict):
         kind = type(data).__name__
-        raise UsageError(f"{path} holds {kind}, not a mapping\n  it needs at least run, target and algorithm")
+        raise UsageError(
+            f"{path} holds {kind}, not a mapping\n  it needs at least run, target and algorithm"
+        )
     return data
 
 

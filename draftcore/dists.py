@@ -1,4 +1,4 @@
-"""What pip's metadata says of installed distributions; nothing here knows what a plugin does.
+"""What pip's metadata says of installed distributions, and the pip line that mends what is amiss.
 
 Read with `importlib_metadata`, the backport: it survives stale folders and knows where an install
 came from. A loose file is seen as a distribution whose name is its path.
@@ -7,11 +7,11 @@ came from. A loose file is seen as a distribution whose name is its path.
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,8 @@ import importlib_metadata
 from importlib_metadata import Distribution, EntryPoint, PackageNotFoundError, distributions
 
 from draftcore.errors import UsageError
+
+BUILT_IN = "(built in)"  # how the dist draftcore itself is shown
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,17 @@ class Dist:
 def entry_points(group: str, path: Sequence[str]) -> Iterator[tuple[EntryPoint, Dist]]:
     """Yield the entry points of a group, each dist's once though it may be on the path twice.
 
-    Readable metadata is preferred, then a dist-info to the egg-info of a checkout, then the first
-    on the path, as for imports, and in one folder the newest.
+    A readable dist-info is preferred to a stale one and to the egg-info of a checkout, then the
+    first on the path, as imports have it, and in one folder the newest.
     """
     known: dict[str, list[tuple[Any, Dist, Distribution]]] = {}
-    for order, folder in enumerate(path):
+    for order, folder in enumerate(filter(os.path.exists, (folder or "." for folder in path))):
         for found in cast(Iterable[Distribution], distributions(path=[folder])):
             with contextlib.suppress(UnicodeDecodeError):  # no entry points anybody can read
-                if found.entry_points.select(group=group):
+                if f"[{group}]" in (found.read_text("entry_points.txt") or ""):
                     dist = _read(found)
                     numbers = [int(digits) for digits in re.findall(r"\d+", dist.version)]
-                    is_info = bool(found.read_text("METADATA"))
-                    rank = (bool(dist.version), is_info, -order, numbers)
+                    rank = (bool(found.read_text("METADATA")), -order, numbers)
                     known.setdefault(dist.name, []).append((rank, dist, found))
     for same in known.values():
         _, dist, found = max(same, key=lambda item: item[0])
@@ -56,11 +57,16 @@ def entry_points(group: str, path: Sequence[str]) -> Iterator[tuple[EntryPoint, 
 
 
 def _read(dist: Distribution) -> Dist:
-    try:
-        name, version = dist.metadata["Name"], dist.metadata["Version"]
-        requires = tuple(dist.requires or ())
-    except (OSError, ValueError, KeyError):
-        return Dist(dist._normalized_name.replace("_", "-"), "")  # private: the folder's own name
+    # by hand, as the email parser that `dist.metadata` imports takes 20 ms
+    text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
+    headers: dict[str, list[str]] = {}
+    for line in text.partition("\n\n")[0].splitlines():
+        key, _, value = line.partition(": ")
+        headers.setdefault(key, []).append(value)
+    # private, but without METADATA the folder's own name is all that is left
+    name = headers.get("Name", [dist._normalized_name])[0]
+    version = headers.get("Version", [""])[0]
+    requires = tuple(headers.get("Requires-Dist", ()))
     return Dist(re.sub("[-_.]+", "-", name).lower(), version, requires, _origin(dist))
 
 
@@ -84,6 +90,8 @@ def loose(file: Path) -> Dist:
         raise UsageError(f"there is no file {file}\n  Python files in that folder: {near}")
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # last, so that it hides no installed module
+    import hashlib  # 4 ms, for loose files only
+
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     return Dist(str(file), f"sha256:{digest}", loose=True)
 
@@ -129,6 +137,12 @@ def install(requirements: Iterable[str]) -> str:
     return f"pip install {shlex.join(requirements)}"
 
 
-def get(name: str, version: str) -> str:
-    """Return what brings back a dist, or a loose file, in this version."""
-    return f"--plugin {name}" if version.startswith("sha256:") else install([f"{name}=={version}"])
+def missing(manifest: Iterable[Mapping[str, str]], here: Mapping[str, str]) -> str:
+    """Say what brings back the entries of a run's manifest that differ from the versions `here`."""
+    lines = ["this was made with other plugins than are here:"]
+    for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in manifest):
+        if here.get(name) != version:
+            pinned = install([f"{'draftcore' if dist == BUILT_IN else dist}=={version}"])
+            get = f"--plugin {dist}" if version.startswith("sha256:") else pinned
+            lines.append(f"  {name} {version}, here {here.get(name, 'none')}: {get}")
+    return "\n".join(lines) if lines[1:] else ""

@@ -50,7 +50,9 @@ def load_checkpoint(run: Run, found: Checkpoint) -> Draft:
 def load_export(run: Run, folder: Path) -> Draft:
     """Read a draft from a serving layout, as servers would."""
     if not (folder / "config.json").exists():
-        raise UsageError(f"{folder} holds no config.json\n  choose a folder that `draftcore export` wrote")
+        raise UsageError(
+            f"{folder} holds no config.json\n  choose a folder that `draftcore export` wrote"
+        )
     return run.algorithm.hook.import_draft(folder=folder, target=run.target, options=run.options)
 
 

@@ -106,14 +106,23 @@ class Feed:
     """The samples of each step in plan order, from whatever is behind channel and store."""
 
     def __init__(
-        self, plan: Plan, store: FeatureStore, channel: Channel, producer: Producer, *, durable: bool
+        self,
+        plan: Plan,
+        store: FeatureStore,
+        channel: Channel,
+        producer: Producer,
+        *,
+        durable: bool,
     ) -> None:
         self.plan, self.store, self.channel = plan, store, channel
         self.producer, self.durable = producer, durable
 
     def start(self, step: int) -> None:
-        """Begin, or begin again, at a step: nothing before it is captured or read."""
-        self.channel.offer(self.plan.captures(step, every_epoch=not self.durable))
+        """Begin, or begin again, at a step: nothing before it is captured or read.
+
+        Each epoch asks for its groups anew; what a durable store holds is then not captured again.
+        """
+        self.channel.offer(self.plan.captures(step))
 
     @contextmanager
     def samples(self, step: PlannedStep) -> Iterator[Sequence[Sample]]:

@@ -102,17 +102,16 @@ class Plan:
         uses = epoch * len(self.feature_ids)
         return uses + sum(map(len, self._epoch(epoch)[:position])) if position else uses
 
-    def captures(self, from_step: int, *, every_epoch: bool) -> Iterator[CaptureTask]:
+    def captures(self, from_step: int) -> Iterator[CaptureTask]:
         """Yield the groups that the steps from `from_step` on need, in order of first need.
 
-        With `every_epoch` a group comes once per epoch that needs it, otherwise once in all, for
-        features that are kept.
+        A group comes once per epoch that needs it; whether it is still held is for others to know.
         """
         seen: set[int] = set()
         epoch = -1
         for index in range(from_step, self.total_steps):
             step = self.step(index)
-            if every_epoch and step.epoch != epoch:
+            if step.epoch != epoch:
                 seen.clear()
             epoch = step.epoch
             for row in step.rows:

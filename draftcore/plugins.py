@@ -21,12 +21,11 @@ import pluggy
 from importlib_metadata import EntryPoint
 
 from draftcore import dists
-from draftcore.dists import Dist
+from draftcore.dists import BUILT_IN, Dist
 from draftcore.errors import UsageError, nearest
 from draftcore.hookspecs import Specs
 from draftcore.records import Kind, Offer
 
-BUILT_IN = "(built in)"
 HOOKS = tuple(name for name in vars(Specs) if not name.startswith("_"))
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
@@ -36,15 +35,13 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "graph": ("graph_backend",),
     "graph-plugin": ("graph_plugin",),
 }
+DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg`
 SEE_HOOKS = "draftcore hooks   # every hook and its arguments"
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin that was found; `problem` says why it is not ready and `fix` what mends that.
-
-    `dist` is `(built in)` for draftcore's own, and the path for a loose file.
-    """
+    """A plugin that was found; `problem` says why it is not ready, `fix` what mends that."""
 
     name: str
     dist: str
@@ -95,20 +92,20 @@ class Registry:
         return tuple(self.named(name) for name in dict.fromkeys([*names, *loose]))
 
     def _only(self, what: str, name: str, same: list[Plugin], known: list[str]) -> Plugin:
-        if not same:
-            aside = [f"\n  set aside: {p}: {p.problem}" for p in self.plugins if p.problem]
-            raise UsageError(
-                f"there is no {what} {name!r}{nearest(name, known)}\n"
-                f"  installed: {', '.join(known) or 'none'}{''.join(aside)}\n"
-                f"  choose one that is there, or install another: pip install draftcore-{name}"
-            )
-        if same[0].problem:
-            why = "\n".join(f"  {p} is {p.state}: {p.problem}\n  {p.fix}" for p in same)
-            raise UsageError(f"the {what} {name!r} cannot be used\n{why}")
-        if len(same) > 1:
-            both = " and by ".join(map(str, same))
-            raise UsageError(f"the {what} {name!r} is offered by {both}\n  uninstall all but one")
-        return same[0]
+        if len(same) == 1 and not same[0].problem:
+            return same[0]
+        if same:
+            lines = [
+                f"  {p} is {p.state}" + f": {p.problem}\n  {p.fix}" * bool(p.fix) for p in same
+            ]
+            remedy = [] if same[0].fix else ["  uninstall all but one of them"]
+            raise UsageError("\n".join([f"cannot use the {what} {name!r}", *lines, *remedy]))
+        aside = [f"\n  set aside: {p}: {p.problem}" for p in self.plugins if p.problem]
+        raise UsageError(
+            f"there is no {what} {name!r}{nearest(name, known)}\n"
+            f"  installed: {', '.join(known) or 'none'}{''.join(aside)}\n"
+            f"  choose one that is there, or install another: pip install draftcore-{name}"
+        )
 
     def manifest(self, plugins: Iterable[Plugin]) -> list[dict[str, str]]:
         """Describe the plugins of a run, for its checkpoints and exports."""
@@ -117,13 +114,7 @@ class Registry:
 
     def missing(self, manifest: Iterable[Mapping[str, str]]) -> str:
         """Say which plugins of a manifest are not here in the same version; '' when all are."""
-        here = {plugin.name: plugin.version for plugin in self.ready}
-        lines = []
-        for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in manifest):
-            if here.get(name) != version:
-                get = dists.get("draftcore" if dist == BUILT_IN else dist, version)
-                lines.append(f"\n  {name} {version}, here {here.get(name, 'none')}: {get}")
-        return f"this was made with other plugins than are here:{''.join(lines)}" if lines else ""
+        return dists.missing(manifest, {plugin.name: plugin.version for plugin in self.ready})
 
 
 def load(
@@ -175,11 +166,10 @@ def _judge(
         started = time.perf_counter()
         plugin = replace(plugin, instance=_call(entry.load, entry, dist))
         plugin = replace(plugin, import_ms=round((time.perf_counter() - started) * 1e3, 1))
-        _check_kind(plugin, judged)
-        manager = _check_hooks(plugin)
-        names = {hook.name for hook in manager.get_hookcallers(plugin.instance) or ()}
-        plugin = replace(plugin, hooks=tuple(name for name in HOOKS if name in names))
-        plugin = replace(plugin, offers=_call(lambda: _described(manager), entry, dist))
+        _check_instance(plugin, judged)
+        manager = register(())
+        plugin = replace(plugin, hooks=_register(plugin, manager))
+        plugin = replace(plugin, offers=_call(lambda: _describe(manager), entry, dist))
         _check_offers(plugin, manager)
     except _SetAsideError as error:
         return replace(plugin, **error.verdict)
@@ -209,33 +199,30 @@ def _call(function: Callable[[], Any], entry: EntryPoint, dist: Dist) -> Any:
         raise _SetAsideError(f"{type(error).__name__}: {error}", fix) from None
 
 
-def _check_kind(plugin: Plugin, judged: list[Plugin]) -> None:
+def _check_instance(plugin: Plugin, judged: list[Plugin]) -> None:
     instance = plugin.instance
     if inspect.isclass(instance):
         fix = f"there: plugin = {instance.__name__}(); in the entry point: module:plugin"
         raise _SetAsideError(f"{plugin.module} is a class, not a module or an instance", fix)
     if plugin.loose and instance.__file__ != plugin.dist:
         raise _SetAsideError(f"{instance.__file__} is a module of that name", "rename the file")
-    for other in (other for other in judged if other.instance is instance):
-        problem = f"its module is the plugin {other.name!r} already"
-        raise _SetAsideError(problem, "keep one of the two names")
+    for twin in (other.name for other in judged if other.instance is instance):
+        raise _SetAsideError(f"its module is the plugin {twin!r} already", "keep one of the names")
 
 
-def _check_hooks(plugin: Plugin) -> pluggy.PluginManager:
-    """Register the plugin alone; pluggy checks arguments, the rest is what pluggy lets pass."""
-    manager = register(())
+def _register(plugin: Plugin, manager: pluggy.PluginManager) -> tuple[str, ...]:
+    """Register the plugin; pluggy checks arguments, we check what it lets pass."""
     try:
         manager.register(plugin.instance, plugin.name)
     except Exception as error:  # nearly always PluginValidationError
         raise _SetAsideError(str(error), SEE_HOOKS) from None
     hooks = manager.get_hookcallers(plugin.instance) or ()
-    for hook in hooks:
-        if not hook.has_spec() and not all(impl.optionalhook for impl in hook.get_hookimpls()):
-            problem = f"unknown hook {hook.name!r}{nearest(hook.name, HOOKS)}"
-            raise _SetAsideError(problem, SEE_HOOKS)
+    for name in (hook.name for hook in hooks if not hook.has_spec()):
+        if not all(impl.optionalhook for impl in getattr(manager.hook, name).get_hookimpls()):
+            raise _SetAsideError(f"unknown hook {name!r}{nearest(name, HOOKS)}", SEE_HOOKS)
     if not hooks:
         raise _SetAsideError(f"registers no hook{_unmarked(plugin, HOOKS)}", SEE_HOOKS)
-    return manager
+    return tuple(name for name in HOOKS if name in {hook.name for hook in hooks})
 
 
 def _unmarked(plugin: Plugin, names: Iterable[str]) -> str:
@@ -245,11 +232,11 @@ def _unmarked(plugin: Plugin, names: Iterable[str]) -> str:
     return f"; put @hookimpl above {forgotten}" if forgotten else ""
 
 
-def _described(manager: pluggy.PluginManager) -> tuple[Offer, ...]:
+def _describe(manager: pluggy.PluginManager) -> tuple[Offer, ...]:
     answers = manager.hook.describe()
     offers = tuple(offer for answer in answers for offer in answer)
     good = all(isinstance(offer, Offer) and offer.kind in NEEDED for offer in offers)
-    if not good or len(answers) < len(owners(manager.hook.describe)):
+    if not good or len(answers) < len(owners(manager.hook.describe)):  # pluggy drops a None
         raise TypeError(f"describe() must return Offers of {', '.join(NEEDED)}, not {offers}")
     if sum(offer.kind == "algorithm" for offer in offers) > 1:
         raise TypeError("describe() returned several algorithms; a plugin offers one at most")
@@ -258,9 +245,7 @@ def _described(manager: pluggy.PluginManager) -> tuple[Offer, ...]:
 
 def _check_offers(plugin: Plugin, manager: pluggy.PluginManager) -> None:
     for offer in plugin.offers:
-        disagg = ("build_disagg_draft_input",) if "disagg" in offer.capabilities else ()
-        needed = NEEDED[offer.kind] + disagg
-        lacking = [name for name in needed if not owners(getattr(manager.hook, name))]
-        if lacking:
+        needed = NEEDED[offer.kind] + DISAGG * ("disagg" in offer.capabilities)
+        if lacking := [name for name in needed if not owners(getattr(manager.hook, name))]:
             problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(lacking)}"
             raise _SetAsideError(problem + _unmarked(plugin, lacking), SEE_HOOKS)

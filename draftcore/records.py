@@ -167,7 +167,9 @@ class FeatureStore(Protocol):
         """Store samples, all or none; a re-put supersedes. Raises `StoreFull` when over its limit."""
         ...
 
-    def get(self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None) -> Handle:
+    def get(
+        self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None
+    ) -> Handle:
         """Open a sample for reading. A stale, freed, short or torn one raises `StoreError`."""
         ...
 
@@ -307,7 +309,11 @@ class DraftBatch:
             for t in (self.token_ids_BT, self.loss_mask_BT, self.attention_mask_BT)
         )
         return dataclasses.replace(
-            self, token_ids_BT=tokens, loss_mask_BT=loss, attention_mask_BT=attention, features=moved
+            self,
+            token_ids_BT=tokens,
+            loss_mask_BT=loss,
+            attention_mask_BT=attention,
+            features=moved,
         )
 
 

@@ -81,7 +81,7 @@ class Run:
             self.registry.find("capture", config.capture.name),
             self.registry.find("store", _scheme(config.store)),
             self.registry.find("channel", _scheme(config.channel)),
-            *(self.registry.named(name) for name in config.plugins),
+            *self.registry.extras(config.plugins),
         ]
         return self.registry.manifest(list({plugin.name: plugin for plugin in chosen}.values()))
 

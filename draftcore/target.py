@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import FeatureRequest
@@ -115,7 +116,7 @@ class TargetSpec:
     def _read(self, endings: Sequence[str]) -> Tensor:
         for name, file in self._weight_files.items():
             if any(name == ending or name.endswith("." + ending) for ending in endings):
-                with safe_open(file, framework="pt") as tensors:  # type: ignore[no-untyped-call]
+                with safe_open(file, framework="pt") as tensors:
                     return tensors.get_tensor(name)  # type: ignore[no-any-return]
         raise DraftcoreError(
             f"target {self.path!r} holds no tensor named {' or '.join(endings)}\n"
@@ -127,7 +128,10 @@ class TargetSpec:
     def _weight_files(self) -> dict[str, str]:
         """Map tensor name to safetensors file."""
         fetch = functools.partial(
-            cached_file, self.path, revision=self.revision, _raise_exceptions_for_missing_entries=False
+            cached_file,
+            self.path,
+            revision=self.revision,
+            _raise_exceptions_for_missing_entries=False,
         )
         index = fetch("model.safetensors.index.json")
         if index is not None:
@@ -140,7 +144,7 @@ class TargetSpec:
                 f"target {self.path!r} has no model.safetensors\n"
                 "  draftcore reads safetensors only; convert the weights with save_pretrained"
             )
-        with safe_open(single, framework="pt") as tensors:  # type: ignore[no-untyped-call]
+        with safe_open(single, framework="pt") as tensors:
             return dict.fromkeys(tensors.keys(), str(single))
 
 
@@ -157,6 +161,7 @@ class TargetModel:
 
     def __init__(self, spec: TargetSpec) -> None:
         self.spec, self.device, self.dtype = spec, resolve_device(spec.device), spec.dtype
+        transformers_logging.disable_progress_bar()  # loading has no place beside our own bar
         try:
             self.model: Any = AutoModelForCausalLM.from_pretrained(
                 spec.path, revision=spec.revision, dtype=spec.dtype
@@ -169,11 +174,15 @@ class TargetModel:
         self.layers = _decoder_layers(self.decoder, spec)
 
     @torch.inference_mode()
-    def features(self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest) -> dict[str, Tensor]:
+    def features(
+        self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
+    ) -> dict[str, Tensor]:
         """Run right-padded rows once, without a cache; return [B, T, H] per requested name."""
         mask_BT = torch.arange(tokens_BT.shape[1], device=self.device) < lengths_B[:, None]
         with self._tap(request) as taken:
-            output = self.decoder(input_ids=tokens_BT, attention_mask=mask_BT.long(), use_cache=False)
+            output = self.decoder(
+                input_ids=tokens_BT, attention_mask=mask_BT.long(), use_cache=False
+            )
         return {**taken, "last_hidden": output.last_hidden_state}
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -187,7 +196,12 @@ class TargetModel:
 
     @torch.inference_mode()
     def forward(
-        self, state: TargetState, tokens_BT: Tensor, positions_BT: Tensor, span: int, request: FeatureRequest
+        self,
+        state: TargetState,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        span: int,
+        request: FeatureRequest,
     ) -> dict[str, Tensor]:
         """Read tokens at their positions, keeping their keys and values; return features [B, T, H].
 
@@ -308,12 +322,14 @@ class TargetModel:
         return mask.masked_fill_(~seen_BTS, torch.finfo(self.dtype).min)[:, None]
 
 
-class _SlotLayer(CacheLayerMixin):
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's keys and values, written at given positions of each row."""
 
     def __init__(self, batch: int, max_len: int) -> None:
         super().__init__()
         self.batch, self.max_len, self.span = batch, max_len, 0
+        self.keys: Tensor
+        self.values: Tensor
         self.rows_B1: Tensor
         self.positions_BT: Tensor
 
@@ -336,7 +352,9 @@ class _SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self.keys[self.rows_B1, self.positions_BT] = key_states.transpose(1, 2)
         self.values[self.rows_B1, self.positions_BT] = value_states.transpose(1, 2)
-        return self.keys[:, : self.span].transpose(1, 2), self.values[:, : self.span].transpose(1, 2)
+        return self.keys[:, : self.span].transpose(1, 2), self.values[:, : self.span].transpose(
+            1, 2
+        )
 
     def select(self, rows_B: Tensor) -> None:
         self.batch = len(rows_B)

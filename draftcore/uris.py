@@ -41,7 +41,7 @@ class Uri:
         if not text.isdecimal() or int(text) < 1:
             raise UsageError(
                 f"{option}={text} in {self.text!r} is not a count\n"
-                f"  write a whole number above zero, for example {option}={default}"
+                f"  write a whole number above zero, for example {option}=1024"
             )
         return int(text)
 

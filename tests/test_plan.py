@@ -129,25 +129,14 @@ def test_captures_come_in_order_of_first_need_from_any_step() -> None:
                 group = next(group.index for group in plan.groups if row in group.rows)
                 if (step.epoch, group) not in needed:
                     needed.append((step.epoch, group))
-        tasks = plan.captures(start, every_epoch=True)
+        tasks = plan.captures(start)
         assert [(task.epoch, task.group.index) for task in tasks] == needed
-
-
-def test_kept_features_are_captured_once_for_the_whole_run() -> None:
-    plan = make_plan(epochs=3)
-    tasks = list(plan.captures(0, every_epoch=False))
-    assert sorted(task.group.index for task in tasks) == list(range(len(plan.groups)))
-    assert {task.epoch for task in tasks} == {0}
-    late = list(plan.captures(plan.steps_per_epoch - 1, every_epoch=False))
-    assert sorted(task.group.index for task in late) == list(range(len(plan.groups)))
-    assert late[0].epoch == 0
-    assert late[-1].epoch == 1
 
 
 def test_capture_looks_ahead_about_one_window() -> None:
     plan = make_plan(600, batch=4, capture_batch=5, window=10)
     window_groups = 10 * 4 // 5
-    tasks = list(plan.captures(0, every_epoch=True))
+    tasks = list(plan.captures(0))
     position = {task.group.index: at for at, task in enumerate(tasks)}
     for index in range(plan.total_steps):
         windows_begun = index // 10 + 1
@@ -163,9 +152,7 @@ def test_max_steps_cuts_the_run_short_and_changes_no_step() -> None:
     cut, whole = make_plan(epochs=3, max_steps=20), make_plan(epochs=3)
     assert cut.total_steps == 20
     assert [cut.step(index) for index in range(20)] == [whole.step(index) for index in range(20)]
-    assert len(list(cut.captures(0, every_epoch=True))) < len(
-        list(whole.captures(0, every_epoch=True))
-    )
+    assert len(list(cut.captures(0))) < len(list(whole.captures(0)))
     assert make_plan(max_steps=10**6).total_steps == make_plan().total_steps
 
 

@@ -15,6 +15,7 @@ Credit bounds how far capture runs ahead. It yields to need: a step that the tra
 captured even where credit is used up, since only that step can lead to an `advance`.
 """
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from draftcore.errors import DraftcoreError
 from draftcore.records import CaptureTask, Credit, PlannedStep, SampleId, SampleRef
 from draftcore.uris import parse_uri
 
-LIMIT_REFS, LIMIT_BYTES = 4096, 8 << 30
+UNLIMITED = sys.maxsize  # who pumps on demand, as a colocated run does, never runs ahead
 RESUME_AT = 0.75  # of the limits, so that producers work in stretches and not group by group
 
 
@@ -73,7 +74,7 @@ class MemoryChannel:
     """
 
     def __init__(
-        self, run_id: str, *, limit_refs: int = LIMIT_REFS, limit_bytes: int = LIMIT_BYTES
+        self, run_id: str, *, limit_refs: int = UNLIMITED, limit_bytes: int = UNLIMITED
     ) -> None:
         self.run_id = run_id
         self.limit = Credit(limit_refs, limit_bytes)
@@ -89,8 +90,8 @@ class MemoryChannel:
         parsed = parse_uri(uri, known=["limit_refs", "limit_bytes"])
         return cls(
             run_id,
-            limit_refs=parsed.count("limit_refs", LIMIT_REFS),
-            limit_bytes=parsed.size("limit_bytes", LIMIT_BYTES),
+            limit_refs=parsed.count("limit_refs", UNLIMITED),
+            limit_bytes=parsed.size("limit_bytes", UNLIMITED),
         )
 
     # ------------------------------------------------------------ the producer's side

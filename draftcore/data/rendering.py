@@ -123,8 +123,6 @@ class Renderer:
             text = self.text(messages, tools)
             turns = _assistant_turns(messages)[-1 if self._last_turn_only else 0 :]
             spans = [_Turn(self, text, messages, tools, turn).span() for turn in turns]
-            if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
-                raise RenderError("the template does not keep the order of the turns")
         return Layout(text, tuple(spans))
 
     def _try_layout(self, conversation: Conversation) -> Layout | RenderError:
@@ -189,7 +187,7 @@ class Renderer:
         """Render with the template's own markers; spans in characters.
 
         `apply_chat_template(return_assistant_tokens_mask=True)` maps them to tokens through
-        `char_to_token`, which is None for whitespace when the tokenizer trims offsets, and then
+        `char_to_token`, which is None for a space when the tokenizer trims offsets, and then
         masks to the end of the text (transformers 5.23).
         """
         from transformers.utils.chat_template_utils import render_jinja_template  # 1 s: with torch
@@ -385,8 +383,8 @@ def _chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
 def _exact_offsets(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     """A copy of the backend whose offsets cover the text without gaps.
 
-    Byte-level post-processors trim whitespace off the offsets, which moves a newline's token out of
-    the header and into the answer. Without special tokens a post-processor does nothing else.
+    Byte-level post-processors trim spaces off the offsets, which moves a space's token out of the
+    header and into the answer. Without special tokens a post-processor does nothing else.
     """
     from tokenizers import Tokenizer
 

@@ -55,7 +55,8 @@ def evaluate_prompts(
     from the reference by more than a tie.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    clock, results, ties = Clock(), {}, []
+    clock, ties = Clock(), []
+    results: dict[int, Decoded] = {}
     for start in range(0, len(order), config.batch):
         rows = order[start : start + config.batch]
         batch = [list(prompts[i]) for i in rows]
@@ -220,7 +221,9 @@ def settle(
     return ties
 
 
-def plain_step_seconds(target: TargetModel, prompts: Sequence[Sequence[int]], steps: int = 8) -> float:
+def plain_step_seconds(
+    target: TargetModel, prompts: Sequence[Sequence[int]], steps: int = 8
+) -> float:
     """Time one plain decoding step of the target at this batch, the median of a few."""
     lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
     longest = int(lengths_B.max())

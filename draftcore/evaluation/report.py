@@ -127,7 +127,7 @@ class Report:
         errors = np.clip(np.abs(bounds - rates), 0, None)
         axes.errorbar(positions, rates, yerr=errors, fmt="none", ecolor="#222222", capsize=3, lw=1)
         for position, rate in zip(positions, rates, strict=True):
-            axes.text(position, 0.02, f"{rate:.2f}", ha="center", color="white", fontsize=9)
+            axes.text(float(position), 0.02, f"{rate:.2f}", ha="center", color="white", fontsize=9)
         axes.set(xlabel="drafted position", ylabel="accepted up to here", ylim=(0, 1))
         axes.set_title(
             f"acceptance length {self.acceptance_length:.2f} "

@@ -277,6 +277,36 @@ class ChannelSuite:
             assert ids(channel.receive(step(index))) == STEPS[index % 4]
         assert sorted(ids(channel.advance(8))) == list("abcdefgh")
 
+    def test_a_later_epochs_uses_count_before_anybody_claims_for_it(self, channel: Channel) -> None:
+        channel.offer([task(epoch, group) for epoch in (0, 1) for group in range(4)])
+        for _ in range(4):
+            claim = claimed(channel)
+            channel.publish(claim, refs_of(claim))
+        for index in range(5):
+            assert channel.receive(step(index)) is not None
+        assert channel.advance(5) == ()
+        for index in range(5, 8):
+            assert channel.receive(step(index)) is not None
+        assert sorted(ids(channel.advance(8))) == list("abcdefgh")
+
+    def test_refs_in_hand_outlive_the_epoch_they_were_published_for(self, channel: Channel) -> None:
+        publish_all(channel)
+        for index in range(5):
+            assert channel.receive(step(index)) is not None
+        assert sorted(ids(channel.advance(4))) == list("efgh")
+        assert sorted(ids(channel.advance(5))) == list("abcd")
+
+    def test_a_failure_belongs_to_its_epoch(self, channel: Channel) -> None:
+        channel.offer([task(0, 0), task(0, 1)])
+        channel.publish(claimed(channel), DraftcoreError("out of memory"))
+        claim = claimed(channel)
+        channel.publish(claim, refs_of(claim))
+        assert channel.receive(step(4)) is None
+        with pytest.raises(DraftcoreError, match="waits for sample 'a' of epoch 1"):
+            channel.claim("one")
+        channel.offer([task(1, 0), task(1, 1)])
+        assert ids(pumped(channel, step(4))) == "ac"
+
     def test_a_group_that_was_released_is_captured_again(self, channel: Channel) -> None:
         channel.offer([task(epoch, group) for epoch in (0, 1) for group in range(4)])
         for index in range(8):

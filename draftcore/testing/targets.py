@@ -13,7 +13,9 @@ CHATML = (
 )
 
 
-def tiny_target(folder: Path, *, seed: int = 0, chat_template: str | None = CHATML, **config: Any) -> Path:
+def tiny_target(
+    folder: Path, *, seed: int = 0, chat_template: str | None = CHATML, **config: Any
+) -> Path:
     """Write a Qwen3-shaped model with byte-level tokens into `folder`; `config` overrides its shape.
 
     Weights are wide enough (std 0.1) that greedy continuations differ from prompt to prompt.
@@ -58,8 +60,8 @@ def byte_tokenizer(chat_template: str | None = CHATML) -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
@@ -73,7 +75,12 @@ def conversations(file: Path, answers: Sequence[str] | int) -> Path:
     if isinstance(answers, int):
         answers = [f"{'abcdefgh'[i % 8] * (3 + i % 7)} is answer {i * i}" for i in range(answers)]
     lines = [
-        {"messages": [{"role": "user", "content": f"q{i}?"}, {"role": "assistant", "content": answer}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"q{i}?"},
+                {"role": "assistant", "content": answer},
+            ]
+        }
         for i, answer in enumerate(answers)
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -40,11 +40,15 @@ class Checkpoint:
     def load_draft(self, draft: Draft) -> None:
         """Load the trained tensors; raises DraftcoreError where they do not fit the draft."""
         tensors = _read(self.folder / "draft.safetensors")
-        wanted = {name: t for name, t in draft.module.state_dict().items() if name not in draft.frozen}
+        wanted = {
+            name: t for name, t in draft.module.state_dict().items() if name not in draft.frozen
+        }
         differing = [
             name
             for name in sorted({*tensors, *wanted})
-            if name not in tensors or name not in wanted or tensors[name].shape != wanted[name].shape
+            if name not in tensors
+            or name not in wanted
+            or tensors[name].shape != wanted[name].shape
         ]
         if differing:
             raise UsageError(
@@ -144,7 +148,8 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 def _read(file: Path) -> dict[str, Tensor]:
     try:
-        return load_file(file)
+        tensors: dict[str, Tensor] = load_file(file)
+        return tensors
     except (OSError, SafetensorError) as error:
         raise DraftcoreError(
             f"cannot read {file}: {error}\n"

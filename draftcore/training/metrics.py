@@ -16,7 +16,9 @@ def ratios(counts: Iterable[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, f
     sums: dict[str, list[Tensor]] = {}
     for one in counts:
         for name, (numerator, denominator) in one.items():
-            have = sums.setdefault(name, [torch.zeros_like(numerator), torch.zeros_like(denominator)])
+            have = sums.setdefault(
+                name, [torch.zeros_like(numerator), torch.zeros_like(denominator)]
+            )
             have[0], have[1] = have[0] + numerator, have[1] + denominator
     names = sorted(sums)
     if not names:

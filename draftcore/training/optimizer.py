@@ -16,7 +16,12 @@ from torch import Tensor
 
 
 def learning_rate(
-    step: int, total_steps: int, *, peak: float, warmup_ratio: float, schedule: Literal["cosine", "constant"]
+    step: int,
+    total_steps: int,
+    *,
+    peak: float,
+    warmup_ratio: float,
+    schedule: Literal["cosine", "constant"],
 ) -> float:
     """Return the rate of 0-based `step`: linear warm-up, then cosine to 0 or constant."""
     warmup = int(warmup_ratio * total_steps)
@@ -36,7 +41,11 @@ def build_optimizer(
     """AdamW with eps 1e-8; the rate is set at every step."""
     fused = all(p.is_cuda for group in groups for p in group["params"])
     return torch.optim.AdamW(
-        [dict(group) for group in groups], lr=0.0, betas=betas, weight_decay=weight_decay, fused=fused
+        [dict(group) for group in groups],
+        lr=0.0,
+        betas=betas,
+        weight_decay=weight_decay,
+        fused=fused,
     )
 
 
@@ -48,7 +57,7 @@ def scale_and_clip(parameters: Iterable[Tensor], denominator: Tensor, max_norm: 
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(grads))
-    norm = torch.linalg.vector_norm(norms) / denominator
+    norm: Tensor = torch.linalg.vector_norm(norms) / denominator
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / denominator
     torch._foreach_mul_(grads, factor)
     return norm

@@ -27,7 +27,9 @@ class Probe:
     def __init__(self, run: Run, draft: Draft, device: torch.device) -> None:
         self.run, self.draft, self.device = run, draft, device
         if run.config.data.eval is None:
-            raise UsageError("train.eval_every is set, but data.eval is not\n  set data.eval to held-out conversations")
+            raise UsageError(
+                "train.eval_every is set, but data.eval is not\n  set data.eval to held-out conversations"
+            )
 
     def evaluate(self, step: int, total_steps: int) -> dict[str, Any]:
         """Return held-out loss and metrics and, with train.eval_prompts, the acceptance length."""
@@ -65,7 +67,10 @@ class Probe:
     def prompts(self) -> list[list[int]]:
         config = self.run.config
         found, _ = read_prompts(
-            str(config.data.eval), self.run.target.tokenizer, config.train.eval_prompts, config.data.max_length
+            str(config.data.eval),
+            self.run.target.tokenizer,
+            config.train.eval_prompts,
+            config.data.max_length,
         )
         return [list(prompt.token_ids) for prompt in found]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, ContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,13 @@ from draftcore.training.optimizer import build_optimizer, learning_rate, scale_a
 from draftcore.training.probe import Probe
 from draftcore.training.progress import Progress
 
-# What a resumed run must share with the run that wrote its checkpoint.
+# What a resumed run must share with the run that wrote its checkpoint. Where things lie may
+# change between hosts (what they are is checked by fingerprint); a run may be made longer.
 BINDING_KEYS = ("algorithm", "capture", "target", "train")
+PLACES = {("target", "path"), ("target", "device"), ("target", "revision")}
 FREE_TRAIN_KEYS = {
+    "epochs",
+    "max_steps",
     "log_every",
     "checkpoint_every",
     "keep_checkpoints",
@@ -111,7 +115,9 @@ class Trainer:
         with self.run_.feed.samples(planned) as samples:
             fetched = time.perf_counter()
             for start in range(0, len(samples), self.config.batch):
-                outputs.append(self.forward_backward(samples[start : start + self.config.batch], context))
+                outputs.append(
+                    self.forward_backward(samples[start : start + self.config.batch], context)
+                )
         numerator = torch.stack([output.numerator.detach() for output in outputs]).sum()
         denominator = torch.stack([output.denominator for output in outputs]).sum()
         lr = learning_rate(
@@ -143,7 +149,7 @@ class Trainer:
             output.numerator.backward()  # type: ignore[no-untyped-call]
         return output
 
-    def autocast(self) -> ContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """bf16 compute over fp32 masters, or nothing."""
         if self.config.precision == "fp32":
             return nullcontext()
@@ -196,7 +202,9 @@ def require_same_run(last: checkpoint.Checkpoint, run: Run) -> None:
     then, now = last.state["config"], run.config.model_dump(mode="json")
     changed = []
     for section in BINDING_KEYS:
-        keys = sorted({*then[section], *now[section]} - (FREE_TRAIN_KEYS if section == "train" else set()))
+        keys = sorted(
+            {*then[section], *now[section]} - (FREE_TRAIN_KEYS if section == "train" else set())
+        )
         changed += [
             f"{section}.{key}: {then[section].get(key)!r} then, {now[section].get(key)!r} now"
             for key in keys
@@ -212,10 +220,6 @@ def require_same_run(last: checkpoint.Checkpoint, run: Run) -> None:
             + "\n  ".join(changed)
             + "\n  undo the change to resume, or set another run folder to start anew"
         )
-
-
-# Where things lie may change between hosts; what they are is checked by fingerprint.
-PLACES = {("target", "path"), ("target", "device"), ("target", "revision")}
 
 
 @contextmanager

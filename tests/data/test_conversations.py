@@ -75,6 +75,7 @@ def test_bad_bytes_and_empty_lines_keep_the_line_numbers_right(tmp_path: Path) -
         "train.jsonl:3",
         "train.jsonl:4",
     )
+    assert isinstance(first, Conversation)
     assert isinstance(bad, BadRow)
     assert bad.reason == "not UTF-8"
 

@@ -236,19 +236,19 @@ def test_a_finished_folder_is_reused_until_something_it_depends_on_changes(
         return dataset.fingerprint, marker_age(folder)
 
     first = build(chatml, OPTIONS)
-    assert build(chatml, OPTIONS) == first
     os.utime(source)  # a new date is no new content
     assert build(chatml, OPTIONS) == first
 
-    shorter = build(chatml, DataOptions(max_length=32))
-    assert shorter[1] != first[1]
-    assert chatml.chat_template is not None
-    template = str(chatml.chat_template).replace("<|im_start|>", "<s>")
-    other = build(make_tokenizer(template), OPTIONS)
-    assert other[0] != first[0]
+    other_template = make_tokenizer(str(chatml.chat_template).replace("<|im_start|>", "<s>"))
+    rendered_otherwise = build(other_template, OPTIONS)
+    assert rendered_otherwise[0] != first[0]
     with Path(source).open("a") as file:
         file.write(json.dumps(chat("Hi", "more")) + "\n")
-    assert build(chatml, OPTIONS)[0] not in (first[0], other[0])
+    longer = build(other_template, OPTIONS)
+    assert longer[0] != rendered_otherwise[0]
+    same_rows = build(other_template, dataclasses.replace(OPTIONS, max_length=63))
+    assert same_rows[0] == longer[0]
+    assert same_rows[1] != longer[1]
 
 
 def test_a_short_file_is_noticed_and_built_again(
@@ -294,10 +294,13 @@ def test_one_process_builds_while_the_others_wait_and_reuse(
         entered.set()
         assert go_on.wait(30)
 
+    def never(rows: int) -> None:
+        raise AssertionError("the second one renders again")
+
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(build_dataset, source, chatml, OPTIONS, folder, slowly)
         assert entered.wait(30)
-        second = pool.submit(build_dataset, source, chatml, OPTIONS, folder, lambda _: 1 / 0)
+        second = pool.submit(build_dataset, source, chatml, OPTIONS, folder, never)
         with pytest.raises(TimeoutError):
             second.result(timeout=0.3)
         go_on.set()

@@ -58,6 +58,12 @@ R1 = (
     "{% else %}<|assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
+REASONING_FIELD = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think></think>{% endif %}"
+)
 PHI = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
@@ -191,6 +197,24 @@ def learned(tokenizer: PreTrainedTokenizerFast, rendered: Rendered) -> list[str]
             VICUNA, TWO_TURNS, [" Four.</s>", " It is the sum.</s>"], id="header-without-newline"
         ),
         pytest.param(
+            VICUNA.split("{% if add_generation_prompt")[0],
+            TWO_TURNS,
+            [" Four.</s>", " It is the sum.</s>"],
+            id="header-with-a-space-and-no-generation-prompt",
+        ),
+        pytest.param(
+            VICUNA.replace("ASSISTANT:{% endif", "ASSISTANT: {% endif"),
+            [user("Hi"), assistant("\nFour.")],
+            ["\nFour.</s>"],
+            id="the-space-at-the-end-of-a-header-is-not-learned",
+        ),
+        pytest.param(
+            CHATML.replace("m.content }}", "m.content.rstrip() }}"),
+            [user("Hi"), assistant(" Four. \n"), user("?"), assistant("sum")],
+            [" Four.<|im_end|>", "sum<|im_end|>"],
+            id="content-is-trimmed-on-the-right",
+        ),
+        pytest.param(
             HEADER_WITHOUT_PROMPT,
             TWO_TURNS,
             ["Four.<|im_end|>", "It is the sum.<|im_end|>"],
@@ -276,6 +300,30 @@ def test_offsets_survive_normalizers_and_metaspace(make_tokenizer: MakeTokenizer
             [user("a"), assistant("longer than eight"), user("b"), assistant("c")],
             "rewrites",
             id="content-is-cut",
+        ),
+        pytest.param(
+            CHATML.replace("m.content }}", "m.content }} ({{ m.content | length }})"),
+            [user("a"), assistant("longer than the probe")],
+            "rewrites",
+            id="what-follows-depends-on-the-content",
+        ),
+        pytest.param(
+            REASONING_FIELD,
+            [user("a"), assistant("b", reasoning_content="hm")],
+            "not the generation prompt",
+            id="a-reasoning-field-against-a-closed-think-block",
+        ),
+        pytest.param(
+            TOOLS.replace("if m.tool_calls", "if m.tool_calls and loop.last"),
+            [user("a"), assistant("b", tool_calls=[{"name": "add"}]), assistant("c")],
+            "later turns change",
+            id="tool-calls-vanish-from-history",
+        ),
+        pytest.param(
+            TOOLS.replace("<|end|>", ""),
+            [user("a"), assistant("b", tool_calls=[{"name": "add"}])],
+            "no end-of-turn token",
+            id="tool-calls-without-an-end",
         ),
         pytest.param(CHATML, [user("a"), assistant("\ud800")], "Unicode", id="half-a-surrogate"),
     ],

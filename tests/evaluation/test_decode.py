@@ -4,6 +4,7 @@ The drafter here guesses the token that followed the last token most recently (o
 it needs no training; what is tested is the target's cache, the verifier and the bookkeeping.
 """
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +34,15 @@ class BigramDrafter:
         self.request = FeatureRequest((1,), True, "float32")
 
     def allocate(self, batch: int, max_len: int) -> Bigrams:
-        return Bigrams(torch.zeros(batch, self.vocabulary, dtype=torch.long), torch.zeros(batch).long())
+        return Bigrams(
+            torch.zeros(batch, self.vocabulary, dtype=torch.long), torch.zeros(batch).long()
+        )
 
     def prefill(self, state, tokens_BT, lengths_B, features, next_B):
         assert features["hidden.1"].shape[:2] == tokens_BT.shape
         for row, length in enumerate(lengths_B.tolist()):
             known = [*tokens_BT[row, :length].tolist(), int(next_B[row])]
-            for a, b in zip(known, known[1:], strict=False):
+            for a, b in itertools.pairwise(known):
                 state.table_BV[row, a] = b
         state.last_B = next_B.clone()
 
@@ -49,7 +52,9 @@ class BigramDrafter:
             guess_B = state.table_BV[rows, token_B]
             q_BV = torch.full((len(rows), self.vocabulary), 0.5 / self.vocabulary)
             q_BV[rows, guess_B] += 0.5
-            token_B = torch.multinomial(q_BV, 1, generator=generator)[:, 0] if temperature else guess_B
+            token_B = (
+                torch.multinomial(q_BV, 1, generator=generator)[:, 0] if temperature else guess_B
+            )
             drafts.append(token_B)
             probs.append(q_BV)
         return torch.stack(drafts, 1), torch.stack(probs, 1) if temperature else None
@@ -58,7 +63,7 @@ class BigramDrafter:
         assert features["hidden.1"].shape[1] == self.num_drafts + 1
         for row, count in enumerate(counts_B.tolist()):
             known = [int(state.last_B[row]), *tokens_BK[row, :count].tolist()]
-            for a, b in zip(known, known[1:], strict=False):
+            for a, b in itertools.pairwise(known):
                 state.table_BV[row, a] = b
             state.last_B[row] = known[-1]
 
@@ -114,9 +119,11 @@ def test_in_half_precision_a_tie_is_settled_by_the_targets_own_token(target_fold
     target = TargetModel(spec)
     drafter, config = BigramDrafter(spec.vocab_size), EvalConfig(max_new_tokens=12, tie_bound=100.0)
     (reference,) = target.generate([PROMPTS[0]], 12)
-    wrong = Decoded([*reference[:5], (reference[5] + 1) % 256, *reference[6:]], [2, 3, 4], [4, 4, 4])
+    wrong = Decoded(
+        [*reference[:5], (reference[5] + 1) % 256, *reference[6:]], [2, 3, 4], [4, 4, 4]
+    )
     ties = settle(target, drafter, PROMPTS[0], wrong, reference, config, Clock())
-    assert [tie.position for tie in ties][0] == 5
+    assert next(tie.position for tie in ties) == 5
     assert wrong.tokens == reference
     assert sum(wrong.accepted) + len(wrong.accepted) >= len(reference) - 2
     strict = config.model_copy(update={"tie_bound": 1e-9})
@@ -145,16 +152,23 @@ def test_rejection_sampling_keeps_the_targets_distribution():
 
 def test_sampled_decoding_follows_the_target_end_to_end(target):
     """Second tokens of many sampled runs against the exact distribution, chi-square."""
-    drafter, config = BigramDrafter(target.spec.vocab_size, 2), EvalConfig(max_new_tokens=3, temperature=0.3)
+    drafter, config = (
+        BigramDrafter(target.spec.vocab_size, 2),
+        EvalConfig(max_new_tokens=3, temperature=0.3),
+    )
     prompt, draws = PROMPTS[1], 3000
     decoded = speculate(target, drafter, [prompt] * draws, config, Clock(), seed=3)
     firsts = torch.tensor([one.tokens[0] for one in decoded])
     first = int(firsts.mode().values)
-    seconds = torch.tensor([one.tokens[1] for one in decoded if one.tokens[0] == first and len(one.tokens) > 1])
+    seconds = torch.tensor(
+        [one.tokens[1] for one in decoded if one.tokens[0] == first and len(one.tokens) > 1]
+    )
     logits_V = target.model(input_ids=torch.tensor([[*prompt, first]])).logits[0, -1]
     p_V = torch.softmax(logits_V / 0.3, -1)
     likely = (p_V * len(seconds) > 8).nonzero()[:, 0]
-    expected = torch.cat([p_V[likely], 1 - p_V[likely].sum(0, keepdim=True)]).double() * len(seconds)
+    expected = torch.cat([p_V[likely], 1 - p_V[likely].sum(0, keepdim=True)]).double() * len(
+        seconds
+    )
     counts = torch.bincount(seconds, minlength=len(p_V))[likely].double()
     observed = torch.cat([counts, (len(seconds) - counts.sum())[None]])
     chi_square = float(((observed - expected) ** 2 / expected.clamp(min=1)).sum())
@@ -169,7 +183,13 @@ def test_acceptance_counts_only_tokens_that_are_kept():
         Decoded(tokens=[1, 2, 3], accepted=[1], room=[2]),
     ]
     report = Report.of(
-        decoded, ties=[], checked=True, draft_seconds=1, verify_seconds=2, plain_seconds=1.5, num_drafts=3
+        decoded,
+        ties=[],
+        checked=True,
+        draft_seconds=1,
+        verify_seconds=2,
+        plain_seconds=1.5,
+        num_drafts=3,
     )
     assert report.acceptance_length == pytest.approx(6 / 3)
     assert report.acceptance_by_position == pytest.approx((2 / 3, 1 / 3, 0.0))

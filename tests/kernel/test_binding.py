@@ -111,7 +111,7 @@ def test_two_owners_of_one_hook_are_refused_when_bound(site: Site) -> None:
 def test_an_observer_that_is_not_installed_is_refused(site: Site) -> None:
     site.store("a")
     site.plugin("tracker", OBSERVER)
-    with pytest.raises(UsageError, match="no plugin 'traker' .did you mean 'tracker'"):
+    with pytest.raises(UsageError, match=r"no plugin 'traker' .did you mean 'tracker'"):
         bind(site.load(), "store", "a", ["traker"])
 
 

@@ -200,13 +200,12 @@ def test_of_two_folders_the_first_on_the_path_is_taken(site: Site, tmp_path: Pat
 
 def test_the_egg_info_of_a_checkout_does_not_make_a_second_dist(site: Site, tmp_path: Path) -> None:
     site.store("good")
-    source = site.folder / "draftcore_good-0.1.dist-info"
     egg = tmp_path / "src" / "draftcore_good.egg-info"
-    shutil.copytree(source, egg)
+    egg.parent.mkdir()
+    site.metadata("draftcore-good", {"good": "fake_good"}, version="9", folder=tmp_path).rename(egg)
     (egg / "METADATA").rename(egg / "PKG-INFO")
-    first_on_path = [str(egg.parent), str(site.folder)]
-    (plugin,) = load(path=first_on_path).plugins
-    assert plugin.state == "ready"
+    (plugin,) = load(path=[str(egg.parent), str(site.folder)]).plugins
+    assert (plugin.state, plugin.version) == ("ready", "0.1")
 
 
 def test_a_dist_without_readable_metadata_is_broken(site: Site) -> None:
@@ -375,7 +374,8 @@ def test_a_loose_file_that_is_not_there_is_refused_with_its_neighbours(
 
 
 def test_a_loose_file_never_stands_in_for_a_module_of_its_name(site: Site, tmp_path: Path) -> None:
-    file = tmp_path / "json.py"
+    site.module("taken", "answer = 42")
+    file = tmp_path / "taken.py"
     file.write_text("raise AssertionError('imported')")
     (plugin,) = site.load([file]).plugins
     assert plugin.state == "broken"
@@ -417,17 +417,24 @@ def test_two_plugins_with_one_offer_are_both_named(site: Site) -> None:
     site.plugin("b", STORE.replace("NAME", "a"))
     with pytest.raises(UsageError) as caught:
         site.load().find("store", "a")
-    assert "a (draftcore-a 0.1) and by b (draftcore-b 0.1)" in str(caught.value)
+    assert str(caught.value).splitlines() == [
+        "cannot use the store 'a'",
+        "  a (draftcore-a 0.1) is ready",
+        "  b (draftcore-b 0.1) is ready",
+        "  uninstall all but one of them",
+    ]
 
 
 def test_choosing_a_broken_plugin_fails_with_its_reason_and_remedy(site: Site) -> None:
     site.plugin("bad", "import surely_missing")
     registry = site.load()
-    for choose in (lambda: registry.find("store", "bad"), lambda: registry.named("bad")):
-        with pytest.raises(UsageError) as caught:
-            choose()
-        assert "No module named 'surely_missing'" in str(caught.value)
-        assert str(caught.value).endswith("pip install surely_missing")
+    with pytest.raises(UsageError) as found:
+        registry.find("store", "bad")
+    with pytest.raises(UsageError) as named:
+        registry.named("bad")
+    for text in (str(found.value), str(named.value)):
+        assert "No module named 'surely_missing'" in text
+        assert text.endswith("pip install surely_missing")
 
 
 def test_a_ready_offer_is_found_though_a_broken_plugin_has_its_name(site: Site) -> None:

@@ -31,7 +31,9 @@ class Project:
         self.yaml.write_text(yaml.safe_dump(self.config))
         self.run = Path(self.config["run"])
 
-    def cli(self, verb: str, *arguments: str, ok: bool = True, plugin: Path | None = None) -> Result:
+    def cli(
+        self, verb: str, *arguments: str, ok: bool = True, plugin: Path | None = None
+    ) -> Result:
         """Run a verb in this process."""
         loose = ["--plugin", str(plugin)] if plugin else []
         result = CliRunner().invoke(main, [*loose, verb, str(self.yaml), *map(str, arguments)])
@@ -81,7 +83,12 @@ def make_project(folder: Path, target: Path, samples: int = 24, **changes: Any) 
         "data": {"train": str(train), "eval": str(held_out), "max_length": 256},
         "algorithm": {
             "name": "eagle3",
-            "options": {"layers": [1, 2, 4], "draft_vocab_size": 64, "ttt_length": 2, "num_drafts": 3},
+            "options": {
+                "layers": [1, 2, 4],
+                "draft_vocab_size": 64,
+                "ttt_length": 2,
+                "num_drafts": 3,
+            },
         },
         "capture": {"batch": 4},
         "store": f"file:{folder / 'features'}",

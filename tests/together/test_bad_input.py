@@ -24,7 +24,12 @@ def test_a_value_of_the_wrong_kind_is_named(project):
 
 
 def test_an_unknown_plugin_option_names_the_near_one(project):
-    refused(project, "train", "algorithm.options.tt_length=3", says=["tt_length", "ttt_length", "eagle3"])
+    refused(
+        project,
+        "train",
+        "algorithm.options.tt_length=3",
+        says=["tt_length", "ttt_length", "eagle3"],
+    )
 
 
 def test_an_unknown_algorithm_lists_what_is_there(project):
@@ -119,14 +124,18 @@ def test_a_checkpoint_of_a_plugin_that_is_gone_names_the_pip_line(project):
     project.cli("train", "train.max_steps=1")
     state = project.run / "checkpoints" / "step-00000001" / "state.json"
     data = json.loads(state.read_text())
-    data["plugins"].append({"name": "gone", "dist": "draftcore-gone", "version": "1.2", "origin": None})
+    data["plugins"].append(
+        {"name": "gone", "dist": "draftcore-gone", "version": "1.2", "origin": None}
+    )
     state.write_text(json.dumps(data))
     refused(project, "eval", says=["pip install", "draftcore-gone"])
 
 
 def test_resuming_with_another_learning_rate_names_the_change(project):
     project.cli("train", "train.max_steps=4")
-    said = refused(project, "train", "train.max_steps=4", "train.lr=0.1", says=["train.lr", "0.003"])
+    said = refused(
+        project, "train", "train.max_steps=4", "train.lr=0.1", says=["train.lr", "0.003"]
+    )
     assert "0.1" in said
 
 

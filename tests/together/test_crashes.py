@@ -96,7 +96,9 @@ def test_features_are_read_from_the_store_and_not_captured_again(project):
     project.cli("capture")
     shards = {p: p.stat().st_mtime_ns for p in (project.folder / "features").glob("shard-*")}
     project.cli("train")
-    assert {p: p.stat().st_mtime_ns for p in (project.folder / "features").glob("shard-*")} == shards
+    assert {
+        p: p.stat().st_mtime_ns for p in (project.folder / "features").glob("shard-*")
+    } == shards
 
 
 def test_metrics_of_steps_after_the_checkpoint_are_written_once(tmp_path, new_project):
@@ -106,5 +108,8 @@ def test_metrics_of_steps_after_the_checkpoint_are_written_once(tmp_path, new_pr
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     project.finish("train", "train.checkpoint_every=4")
-    lines = [json.loads(line)["step"] for line in (project.run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["step"]
+        for line in (project.run / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines == list(range(1, 13))

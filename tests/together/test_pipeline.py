@@ -39,11 +39,16 @@ def test_offline_colocated_and_captured_elsewhere_give_the_same_bits(tmp_path, n
     elsewhere.finish("train", "data.train=null")
     assert len(offline.losses()) == 6
     assert offline.losses() == colocated.losses() == elsewhere.losses()
-    weights = [load_file(p.run / "checkpoints/step-00000006/draft.safetensors") for p in (offline, colocated)]
+    weights = [
+        load_file(p.run / "checkpoints/step-00000006/draft.safetensors")
+        for p in (offline, colocated)
+    ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_two_epochs_use_every_sample_once_each_and_recapture_to_the_same_bits(tmp_path, new_project):
+def test_two_epochs_use_every_sample_once_each_and_recapture_to_the_same_bits(
+    tmp_path, new_project
+):
     kept = new_project(tmp_path / "kept")
     kept.cli("train", "train.epochs=2")
     recaptured = new_project(tmp_path / "recaptured", store="memory")

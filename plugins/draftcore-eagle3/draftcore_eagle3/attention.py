@@ -50,10 +50,12 @@ class _JointAttention(torch.autograd.Function):
         with full_precision(query_NAD.device):
             output, logsumexp, saved = _causal(_pad(query_NAD, key, rows_N), key, value)
             output_NAD, logsumexp_NA = _take(output, rows_N), _take(logsumexp, rows_N)
-            scores_NAX = _extra_scores(query_NAD, extra_key)
-            joint_NA = torch.logaddexp(logsumexp_NA, scores_NAX.logsumexp(-1))
-            part_NGRX = _grouped((scores_NAX - joint_NA[..., None]).exp(), extra_key)
-            output_NAD = output_NAD * (logsumexp_NA - joint_NA).exp()[..., None]
+            # The step-0 keys count as one key with their log-sum-exp for a score.
+            scores = torch.cat([logsumexp_NA[..., None], _extra_scores(query_NAD, extra_key)], -1)
+            log_parts = scores.log_softmax(-1)
+            joint_NA = logsumexp_NA - log_parts[..., 0]
+            part_NGRX = _grouped(log_parts[..., 1:].exp(), extra_key)
+            output_NAD = output_NAD * log_parts[..., :1].exp()
             output_NAD = output_NAD + (part_NGRX @ extra_value.to(part_NGRX.dtype)).flatten(1, 2)
             output_NAD = output_NAD.to(query_NAD.dtype)
         ctx.save_for_backward(query_NAD, key, value, *rest, output_NAD, joint_NA, *saved)

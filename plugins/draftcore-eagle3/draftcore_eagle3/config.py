@@ -117,9 +117,9 @@ def rope_of(text: Any) -> dict[str, Any]:
             f"the target's config ({text.model_type}) has {found}\n"
             f"  an EAGLE-3 draft copies its target's RoPE; supported: {', '.join(ROPE_TYPES)}"
         )
-    partial = getattr(text, "partial_rotary_factor", None)
-    if partial is not None and partial != 1:
-        rope.setdefault("partial_rotary_factor", float(partial))
+    rope.setdefault("partial_rotary_factor", getattr(text, "partial_rotary_factor", None) or 1.0)
+    if rope["partial_rotary_factor"] == 1:
+        del rope["partial_rotary_factor"]
     return {key: value for key, value in rope.items() if key not in TEXT_IRRELEVANT}
 
 

@@ -168,7 +168,8 @@ def unroll(draft: Eagle3Draft, batch: DraftBatch, rows: Rows) -> Iterator[Tensor
 
     active_N, time_N = rows.active_N, rows.time_BT[rows.active_N]
     query, hidden = query.index_select(0, active_N), hidden.index_select(0, active_N)
-    extra_key = extra_value = query.new_empty(len(active_N), attention.heads[1], 0, query.shape[-1])
+    nothing = (len(active_N), attention.heads[1], 0, query.shape[-1])
+    extra_key, extra_value = query.new_empty(nothing), query.new_empty(nothing)
     for step in range(steps):
         if step > 0:
             later_N = (active_N + step).clamp_max(batch_size * length - 1)
@@ -195,25 +196,26 @@ def teach(draft: Eagle3Draft, last_hidden_BTH: Tensor, supervised_M: Tensor) -> 
     index_V = torch.arange(len(head_VH), device=head_VH.device)
     if ids_U is not None:
         index_V = torch.full_like(index_V, -1).index_copy(0, ids_U, index_V[: len(ids_U)])
+    # Slices are counted from the batch's shape, which torch.compile knows; late ones may be empty.
+    size = max(1, TEACHER_ELEMENTS // len(head_VH))
     parts = [
-        _teach_rows(functional.linear(hidden_mH, head_VH), ids_U, index_V)
-        for hidden_mH in torch.split(hidden_MH, max(1, TEACHER_ELEMENTS // len(head_VH)))
+        _teach_rows(functional.linear(hidden_MH[start : start + size], head_VH), ids_U, index_V)
+        for start in range(0, last_hidden_BTH.shape[0] * last_hidden_BTH.shape[1], size)
     ]
-    probs, share, label = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Teacher(probs, share, label)
+    share_MU, label_M, *probs = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Teacher(probs[0] if probs else share_MU, share_MU, label_M)
 
 
-def _teach_rows(
-    logits_mV: Tensor, ids_U: Tensor | None, index_V: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _teach_rows(logits_mV: Tensor, ids_U: Tensor | None, index_V: Tensor) -> tuple[Tensor, ...]:
+    """Return shares and labels, and where the vocabulary is not full renormalised shares."""
     with full_precision(logits_mV.device):
         label_m = index_V[logits_mV.argmax(-1)]
         share_mV = logits_mV.softmax(-1, dtype=torch.promote_types(logits_mV.dtype, torch.float32))
         if ids_U is None:
-            return share_mV, share_mV, label_m
+            return share_mV, label_m
         # Not the share divided by its sum: that may be 0/0 where the draft knows no likely token.
         probs_mU = logits_mV.index_select(1, ids_U).softmax(-1, dtype=share_mV.dtype)
-        return probs_mU, share_mV.index_select(1, ids_U), label_m
+        return share_mV.index_select(1, ids_U), label_m, probs_mU
 
 
 def simulated_acceptance_length(metrics: Mapping[str, float]) -> float:

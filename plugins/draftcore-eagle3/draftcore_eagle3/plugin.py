@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 @hookimpl
 def describe() -> Sequence[Offer]:
     # Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
-    return [Offer("algorithm", "eagle3", options="draftcore_eagle3.options:Eagle3Options")]
+    capabilities = frozenset({"compile", "layout:serving"})
+    options = "draftcore_eagle3.options:Eagle3Options"
+    return [Offer("algorithm", "eagle3", capabilities, options)]
 
 
 @hookimpl

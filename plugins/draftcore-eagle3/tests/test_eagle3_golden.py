@@ -135,7 +135,10 @@ def test_golden_metrics_as_a_trainer_reduces_them(golden: Golden) -> None:
     metrics, steps = ratios(output), range(golden.data["ttt_length"])
     right, seen = (sum(float(output.counts[f"accuracy_{k}"][i]) for k in steps) for i in (0, 1))
     rates = [metrics[f"acceptance_rate_{k}"] for k in steps]
-    ours = {"loss": float(output.numerator.detach()) / golden.num_rows, "acc": right / max(1.0, seen)}
+    ours = {
+        "loss": float(output.numerator.detach()) / golden.num_rows,
+        "acc": right / max(1.0, seen),
+    }
     ours |= {"acceptance_rate": sum(rates) / len(rates)}
     ours |= {f"acceptance_rate_{k}": rates[k] for k in steps}
     ours |= {f"acc_{k}": metrics[f"accuracy_{k}"] for k in steps}

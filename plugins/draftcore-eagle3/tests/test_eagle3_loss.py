@@ -344,6 +344,23 @@ def test_bf16_compute_keeps_the_loss_in_fp32(
     torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
 
 
+def test_the_whole_loss_compiles_without_a_graph_break(
+    make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+) -> None:
+    """The capability `compile`, shown without generating code (30 s); lengths may change."""
+    draft, options = make_draft(draft_vocab_size=24, ttt_length=2), Eagle3Options()
+    compiled = torch.compile(draft.module, fullgraph=True, backend="eager", dynamic=True)
+    for lengths in ((9, 5), (7, 6)):
+        batch = plugin.collate(make_samples(*lengths), options)
+        expected, gradients = gradients_of(draft, [batch])
+        draft.module.zero_grad()
+        found = compiled(batch, CONTEXT)
+        torch.autograd.backward([found.numerator / found.denominator])
+        check_close(found.numerator, expected.numerator)
+        for parameter, gradient in zip(draft.module.parameters(), gradients, strict=True):
+            check_close(parameter.grad, gradient)
+
+
 # ------------------------------------------------------------ collate and metrics
 
 
