@@ -249,15 +249,16 @@ class TargetModel:
 
     @torch.inference_mode()
     def top2_gap(self, tokens: Sequence[int]) -> float:
-        """The gap between the two best next-token logits after `tokens`, computed in fp32."""
+        """The gap between the two best next-token logits after `tokens`, in the next wider type."""
         tokens_1T = torch.tensor([list(tokens)], device=self.device)
-        best, second = self._fp32(input_ids=tokens_1T).logits[0, -1].topk(2).values.tolist()
+        best, second = self._wider(input_ids=tokens_1T).logits[0, -1].topk(2).values.tolist()
         return float(best - second)
 
     @functools.cached_property
-    def _fp32(self) -> Any:
-        """An fp32 copy of the model, made at the first tie that has to be judged."""
-        return copy.deepcopy(self.model).float()
+    def _wider(self) -> Any:
+        """A copy in fp64 (of an fp32 model) or fp32, made at the first tie that has to be judged."""
+        dtype = torch.float64 if self.dtype == torch.float32 else torch.float32
+        return copy.deepcopy(self.model).to(dtype)
 
     @functools.cached_property
     def end_tokens(self) -> frozenset[int]:

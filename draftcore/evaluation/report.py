@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tie:
-    """A difference that fp32 calls a tie: token position after the prompt, top-2 logit gap."""
+    """A difference that the next wider type calls a tie: token position, top-2 logit gap."""
 
     position: int
     gap: float
@@ -102,7 +102,7 @@ class Report:
         low, high = self.acceptance_length_95
         lossless = {True: "yes", None: "not checked (sampling)"}.get(self.lossless, "no")
         if self.ties:
-            lossless += f", {len(self.ties)} ties resolved in fp32"
+            lossless += f", {len(self.ties)} ties resolved"
         return [
             ("acceptance length", f"{self.acceptance_length:.2f}   (95 %: {low:.2f} to {high:.2f})"),
             ("break-even length", f"{self.break_even_length:.2f}"),
