@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import statistics
 import sys
 import time
 import zipfile
@@ -159,19 +160,28 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def start(session: nox.Session) -> None:
-    """list-plugins and --help stay quick: median of 9 under 150 ms with every plugin installed."""
+    """list-plugins and --help stay quick with every plugin installed: 150 ms where importing
+    click, pluggy and importlib_metadata takes 90. Machines differ and are shared: the ratio counts.
+    """
     install_wheels(session, "draftcore", *PLUGINS)
-    command = str(Path(session.bin) / "draftcore")
-    for arguments in (["list-plugins"], ["--help"]):
-        seconds = []
-        for _ in range(9):
+    python, draftcore = (str(Path(session.bin) / name) for name in ("python", "draftcore"))
+    commands = {
+        "floor": (python, "-c", "import click, pluggy, importlib_metadata"),
+        "list-plugins": (draftcore, "list-plugins"),
+        "--help": (draftcore, "--help"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(15):  # in turn, so that a change of the machine's speed meets all alike
+        for name, command in commands.items():
             began = time.perf_counter()
-            session.run(command, *arguments, silent=True, log=False)
-            seconds.append(time.perf_counter() - began)
-        median = 1e3 * sorted(seconds)[4]
-        session.log(f"draftcore {arguments[0]}: median {median:.0f} ms")
-        if median > 150:
-            session.error(f"draftcore {arguments[0]} took {median:.0f} ms, the limit is 150 ms")
+            session.run(*command, silent=True, log=False)
+            seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name in ("list-plugins", "--help"):
+        ratio = medians[name] / medians["floor"]
+        session.log(f"draftcore {name}: median {1e3 * medians[name]:.0f} ms, {ratio:.2f} x floor")
+        if ratio > 150 / 90:
+            session.error(f"draftcore {name} takes {ratio:.2f} times the floor, the limit is 1.67")
 
 
 @nox.session

@@ -16,8 +16,8 @@ import pluggy
 from draftcore.errors import UsageError
 from draftcore.explain import validate
 from draftcore.hookspecs import Specs
+from draftcore.offers import Kind, Offer
 from draftcore.plugins import HOOKS, Plugin, Registry, owners, register
-from draftcore.records import Kind, Offer
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,9 @@ class EvalConfig(Section):
     temperature: float = Field(0.0, ge=0, description="0 is greedy and checked against the target")
     seed: int = Field(0, ge=0)
     tie_bound: float | None = Field(
-        None, gt=0, description="top-2 logit gap under which a difference is a tie; by the target's type if unset"
+        None,
+        gt=0,
+        description="top-2 logit gap that makes a difference a tie; by dtype if unset",
     )
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -118,7 +118,23 @@ def unmet(
 def refused(dist: Dist, name: str, version: str) -> Sequence[str]:
     """Return the requirements of `dist` on the dist `name` that exclude this version of it."""
     lines = [line for line in dist.requires if re.match(rf"{name}(?![\w.-])", line, re.IGNORECASE)]
-    return unmet(lines, lambda _: version) if lines else ()
+    unclear = [line for line in lines if not _plainly_met(line, version)]
+    return unmet(unclear, lambda _: version) if unclear else ()
+
+
+def _plainly_met(line: str, version: str) -> bool:
+    """Say that NAME>=X.Y,<X.Z admits a release, where that needs no more than comparing numbers.
+
+    Nearly every plugin bounds the core this way; `packaging`, which knows the rest, takes 30 ms.
+    """
+    bounds = re.fullmatch(r"[\w-]+>=(\d+(?:\.\d+)*),<(\d+(?:\.\d+)*)", line.replace(" ", ""))
+    if not (bounds and re.fullmatch(r"\d+(\.\d+)*", version)):
+        return False
+    low, this, high = (
+        [int(part) for part in text.split(".")] + [0] * (8 - text.count("."))
+        for text in (bounds[1], version, bounds[2])
+    )
+    return low <= this < high
 
 
 def mend(error: BaseException, module: str, dist: Dist) -> str:
@@ -137,12 +153,12 @@ def install(requirements: Iterable[str]) -> str:
     return f"pip install {shlex.join(requirements)}"
 
 
-def missing(manifest: Iterable[Mapping[str, str]], here: Mapping[str, str]) -> str:
-    """Say what brings back the entries of a run's manifest that differ from the versions `here`."""
-    lines = ["this was made with other plugins than are here:"]
+def missing(manifest: Iterable[Mapping[str, str]], here: Collection[str]) -> str:
+    """Say what brings back the entries of a run's manifest that are not `here` in any version."""
+    lines = ["this was made with plugins that are not here:"]
     for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in manifest):
-        if here.get(name) != version:
+        if name not in here:
             pinned = install([f"{'draftcore' if dist == BUILT_IN else dist}=={version}"])
             get = f"--plugin {dist}" if version.startswith("sha256:") else pinned
-            lines.append(f"  {name} {version}, here {here.get(name, 'none')}: {get}")
+            lines.append(f"  {name} {version}: {get}")
     return "\n".join(lines) if lines[1:] else ""

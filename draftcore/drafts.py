@@ -10,7 +10,7 @@ from pathlib import Path
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import Draft
 from draftcore.run import Run, read_summary, write_atomic
-from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
+from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint, require_plugins
 
 
 def find_checkpoint(run: Run, folder: Path | None) -> Checkpoint:
@@ -22,9 +22,7 @@ def find_checkpoint(run: Run, folder: Path | None) -> Checkpoint:
     found = open_checkpoint(folder) if folder is not None else latest(root)
     if found is None:
         raise UsageError(f"no finished checkpoint in {root}\n  run `draftcore train` first")
-    missing = run.registry.missing(found.state["plugins"])
-    if missing:
-        raise UsageError(f"{found.folder} was written with plugins that are not here\n{missing}")
+    require_plugins(found, run.registry)
     theirs, ours = found.state["config"]["algorithm"]["name"], run.config.algorithm.name
     if theirs != ours:
         raise UsageError(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.graphs import GraphBackend, GraphPlugin
+    from draftcore.offers import Offer
     from draftcore.records import (
         Capture,
         Channel,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         DraftInput,
         FeatureRequest,
         FeatureStore,
-        Offer,
         Sample,
         StepContext,
         StepOutput,
@@ -106,8 +106,8 @@ class Specs:
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
         """Run the draft and return its loss as a numerator and a denominator.
 
-        An all-masked batch gives numerator 0 and denominator 0. The trainer divides once, over
-        the accumulation window and all ranks.
+        An all-masked batch gives numerator 0, never nan. The trainer divides once, over the
+        accumulation window and all ranks.
         """
         raise AssertionError
 

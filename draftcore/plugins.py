@@ -24,7 +24,7 @@ from draftcore import dists
 from draftcore.dists import BUILT_IN, Dist
 from draftcore.errors import UsageError, nearest
 from draftcore.hookspecs import Specs
-from draftcore.records import Kind, Offer
+from draftcore.offers import Kind, Offer
 
 HOOKS = tuple(name for name in vars(Specs) if not name.startswith("_"))
 NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -114,7 +114,7 @@ class Registry:
 
     def missing(self, manifest: Iterable[Mapping[str, str]]) -> str:
         """Say which plugins of a manifest are not here in the same version; '' when all are."""
-        return dists.missing(manifest, {plugin.name: plugin.version for plugin in self.ready})
+        return dists.missing(manifest, [plugin.name for plugin in self.ready])
 
 
 def load(

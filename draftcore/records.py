@@ -1,6 +1,6 @@
 """What crosses a seam between the core and its plugins.
 
-Control-plane records (`Offer`, `FeatureRequest`, `CaptureGroup`, `SampleRef`, ...) are frozen
+Control-plane records (`FeatureRequest`, `CaptureGroup`, `SampleRef`, ...) are frozen
 metadata and never hold a tensor; tensors travel inside `CapturedGroup`, `Handle`, `Sample` and
 `DraftBatch` only. Layer ids are 0-based *outputs of layer k* everywhere.
 
@@ -12,24 +12,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-Kind = Literal["algorithm", "capture", "store", "channel", "graph", "graph-plugin"]
-
-
-@dataclass(frozen=True)
-class Offer:
-    """One thing a plugin offers; `options` is the dotted path `module:Class` of its options model."""
-
-    kind: Kind
-    name: str
-    capabilities: frozenset[str] = frozenset()
-    options: str = ""
-
 
 # ---------------------------------------------------------------- features and capture
 

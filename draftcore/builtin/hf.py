@@ -1,17 +1,17 @@
-"""Capture backend `hf`: transformers in this process, for any causal LM it loads."""
+"""Built-in plugin `hf`: capture by transformers in this process, for any causal LM it loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
-from draftcore.records import CapturedGroup, CaptureInput, FeatureRequest, Offer
+from draftcore.offers import Offer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from draftcore.target import TargetModel, TargetSpec
+    from draftcore.local_capture import LocalCapture
+    from draftcore.records import FeatureRequest
+    from draftcore.target import TargetSpec
 
 
 @hookimpl
@@ -20,63 +20,7 @@ def describe() -> Sequence[Offer]:
 
 
 @hookimpl
-def capture(name: str, target: TargetSpec, request: FeatureRequest, options: Any) -> HfCapture:
-    from draftcore.errors import UsageError  # 1 ms, and only on selection
+def capture(name: str, target: TargetSpec, request: FeatureRequest) -> LocalCapture:
+    from draftcore.local_capture import LocalCapture  # torch, 1.6 s: keeps list-plugins quick
 
-    beyond = [layer for layer in request.layers if not 0 <= layer < target.num_layers]
-    if beyond:
-        raise UsageError(
-            f"features of layers {beyond} were asked for, target {target.path!r} has layers "
-            f"0..{target.num_layers - 1}\n  set the algorithm's layers within that range"
-        )
-    return HfCapture(target.model, request)
-
-
-class HfCapture:
-    """Runs capture groups through the target, right-padded, without a cache."""
-
-    def __init__(self, model: TargetModel, request: FeatureRequest) -> None:
-        self.model, self.request = model, request
-        self.checked = False
-
-    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
-        """Yield features of the request's dtype on the target's device.
-
-        Raises DraftcoreError for a row with a non-finite feature, naming it; before the first
-        group, checks that last hidden x head is the model's own prediction.
-        """
-        for group in groups:
-            if not self.checked:
-                self.model.check(self.request, list(group.token_ids[0])[:32])
-                self.checked = True
-            yield CapturedGroup(group.group, tuple(self._rows(group)))
-
-    def _rows(self, group: CaptureInput) -> Iterator[dict[str, Tensor]]:
-        import torch  # 1.6 s: keeps list-plugins quick
-
-        lengths = [len(tokens) for tokens in group.token_ids]
-        tokens_BT = torch.zeros(len(lengths), group.group.padded_length, dtype=torch.long)
-        for row, tokens in enumerate(group.token_ids):
-            tokens_BT[row, : lengths[row]] = torch.as_tensor(tokens)
-        device, dtype = self.model.device, getattr(torch, self.request.dtype)
-        lengths_B = torch.tensor(lengths, device=device)
-        taken = self.model.features(tokens_BT.to(device), lengths_B, self.request)
-        wanted = {name: taken[name].to(dtype) for name in self.request.names}
-        for row, length in enumerate(lengths):
-            features = {name: value_BTH[row, :length] for name, value_BTH in wanted.items()}
-            self._require_finite(features, group, row)
-            yield features
-
-    def _require_finite(self, features: dict[str, Tensor], group: CaptureInput, row: int) -> None:
-        from draftcore.errors import DraftcoreError
-
-        for name, value_TH in features.items():
-            if not value_TH.isfinite().all():
-                raise DraftcoreError(
-                    f"feature {name!r} of dataset row {group.group.rows[row]} "
-                    f"(sample {group.group.feature_ids[row]}) holds inf or nan in {value_TH.dtype}\n"
-                    "  capture in a wider type (capture.dtype=float32), or leave the row out"
-                )
-
-    def close(self) -> None:
-        """Nothing to release: the model belongs to the target's description."""
+    return LocalCapture(target, request)

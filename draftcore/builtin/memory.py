@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
-from draftcore.records import Offer
+from draftcore.offers import Offer
 
 if TYPE_CHECKING:
     from draftcore.channels.memory import MemoryChannel

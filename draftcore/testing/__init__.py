@@ -21,7 +21,7 @@ import pluggy
 import pytest
 
 from draftcore.hookspecs import Specs
-from draftcore.records import Kind, Offer
+from draftcore.offers import Kind, Offer
 
 # Asserts in a suite explain themselves as those of a test file do.
 pytest.register_assert_rewrite("draftcore.testing.stores", "draftcore.testing.channels")

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.plugins import Registry
 from draftcore.records import Draft
 
 MARK = "COMPLETE"
@@ -116,6 +117,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         there = "is not complete" if (folder / "state.json").exists() else "is no checkpoint"
         raise UsageError(f"{folder} {there}\n  choose a step-* folder that holds a file {MARK}")
     return Checkpoint(folder, json.loads((folder / "state.json").read_text()))
+
+
+def require_plugins(found: Checkpoint, registry: Registry) -> None:
+    """Raise UsageError where a plugin that took part in a checkpoint's run is not here."""
+    if missing := registry.missing(found.state["plugins"]):
+        raise UsageError(f"{found.folder}: {missing}")
 
 
 def trained_tensors(draft: Draft) -> dict[str, Tensor]:

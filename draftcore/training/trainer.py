@@ -198,7 +198,8 @@ class Trainer:
 
 
 def require_same_run(last: checkpoint.Checkpoint, run: Run) -> None:
-    """Refuse to go on from a checkpoint of another algorithm, target, data or schedule."""
+    """Refuse to go on from a checkpoint of other plugins, target, data or schedule."""
+    checkpoint.require_plugins(last, run.registry)
     then, now = last.state["config"], run.config.model_dump(mode="json")
     changed = []
     for section in BINDING_KEYS:

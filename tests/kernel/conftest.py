@@ -11,7 +11,7 @@ import pytest
 
 from draftcore.plugins import Plugin, Registry, load
 
-HEADER = "from draftcore import hookimpl\nfrom draftcore.records import Offer\n"
+HEADER = "from draftcore import hookimpl\nfrom draftcore.offers import Offer\n"
 STORE = """
     @hookimpl
     def describe():

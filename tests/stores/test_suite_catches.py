@@ -11,7 +11,7 @@ from draftcore.testing.stores import child_environment
 PLUGIN = """
 from collections.abc import Sequence
 from draftcore import hookimpl
-from draftcore.records import Offer
+from draftcore.offers import Offer
 
 @hookimpl
 def describe():

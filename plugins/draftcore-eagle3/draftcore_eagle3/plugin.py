@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
-from draftcore.records import DraftBatch, FeatureRequest, Offer
+from draftcore.offers import Offer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from draftcore.records import (
         DataSummary,
         Draft,
+        DraftBatch,
         Drafter,
+        FeatureRequest,
         Sample,
         StepContext,
         StepOutput,
@@ -35,6 +37,8 @@ def describe() -> Sequence[Offer]:
 
 @hookimpl
 def feature_request(target: TargetSpec, options: Eagle3Options) -> FeatureRequest:
+    from draftcore.records import FeatureRequest
+
     dtype = str(target.dtype).removeprefix("torch.")
     return FeatureRequest(_config(target, options).layers, last_hidden=True, dtype=dtype)
 
@@ -57,6 +61,8 @@ def collate(samples: Sequence[Sample], options: Eagle3Options) -> DraftBatch:
     (`supervise: reference`), without the last row, whose next token does not exist.
     """
     import torch
+
+    from draftcore.records import DraftBatch
 
     def rows(mask_T: Tensor) -> Tensor:
         if options.supervise == "predicted":

@@ -1,0 +1,64 @@
+"""Capture in this process: the target runs through transformers, group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.records import CapturedGroup, CaptureInput, FeatureRequest
+from draftcore.target import TargetSpec
+
+
+class LocalCapture:
+    """Runs capture groups through the target, right-padded, without a cache."""
+
+    def __init__(self, target: TargetSpec, request: FeatureRequest) -> None:
+        beyond = [layer for layer in request.layers if not 0 <= layer < target.num_layers]
+        if beyond:
+            raise UsageError(
+                f"features of layers {beyond} were asked for, target {target.path!r} has layers "
+                f"0..{target.num_layers - 1}\n  set the algorithm's layers within that range"
+            )
+        self.model, self.request = target.model, request
+        self.checked = False
+
+    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
+        """Yield features of the request's dtype on the target's device.
+
+        Raises DraftcoreError for a row with a non-finite feature, naming it; before the first
+        group, checks that last hidden x head is the model's own prediction.
+        """
+        for group in groups:
+            if not self.checked:
+                self.model.check(self.request, list(group.token_ids[0])[:32])
+                self.checked = True
+            yield CapturedGroup(group.group, tuple(self._rows(group)))
+
+    def _rows(self, group: CaptureInput) -> Iterator[dict[str, Tensor]]:
+        lengths = [len(tokens) for tokens in group.token_ids]
+        tokens_BT = torch.zeros(len(lengths), group.group.padded_length, dtype=torch.long)
+        for row, tokens in enumerate(group.token_ids):
+            tokens_BT[row, : lengths[row]] = torch.as_tensor(tokens)
+        device, dtype = self.model.device, getattr(torch, self.request.dtype)
+        lengths_B = torch.tensor(lengths, device=device)
+        taken = self.model.features(tokens_BT.to(device), lengths_B, self.request)
+        wanted = {name: taken[name].to(dtype) for name in self.request.names}
+        for row, length in enumerate(lengths):
+            features = {name: value_BTH[row, :length] for name, value_BTH in wanted.items()}
+            self._require_finite(features, group, row)
+            yield features
+
+    def _require_finite(self, features: dict[str, Tensor], group: CaptureInput, row: int) -> None:
+        for name, value_TH in features.items():
+            if not value_TH.isfinite().all():
+                raise DraftcoreError(
+                    f"feature {name!r} of dataset row {group.group.rows[row]} "
+                    f"(sample {group.group.feature_ids[row]}) holds inf or nan in {value_TH.dtype}\n"
+                    "  capture in a wider type (capture.dtype=float32), or leave the row out"
+                )
+
+    def close(self) -> None:
+        """Nothing to release: the model belongs to the target's description."""
