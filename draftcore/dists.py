@@ -76,7 +76,8 @@ def _origin(dist: Distribution) -> str:
         url = dist.origin.url
         if vcs := getattr(dist.origin, "vcs_info", None):
             return f"{vcs.vcs}+{url}@{vcs.commit_id}"
-        info = getattr(dist.origin, "dir_info", None)
+        if not (info := getattr(dist.origin, "dir_info", None)):
+            return ""  # an archive: its name and version say it all
         editable = "editable: " if getattr(info, "editable", False) else ""
         return editable + unquote(url.removeprefix("file://"))
     except (ValueError, AttributeError):  # no direct_url.json, or a strange one
@@ -123,16 +124,17 @@ def refused(dist: Dist, name: str, version: str) -> Sequence[str]:
 
 
 def _plainly_met(line: str, version: str) -> bool:
-    """Say that NAME>=X.Y,<X.Z admits a release, where that needs no more than comparing numbers.
+    """Say that NAME<X.Z,>=X.Y admits a release, where that needs no more than comparing numbers.
 
-    Nearly every plugin bounds the core this way; `packaging`, which knows the rest, takes 30 ms.
+    Nearly every plugin bounds the core this way, and build backends write it in this order;
+    `packaging`, which knows the rest, takes 30 ms.
     """
-    bounds = re.fullmatch(r"[\w-]+>=(\d+(?:\.\d+)*),<(\d+(?:\.\d+)*)", line.replace(" ", ""))
+    bounds = re.fullmatch(r"[\w-]+<(\d+(?:\.\d+)*),>=(\d+(?:\.\d+)*)", line.replace(" ", ""))
     if not (bounds and re.fullmatch(r"\d+(\.\d+)*", version)):
         return False
-    low, this, high = (
+    high, low, this = (
         [int(part) for part in text.split(".")] + [0] * (8 - text.count("."))
-        for text in (bounds[1], version, bounds[2])
+        for text in (bounds[1], bounds[2], version)
     )
     return low <= this < high
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,7 +129,10 @@ class Run:
             overlong=data.overlong,
             limit=limit,
         )
-        return build_dataset(source, self.target.tokenizer, options, self.folder / "data" / name)
+        dataset = build_dataset(source, self.target.tokenizer, options, self.folder / "data" / name)
+        if dataset.report.skipped:
+            print(dataset.report.text(), file=sys.stderr)
+        return dataset
 
     @functools.cached_property
     def plan(self) -> Plan:

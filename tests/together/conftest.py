@@ -85,7 +85,7 @@ def make_project(folder: Path, target: Path, samples: int = 24, **changes: Any) 
             "name": "eagle3",
             "options": {
                 "layers": [1, 2, 4],
-                "draft_vocab_size": 64,
+                "draft_vocab_size": 240,
                 "ttt_length": 2,
                 "num_drafts": 3,
             },
