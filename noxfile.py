@@ -94,7 +94,9 @@ def build_wheels(session: nox.Session) -> None:
 
 
 def pytest(session: nox.Session, *args: str) -> None:
-    session.run("python", "-m", "pytest", "-q", "-m", "not gpu and not slow", *args)
+    env = {"OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads starve each other on a shared machine
+    command = ("python", "-m", "pytest", "-q", "-m", "not gpu and not slow", "--durations=5")
+    session.run(*command, *args, env=env)
 
 
 def describe_dists(folder: Path) -> Path:

@@ -7,6 +7,7 @@ hands a `Run` to the part of draftcore that does it; torch comes in only then.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,9 @@ def open_run(registry: Registry, config: Path, overrides: Sequence[str]) -> Iter
     from draftcore.config import load_config  # pydantic, then torch: only for a verb that works
 
     settings = load_config(config, overrides)
+    # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
+    # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from draftcore.run import Run
 
     run = Run(settings, registry)
