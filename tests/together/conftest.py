@@ -74,12 +74,12 @@ def new_project(target_folder: Path) -> Callable[..., Project]:
     return make
 
 
-def make_project(folder: Path, target: Path, samples: int = 24, **changes: Any) -> Project:
+def make_project(folder: Path, target_folder: Path, samples: int = 24, **changes: Any) -> Project:
     train = conversations(folder / "train.jsonl", samples)
     held_out = conversations(folder / "eval.jsonl", ["yes it is", "abcabcabc", "no"])
     config: dict[str, Any] = {
         "run": str(folder / "run"),
-        "target": {"path": str(target), "dtype": "float32", "device": "cpu"},
+        "target": {"path": str(target_folder), "dtype": "float32", "device": "cpu"},
         "data": {"train": str(train), "eval": str(held_out), "max_length": 256},
         "algorithm": {
             "name": "eagle3",
