@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import torch
 
 from draftcore.errors import DraftcoreError, UsageError
@@ -54,14 +51,12 @@ def bytes_per_token(run: Run) -> int:
 
 
 def require_space(run: Run, tokens: int) -> None:
-    """Refuse a capture that the file system of a `file:` store cannot hold."""
-    folder = Path(run.config.store.partition(":")[2].partition("?")[0])
-    while not folder.exists():
-        folder = folder.parent
-    need, free = tokens * bytes_per_token(run), shutil.disk_usage(folder).free
-    if need > free:
+    """Refuse a capture that the store's medium cannot hold, before it begins."""
+    need, free = tokens * bytes_per_token(run), run.store.stats().free_bytes
+    if free is not None and need > free:
         raise DraftcoreError(
-            f"the features need {need / 2**30:.2f} GiB, {folder} has {free / 2**30:.2f} GiB free\n"
+            f"the features need {need / 2**30:.2f} GiB, {run.config.store} has "
+            f"{free / 2**30:.2f} GiB free\n"
             "  choose another store folder, lower data.limit, or train with store=memory, "
             "which captures on the way"
         )

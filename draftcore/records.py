@@ -144,6 +144,7 @@ class StoreStats:
     nbytes: int
     limit_bytes: int | None
     open_handles: int
+    free_bytes: int | None = None  # on the medium below, where that is known
 
 
 class FeatureStore(Protocol):

@@ -230,7 +230,9 @@ class FileStore:
         with self._mutex:
             self._refresh()
             handles = self._ledger.open_handles
-            return StoreStats(len(self._ledger.held), self._nbytes, self.max_bytes, handles)
+            place = next(f for f in (self.folder, *self.folder.parents) if f.exists())
+            free = shutil.disk_usage(place).free
+            return StoreStats(len(self._ledger.held), self._nbytes, self.max_bytes, handles, free)
 
     def close(self) -> None:
         """Let another writer in. Tensors of open handles stay valid."""

@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
+
+import pytest
 
 from draftcore.testing.targets import conversations, tiny_target
 
@@ -103,6 +107,28 @@ def test_a_full_store_loses_nothing_and_goes_on_when_there_is_room(project):
     assert not list((project.folder / "small").glob("*.tmp*"))
     assert "were there" in project.cli("capture", f"store={store}").output
     project.cli("train", f"store={store}", "train.max_steps=1")
+
+
+def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(project):
+    """On a real file system of 400 KiB, which a remount then makes larger."""
+    features = project.folder / "features"
+    features.mkdir()
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=400k tmpfs {features}"
+    if shutil.which("unshare") is None or subprocess.run([*alone, mount]).returncode:
+        pytest.skip("needs unshare and user namespaces for a file system of its own")
+    verb = f"{sys.executable} -m draftcore"
+    script = (
+        f"{mount}; {verb} capture {project.yaml}; echo capture $?; {verb} train {project.yaml}; "
+        f"echo train $?; mount -o remount,size=64m {features}; {verb} train {project.yaml}; echo $?"
+    )
+    done = subprocess.run([*alone, script], capture_output=True, text=True, timeout=200)
+    assert "capture 1" in done.stdout
+    assert "GiB free" in done.stderr  # refused before it began
+    assert "train 1" in done.stdout
+    assert "full" in done.stderr  # stopped on the way
+    assert done.stdout.endswith("checkpoints\n0\n"), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_checkpoint_of_another_algorithm(project):
