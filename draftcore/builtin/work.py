@@ -80,7 +80,7 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
             return
         if start:
             click.echo(f"resuming from step {start} of {total}")
-        reason = trainer.run()
+        reason = trainer.train()
         click.echo(
             f"{reason}: step {trainer.step} of {total}, "
             f"{run.plan.samples_before(trainer.step)} samples, checkpoints in {trainer.checkpoints}"

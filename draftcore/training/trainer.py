@@ -1,6 +1,6 @@
 """The training loop: fetch, forward, backward, clip, step, report.
 
-Read `Trainer.run` first. Every topology trains through it; what differs lies behind the feed.
+Read `Trainer.train` first. Every topology trains through it; what differs lies behind the feed.
 A loss is one numerator and one denominator: both are summed over the accumulation window, and the
 gradients divided once, so the split into micro-batches does not change the update.
 """
@@ -44,10 +44,10 @@ FREE_TRAIN_KEYS = {
 
 
 class Trainer:
-    """One draft in training. `run` trains to the end of the plan, from wherever the run stands."""
+    """One draft in training, from wherever its run stands."""
 
     def __init__(self, run: Run) -> None:
-        self.run_, self.config, self.hook = run, run.config.train, run.algorithm.hook
+        self.run, self.config, self.hook = run, run.config.train, run.algorithm.hook
         self.device = resolve_device(self.config.device)
         self.checkpoints = run.folder / "checkpoints"
         last = checkpoint.latest(self.checkpoints)
@@ -75,15 +75,15 @@ class Trainer:
             self.step = last.step
         self.saved_step = self.step if last is not None else -1
 
-    def run(self) -> str:
+    def train(self) -> str:
         """Train until the plan ends or a signal asks to stop; returns `complete` or `interrupted`."""
-        plan, feed, observers = self.run_.plan, self.run_.feed, self.run_.observers
-        probe = Probe(self.run_, self.draft, self.device) if self.config.eval_every else None
+        plan, feed, observers = self.run.plan, self.run.feed, self.run.observers
+        probe = Probe(self.run, self.draft, self.device) if self.config.eval_every else None
         total, reason = plan.total_steps, "failed"
         observers.run_started(
-            run=self.run_.folder, config=self.run_.config.model_dump(mode="json"), total_steps=total
+            run=self.run.folder, config=self.run.config.model_dump(mode="json"), total_steps=total
         )
-        log = MetricsLog(self.run_.folder / "metrics.jsonl", self.step, self.config.log_every)
+        log = MetricsLog(self.run.folder / "metrics.jsonl", self.step, self.config.log_every)
         try:
             with stop_on_signal() as stop, Progress(total, self.step) as progress:
                 feed.start(self.step)
@@ -104,7 +104,7 @@ class Trainer:
             self.save()
             reason = "interrupted" if self.step < total else "complete"
         finally:
-            observers.run_finished(run=self.run_.folder, step=self.step, reason=reason)
+            observers.run_finished(run=self.run.folder, step=self.step, reason=reason)
         return reason
 
     def train_step(self, planned: PlannedStep, total_steps: int) -> dict[str, float]:
@@ -112,7 +112,7 @@ class Trainer:
         began = time.perf_counter()
         context = StepContext(planned.index, total_steps, self.config.seed)
         outputs = []
-        with self.run_.feed.samples(planned) as samples:
+        with self.run.feed.samples(planned) as samples:
             fetched = time.perf_counter()
             for start in range(0, len(samples), self.config.batch):
                 outputs.append(
@@ -132,7 +132,7 @@ class Trainer:
             norm = scale_and_clip(self.parameters, denominator, self.clip)
             self.require_finite(norm, planned, context)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
+                group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {"loss": float(numerator / denominator.clamp(min=1e-30)), "lr": lr}
@@ -142,7 +142,7 @@ class Trainer:
 
     def forward_backward(self, samples: Sequence[Sample], context: StepContext) -> StepOutput:
         """Accumulate the gradient of one micro-batch's numerator."""
-        batch = self.hook.collate(samples=samples, options=self.run_.options).to(self.device)
+        batch = self.hook.collate(samples=samples, options=self.run.options).to(self.device)
         with self.autocast():
             output = self.hook.forward_loss(draft=self.draft, batch=batch, context=context)
         if output.numerator.requires_grad:
@@ -160,7 +160,7 @@ class Trainer:
         if bool(torch.isfinite(norm)):
             return
         guilty = []
-        with self.run_.feed.samples(planned) as samples:
+        with self.run.feed.samples(planned) as samples:
             for row, sample in zip(planned.rows, samples, strict=True):
                 self.optimizer.zero_grad(set_to_none=True)
                 self.forward_backward([sample], context)
@@ -177,7 +177,7 @@ class Trainer:
         """Write a checkpoint of where the run stands; once per step."""
         if self.saved_step == self.step:
             return
-        run = self.run_
+        run = self.run
         state = {
             "step": self.step,
             "total_steps": run.plan.total_steps,

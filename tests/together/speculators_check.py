@@ -1,0 +1,275 @@
+"""An EAGLE-3 export, converted and loaded by speculators 0.9.0, computes what our draft computes.
+
+Run by `nox -s speculators`; the name keeps it from being collected with the other tests, because
+speculators is not installed with them. Everything on the other side is speculators' own: the
+converter for `midlayer.` folders, the model class, the alignment of tokens with features, the
+vocabulary mapping and the default layers.
+
+Tolerance: both sides compute in fp32, in different orders (we split q/k/v into halves and use a
+fused softmax). That is rounding of some 1e-7 of the largest logit per operation, measured at most
+2e-6 in all after three steps. The limit is 1e-5, and a damaged export is off by 1e-3 at least.
+
+Three things its converter does not take from an export, found on the way:
+- captured layers: they are passed as an argument, in its convention, which is that of our
+  top-level field (an output of layer i is called i+1);
+- the weights of `fc_norm`: it keeps the flag and drops the tensors, so `convert` puts them back;
+- `partial_rotary_factor`: such a draft would be loaded with full rotation, so it is not tried here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from draftcore_eagle3 import plugin
+from draftcore_eagle3.loss import Rows, unroll
+from draftcore_eagle3.model import Eagle3Draft
+from draftcore_eagle3.options import Eagle3Options
+from safetensors.torch import load_file, save_file
+from speculators import SpeculatorModel
+from speculators.convert import convert_model
+from speculators.models.eagle3 import Eagle3SpeculatorConfig
+from speculators.models.eagle3.data import shift_batch
+from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+from torch import Tensor
+
+from draftcore.records import DataSummary, Draft, Sample, SampleId
+from draftcore.target import TargetSpec
+from draftcore.testing.targets import tiny_target
+
+STEPS, LENGTHS = 3, (23, 14)
+LIMIT = 1e-5
+# 87 tokens were seen, in an order of frequency that is not that of their ids; 80 are kept.
+COUNTS = {(5 * index) % 259: 300 - index for index in range(87)}
+TOKENS = 80
+
+
+class Exported(NamedTuple):
+    draft: Draft
+    target: TargetSpec
+    folder: Path
+
+    @property
+    def module(self) -> Eagle3Draft:
+        assert isinstance(self.draft.module, Eagle3Draft)
+        return self.draft.module
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return json.loads((self.folder / "config.json").read_text())
+
+    def change(self, edit: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> None:
+        """Edit config.json's content and the tensors of the export in place."""
+        config, tensors = self.config, load_file(self.folder / "model.safetensors")
+        edit(config, tensors)
+        (self.folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def export(folder: Path, shape: dict[str, Any], **options: Any) -> Exported:
+    """Export a draft with random weights, for a target of eight layers, through the hook."""
+    target = TargetSpec(str(tiny_target(folder / "target", num_hidden_layers=8, **shape)))
+    summary = DataSummary("", 1, 1, 1, 1, COUNTS)
+    draft = plugin.build_draft(target, summary, Eagle3Options(ttt_length=STEPS, **options))
+    torch.manual_seed(4)
+    for parameter in draft.module.parameters():  # norms are vectors about 1, and not equal
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+    plugin.export_draft(draft, folder / "export", "serving")
+    return Exported(draft, target, folder / "export")
+
+
+def convert(exported: Exported, layers: list[int] | None = None) -> Any:
+    """Convert with speculators and load the result with speculators."""
+    folder = exported.folder.with_name("converted")
+    convert_model(
+        model=str(exported.folder),
+        verifier=exported.target.path,
+        algorithm="eagle3",
+        output_path=str(folder),
+        eagle_aux_hidden_state_layer_ids=layers,
+    )
+    file = folder / "model.safetensors"
+    tensors, original = load_file(file), load_file(exported.folder / "model.safetensors")
+    dropped = {n for n in original if n.replace("midlayer.", "layers.0.") not in tensors}
+    assert dropped == {n for n in original if n.startswith("fc_norm.")}
+    save_file(tensors | {n: original[n] for n in dropped}, file, metadata={"format": "pt"})
+    config = Eagle3SpeculatorConfig.from_pretrained(str(folder))
+    config.transformer_layer_config._attn_implementation = "eager"  # the default wants CUDA
+    return SpeculatorModel.from_pretrained(str(folder), config=config).eval()
+
+
+def samples(exported: Exported) -> list[Sample]:
+    """Random token ids and captured states; the drafts' own layers, whatever they are."""
+    generator = torch.Generator().manual_seed(5)
+    names = [*(f"hidden.{i}" for i in exported.module.config.layers), "last_hidden"]
+    width, vocab = exported.module.config.hidden_size, exported.module.config.vocab_size
+    return [
+        Sample(
+            SampleId(str(length), 0),
+            torch.randint(vocab, (length,), generator=generator),
+            torch.ones(length, dtype=torch.bool),
+            # Layers of different size, so that their order matters with fc_norm too.
+            {
+                name: (1 + i) * torch.randn(length, width, generator=generator)
+                for i, name in enumerate(names)
+            },
+        )
+        for length in LENGTHS
+    ]
+
+
+@torch.no_grad()
+def our_logits(exported: Exported) -> list[Tensor]:
+    """Logits [N, U] of each step; N = all rows but each sample's last, sample after sample."""
+    batch = plugin.collate(samples(exported), Eagle3Options(ttt_length=STEPS))
+    rows = Rows.of(batch.loss_mask_BT, STEPS)
+    return [exported.module.lm_head(x) for x in unroll(exported.module, batch, rows)]
+
+
+@torch.no_grad()
+def their_logits(exported: Exported, model: Any) -> list[Tensor]:
+    """The same from speculators, which packs samples into one row as documents."""
+    layers, parts = exported.module.config.layers, []
+    for index, sample in enumerate(samples(exported)):
+        length = len(sample.token_ids_T)
+        item = {
+            "input_ids": sample.token_ids_T,
+            "hidden_states": torch.cat([sample.features[f"hidden.{i}"] for i in layers], -1),
+            "verifier_last_hidden_states": sample.features["last_hidden"],
+            "loss_mask": sample.loss_mask_T,
+            "lengths": torch.tensor([length]),
+            "position_ids": torch.arange(length),
+        }
+        shifted = shift_batch(item)
+        parts.append(shifted | {"document_ids": torch.full_like(shifted["input_ids"], index)})
+    inputs = {
+        name: torch.cat([part[name] for part in parts])[None]
+        for name in ("input_ids", "hidden_states", "position_ids", "document_ids")
+    }
+    inputs["position_ids"] -= 1  # it counts rows from 1, we from 0; rotary positions are relative
+    logits: list[Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0].clone()))
+    model(**inputs, ttt_steps=STEPS)
+    hook.remove()
+    return logits
+
+
+def difference(exported: Exported, model: Any) -> float:
+    """The largest difference of logits at any row and step, as a part of the largest logit.
+
+    Step k of row t reads token t+1+k; rows where the sample is over by then are left out.
+    """
+    left_N = torch.cat([torch.arange(length - 1, 0, -1) for length in LENGTHS])
+    worst, pairs = 0.0, zip(our_logits(exported), their_logits(exported, model), strict=True)
+    for step, (ours_NU, theirs_NU) in enumerate(pairs):
+        assert ours_NU.shape == theirs_NU.shape == (len(left_N), model.draft_vocab_size)
+        ours, theirs = ours_NU[left_N > step], theirs_NU[left_N > step]
+        worst = max(worst, float((ours - theirs).abs().max() / ours.abs().max()))
+    return worst
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 7e5, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 7e5,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {"draft_vocab_size": TOKENS}),
+    "full vocabulary": ({}, {}),
+    "norm_output": ({}, {"draft_vocab_size": TOKENS, "norm_output": True}),
+    "fc_norm": ({}, {"draft_vocab_size": TOKENS, "fc_norm": True}),
+    "eagle 3.1": ({}, {"draft_vocab_size": TOKENS, "fc_norm": True, "norm_output": True}),
+    "square": ({"head_dim": 12}, {"draft_vocab_size": TOKENS}),
+    "llama3 rope": ({"rope_parameters": LLAMA3}, {"draft_vocab_size": TOKENS}),
+    "yarn": ({"rope_parameters": YARN}, {"draft_vocab_size": TOKENS}),
+    "other shape": (
+        {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+        {"draft_vocab_size": TOKENS, "intermediate_size": 96, "num_key_value_heads": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_converted_draft_computes_our_logits(case: str, tmp_path: Path) -> None:
+    shape, options = CASES[case]
+    exported = export(tmp_path, shape, **options)
+    found = difference(exported, convert(exported))
+    print(f"{case}: logits differ by {found:.1e} of the largest")
+    assert found < LIMIT
+
+
+def test_the_vocabulary_mapping_is_the_one_speculators_builds(tmp_path: Path) -> None:
+    exported = export(tmp_path, {}, draft_vocab_size=TOKENS)
+    model = convert(exported)
+    d2t, t2d = build_vocab_mappings_from_distribution(COUNTS, TOKENS, 259)
+    assert torch.equal(model.d2t, d2t)
+    assert torch.equal(model.t2d, t2d)
+    # Draft token i means the target token whose row of the target's head is row i of its teacher.
+    ids = torch.arange(TOKENS) + model.d2t
+    assert torch.equal(model.verifier_lm_head.weight, exported.target.head()[ids])
+    assert torch.equal(ids, exported.module.token_ids())
+
+
+def test_layer_ids_mean_the_same(tmp_path: Path) -> None:
+    """Our default layers are its default layers, each called one more; others pass unchanged."""
+    usual = export(tmp_path / "usual", {})
+    assert usual.module.config.layers == (1, 3, 4)
+    with pytest.warns(UserWarning, match=r"Setting target layers to \[2, 4, 5\]"):
+        model = convert(usual)
+    assert model.target_layer_ids == usual.config["eagle_aux_hidden_state_layer_ids"]
+    chosen = export(tmp_path / "chosen", {}, layers=[0, 2, 6])
+    model = convert(chosen, chosen.config["eagle_aux_hidden_state_layer_ids"])
+    assert model.target_layer_ids == [1, 3, 7]
+
+
+# ------------------------------------------------------------ the check can fail
+
+
+def swap(one: str, other: str) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+    def edit(_: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+    return edit
+
+
+def roll(name: str, by: int) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
+    return lambda _, tensors: tensors.update({name: tensors[name].roll(by, dims=1)})
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], Any]] = {
+    "gate for up": swap("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"),
+    "norms": swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"),
+    "hidden before embedding": roll("midlayer.self_attn.q_proj.weight", 48),
+    "layers in another order": roll("fc.weight", 48),
+    "transposed": lambda _, t: t.update({
+        "midlayer.self_attn.o_proj.weight": t["midlayer.self_attn.o_proj.weight"].mT.contiguous()
+    }),
+    "rope_theta": lambda config, _: config.update(rope_theta=2e4),
+    "rms_norm_eps": lambda config, _: config.update(rms_norm_eps=1e-2),
+    "norm_output": lambda config, _: config.update(norm_output=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_export_is_noticed(damage: str, tmp_path: Path) -> None:
+    exported = export(tmp_path, {"head_dim": 12}, draft_vocab_size=TOKENS)  # o_proj is square
+    exported.change(DAMAGES[damage])
+    found = difference(exported, convert(exported))
+    print(f"{damage}: logits differ by {found:.1e} of the largest")
+    assert found > 100 * LIMIT
+
+
+def test_ids_in_place_of_offsets_are_noticed(tmp_path: Path) -> None:
+    exported = export(tmp_path, {}, draft_vocab_size=TOKENS)
+    exported.change(lambda _, tensors: tensors.update(d2t=tensors["d2t"] + torch.arange(TOKENS)))
+    model = convert(exported)
+    assert not torch.equal(torch.arange(TOKENS) + model.d2t, exported.module.token_ids())
