@@ -247,7 +247,7 @@ def speculators(session: nox.Session) -> None:
     ]
     session.install("-q", "-c", "constraints.txt", "datasets", *others)
     session.install("-q", "--no-deps", "speculators==0.9.0", "hs-connectors==0.9.0")
-    session.run("python", "-m", "pytest", "-q", "tests/together/speculators_check.py")
+    pytest(session, "tests/together/speculators_check.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")

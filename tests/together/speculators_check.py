@@ -13,7 +13,7 @@ Three things its converter does not take from an export, found on the way:
 - captured layers: they are passed as an argument, in its convention, which is that of our
   top-level field (an output of layer i is called i+1);
 - the weights of `fc_norm`: it keeps the flag and drops the tensors, so `convert` puts them back;
-- `partial_rotary_factor`: such a draft would be loaded with full rotation, so it is not tried here.
+- `partial_rotary_factor`: such a draft is loaded with full rotation, and its logits are wrong.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def convert(exported: Exported, layers: list[int] | None = None) -> Any:
     assert dropped == {n for n in original if n.startswith("fc_norm.")}
     save_file(tensors | {n: original[n] for n in dropped}, file, metadata={"format": "pt"})
     config = Eagle3SpeculatorConfig.from_pretrained(str(folder))
-    config.transformer_layer_config._attn_implementation = "eager"  # the default wants CUDA
+    config.transformer_layer_config._attn_implementation = "eager"  # FlexAttention pads to 128 rows
     return SpeculatorModel.from_pretrained(str(folder), config=config).eval()
 
 

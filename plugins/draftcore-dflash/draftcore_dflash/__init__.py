@@ -1,0 +1,7 @@
+"""DFlash block-diffusion draft models (arXiv 2602.06036) for draftcore.
+
+`plugin` holds the hooks, `options` what can be set, `config` the draft's shape, `blocks` anchors and
+what their blocks are to predict, `model` the backbone, `attention` its attention, `head` the
+target's head with cross entropy, `loss` the objectives, `drafter` the cached decoder, `serving` the
+layout that sglang, vLLM and llama.cpp read.
+"""

@@ -1,0 +1,166 @@
+"""The reference decoder: one forward over a masked block per round, over a preallocated KV cache.
+
+The cache holds keys and values of the *context*, one slot per position and layer, made from the
+target's features as soon as a round is verified; the last known token is not in it, its block is.
+Slots at and after a row's anchor hold leftovers until they are written; a query sees slots before
+its anchor only, and each is written again before the anchor moves past it.
+
+Shape letters: B batch, K drafts, S rows of a block, C cache slots, H hidden, A query heads, G
+key/value heads, D head width, V vocabulary, L layers, Z = C + S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from draftcore.errors import UsageError
+from draftcore.records import FeatureRequest
+from draftcore_dflash.config import SLIDING
+from draftcore_dflash.model import Backbone
+
+
+@dataclass
+class DraftState:
+    """A batch being decoded: the cache, each row's last token and its position."""
+
+    keys_BLGCD: Tensor
+    values_BLGCD: Tensor
+    last_B: Tensor
+    anchor_B: Tensor
+
+
+class DFlashDrafter:
+    """Decodes with a draft in its own dtype and on its own device; see `records.Drafter`.
+
+    Raises UsageError for more drafts per round than a block has masked rows.
+    """
+
+    def __init__(self, draft: Backbone, num_drafts: int | None, dtype: str) -> None:
+        self.draft, most = draft, draft.config.block_size - 1
+        self.num_drafts = num_drafts or most
+        if self.num_drafts > most:
+            raise UsageError(
+                f"num_drafts {num_drafts} was asked for, a block of {most + 1} drafts {most} tokens\n"
+                f"  set num_drafts to at most {most}"
+            )
+        self.request = FeatureRequest(draft.config.layers, last_hidden=False, dtype=dtype)
+
+    @torch.inference_mode()
+    def allocate(self, batch: int, max_len: int) -> DraftState:
+        config, weight = self.draft.config, self.draft.fc.weight
+        slots = max_len + self.num_drafts + 1
+        heads = (len(config.layer_types), config.num_key_value_heads)
+        cache = (batch, *heads, slots, config.head_dim)
+        numbers = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        return DraftState(
+            weight.new_zeros(cache), weight.new_zeros(cache), numbers, numbers.clone()
+        )
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        state: DraftState,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        features: Mapping[str, Tensor],
+        next_B: Tensor,
+    ) -> None:
+        """Fill the cache from right-padded prompts; the next token is the first anchor."""
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        self._extend(state, features, positions_T.expand_as(tokens_BT))
+        state.last_B.copy_(next_B)
+        state.anchor_B.copy_(lengths_B)
+
+    @torch.inference_mode()
+    def propose(
+        self, state: DraftState, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft K tokens a row; with a temperature also their distributions over the vocabulary.
+
+        The tokens of a round are drawn independently. Proposing changes nothing in the state.
+        """
+        hidden_BSH = self.block_hidden(state)
+        logits_BKV = hidden_BSH[:, 1 : self.num_drafts + 1] @ self.draft.head.T
+        return choose(logits_BKV, temperature, generator)
+
+    @torch.inference_mode()
+    def accept(
+        self,
+        state: DraftState,
+        tokens_BK: Tensor,
+        features: Mapping[str, Tensor],
+        counts_B: Tensor,
+    ) -> None:
+        """Add the verified round to the context; its last token is the next anchor."""
+        offsets_K = torch.arange(tokens_BK.shape[1], device=tokens_BK.device)
+        self._extend(state, features, state.anchor_B[:, None] + offsets_K)
+        state.last_B.copy_(tokens_BK.gather(1, counts_B[:, None] - 1)[:, 0])
+        state.anchor_B.add_(counts_B)
+
+    @torch.inference_mode()
+    def select(self, state: DraftState, rows_B: Tensor) -> DraftState:
+        return DraftState(**{name: value[rows_B] for name, value in vars(state).items()})
+
+    def block_hidden(self, state: DraftState) -> Tensor:
+        """Run every row's masked block over its context; returns normed states [B, S, H]."""
+        draft, config = self.draft, self.draft.config
+        hidden_BSH = draft.embed(draft.masked_block(state.last_B))
+        offsets_S = torch.arange(config.block_size, device=state.last_B.device)
+        turns = draft.rotary(state.anchor_B[:, None] + offsets_S)
+        seen = {kind: self._seen(state, kind) for kind in set(config.layer_types)}
+        for index, (layer, kind) in enumerate(draft.typed_layers()):
+            x_BSH, attn = layer.input_layernorm(hidden_BSH), layer.self_attn
+            own_key, own_value = attn.keys_values(x_BSH, turns)
+            attended_BASD = functional.scaled_dot_product_attention(
+                attn.queries(x_BSH, turns).transpose(1, 2),
+                torch.cat([state.keys_BLGCD[:, index], own_key.transpose(1, 2)], 2),
+                torch.cat([state.values_BLGCD[:, index], own_value.transpose(1, 2)], 2),
+                attn_mask=seen[kind],
+                enable_gqa=True,
+            )
+            hidden_BSH = layer.finish(hidden_BSH, attended_BASD.transpose(1, 2))
+        return draft.norm(hidden_BSH)  # type: ignore[no-any-return]
+
+    def _seen(self, state: DraftState, kind: str) -> Tensor:
+        """Which of the cache's slots and the block's rows a row sees, [B, 1, S, Z]."""
+        config, device = self.draft.config, state.anchor_B.device
+        size, slots = config.block_size, state.keys_BLGCD.shape[3]
+        offsets_S, slots_C = torch.arange(size, device=device), torch.arange(slots, device=device)
+        seen_BSC = (slots_C < state.anchor_B[:, None, None]).expand(-1, size, -1)
+        if kind == SLIDING and config.sliding_window is not None:
+            positions_BS1 = state.anchor_B[:, None, None] + offsets_S[:, None]
+            seen_BSC = seen_BSC & (slots_C > positions_BS1 - config.sliding_window)
+        own_SS = torch.ones(size, size, dtype=torch.bool, device=device)
+        if config.causal(kind):
+            own_SS = own_SS.tril()
+        return torch.cat([seen_BSC, own_SS.expand(len(seen_BSC), -1, -1)], 2)[:, None]
+
+    def _extend(
+        self, state: DraftState, features: Mapping[str, Tensor], positions_BT: Tensor
+    ) -> None:
+        """Write the context's keys and values at their positions, in every layer."""
+        context_BTH = self.draft.context(features)
+        turns = self.draft.rotary(positions_BT)
+        for index, (layer, _) in enumerate(self.draft.typed_layers()):
+            key_BTGD, value_BTGD = layer.self_attn.keys_values(context_BTH, turns)
+            slots = positions_BT[:, None, :, None].expand_as(key_BTGD.transpose(1, 2))
+            state.keys_BLGCD[:, index].scatter_(2, slots, key_BTGD.transpose(1, 2))
+            state.values_BLGCD[:, index].scatter_(2, slots, value_BTGD.transpose(1, 2))
+
+
+def choose(
+    logits: Tensor, temperature: float, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor | None]:
+    """Pick tokens [...] from logits [..., V]; when sampling, also return their distributions."""
+    if temperature <= 0:
+        return logits.argmax(-1), None
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    probs = (logits / temperature).softmax(-1, dtype=exact)
+    # The first arrival of exponential clocks; torch.multinomial checks its input on the host.
+    clocks = torch.empty_like(probs).exponential_(generator=generator)
+    return (probs / clocks.clamp_min(torch.finfo(exact).tiny)).argmax(-1), probs

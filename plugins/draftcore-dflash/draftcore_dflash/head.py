@@ -1,0 +1,75 @@
+"""The target's frozen head with cross entropy, a slice of rows at a time.
+
+Logits of a training step (rows x vocabulary) would not fit in memory, and since the head is frozen
+they are not needed twice: d CE / d hidden = (softmax - onehot) W of a row does not depend on the
+row's weight, so the forward computes it along with the loss, and the backward only scales it. That
+is one product with W forward and one for the gradient, nothing recomputed.
+
+Shape letters: R rows, H hidden, V vocabulary; r a slice of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from draftcore_dflash.attention import full_precision
+
+# Logits exist for this many elements at a time: 256 MiB in fp32.
+LOGIT_ELEMENTS = 1 << 26
+
+
+def slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Cut rows so that a slice's logits stay within `LOGIT_ELEMENTS`."""
+    size = max(1, LOGIT_ELEMENTS // vocab_size)
+    return (slice(start, start + size) for start in range(0, num_rows, size))
+
+
+def cross_entropy(hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's cross entropy with its label (fp32 or fp64) and its most probable token.
+
+    Differentiable in `hidden_RH` only.
+    """
+    return _CrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden_RH, head_VH, labels_R, torch.is_grad_enabled() and hidden_RH.requires_grad
+    )
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor, wanted: bool
+    ) -> tuple[Tensor, Tensor]:
+        exact = torch.promote_types(hidden_RH.dtype, torch.float32)
+        loss_R = hidden_RH.new_zeros(len(hidden_RH), dtype=exact)
+        best_R = torch.zeros_like(labels_R)
+        slope_RH = torch.zeros_like(hidden_RH) if wanted else None
+        with full_precision(hidden_RH.device):
+            for rows in slices(len(hidden_RH), len(head_VH)):
+                logits_rV = hidden_RH[rows] @ head_VH.T
+                best_R[rows] = logits_rV.argmax(-1)
+                log_probs_rV = logits_rV.log_softmax(-1, dtype=exact)
+                label_r1 = labels_R[rows, None]
+                loss_R[rows] = -log_probs_rV.gather(1, label_r1)[:, 0]
+                if slope_RH is not None:
+                    slope_rV = residual_(log_probs_rV, label_r1)
+                    slope_RH[rows] = slope_rV.to(head_VH.dtype) @ head_VH
+        ctx.save_for_backward(slope_RH)
+        ctx.mark_non_differentiable(best_R)
+        return loss_R, best_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_R: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        (slope_RH,) = ctx.saved_tensors
+        return (slope_RH * grad_R[:, None]).to(slope_RH.dtype), None, None, None
+
+
+def residual_(log_probs_rV: Tensor, label_r1: Tensor) -> Tensor:
+    """Turn log-probabilities, in place, into softmax - onehot: d CE / d logits."""
+    probs_rV = log_probs_rV.exp_()
+    return probs_rV.scatter_add_(1, label_r1, probs_rV.new_full(label_r1.shape, -1.0))

@@ -1,0 +1,81 @@
+"""What a run may set under `algorithm.options` for DFlash; unknown keys are refused."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Loss = Literal[
+    "ce", "dpace", "dpace_cumulative_confidence_only", "dpace_continuation_value_only"
+]  # fmt: skip
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+class BackboneOptions(BaseModel):
+    """Options of the block-diffusion backbone. What is left out is taken from the target."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_layers: int = Field(default=5, ge=1, description="decoder layers of the draft")
+    layers: tuple[int, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="the captured layers, 0-based outputs; by default num_layers of them, evenly "
+        "spaced from 1 to L-3 (L/2 for a draft of one layer)",
+    )
+    block_size: int = Field(
+        default=16, ge=2, description="tokens of a block: the last known one and those drafted"
+    )
+    num_anchors: int = Field(default=512, ge=1, description="blocks drawn per sample and step")
+    loss_decay_gamma: float | None = Field(
+        default=7.0,
+        gt=0,
+        description="offset k of a block weighs exp(-(k-1)/gamma); none weighs all alike",
+    )
+    layer_types: tuple[LayerType, ...] | None = Field(
+        default=None,
+        description="full_attention or sliding_attention per draft layer; by default all full, or "
+        "all sliding where sliding_window is set",
+    )
+    sliding_window: int | None = Field(
+        default=None, ge=1, description="positions that a sliding layer sees, its own included"
+    )
+    is_causal: bool | None = Field(
+        default=None,
+        description="causal attention inside a block; by default in sliding layers only",
+    )
+    mask_token_id: int | None = Field(
+        default=None,
+        ge=0,
+        description="the token that stands for one to be drafted; by default the tokenizer's mask "
+        "token, else an unused row of the embedding, else its pad, end or unknown token",
+    )
+    num_attention_heads: int | None = Field(default=None, ge=1, description="query heads")
+    num_key_value_heads: int | None = Field(default=None, ge=1, description="key and value heads")
+    head_dim: int | None = Field(default=None, ge=2, description="width of a head")
+    intermediate_size: int | None = Field(default=None, ge=1, description="width of the MLP")
+    warm_start: str | None = Field(
+        default=None,
+        description="folder of an exported or published draft to start from; its shape, captured "
+        "layers and mask token are taken over",
+    )
+    num_drafts: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens proposed per round when decoding; by default, and at most, "
+        "block_size - 1",
+    )
+
+
+class DFlashOptions(BackboneOptions):
+    """Options of the algorithm `dflash`."""
+
+    loss: Loss = Field(
+        default="ce",
+        description="ce: decayed cross entropy; dpace: weighted by the draft's own confidence "
+        "(arXiv 2605.18810), whole or one of its two factors; the decay does not apply to dpace",
+    )
+    dpace_alpha: float = Field(
+        default=0.5, ge=0, le=1, description="dpace: confidence is (1 - alpha) p + alpha"
+    )

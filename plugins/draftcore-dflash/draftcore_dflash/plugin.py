@@ -1,0 +1,103 @@
+"""The hooks of DFlash. Thin on purpose: what is heavy is imported inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftcore import hookimpl
+from draftcore.offers import Offer
+
+if TYPE_CHECKING:
+    from draftcore.records import (
+        DataSummary,
+        Draft,
+        DraftBatch,
+        Drafter,
+        FeatureRequest,
+        Sample,
+        StepContext,
+        StepOutput,
+    )
+    from draftcore.target import TargetModel, TargetSpec
+    from draftcore_dflash.options import BackboneOptions, DFlashOptions
+
+
+@hookimpl
+def describe() -> Sequence[Offer]:
+    capabilities = frozenset({"layout:serving"})
+    return [Offer("algorithm", "dflash", capabilities, "draftcore_dflash.options:DFlashOptions")]
+
+
+@hookimpl
+def feature_request(target: TargetSpec, options: BackboneOptions) -> FeatureRequest:
+    from draftcore.records import FeatureRequest
+    from draftcore_dflash import config, serving
+
+    dtype = str(target.dtype).removeprefix("torch.")
+    if options.warm_start is not None:
+        layers = serving.read_config(Path(options.warm_start), target, options).layers
+    else:
+        layers = config.captured_layers(options.layers, options.num_layers, target.num_layers)
+    return FeatureRequest(layers, last_hidden=False, dtype=dtype)
+
+
+@hookimpl
+def build_draft(target: TargetSpec, data: DataSummary, options: DFlashOptions) -> Draft:
+    from draftcore_dflash import config, model, serving
+
+    if options.warm_start is not None:
+        return serving.load(Path(options.warm_start), target, options)
+    shape = config.DraftConfig(**config.shape_from_target(target, options))
+    return model.build(target, shape, options)
+
+
+@hookimpl
+def collate(samples: Sequence[Sample], options: BackboneOptions) -> DraftBatch:
+    """Pad on the right; `loss_mask_BT` marks tokens that are to be learned."""
+    from torch.nn.utils.rnn import pad_sequence
+
+    from draftcore.records import DraftBatch
+
+    masks = [sample.loss_mask_T for sample in samples]
+    return DraftBatch(
+        ids=tuple(sample.id for sample in samples),
+        token_ids_BT=pad_sequence([sample.token_ids_T for sample in samples], batch_first=True),
+        loss_mask_BT=pad_sequence(masks, batch_first=True),
+        attention_mask_BT=pad_sequence([mask.new_ones(len(mask)) for mask in masks], True),
+        features={
+            name: pad_sequence([sample.features[name] for sample in samples], batch_first=True)
+            for name in samples[0].features
+        },
+    )
+
+
+@hookimpl
+def forward_loss(draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
+    output: StepOutput = draft.module(batch, context)
+    return output
+
+
+@hookimpl
+def drafter(draft: Draft, target: TargetModel, options: BackboneOptions) -> Drafter:
+    from draftcore_dflash.drafter import DFlashDrafter
+    from draftcore_dflash.model import Backbone
+
+    assert isinstance(draft.module, Backbone)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return DFlashDrafter(draft.module, options.num_drafts, dtype)
+
+
+@hookimpl
+def export_draft(draft: Draft, folder: Path, layout: str) -> None:
+    from draftcore_dflash import serving
+
+    serving.export(draft, folder, layout)
+
+
+@hookimpl
+def import_draft(folder: Path, target: TargetSpec, options: DFlashOptions) -> Draft:
+    from draftcore_dflash import serving
+
+    return serving.load(folder, target, options)

@@ -1,0 +1,174 @@
+"""What a draft takes from its target, what options refuse, and what importing costs."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from draftcore_dflash import plugin
+from draftcore_dflash.config import captured_layers, mask_token
+from draftcore_dflash.options import DFlashOptions
+from pydantic import ValidationError
+
+from draftcore.errors import UsageError
+from draftcore.records import DataSummary, Draft
+from draftcore.target import TargetSpec
+
+MakeTarget = Callable[..., TargetSpec]
+NOTHING = DataSummary("", 0, 0, 0, 0, {})
+
+
+def build(target: TargetSpec, **options: Any) -> Draft:
+    torch.manual_seed(0)
+    settings = DFlashOptions(**{"num_layers": 2, **options})
+    return plugin.build_draft(target, NOTHING, settings)
+
+
+def test_a_fresh_draft_fits_its_target(target: TargetSpec) -> None:
+    draft = build(target, head_dim=16, num_key_value_heads=1, intermediate_size=24)
+    module = draft.module
+    for name, parameter in module.named_parameters():
+        assert parameter.dtype == torch.float32
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        else:
+            assert float(parameter.detach().std()) == pytest.approx(0.02, rel=0.1), name
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    assert shapes["fc.weight"] == (32, 64)
+    assert shapes["layers.1.self_attn.q_proj.weight"] == (64, 32)
+    assert shapes["layers.1.self_attn.v_proj.weight"] == (16, 32)
+    assert shapes["layers.1.self_attn.k_norm.weight"] == (16,)
+    assert shapes["layers.0.mlp.up_proj.weight"] == (24, 32)
+    defaults = draft.defaults
+    assert (defaults.lr, defaults.warmup_ratio, defaults.clip) == (6e-4, 0.04, 1.0)
+    assert all(module.get_submodule(name) for name in draft.wrap_units)
+
+
+def test_the_same_seed_gives_the_same_bits(target: TargetSpec) -> None:
+    one, other = build(target), build(target)
+    for name, tensor in one.module.state_dict().items():
+        assert torch.equal(tensor, other.module.state_dict()[name]), name
+
+
+def test_the_targets_tensors_are_neither_trained_nor_saved(target: TargetSpec) -> None:
+    draft = build(target)
+    trained = {id(p) for group in draft.parameter_groups for p in group["params"]}
+    assert trained == {id(p) for p in draft.module.parameters()}
+    assert set(draft.frozen) == {"embed_tokens", "target_head"}
+    assert not set(draft.frozen) & set(draft.module.state_dict())
+    assert torch.equal(draft.module.get_buffer("target_head"), target.head())
+    assert torch.equal(draft.module.get_buffer("embed_tokens"), target.embedding())
+
+
+# ------------------------------------------------------------ captured layers
+
+
+@pytest.mark.parametrize(
+    ("depth", "count", "layers"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),
+        (28, 5, (1, 7, 13, 19, 25)),
+        (64, 5, (1, 16, 31, 46, 61)),
+        (9, 3, (1, 4, 6)),  # 3.5 goes up to the even 4
+        (11, 3, (1, 4, 8)),  # 4.5 down to the even 4
+        (36, 1, (18,)),
+        (36, 2, (1, 33)),
+    ],
+)
+def test_default_layers_are_evenly_spaced_halves_going_to_even(
+    depth: int, count: int, layers: tuple[int, ...]
+) -> None:
+    assert captured_layers(None, count, depth) == layers
+
+
+def test_request_names_the_layers_and_no_last_hidden_state(target: TargetSpec) -> None:
+    request = plugin.feature_request(target, DFlashOptions(num_layers=3))
+    assert request.names == ("hidden.1", "hidden.3", "hidden.5")
+    assert request.dtype == "float32"
+    asked = plugin.feature_request(target, DFlashOptions(layers=(0, 2, 6, 5)))
+    assert asked.layers == (0, 2, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "count", "depth", "message"),
+    [
+        (None, 5, 6, r"collide: \[1, 2, 2, 2, 3\](.|\n)*for example \[0, 1, 2, 3, 4\]"),
+        (None, 5, 4, r"for example \[0, 1, 2\]"),
+        ((1, 1, 3), 5, 8, r"\[1, 1, 3\] are not distinct"),
+        ((1, 8), 5, 8, r"out of range(.|\n)*ids 0 to 6"),
+        ((-1, 3), 5, 8, "out of range"),
+        ((1, 7), 5, 8, "layer 7 is the last one; servers"),
+        (None, 1, 1, "deeper target"),
+    ],
+)
+def test_layers_that_cannot_be_captured(
+    asked: tuple[int, ...] | None, count: int, depth: int, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        captured_layers(asked, count, depth)
+
+
+# ------------------------------------------------------------ the mask token
+
+
+def test_the_mask_token_is_found_in_this_order(make_target: MakeTarget) -> None:
+    target, full = make_target(), make_target(vocab_size=259)
+    tokenizer = target.tokenizer
+    assert mask_token(target, 7) == 7
+    assert mask_token(target, None) == 259 == len(tokenizer)  # the first unused row
+    assert mask_token(full, None) == full.tokenizer.pad_token_id
+    full.tokenizer.pad_token = None
+    assert mask_token(full, None) == full.tokenizer.eos_token_id
+    full.tokenizer.eos_token = None
+    with pytest.raises(UsageError, match=r"no mask, pad, end or unknown(.|\n)*set mask_token_id"):
+        mask_token(full, None)
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    assert mask_token(target, None) == tokenizer.mask_token_id
+
+
+def test_a_mask_token_without_an_embedding_is_refused(target: TargetSpec) -> None:
+    with pytest.raises(UsageError, match=r"mask_token_id 270 has no row(.|\n)*0 to 269"):
+        build(target, mask_token_id=270)
+
+
+# ------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"head_dim": 7}, "even number"),
+        ({"layer_types": ("full_attention",)}, "1 layers, num_layers is 2"),
+        ({"layer_types": ("full_attention", "sliding_attention")}, "set both or neither"),
+        ({"layer_types": ("full_attention",) * 2, "sliding_window": 4}, "set both or neither"),
+    ],
+)
+def test_shapes_that_cannot_be(options: dict[str, Any], message: str, target: TargetSpec) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(target, **options)
+
+
+def test_positions_that_change_with_length_are_refused(make_target: MakeTarget) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UsageError, match=r"'dynamic'(.|\n)*default, linear, llama3, yarn"):
+        build(make_target(rope_parameters=rope))
+
+
+def test_options_refuse_unknown_keys_and_describe_the_known() -> None:
+    with pytest.raises(ValidationError, match="blok_size"):
+        DFlashOptions.model_validate({"blok_size": 3})
+    for name, field in DFlashOptions.model_fields.items():
+        assert field.description, name
+        assert not field.is_required(), name
+
+
+def test_listing_imports_neither_torch_nor_pydantic() -> None:
+    code = (
+        "import sys; from draftcore_dflash import plugin; offer, = plugin.describe();"
+        "assert (offer.kind, offer.name) == ('algorithm', 'dflash');"
+        "heavy = {'torch', 'pydantic', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

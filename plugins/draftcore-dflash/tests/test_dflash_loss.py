@@ -1,0 +1,525 @@
+"""The block loss against a naive one in fp64, and the promises about anchors and batches."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from draftcore_dflash import head, plugin
+from draftcore_dflash.attention import Sight, attend
+from draftcore_dflash.blocks import Blocks, draw_anchors, draw_blocks
+from draftcore_dflash.config import DraftConfig
+from draftcore_dflash.loss import block_loss
+from draftcore_dflash.model import Backbone, DFlashDraft
+from draftcore_dflash.options import DFlashOptions
+from torch import Tensor
+from torch.nn import functional
+
+from draftcore.records import Draft, DraftBatch, Sample, SampleId, StepContext, StepOutput
+from draftcore.target import TargetSpec
+
+SEED = 11
+CONTEXT = StepContext(step=0, total_steps=1, seed=SEED)
+MakeDraft = Callable[..., Draft]
+MakeSamples = Callable[..., list[Sample]]
+# fp64 sums of some hundred terms in another order.
+check_close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+
+
+def anchors_of(sample: Sample, count: int) -> Tensor:
+    """The anchors that a run of seed SEED draws for a sample."""
+    mask = sample.loss_mask_T
+    eligible = torch.tensor([t for t in range(len(mask) - 1) if mask[t] and mask[t + 1]])
+    return draw_anchors(eligible.long(), count, SEED, sample.id)
+
+
+# ------------------------------------------------------------ a naive draft
+
+
+class Naive:
+    """The algorithm straight from its description: one block, one row, one head at a time."""
+
+    def __init__(self, module: Backbone, theta: float = 10000.0) -> None:
+        self.config: DraftConfig = module.config
+        self.w: dict[str, Tensor] = dict(module.named_parameters())
+        self.embedding = module.embed_tokens.double()
+        head = module.target_head
+        self.head = self.embedding if head is None else head.double()
+        self.theta = theta
+
+    def rms(self, x: Tensor, name: str) -> Tensor:
+        scale = (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt()
+        return x * scale * self.w[f"{name}.weight"]
+
+    def rope(self, head: Tensor, position: int) -> Tensor:
+        turned = int(len(head) * self.config.rope.get("partial_rotary_factor", 1.0))
+        half, out = turned // 2, list(head)
+        for i in range(half):
+            angle = position * self.theta ** (-2 * i / turned)
+            cos, sin = math.cos(angle), math.sin(angle)
+            out[i] = head[i] * cos - head[i + half] * sin
+            out[i + half] = head[i + half] * cos + head[i] * sin
+        return torch.stack(out)
+
+    def heads(self, layer: int, name: str, x: Tensor, position: int) -> list[Tensor]:
+        weight = self.w[f"layers.{layer}.self_attn.{name}_proj.weight"]
+        heads = list((weight @ x).view(-1, self.config.head_dim))
+        if name == "v":
+            return heads
+        norm = f"layers.{layer}.self_attn.{name}_norm"
+        return [self.rope(self.rms(head, norm), position) for head in heads]
+
+    def context(self, features: Mapping[str, Tensor], position: int) -> Tensor:
+        parts = [features[f"hidden.{layer}"][position] for layer in self.config.layers]
+        return self.rms(self.w["fc.weight"] @ torch.cat(parts), "hidden_norm")
+
+    def sees(self, kind: str, query: int, key: int, anchor: int) -> bool:
+        """Whether the row at position `query` of the block at `anchor` sees the key at `key`."""
+        sliding, causal = kind == "sliding_attention", self.config.is_causal
+        if key >= anchor:
+            return key <= query if (sliding if causal is None else causal) else True
+        return not sliding or key >= query - ((self.config.sliding_window or 0) - 1)
+
+    def block(self, token: int, anchor: int, features: Mapping[str, Tensor]) -> list[Tensor]:
+        """Normed states of the block that starts with `token` at `anchor`, row by row."""
+        config = self.config
+        size, group = config.block_size, config.num_attention_heads // config.num_key_value_heads
+        tokens = [token] + [config.mask_token_id] * (size - 1)
+        states = [self.embedding[token] for token in tokens]
+        context = [self.context(features, j) for j in range(anchor)]
+        for index, kind in enumerate(config.layer_types):
+            name = f"layers.{index}"
+            normed = [self.rms(x, f"{name}.input_layernorm") for x in states]
+            read = [*context, *normed]  # at positions 0, 1, ..., anchor + size - 1
+            keys = [self.heads(index, "k", x, p) for p, x in enumerate(read)]
+            values = [self.heads(index, "v", x, p) for p, x in enumerate(read)]
+            for row in range(size):
+                query = anchor + row
+                seen = [p for p in range(len(read)) if self.sees(kind, query, p, anchor)]
+                heads = []
+                for index_q, q in enumerate(self.heads(index, "q", normed[row], query)):
+                    scores = torch.stack([q @ keys[p][index_q // group] for p in seen])
+                    shares = (scores / math.sqrt(config.head_dim)).softmax(0)
+                    heads.append(shares @ torch.stack([values[p][index_q // group] for p in seen]))
+                x = states[row] + self.w[f"{name}.self_attn.o_proj.weight"] @ torch.cat(heads)
+                states[row] = x + self.mlp(name, self.rms(x, f"{name}.post_attention_layernorm"))
+        return [self.rms(x, "norm") for x in states]
+
+    def mlp(self, name: str, x: Tensor) -> Tensor:
+        gate, up, down = (
+            self.w[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")
+        )
+        return down @ (functional.silu(gate @ x) * (up @ x))
+
+    def loss(self, samples: Sequence[Sample], options: DFlashOptions) -> Tensor:
+        """The loss as one ratio over all blocks of all samples, with the anchors of a run."""
+        above, below = torch.zeros((), dtype=torch.float64), 0.0
+        for sample in samples:
+            blocks = [self.terms(sample, int(a)) for a in anchors_of(sample, options.num_anchors)]
+            for terms in blocks:
+                for k, (weight, cross) in self.weigh(terms, options).items():
+                    above = above + weight * cross
+                    decay = math.exp(-(k - 1) / (options.loss_decay_gamma or math.inf))
+                    below += decay if options.loss == "ce" else 0.0
+            below += float(options.loss != "ce" and any(blocks))
+        return above / below
+
+    def terms(self, sample: Sample, anchor: int) -> dict[int, Tensor]:
+        """Cross entropy by offset, of offsets that count."""
+        states = self.block(int(sample.token_ids_T[anchor]), anchor, sample.features)
+        length = len(sample.token_ids_T)
+        return {
+            k: -(self.head @ states[k]).log_softmax(0)[sample.token_ids_T[anchor + k]]
+            for k in range(1, self.config.block_size)
+            if anchor + k < length and sample.loss_mask_T[anchor + k]
+        }
+
+    def weigh(
+        self, terms: Mapping[int, Tensor], options: DFlashOptions
+    ) -> dict[int, tuple[float, Tensor]]:
+        """Pair each offset's cross entropy with its weight."""
+        if options.loss == "ce":
+            gamma = options.loss_decay_gamma or math.inf
+            return {k: (math.exp(-(k - 1) / gamma), cross) for k, cross in terms.items()}
+        alpha, prefix, prefixes = options.dpace_alpha, 1.0, {}
+        for k in range(1, self.config.block_size):
+            if k in terms:
+                prefix *= (1 - alpha) * math.exp(-float(terms[k].detach())) + alpha
+            prefixes[k] = prefix
+        weights = {}
+        for k in terms:
+            onward = sum(prefixes[j] for j in terms if j >= k)
+            weights[k] = {
+                "dpace": onward,
+                "dpace_cumulative_confidence_only": prefixes[k],
+                "dpace_continuation_value_only": onward / prefixes[k],
+            }[options.loss]
+        return {k: (weights[k], cross) for k, cross in terms.items()}
+
+
+def use_exact_frequencies(module: Backbone, theta: float = 10000.0) -> None:
+    """Replace frequencies computed in fp32 by the same in fp64, as the naive draft has them."""
+    frequency = module.rotary.inverse_frequency
+    exact = theta ** -(torch.arange(len(frequency), dtype=torch.float64) / len(frequency))
+    torch.testing.assert_close(frequency, exact, rtol=1e-6, atol=0)
+    frequency.copy_(exact)
+
+
+SLIDING = "sliding_attention"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no decay, one layer": {"loss_decay_gamma": None, "num_layers": 1, "layers": (4,)},
+    "sliding": {"sliding_window": 3},
+    "mixed, wide window": {"sliding_window": 5, "layer_types": ("full_attention", SLIDING)},
+    "sliding, both directions": {"sliding_window": 3, "is_causal": False},
+    "full, causal": {"is_causal": True},
+    "one kv head, wide heads": {"num_key_value_heads": 1, "head_dim": 12},
+    "no grouping, three layers": {"num_key_value_heads": 4, "num_layers": 3, "block_size": 6},
+    "dpace": {"loss": "dpace", "dpace_alpha": 0.3},
+    "dpace, confidence": {"loss": "dpace_cumulative_confidence_only"},
+    "dpace, value": {"loss": "dpace_continuation_value_only"},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_loss_and_gradients_equal_a_naive_draft(
+    options: dict[str, Any], make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    draft, samples = make_draft(**options), make_samples(11, 6, 9)
+    settings = DFlashOptions(**{"block_size": 4, "num_anchors": 5, **options})
+    check_against_naive(draft, samples, settings)
+
+
+def test_partial_rotary_factor_of_the_target_is_followed(
+    make_target: Callable[..., TargetSpec], make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    draft = make_draft(of=make_target(rope_parameters=rope))
+    check_against_naive(draft, make_samples(6, 8), DFlashOptions(num_anchors=5), theta=500.0)
+
+
+def test_a_tied_target_lends_its_embedding_as_head(
+    make_target: Callable[..., TargetSpec], make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    draft = make_draft(of=make_target(tie_word_embeddings=True))
+    assert draft.module.target_head is None
+    check_against_naive(draft, make_samples(8), DFlashOptions(num_anchors=5))
+
+
+def check_against_naive(
+    draft: Draft, samples: Sequence[Sample], options: DFlashOptions, theta: float = 10000.0
+) -> None:
+    assert isinstance(draft.module, DFlashDraft)
+    use_exact_frequencies(draft.module, theta)
+    output = plugin.forward_loss(draft, plugin.collate(samples, options), CONTEXT)
+    ours, theirs = (
+        output.numerator / output.denominator,
+        Naive(draft.module, theta).loss(samples, options),
+    )
+    check_close(ours, theirs)
+    names, parameters = zip(*draft.module.named_parameters(), strict=True)
+    gradients = [torch.autograd.grad(loss, parameters) for loss in (ours, theirs)]
+    for name, found, expected in zip(names, *gradients, strict=True):
+        assert expected.abs().max() > 0, name
+        check_close(found, expected)
+
+
+# ------------------------------------------------------------ anchors
+
+
+def test_anchors_are_sorted_distinct_and_followed_by_a_token_to_learn(
+    make_samples: MakeSamples,
+) -> None:
+    batch = plugin.collate(make_samples(40, 9), DFlashOptions())
+    blocks = draw_blocks(batch, 7, SEED)
+    for row in range(2):
+        anchors = blocks.anchor_M[blocks.sample_M == row]
+        mask = batch.loss_mask_BT[row]
+        eligible = [t for t in range(39) if mask[t] and mask[t + 1]]
+        assert len(anchors) == min(7, len(eligible))
+        assert set(anchors.tolist()) <= set(eligible)
+        assert torch.all(anchors.diff() > 0)
+
+
+def test_anchors_are_uniform_without_replacement() -> None:
+    eligible = torch.arange(3, 13)
+    counts = torch.zeros(16)
+    for index in range(600):
+        counts[draw_anchors(eligible, 4, SEED, SampleId(str(index), 0))] += 1
+    assert counts.sum() == 2400
+    # Each of 10 positions is drawn with probability 0.4: 240 +- 12 of 600; four deviations.
+    assert torch.all((counts[3:13] - 240).abs() < 48)
+
+
+def test_anchors_depend_on_seed_sample_and_epoch_alone(make_samples: MakeSamples) -> None:
+    samples = make_samples(40, 30)
+    alone, together = (
+        draw_blocks(plugin.collate(part, DFlashOptions()), 5, SEED)
+        for part in (samples[1:], samples)
+    )
+    drawn = together.anchor_M[together.sample_M == 1]
+    assert torch.equal(alone.anchor_M, drawn)
+    torch.manual_seed(99)  # another state of the global generator, as after a resume
+    sample, eligible = samples[1].id, torch.arange(100)
+    first = draw_anchors(eligible, 5, SEED, sample)
+    assert torch.equal(first, draw_anchors(eligible, 5, SEED, sample))
+    others = [
+        (SEED + 1, sample),
+        (SEED, dataclasses.replace(sample, epoch=1)),
+        (SEED, samples[0].id),
+    ]
+    assert all(not torch.equal(first, draw_anchors(eligible, 5, *other)) for other in others)
+
+
+# ------------------------------------------------------------ batches
+
+
+def gradients_of(draft: Draft, batches: Sequence[DraftBatch]) -> tuple[StepOutput, list[Tensor]]:
+    """Run an accumulation window; return summed numerators and denominators, and gradients."""
+    draft.module.zero_grad()
+    outputs = [plugin.forward_loss(draft, batch, CONTEXT) for batch in batches]
+    numerator, denominator = outputs[0].numerator, outputs[0].denominator
+    counts = dict(outputs[0].counts)
+    for output in outputs[1:]:
+        numerator, denominator = numerator + output.numerator, denominator + output.denominator
+        for name, (above, below) in output.counts.items():
+            counts[name] = (counts[name][0] + above, counts[name][1] + below)
+    total = StepOutput(numerator, denominator, counts)
+    torch.autograd.backward([total.numerator / total.denominator])
+    return total, [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
+
+
+def check_same(first: Any, second: Any) -> None:
+    check_close(first[0].numerator, second[0].numerator)
+    check_close(first[0].denominator, second[0].denominator)
+    assert first[0].denominator > 0
+    check_close(dict(first[0].counts), dict(second[0].counts))
+    check_close(first[1], second[1])
+
+
+LOSSES = ["ce", "dpace"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_padding_does_not_change_the_loss(
+    loss: str, make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    draft = make_draft(loss=loss, sliding_window=4, layer_types=("full_attention", SLIDING))
+    batch = plugin.collate(make_samples(9, 5), DFlashOptions())
+    padded = dataclasses.replace(
+        batch,
+        token_ids_BT=functional.pad(batch.token_ids_BT, (0, 4), value=7),
+        loss_mask_BT=functional.pad(batch.loss_mask_BT, (0, 4)),
+        attention_mask_BT=functional.pad(batch.attention_mask_BT, (0, 4)),
+        features={n: functional.pad(x, (0, 0, 0, 4), value=3.0) for n, x in batch.features.items()},
+    )
+    check_same(gradients_of(draft, [batch]), gradients_of(draft, [padded]))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_any_split_over_micro_batches_gives_one_update(
+    loss: str, make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    """Also with a sample among them that has nothing to learn."""
+    draft, samples, options = make_draft(loss=loss), make_samples(9, 5, 7, 3), DFlashOptions()
+    samples[1] = masked(samples[1])
+    whole = gradients_of(draft, [plugin.collate(samples, options)])
+    for cut in (1, 2, 3):
+        parts = [plugin.collate(part, options) for part in (samples[:cut], samples[cut:])]
+        check_same(whole, gradients_of(draft, parts))
+
+
+def test_order_in_a_batch_does_not_matter(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
+    draft, samples, options = make_draft(), make_samples(9, 5, 7), DFlashOptions()
+    one, other = (plugin.collate(order, options) for order in (samples, samples[::-1]))
+    check_same(gradients_of(draft, [one]), gradients_of(draft, [other]))
+
+
+def test_dropped_anchors_change_nothing(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
+    draft, batch = make_draft(), plugin.collate(make_samples(9, 7), DFlashOptions())
+    assert isinstance(draft.module, DFlashDraft)
+    keep = torch.tensor([[True, False, True], [False, True, False]])
+    some, none = torch.tensor([[2, 0, 5], [8, 3, 6]]), torch.tensor([[2, 7, 5], [0, 3, 0]])
+    first, second = (block_loss(draft.module, batch, Blocks.of(a, keep)) for a in (some, none))
+    assert torch.equal(first.numerator, second.numerator)
+    assert torch.equal(first.denominator, second.denominator)
+    assert dict(first.counts) == dict(second.counts)
+
+
+def masked(sample: Sample) -> Sample:
+    return dataclasses.replace(sample, loss_mask_T=torch.zeros_like(sample.loss_mask_T))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_all_masked_batch_adds_nothing(
+    loss: str, make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    """Its gradients are zeros, not absent: on several ranks all must take part in a reduction."""
+    draft = make_draft(loss=loss)
+    samples = [masked(sample) for sample in make_samples(4, 6)]
+    output = plugin.forward_loss(draft, plugin.collate(samples, DFlashOptions()), CONTEXT)
+    output.numerator.backward()  # type: ignore[no-untyped-call]
+    assert float(output.numerator.detach()) == float(output.denominator) == 0
+    assert all(p.grad is not None and not p.grad.any() for p in draft.module.parameters())
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_sample_too_short_for_its_block_is_no_error(
+    length: int, make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    """Of two tokens to learn the first is an anchor without any context."""
+    (sample,) = make_samples(length)
+    sample = dataclasses.replace(sample, loss_mask_T=torch.ones(length, dtype=torch.bool))
+    batch = plugin.collate([sample], DFlashOptions())
+    output, gradients = gradients_of(
+        make_draft(), [batch, plugin.collate(make_samples(9), DFlashOptions())]
+    )
+    alone = plugin.forward_loss(make_draft(), batch, CONTEXT)
+    assert float(alone.denominator) == length - 1
+    assert output.numerator.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_rows_without_weight_never_reach_the_head(
+    make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = plugin.collate(make_samples(9, 7), DFlashOptions())
+    seen: list[int] = []
+
+    def count(num_rows: int, vocab_size: int) -> Any:
+        seen.append(num_rows)
+        return original(num_rows, vocab_size)
+
+    original = head.slices
+    monkeypatch.setattr(head, "slices", count)
+    output = plugin.forward_loss(make_draft(), batch, CONTEXT)
+    assert seen == [int(output.counts["accuracy"][1])]
+
+
+def test_slices_of_the_head_change_nothing(
+    make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, batch = make_draft(), plugin.collate(make_samples(12, 9), DFlashOptions())
+    whole = gradients_of(draft, [batch])
+    monkeypatch.setattr(head, "LOGIT_ELEMENTS", 3 * 270)
+    assert len(list(head.slices(10, 270))) == 4
+    check_same(whole, gradients_of(draft, [batch]))
+
+
+def test_bf16_compute_keeps_the_loss_in_fp32(
+    make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    draft = make_draft(dtype=torch.float32)
+    batch = plugin.collate(make_samples(30, 20), DFlashOptions())
+    plain, gradients = gradients_of(draft, [batch])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = plugin.forward_loss(draft, batch, CONTEXT)
+    assert mixed.numerator.dtype == torch.float32
+    # bf16 keeps 8 bits: some percent on a loss of random weights.
+    torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
+    draft.module.zero_grad()
+    (mixed.numerator / mixed.denominator).backward()
+    for parameter, gradient in zip(draft.module.parameters(), gradients, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        error = (parameter.grad - gradient).norm() / gradient.norm()
+        assert error < 0.2
+
+
+def test_metrics_count_leading_hits(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
+    """A draft whose labels are what it proposes hits everywhere: blocks of 4 yield 4 tokens."""
+    draft, (sample,) = make_draft(num_anchors=1), make_samples(9)
+    module = draft.module
+    assert isinstance(module, DFlashDraft)
+    sample = dataclasses.replace(sample, loss_mask_T=torch.ones(9, dtype=torch.bool))
+    blocks = Blocks.of(torch.tensor([[3]]), torch.tensor([[True]]))
+    with torch.no_grad():
+        hidden = module.block_hidden(plugin.collate([sample], DFlashOptions()), blocks)
+        proposed = (hidden @ module.head.T).argmax(-1)[0]
+    sample.token_ids_T[4:7] = proposed[1:4]
+
+    def measure() -> dict[str, tuple[float, float]]:
+        output = block_loss(module, plugin.collate([sample], DFlashOptions()), blocks)
+        return {name: (float(a), float(b)) for name, (a, b) in output.counts.items()}
+
+    assert measure() == {"accuracy": (3, 3), "acceptance_length": (4, 1)}
+    sample.token_ids_T[5] = (proposed[2] + 1) % 250
+    assert measure() == {"accuracy": (2, 3), "acceptance_length": (2, 1)}
+
+
+# ------------------------------------------------------------ the attention
+
+
+def attention_inputs(dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor, Blocks]:
+    torch.manual_seed(0)
+    anchors = torch.tensor([[0, 5, 9, 30], [2, 0, 17, 0]])
+    keep = torch.tensor([[True, True, True, True], [True, False, True, False]])
+    blocks, heads, length, size, width = Blocks.of(anchors, keep), 4, 33, 5, 16
+    shapes = [(6, size, heads, width)] * 3 + [(2, heads, length, width)] * 2
+    tensors = [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    grad = torch.randn(shapes[0], dtype=torch.float64).to(device, dtype)
+    return [t.requires_grad_() for t in tensors], grad, blocks.to(torch.device(device))
+
+
+def plain_attention(
+    tensors: Sequence[Tensor], blocks: Blocks, window: int | None, causal: bool
+) -> Tensor:
+    """The same as one softmax over a score matrix per block."""
+    query, key, value, context_key, context_value = tensors
+    size, width, length = query.shape[1], query.shape[-1], context_key.shape[2]
+    keys = torch.cat([context_key[blocks.sample_M], key.transpose(1, 2)], 2)
+    values = torch.cat([context_value[blocks.sample_M], value.transpose(1, 2)], 2)
+    scores = torch.einsum("msad,macd->masc", query, keys) * width**-0.5
+    positions, time = blocks.positions(size)[..., None], torch.arange(length, device=query.device)
+    seen = (time < blocks.anchor_M[:, None, None]).expand(-1, size, -1)
+    seen = seen if window is None else seen & (time >= positions - (window - 1))
+    own = torch.ones(len(query), size, size, dtype=torch.bool, device=query.device)
+    seen = torch.cat([seen, own.tril() if causal else own], 2)
+    shares = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
+    return torch.einsum("masc,macd->msad", shares, values)
+
+
+def compare_attention(
+    dtype: torch.dtype, device: str, tolerance: float, window: int | None, causal: bool
+) -> None:
+    tensors, grad, blocks = attention_inputs(dtype, device)
+    sight = Sight.of(blocks, (2, 33), 5, window=window, causal=causal, dtype=dtype)
+    query, key, value, context_key, context_value = tensors
+    found = attend(query, key, value, context_key, context_value, blocks.slot_M, sight)
+    found_gradients = torch.autograd.grad(found, tensors, grad)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    expected = plain_attention(exact, blocks, window, causal)
+    expected_gradients = torch.autograd.grad(expected, exact, grad.double())
+    for ours, theirs in zip(
+        (found, *found_gradients), (expected, *expected_gradients), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+SIGHTS = pytest.mark.parametrize(("window", "causal"), [(None, False), (4, True)])
+
+
+@SIGHTS
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
+)
+def test_joined_attention_equals_one_softmax(
+    dtype: torch.dtype, tolerance: float, window: int | None, causal: bool
+) -> None:
+    compare_attention(dtype, "cpu", tolerance, window, causal)
+
+
+@pytest.mark.gpu
+@SIGHTS
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)]
+)
+def test_joined_attention_on_a_gpu_equals_one_softmax(
+    dtype: torch.dtype, tolerance: float, window: int | None, causal: bool
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    compare_attention(dtype, "cuda", tolerance, window, causal)

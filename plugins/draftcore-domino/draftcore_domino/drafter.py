@@ -1,0 +1,44 @@
+"""The reference decoder: DFlash's block forward, then token by token through the causal head.
+
+The first proposal is the base logits' own; from the second on, the GRU has read the last known
+token and all proposals so far, and its correction is added. Only the head is sequential.
+
+Shape letters: B batch, K drafts, S rows of a block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from draftcore_dflash.drafter import DFlashDrafter, DraftState, choose
+from torch import Tensor
+
+from draftcore_domino.model import DominoDraft
+
+
+class DominoDrafter(DFlashDrafter):
+    """Decodes with a Domino draft; see `records.Drafter`."""
+
+    def __init__(self, draft: DominoDraft, num_drafts: int | None, dtype: str) -> None:
+        super().__init__(draft, num_drafts, dtype)
+        self.domino = draft
+
+    @torch.inference_mode()
+    def propose(
+        self, state: DraftState, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft K tokens a row; with a temperature also the distribution each was drawn from."""
+        draft, config = self.domino, self.domino.domino
+        hidden_BKH = self.block_hidden(state)[:, config.first_row :][:, : self.num_drafts]
+        logits_BKV = hidden_BKH @ draft.head.T
+        tokens, probs = [state.last_B], []
+        memory: Tensor | None = None
+        for k in range(self.num_drafts):
+            states_B1G, memory = draft.read(tokens[-1][:, None], memory)
+            logits_BV = logits_BKV[:, k]
+            if k >= config.pure_draft_prefix_len:
+                low_BE = draft.low_rank(hidden_BKH[:, k], states_B1G[:, 0])
+                logits_BV = logits_BV + draft.up(low_BE)
+            token_B, probs_BV = choose(logits_BV, temperature, generator)
+            tokens.append(token_B)
+            probs += [] if probs_BV is None else [probs_BV]
+        return torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None

@@ -1,0 +1,86 @@
+"""Base and final cross entropy from one product with the target's head, a slice of rows at a time.
+
+Final logits are the base logits W h plus a correction U z of low rank, so W h serves both. The
+weights of all rows are known beforehand, so the forward computes the gradients of the whole
+objective along with it: one product with W for the losses, one for the gradient, and the
+backward only scales. As in draftcore-dflash, logits exist for a slice of rows only.
+
+Shape letters: R rows, H hidden, E rank of the correction, V vocabulary; r a slice of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from draftcore_dflash import head
+from draftcore_dflash.attention import full_precision
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Losses(NamedTuple):
+    """`objective` carries the gradient; the rest is per row: cross entropies, most probable tokens."""
+
+    objective: Tensor
+    final_R: Tensor
+    base_R: Tensor
+    final_best_R: Tensor
+    base_best_R: Tensor
+
+
+def corrected_cross_entropy(
+    hidden_RH: Tensor, low_RE: Tensor, head_VH: Tensor, up_VE: Tensor, labels_R: Tensor,
+    weight_R: Tensor, base_share: float,
+) -> Losses:  # fmt: skip
+    """Return sum of weight * ((1 - share) CE(W h + U z) + share CE(W h)), and what it is made of.
+
+    Differentiable in `hidden_RH` (h), `low_RE` (z) and `up_VE` (U); arithmetic in fp32 or fp64.
+    """
+    inputs = (hidden_RH, low_RE, up_VE)
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    return Losses(
+        *_Corrected.apply(*inputs, head_VH, labels_R, weight_R, base_share, wanted)  # type: ignore[no-untyped-call]
+    )
+
+
+class _Corrected(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RH: Tensor, low_RE: Tensor, up_VE: Tensor, head_VH: Tensor,
+        labels_R: Tensor, weight_R: Tensor, base_share: float, wanted: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        exact, half = torch.promote_types(hidden_RH.dtype, torch.float32), hidden_RH.dtype
+        final_R, base_R = (hidden_RH.new_zeros(len(hidden_RH), dtype=exact) for _ in range(2))
+        final_best_R, base_best_R = torch.zeros_like(labels_R), torch.zeros_like(labels_R)
+        grads = [torch.zeros_like(x) for x in (hidden_RH, low_RE, up_VE)] if wanted else []
+        up = up_VE.to(half)
+        with full_precision(hidden_RH.device):
+            for rows in head.slices(len(hidden_RH), len(head_VH)):
+                hidden_rH, low_rE, label_r1 = hidden_RH[rows], low_RE[rows], labels_R[rows, None]
+                base_rV = (hidden_rH @ head_VH.T).to(exact)
+                final_rV = base_rV + low_rE @ up.T
+                base_best_R[rows], final_best_R[rows] = base_rV.argmax(-1), final_rV.argmax(-1)
+                base_rV, final_rV = base_rV.log_softmax(-1), final_rV.log_softmax(-1)
+                base_R[rows] = -base_rV.gather(1, label_r1)[:, 0]
+                final_R[rows] = -final_rV.gather(1, label_r1)[:, 0]
+                if not grads:
+                    continue
+                weight_r1 = weight_R[rows, None]
+                base_rV = head.residual_(base_rV, label_r1).mul_(base_share * weight_r1)
+                final_rV = head.residual_(final_rV, label_r1).mul_((1 - base_share) * weight_r1)
+                grads[0][rows] = base_rV.add_(final_rV).to(half) @ head_VH
+                final_rV = final_rV.to(half)
+                grads[1][rows] = final_rV @ up
+                grads[2] += final_rV.T @ low_rE
+            mixed_R = (1 - base_share) * final_R + base_share * base_R
+            objective = (mixed_R * weight_R).sum()
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(final_R, base_R, final_best_R, base_best_R)
+        return objective, final_R, base_R, final_best_R, base_best_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [(saved * grad).to(saved.dtype) for saved in ctx.saved_tensors]
+        return (*scaled, None, None, None, None, None)

@@ -1,0 +1,92 @@
+"""The Domino draft: DFlash's backbone, and a causal head that corrects its logits.
+
+The backbone drafts a block in one forward, so its rows know nothing of each other's choice. The
+head makes up for that: a GRU reads the tokens of the block one after another, and a low-rank map of
+[block state, GRU state] is added to the base logits. The GRU computes in its weights' own
+precision, also under autocast: its states compound rounding over the block.
+
+Shape letters: M kept blocks, S rows of a block, H hidden, G GRU state, E rank of the correction.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from draftcore_dflash.attention import full_precision
+from draftcore_dflash.blocks import Blocks, draw_blocks
+from draftcore_dflash.loss import Sampling
+from draftcore_dflash.model import Backbone, as_draft, target_tensors
+from torch import Tensor, nn
+
+from draftcore.records import Draft, DraftBatch, StepContext, StepOutput
+from draftcore_domino.config import DominoConfig
+from draftcore_domino.loss import Schedule, domino_loss
+
+if TYPE_CHECKING:
+    from draftcore.target import TargetSpec
+    from draftcore_domino.options import DominoOptions
+
+
+class DominoDraft(Backbone):
+    """The draft with its loss. `embed_proj.2` maps to the vocabulary; no part has a bias."""
+
+    def __init__(
+        self,
+        config: DominoConfig,
+        sampling: Sampling,
+        schedule: Schedule,
+        embedding_VH: Tensor,
+        head_VH: Tensor | None,
+    ) -> None:
+        super().__init__(config, sampling, embedding_VH, head_VH)
+        self.domino, self.schedule = config, schedule
+        width, states = config.hidden_size, config.gru_hidden_dim
+        self.prefix_gru = nn.GRU(width, states, bias=False, batch_first=True)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width + states, config.emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(config.emb_dim, config.vocab_size, bias=False),
+        )
+
+    def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
+        blocks = draw_blocks(batch, self.sampling.num_anchors, context.seed)
+        return domino_loss(self, batch, blocks, self.schedule.base_share(context))
+
+    def read(self, tokens_MT: Tensor, state_1MG: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Let the GRU read tokens; returns its states after each, [M, T, G], and the last one."""
+        with full_precision(tokens_MT.device):
+            embedded = self.embed(tokens_MT).to(self.fc.weight.dtype)
+            states_MTG, state_1MG = self.prefix_gru(embedded, state_1MG)
+        assert state_1MG is not None
+        return states_MTG, state_1MG
+
+    def prefix_states(self, batch: DraftBatch, blocks: Blocks) -> Tensor:
+        """The GRU's state for each row of a block, after the true tokens before the predicted one.
+
+        [M, S, G]. Rows past the end of a sample read its last token; nothing is learned there.
+        """
+        length = batch.token_ids_BT.shape[1]
+        index_MS = blocks.positions(self.config.block_size).clamp_max(length - 1)
+        states_MSG, _ = self.read(batch.token_ids_BT[blocks.sample_M[:, None], index_MS])
+        # Row k predicts the token after the k-th read, or, not shifted, the k-th itself.
+        return states_MSG if self.domino.shift_label else states_MSG.roll(1, 1)
+
+    def low_rank(self, hidden: Tensor, states: Tensor) -> Tensor:
+        """The correction before its last map: [..., H] and [..., G] to [..., E]."""
+        down, activation, _ = self.embed_proj
+        joined = torch.cat([hidden, states.to(hidden.dtype)], -1)
+        return activation(down(joined))  # type: ignore[no-any-return]
+
+    @property
+    def up(self) -> nn.Linear:
+        """The correction's last map, E to the vocabulary."""
+        last = self.embed_proj[2]
+        assert isinstance(last, nn.Linear)
+        return last
+
+
+def build(target: TargetSpec, config: DominoConfig, options: DominoOptions) -> Draft:
+    """Build a draft with fresh weights; the GRU's are torch's own, uniform."""
+    sampling, schedule = Sampling.of(options), Schedule.of(options)
+    return as_draft(DominoDraft(config, sampling, schedule, *target_tensors(target)))

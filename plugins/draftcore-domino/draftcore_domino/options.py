@@ -1,0 +1,24 @@
+"""What a run may set under `algorithm.options` for Domino; unknown keys are refused."""
+
+from __future__ import annotations
+
+from draftcore_dflash.options import BackboneOptions
+from pydantic import Field
+
+
+class DominoOptions(BackboneOptions):
+    """Options of the algorithm `domino`: the backbone's, the head's and the schedule's."""
+
+    gru_hidden_dim: int = Field(default=1024, ge=1, description="width of the GRU's state")
+    emb_dim: int = Field(default=256, ge=1, description="rank of the correction")
+    shift_label: bool = Field(
+        default=True,
+        description="row k of a block predicts the token after its position, so that the "
+        "anchor's own row is of use; else the token at its position",
+    )
+    lambda_start: float = Field(
+        default=1.0, ge=0, le=1, description="weight of the base loss at step 0"
+    )
+    lambda_ratio: float = Field(
+        default=0.5, ge=0, le=1, description="part of the run over which that weight falls to 0"
+    )

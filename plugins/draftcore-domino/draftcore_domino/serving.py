@@ -1,0 +1,93 @@
+"""The serving layout `serving`: a DFlash export with the causal head, as sglang reads it.
+
+The architecture is DFlash's; what makes it Domino is `dflash_config.projector_type`, exactly
+"domino", the head's sizes beside it, and the head's four tensors. Servers insist on all of them and
+on `pure_draft_prefix_len` 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftcore_dflash import serving as dflash
+
+from draftcore.errors import UsageError
+from draftcore.records import Draft
+from draftcore_domino.config import DominoConfig
+from draftcore_domino.model import DominoDraft, build
+
+if TYPE_CHECKING:
+    from draftcore.target import TargetSpec
+    from draftcore_domino.options import DominoOptions
+
+PROJECTOR = "domino"
+# The second name is research code's; sglang does not know it, so it is read, but not written.
+ARCHITECTURES = (dflash.ARCHITECTURE, "DominoDraftModel")
+
+
+def export(draft: Draft, folder: Path, layout: str) -> None:
+    """Write config.json and model.safetensors; raises as DFlash's export does."""
+    assert isinstance(draft.module, DominoDraft)
+    config, data = draft.module.domino, dflash.serving_config(draft.module)
+    data["dflash_config"] |= {
+        "projector_type": PROJECTOR,
+        "shift_label": config.shift_label,
+        "pure_draft_prefix_len": config.pure_draft_prefix_len,
+        "gru_hidden_dim": config.gru_hidden_dim,
+        "emb_dim": config.emb_dim,
+    }
+    dflash.write(draft.module, {**data, "emb_dim": config.emb_dim}, folder, layout)
+
+
+def load(folder: Path, target: TargetSpec, options: DominoOptions) -> Draft:
+    """Read a draft, exported here or published elsewhere; raises UsageError for what differs."""
+    draft = build(target, read_config(folder, target, options), options)
+    dflash.load_tensors(draft, folder)
+    return draft
+
+
+def read_config(folder: Path, target: TargetSpec, options: DominoOptions) -> DominoConfig:
+    """Read the shape of a draft from its config.json, and check it against target and options."""
+    data = dflash.read_json(folder, ARCHITECTURES)
+    shape = dflash.parse_shape(data, folder, target, options)
+    config = DominoConfig(**shape, **head_fields(data, folder))
+    if config.pure_draft_prefix_len != 1:
+        raise UsageError(
+            f"the draft in {folder} has pure_draft_prefix_len {config.pure_draft_prefix_len}\n"
+            "  servers and this decoder correct from the second proposal on: it must be 1"
+        )
+    dflash.check_options(config, options, folder)
+    return config
+
+
+def head_fields(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the fields of a DominoConfig that describe its head; raises UsageError for a lack."""
+    nested = data.get("dflash_config") or {}
+    if nested.get("projector_type") != PROJECTOR:
+        raise UsageError(
+            f"the draft in {folder} has projector_type {nested.get('projector_type')!r}\n"
+            f"  a Domino draft says dflash_config.projector_type: {PROJECTOR!r}"
+        )
+    given = {"emb_dim": data.get("emb_dim"), **nested}
+    try:
+        fields = {
+            "gru_hidden_dim": int(given["gru_hidden_dim"]),
+            "emb_dim": int(given["emb_dim"]),
+            "shift_label": given["shift_label"],
+            "pure_draft_prefix_len": int(given["pure_draft_prefix_len"]),
+        }
+    except (KeyError, TypeError):
+        names = ("gru_hidden_dim", "emb_dim", "shift_label", "pure_draft_prefix_len")
+        lacking = [name for name in names if given.get(name) is None]
+        raise UsageError(
+            f"dflash_config in {folder}/config.json lacks {', '.join(lacking)}\n"
+            "  add the fields, or export the draft again"
+        ) from None
+    if data.get("emb_dim", fields["emb_dim"]) != fields["emb_dim"]:
+        raise UsageError(
+            f"config.json in {folder} has two values of emb_dim: {data['emb_dim']} at the top level, "
+            f"{fields['emb_dim']} in dflash_config\n  make the two agree, or leave the first out"
+        )
+    return fields

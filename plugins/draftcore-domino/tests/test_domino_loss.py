@@ -1,0 +1,262 @@
+"""The blended loss against a naive head in fp64, the schedule, and the promises about batches.
+
+The backbone's own naive reference is in draftcore-dflash's tests; here its states are given.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from draftcore_dflash import head
+from draftcore_dflash.blocks import Blocks, draw_blocks
+from draftcore_domino import plugin
+from draftcore_domino.loss import Schedule, domino_loss
+from draftcore_domino.model import DominoDraft
+from draftcore_domino.options import DominoOptions
+from torch import Tensor
+from torch.nn import functional
+
+from draftcore.errors import UsageError
+from draftcore.records import Draft, DraftBatch, Sample, StepContext, StepOutput
+
+SEED = 11
+CONTEXT = StepContext(step=3, total_steps=20, seed=SEED)  # lambda 0.7
+MakeDraft = Callable[..., Draft]
+MakeSamples = Callable[..., list[Sample]]
+OPTIONS = DominoOptions()
+# fp64 sums of some hundred terms in another order.
+check_close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+
+
+class Naive:
+    """The head straight from its description: one block, one row, one gate at a time."""
+
+    def __init__(self, module: DominoDraft) -> None:
+        self.module, self.config = module, module.domino
+        self.w: dict[str, Tensor] = dict(module.named_parameters())
+
+    def gru(self, tokens: Sequence[int]) -> list[Tensor]:
+        """The state after each token; gates in the order r, z, n, without biases."""
+        state = torch.zeros(self.config.gru_hidden_dim, dtype=torch.float64)
+        states = []
+        for token in tokens:
+            x = self.module.embed_tokens[token].double()
+            from_x = (self.w["prefix_gru.weight_ih_l0"] @ x).chunk(3)
+            from_h = (self.w["prefix_gru.weight_hh_l0"] @ state).chunk(3)
+            r, z = (torch.sigmoid(a + b) for a, b in zip(from_x[:2], from_h[:2], strict=True))
+            n = torch.tanh(from_x[2] + r * from_h[2])
+            state = (1 - z) * n + z * state
+            states.append(state)
+        return states
+
+    def logits(self, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Base and final logits of a row; without a state they are the same."""
+        base = self.module.head @ hidden
+        if state is None:
+            return base, base
+        low = functional.silu(self.w["embed_proj.0.weight"] @ torch.cat([hidden, state]))
+        return base, base + self.w["embed_proj.2.weight"] @ low
+
+    def loss(self, batch: DraftBatch, blocks: Blocks, share: float, gamma: float | None) -> Tensor:
+        above, below = torch.zeros((), dtype=torch.float64), 0.0
+        hidden_MSH, shift = self.module.block_hidden(batch, blocks), self.config.shift_label
+        for block in range(len(blocks.anchor_M)):
+            row, a = int(blocks.sample_M[block]), int(blocks.anchor_M[block])
+            tokens, mask = batch.token_ids_BT[row].tolist(), batch.loss_mask_BT[row].tolist()
+            states = self.gru(tokens[a : a + self.config.block_size])
+            for k in range(0 if shift else 1, self.config.block_size):
+                at = a + k + int(shift)
+                if at >= len(tokens) or not mask[at]:
+                    continue
+                corrected = k >= (1 if shift else 2)
+                state = states[k if shift else k - 1] if corrected else None
+                base, final = self.logits(hidden_MSH[block, k], state)
+                crosses = [-x.log_softmax(0)[tokens[at]] for x in (base, final)]
+                weight = math.exp(-(k if shift else k - 1) / (gamma or math.inf))
+                above = above + weight * ((1 - share) * crosses[1] + share * crosses[0])
+                below += weight
+        return above / below
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shifted": {},
+    "not shifted": {"shift_label": False},
+    "no decay": {"loss_decay_gamma": None, "block_size": 6},
+    "sliding": {"sliding_window": 3, "shift_label": False, "num_layers": 1, "layers": (4,)},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_loss_and_gradients_equal_a_naive_head(
+    options: dict[str, Any], make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    draft, samples = make_draft(**options), make_samples(11, 6, 9)
+    module = draft.module
+    assert isinstance(module, DominoDraft)
+    batch = plugin.collate(samples, OPTIONS)
+    output = plugin.forward_loss(draft, batch, CONTEXT)
+    ours = output.numerator / output.denominator
+    blocks, gamma = draw_blocks(batch, 5, SEED), options.get("loss_decay_gamma", 7.0)
+    theirs = Naive(module).loss(batch, blocks, share=0.7, gamma=gamma)
+    check_close(ours, theirs)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    gradients = [torch.autograd.grad(loss, parameters) for loss in (ours, theirs)]
+    for name, found, expected in zip(names, *gradients, strict=True):
+        assert expected.abs().max() > 0, name
+        check_close(found, expected)
+
+
+# ------------------------------------------------------------ the schedule
+
+
+def test_the_base_share_falls_to_zero_over_its_part_of_the_run() -> None:
+    shares = [Schedule(0.8, 0.5).base_share(StepContext(step, 9, 0)) for step in range(9)]
+    assert shares == pytest.approx([0.8, 0.6, 0.4, 0.2, 0, 0, 0, 0, 0])  # int(4.5) = 4 steps
+    assert Schedule(1.0, 0.0).base_share(StepContext(0, 9, 0)) == 1.0  # at least one step
+    assert Schedule(1.0, 0.0).base_share(StepContext(1, 9, 0)) == 0.0
+
+
+def test_a_run_of_unknown_length_is_refused(
+    make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    batch = plugin.collate(make_samples(9), OPTIONS)
+    with pytest.raises(UsageError, match=r"number of steps is unknown(.|\n)*train.max_steps"):
+        plugin.forward_loss(make_draft(), batch, StepContext(step=0, total_steps=0, seed=0))
+
+
+def test_the_context_decides_what_is_trained(
+    make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    """At the start the head gets no gradient; the loss is the base loss, and later the final."""
+    batch = plugin.collate(make_samples(11, 9), OPTIONS)
+    for step, share, name in ((0, 1.0, "base_loss"), (15, 0.0, "final_loss")):
+        draft = make_draft()
+        output = plugin.forward_loss(draft, batch, StepContext(step, 20, SEED))
+        assert output.counts["lambda"][0] == share
+        check_close(output.numerator, output.counts[name][0])
+        output.numerator.backward()  # type: ignore[no-untyped-call]
+        for parameter in ("embed_proj.0", "embed_proj.2"):
+            gradient = draft.module.get_parameter(f"{parameter}.weight").grad
+            assert gradient is not None
+            assert bool(gradient.any()) is (share < 1)
+
+
+# ------------------------------------------------------------ batches
+
+
+def gradients_of(draft: Draft, batches: Sequence[DraftBatch]) -> tuple[StepOutput, list[Tensor]]:
+    """Run an accumulation window; return summed numerators and denominators, and gradients."""
+    draft.module.zero_grad()
+    outputs = [plugin.forward_loss(draft, batch, CONTEXT) for batch in batches]
+    numerator, denominator = outputs[0].numerator, outputs[0].denominator
+    counts = dict(outputs[0].counts)
+    for output in outputs[1:]:
+        numerator, denominator = numerator + output.numerator, denominator + output.denominator
+        for name, (above, below) in output.counts.items():
+            counts[name] = (counts[name][0] + above, counts[name][1] + below)
+    counts["lambda"] = (counts["lambda"][0] / counts["lambda"][1], torch.ones(()))
+    total = StepOutput(numerator, denominator, counts)
+    torch.autograd.backward([total.numerator / total.denominator])
+    return total, [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
+
+
+def check_same(first: Any, second: Any) -> None:
+    check_close(first[0].numerator, second[0].numerator)
+    check_close(first[0].denominator, second[0].denominator)
+    assert first[0].denominator > 0
+    check_close(dict(first[0].counts), dict(second[0].counts))
+    check_close(first[1], second[1])
+
+
+SHIFTS = pytest.mark.parametrize("shift", [True, False])
+
+
+@SHIFTS
+def test_padding_does_not_change_the_loss(
+    shift: bool, make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    draft, batch = make_draft(shift_label=shift), plugin.collate(make_samples(9, 5), OPTIONS)
+    padded = dataclasses.replace(
+        batch,
+        token_ids_BT=functional.pad(batch.token_ids_BT, (0, 4), value=7),
+        loss_mask_BT=functional.pad(batch.loss_mask_BT, (0, 4)),
+        attention_mask_BT=functional.pad(batch.attention_mask_BT, (0, 4)),
+        features={n: functional.pad(x, (0, 0, 0, 4), value=3.0) for n, x in batch.features.items()},
+    )
+    check_same(gradients_of(draft, [batch]), gradients_of(draft, [padded]))
+
+
+def test_any_split_over_micro_batches_gives_one_update(
+    make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    draft, samples = make_draft(), make_samples(9, 5, 7, 3)
+    whole = gradients_of(draft, [plugin.collate(samples, OPTIONS)])
+    for cut in (1, 2, 3):
+        parts = [plugin.collate(part, OPTIONS) for part in (samples[:cut], samples[cut:])]
+        check_same(whole, gradients_of(draft, parts))
+
+
+def test_order_in_a_batch_does_not_matter(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
+    draft, samples = make_draft(), make_samples(9, 5, 7)
+    one, other = (plugin.collate(order, OPTIONS) for order in (samples, samples[::-1]))
+    check_same(gradients_of(draft, [one]), gradients_of(draft, [other]))
+
+
+def test_an_all_masked_batch_adds_nothing(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
+    """Its gradients are zeros, not absent: on several ranks all must take part in a reduction."""
+    draft = make_draft()
+    samples = [
+        dataclasses.replace(s, loss_mask_T=torch.zeros_like(s.loss_mask_T))
+        for s in make_samples(4, 6)
+    ]
+    output = plugin.forward_loss(draft, plugin.collate(samples, OPTIONS), CONTEXT)
+    output.numerator.backward()  # type: ignore[no-untyped-call]
+    assert float(output.numerator.detach()) == float(output.denominator) == 0
+    assert all(p.grad is not None and not p.grad.any() for p in draft.module.parameters())
+
+
+def test_slices_of_the_head_change_nothing(
+    make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, batch = make_draft(), plugin.collate(make_samples(12, 9), OPTIONS)
+    whole = gradients_of(draft, [batch])
+    monkeypatch.setattr(head, "LOGIT_ELEMENTS", 3 * 270)
+    check_same(whole, gradients_of(draft, [batch]))
+
+
+def test_the_gru_reads_each_block_once(
+    make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, batch = make_draft(), plugin.collate(make_samples(12, 9), OPTIONS)
+    module, shapes = draft.module, []
+    assert isinstance(module, DominoDraft)
+    module.prefix_gru.register_forward_hook(lambda _, given, __: shapes.append(given[0].shape))
+    blocks = draw_blocks(batch, 5, SEED)
+    domino_loss(module, batch, blocks, 0.5)
+    assert shapes == [(len(blocks.anchor_M), 4, 32)]
+
+
+def test_bf16_compute_keeps_the_loss_and_the_gru_in_fp32(
+    make_draft: MakeDraft, make_samples: MakeSamples
+) -> None:
+    draft = make_draft(dtype=torch.float32)
+    batch = plugin.collate(make_samples(30, 20), OPTIONS)
+    module = draft.module
+    assert isinstance(module, DominoDraft)
+    plain, gradients = gradients_of(draft, [batch])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = plugin.forward_loss(draft, batch, CONTEXT)
+        states, _ = module.read(batch.token_ids_BT)
+    assert mixed.numerator.dtype == states.dtype == torch.float32
+    # bf16 keeps 8 bits: some percent on a loss of random weights.
+    torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
+    module.zero_grad()
+    (mixed.numerator / mixed.denominator).backward()
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        assert (parameter.grad - gradient).norm() / gradient.norm() < 0.2
