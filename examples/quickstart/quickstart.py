@@ -2,10 +2,11 @@
 
     python examples/quickstart/quickstart.py examples/quickstart/eagle3.yaml [KEY=VALUE]...
 
-Leaves summary.json, the plot and the export in the run's folder, whose path is the last line.
+Leaves summary.json, acceptance.png and export/ in the run's folder, whose path is the last line.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -15,15 +16,15 @@ import yaml
 
 
 def main(config: str, *overrides: str) -> None:
-    run = Path(yaml.safe_load(Path(config).read_text())["run"])
-    for override in overrides:
-        if override.startswith("run="):
-            run = Path(override.removeprefix("run="))
+    given = dict(override.split("=", 1) for override in overrides)
+    run = Path(given.get("run") or yaml.safe_load(Path(config).read_text())["run"])
+    if (run / "summary.json").exists():  # finished: begin anew; an interrupted one goes on
+        shutil.rmtree(run)
     began = time.perf_counter()
-    for verb in ("capture", "train", "eval", "export"):
-        print(f"\n$ draftcore {verb} {config}", flush=True)
-        subprocess.run(["draftcore", verb, config, *overrides], check=True)
-    report = json.loads((run / "eval" / "report.json").read_text())
+    for verb in (["capture"], ["train"], ["eval", "--out", str(run)], ["export"]):
+        print("\n$ draftcore", *verb, config, flush=True)
+        subprocess.run(["draftcore", *verb, config, *overrides], check=True)
+    report = json.loads((run / "report.json").read_text())
     export = json.loads((run / "export" / "draftcore.json").read_text())
     summary = {
         "acceptance_length": report["acceptance_length"],
@@ -33,7 +34,7 @@ def main(config: str, *overrides: str) -> None:
         "samples_seen": export["samples_seen"],
     }
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"\n{json.dumps(summary, indent=1)}\n{run}")
+    print(f"\n{json.dumps(summary, indent=1)}\n{run.resolve()}")
 
 
 if __name__ == "__main__":
