@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -260,23 +261,30 @@ def test_a_short_file_is_noticed_and_built_again(
     assert build_dataset(source, chatml, OPTIONS, folder).tokens(1).tolist() == tokens
 
 
-def build_and_die(source: str, tokenizer: Tokenizer, folder: Path) -> None:
-    def die(rows: int) -> None:
-        assert (folder / "partial" / "tokens.bin").exists()
-        os.kill(os.getpid(), signal.SIGKILL)
+BUILD_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+from draftcore.data.dataset import DataOptions, build_dataset
 
-    build_dataset(source, tokenizer, OPTIONS, folder, die)
+source, tokenizer, folder = sys.argv[1:]
+
+def die(rows):
+    assert (Path(folder) / "partial" / "tokens.bin").exists()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+build_dataset(source, tokenizer, DataOptions(max_length=64), Path(folder), die)
+"""
 
 
 def test_what_a_killed_process_left_is_replaced(
     tmp_path: Path, chatml: Tokenizer, jsonl: Jsonl
 ) -> None:
     source, folder = jsonl(*[chat("Hi", str(i)) for i in range(600)]), tmp_path / "data"
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=build_and_die, args=(source, chatml, folder))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    chatml.save_pretrained(tmp_path / "tokenizer")
+    program = [sys.executable, "-c", BUILD_AND_DIE, source, tmp_path / "tokenizer", folder]
+    assert subprocess.run(program).returncode == -signal.SIGKILL
     assert (folder / "partial").exists()
     dataset = build_dataset(source, chatml, OPTIONS, folder)
     assert len(dataset) == 600
