@@ -126,8 +126,8 @@ class Report:
         axes.bar(positions, rates, color="#3b6ea5", width=0.7)
         errors = np.clip(np.abs(bounds - rates), 0, None)
         axes.errorbar(positions, rates, yerr=errors, fmt="none", ecolor="#222222", capsize=3, lw=1)
-        for position, rate in zip(positions, rates, strict=True):
-            axes.text(float(position), 0.02, f"{rate:.2f}", ha="center", color="white", fontsize=9)
+        for position, rate, high in zip(positions, rates, bounds[1], strict=True):
+            axes.text(float(position), high + 0.02, f"{rate:.2f}", ha="center", fontsize=9)
         axes.set(xlabel="drafted position", ylabel="accepted up to here", ylim=(0, 1))
         axes.set_title(
             f"acceptance length {self.acceptance_length:.2f} "
