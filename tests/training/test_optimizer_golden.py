@@ -31,7 +31,10 @@ def test_the_learning_rate_follows_the_golden_trace(schedule):
 def test_clipping_and_the_update_follow_the_golden_trace(schedule):
     """The gradient is given doubled with denominator 2, so the division is tested too."""
     trace = TRACE[f"optimizer_{schedule}"]
-    of = lambda kind, step: TENSORS[f"optimizer.{schedule}.{kind}.{step}"]  # noqa: E731
+
+    def of(kind: str, step: int) -> torch.Tensor:
+        return TENSORS[f"optimizer.{schedule}.{kind}.{step}"]
+
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     optimizer = build_optimizer(
         [{"params": [weight]}], weight_decay=trace["weight_decay"], betas=tuple(trace["betas"])
