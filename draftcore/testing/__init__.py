@@ -5,47 +5,82 @@
     class TestMyStore(StoreSuite):
         plugin = "my_package.plugin"
 
-        @pytest.fixture
-        def store_uri(self, tmp_path):
-            return f"mine:{tmp_path}"
-
-A suite opens everything through the plugin's hooks, as a run does. A standard test that cannot
-hold is switched off with `pytest.mark.xfail(reason=...)`, never by overriding it with less. The
-suites need pytest: `pip install draftcore[testing]`.
+There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each kind of offer:
+`algorithms.AlgorithmSuite`, `captures.CaptureSuite`, `stores.StoreSuite`, `channels.ChannelSuite`.
+`draftcore check-plugin NAME` runs all that apply. A suite opens everything through the plugin's
+hooks, as a run does. The suites need pytest: `pip install draftcore[testing]`.
 """
 
 import importlib
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
 
 import pluggy
 import pytest
 
+from draftcore.explain import validate
 from draftcore.hookspecs import Specs
 from draftcore.offers import Kind, Offer
 
+SUITES = ("algorithms", "captures", "channels", "plugins", "stores")
 # Asserts in a suite explain themselves as those of a test file do.
-pytest.register_assert_rewrite("draftcore.testing.stores", "draftcore.testing.channels")
+pytest.register_assert_rewrite(*(f"draftcore.testing.{name}" for name in SUITES))
+
+
+class Suite:
+    """What all suites share: a subclass says which plugin, which of its offers, which options.
+
+    A standard test that cannot hold is switched off with `pytest.mark.xfail(reason=...)` above an
+    override that calls it; overriding it with less raises TypeError where the class is made.
+    """
+
+    plugin: ClassVar[str]  # the plugin's module, or module:instance as in its entry point
+    name: ClassVar[str] = ""  # the offer under test; the plugin's only one of the kind if empty
+    options: ClassVar[Mapping[str, Any]] = {}  # the offer's options, as in a run's YAML
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__module__.startswith(__name__):
+            return
+        standard = [base for base in cls.__mro__ if base.__module__.startswith(__name__)]
+        for test in (name for name in vars(cls) if name.startswith("test_")):
+            if any(test in vars(base) for base in standard) and not _excused(vars(cls)[test]):
+                raise TypeError(
+                    f"{cls.__name__}.{test} replaces a standard test\n"
+                    "  a test that cannot hold is marked: @pytest.mark.xfail(reason=...) above an "
+                    f"override that calls super().{test}(...)"
+                )
+
+
+def _excused(test: Any) -> bool:
+    marks = getattr(test, "pytestmark", ())
+    return any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
 
 
 def hooks_of(plugin: str) -> Specs:
-    """Return the hooks of one plugin module, alone in a plugin manager of its own."""
+    """Return the hooks of one plugin, alone in a plugin manager of its own."""
+    module, _, instance = plugin.partition(":")
+    found = importlib.import_module(module)
     manager = pluggy.PluginManager("draftcore")
     manager.add_hookspecs(Specs)
-    manager.register(importlib.import_module(plugin))
+    manager.register(getattr(found, instance) if instance else found)
     return cast(Specs, manager.hook)
 
 
 def offer_of(plugin: str, kind: Kind, name: str) -> Offer:
-    """Return what a plugin says of one thing it offers; the test fails if it offers no such."""
+    """Return what a plugin says of one thing it offers, the only one of its kind for name ''.
+
+    The test fails if it offers no such.
+    """
     offers = [offer for listed in cast(Any, hooks_of(plugin)).describe() for offer in listed]
-    for offer in offers:
-        if (offer.kind, offer.name) == (kind, name):
-            return cast(Offer, offer)
+    same = [offer for offer in offers if offer.kind == kind and name in ("", offer.name)]
+    if len(same) == 1:
+        return cast(Offer, same[0])
     shown = ", ".join(f"{offer.kind} {offer.name}" for offer in offers) or "nothing"
-    pytest.fail(f"plugin {plugin} offers no {kind} named {name!r}; it offers: {shown}")
+    asked = f"{kind} named {name!r}" if name else f"one {kind}"
+    pytest.fail(f"plugin {plugin} does not offer {asked}; it offers: {shown}")
 
 
-def default_options(offer: Offer) -> Any:
-    """Return an offer's options with their defaults, or None where it has no options model."""
-    module, _, name = offer.options.partition(":")
-    return getattr(importlib.import_module(module), name)() if name else None
+def options_of(offer: Offer, data: Mapping[str, Any]) -> Any:
+    """Return an offer's options, validated as a run does; None where it has no options model."""
+    return validate(offer.options, data, f"options of the {offer.kind} {offer.name!r}")

@@ -1,7 +1,7 @@
 """What every channel must do. See `draftcore.testing` for how to use it.
 
-A subclass sets `plugin` and the fixture `channel_uri`; one whose limits are not the URI options
-`limit_refs` and `limit_bytes` overrides `with_limits`.
+A subclass sets `plugin`, and the fixture `channel_uri` where a channel needs more than a folder;
+one whose limits are not the URI options `limit_refs` and `limit_bytes` overrides `with_limits`.
 
 The tests use a plan of 4 groups of 2 samples, in steps of 2 samples that each need two groups:
 
@@ -9,8 +9,9 @@ The tests use a plan of 4 groups of 2 samples, in steps of 2 samples that each n
     step     0: a c    1: d b    2: e g    3: h f       (epoch 0; steps 4 to 7 are epoch 1)
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from draftcore.records import (
     SampleRef,
     TensorSpec,
 )
-from draftcore.testing import default_options, hooks_of, offer_of
+from draftcore.testing import Suite, hooks_of, offer_of, options_of
 
 OpenChannel = Callable[..., Channel]
 GROUPS = ("ab", "cd", "ef", "gh")
@@ -33,16 +34,15 @@ STEPS = ("ac", "db", "eg", "hf")
 NBYTES = 1000
 
 
-class ChannelSuite:
+class ChannelSuite(Suite):
     """The behaviour of a channel, opened through its plugin."""
-
-    plugin: ClassVar[str]
 
     # ------------------------------------------------------------ what a subclass says
 
     @pytest.fixture
-    def channel_uri(self) -> str:
-        raise NotImplementedError("override the fixture channel_uri: the URI of a fresh channel")
+    def channel_uri(self, tmp_path: Path) -> str:
+        """The URI of a fresh channel; by default in a fresh folder."""
+        return f"{offer_of(self.plugin, 'channel', self.name).name}:{tmp_path / 'channel'}"
 
     def with_limits(self, uri: str, refs: int, nbytes: int) -> str:
         """Return the URI of a channel with this much credit."""
@@ -56,7 +56,8 @@ class ChannelSuite:
         opened: list[Channel] = []
 
         def opener(*, refs: int = 10**6, nbytes: int = 10**12) -> Channel:
-            opened.append(open_through(self.plugin, self.with_limits(channel_uri, refs, nbytes)))
+            uri = self.with_limits(channel_uri, refs, nbytes)
+            opened.append(open_through(self.plugin, uri, self.options))
             return opened[-1]
 
         yield opener
@@ -382,10 +383,10 @@ class ChannelSuite:
 # ---------------------------------------------------------------- pieces of the tests
 
 
-def open_through(plugin: str, uri: str, run_id: str = "suite") -> Channel:
+def open_through(plugin: str, uri: str, data: Mapping[str, Any], run_id: str = "suite") -> Channel:
     """Open a channel through its plugin's hook, as a run does."""
     name = uri.partition(":")[0]
-    options = default_options(offer_of(plugin, "channel", name))
+    options = options_of(offer_of(plugin, "channel", name), data)
     channel = hooks_of(plugin).channel(name=name, uri=uri, run_id=run_id, options=options)
     assert channel is not None, f"{plugin} answers None to channel(name={name!r})"
     return channel

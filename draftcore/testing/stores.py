@@ -1,7 +1,8 @@
 """What every feature store must do. See `draftcore.testing` for how to use it.
 
-A subclass sets `plugin` and the fixture `store_uri`. A durable store also says how to `alter` what
-it stored, and one whose limit is not the URI option `max_bytes` overrides `with_limit`.
+A subclass sets `plugin`, and the fixture `store_uri` where a store needs more than a folder. A
+durable store also says how to `alter` what it stored, and one whose limit is not the URI option
+`max_bytes` overrides `with_limit`.
 """
 
 import json
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,23 +21,22 @@ from torch import Tensor
 
 from draftcore.records import FeatureStore, SampleRef, StoreItem
 from draftcore.stores import StoreError, StoreFull
-from draftcore.testing import default_options, hooks_of, offer_of
+from draftcore.testing import Suite, hooks_of, offer_of, options_of
 
 OpenStore = Callable[..., FeatureStore]
 DTYPES = ["bfloat16", "float16", "float32", "int64", "bool"]
 ODD_IDS = ["a/b/../c", "/abs", "ünïcødé 漢字 🙂", "with space\nand line", "x" * 3000, "..", ""]
 
 
-class StoreSuite:
+class StoreSuite(Suite):
     """The behaviour of a store, opened through its plugin."""
-
-    plugin: ClassVar[str]
 
     # ------------------------------------------------------------ what a subclass says
 
     @pytest.fixture
-    def store_uri(self) -> str:
-        raise NotImplementedError("override the fixture store_uri: the URI of an empty store")
+    def store_uri(self, tmp_path: Path) -> str:
+        """The URI of an empty store; by default in a fresh folder."""
+        return f"{offer_of(self.plugin, 'store', self.name).name}:{tmp_path / 'store'}"
 
     def with_limit(self, uri: str, nbytes: int) -> str:
         """Return the URI of a store that holds at most `nbytes`."""
@@ -46,6 +46,10 @@ class StoreSuite:
         """Change a byte of every tensor that a durable store holds, behind its back."""
         raise NotImplementedError("override alter: a durable store must notice altered bytes")
 
+    def opening(self, uri: str) -> tuple[str, str, str]:
+        """What another process needs to open the same store."""
+        return self.plugin, uri, json.dumps(dict(self.options))
+
     # ------------------------------------------------------------ fixtures
 
     @pytest.fixture
@@ -54,7 +58,7 @@ class StoreSuite:
         opened: list[FeatureStore] = []
 
         def opener(uri: str = store_uri) -> FeatureStore:
-            opened.append(open_through(self.plugin, uri))
+            opened.append(open_through(self.plugin, uri, self.options))
             return opened[-1]
 
         yield opener
@@ -330,7 +334,7 @@ class StoreSuite:
         reader = open_store()  # before the other process writes
         assert reader.lookup(["theirs"]) == {}
         done = subprocess.run(
-            child_command("visit", self.plugin, store_uri, json.dumps(ours.to_json())),
+            child_command("visit", *self.opening(store_uri), json.dumps(ours.to_json())),
             capture_output=True,
             text=True,
             timeout=120,
@@ -364,7 +368,7 @@ class StoreSuite:
         """kill -9 in the midst of puts: what was acknowledged is whole, the store goes on."""
         with open(tmp_path / "errors", "w") as errors:
             child = subprocess.Popen(
-                child_command("put_until_killed", self.plugin, store_uri),
+                child_command("put_until_killed", *self.opening(store_uri)),
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -402,10 +406,10 @@ class StoreSuite:
 # ---------------------------------------------------------------- pieces of the tests
 
 
-def open_through(plugin: str, uri: str) -> FeatureStore:
+def open_through(plugin: str, uri: str, data: Mapping[str, Any]) -> FeatureStore:
     """Open a store through its plugin's hook, as a run does."""
     name = uri.partition(":")[0]
-    options = default_options(offer_of(plugin, "store", name))
+    options = options_of(offer_of(plugin, "store", name), data)
     store = hooks_of(plugin).feature_store(name=name, uri=uri, options=options)
     assert store is not None, f"{plugin} answers None to feature_store(name={name!r})"
     return store
@@ -460,9 +464,9 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def visit(plugin: str, uri: str, ref: str) -> None:
+def visit(plugin: str, uri: str, options: str, ref: str) -> None:
     """Read the visited process's sample, put one, and print its ref."""
-    store = open_through(plugin, uri)
+    store = open_through(plugin, uri, json.loads(options))
     with store.get(SampleRef.from_json(json.loads(ref))) as handle:
         assert handle.tensors["x"].tolist() == [11] * 16
     print(json.dumps(store.put(numbered("theirs", 22)).to_json()))
@@ -474,8 +478,8 @@ def killed_item(number: int) -> StoreItem:
     return StoreItem(f"killed/{number}", {"x": torch.full((1 << 19,), number)}, 1)
 
 
-def put_until_killed(plugin: str, uri: str) -> None:
-    store = open_through(plugin, uri)
+def put_until_killed(plugin: str, uri: str, options: str) -> None:
+    store = open_through(plugin, uri, json.loads(options))
     for number in range(10_000):
         store.put(killed_item(number))
         print(f"killed/{number}", flush=True)
