@@ -70,10 +70,16 @@ class StoreSuite(Suite):
         return open_store()
 
     @pytest.fixture
-    def durable(self, store_uri: str) -> None:
-        offer = offer_of(self.plugin, "store", store_uri.partition(":")[0])
-        if "durable" not in offer.capabilities:
-            pytest.skip("the store does not claim to be durable")
+    def shared(self) -> None:
+        self.require("shared", "to be reached by several processes")
+
+    @pytest.fixture
+    def durable(self) -> None:
+        self.require("durable", "to outlive its processes")
+
+    def require(self, capability: str, meaning: str) -> None:
+        if capability not in offer_of(self.plugin, "store", self.name).capabilities:
+            pytest.skip(f"the store does not claim {meaning} (capability {capability})")
 
     # ------------------------------------------------------------ bits
 
@@ -324,7 +330,7 @@ class StoreSuite(Suite):
         assert store.stats().samples == 12
         assert store.stats().open_handles == 0
 
-    @pytest.mark.usefixtures("durable")
+    @pytest.mark.usefixtures("shared")
     def test_two_processes_see_each_others_samples(
         self, open_store: OpenStore, store_uri: str
     ) -> None:
@@ -361,7 +367,7 @@ class StoreSuite(Suite):
         with again.get(newer) as handle:
             assert int(handle.tensors["x"][0]) == 4
 
-    @pytest.mark.usefixtures("durable")
+    @pytest.mark.usefixtures("shared")
     def test_a_killed_writer_leaves_nothing_half_served(
         self, open_store: OpenStore, store_uri: str, tmp_path: Path
     ) -> None:
