@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from draftcore.errors import UsageError
 from draftcore.explain import explain
+from draftcore.overrides import apply_overrides, read_yaml
 
 
 class Section(BaseModel):
@@ -60,11 +60,9 @@ class CaptureConfig(Choice):
     )
 
 
-class TrainConfig(Section):
-    epochs: int = Field(1, ge=1)
-    max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps")
-    batch: int = Field(8, ge=1, description="samples per micro-batch")
-    accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step")
+class TuningConfig(Section):
+    """How one draft is optimised: what drafts of one run may set differently."""
+
     lr: float | None = Field(None, gt=0, description="peak rate; the algorithm's default if unset")
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_ratio: float | None = Field(None, ge=0, lt=1, description="algorithm's default if unset")
@@ -74,6 +72,13 @@ class TrainConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="compute type over fp32 masters")
+
+
+class TrainConfig(TuningConfig):
+    epochs: int = Field(1, ge=1)
+    max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps")
+    batch: int = Field(8, ge=1, description="samples per micro-batch")
+    accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step")
     device: str = Field("auto", description="as target.device")
     seed: int = Field(0, ge=0)
     log_every: int = Field(10, ge=1, description="steps per line of metrics.jsonl")
@@ -84,6 +89,14 @@ class TrainConfig(Section):
     )
     eval_samples: int = Field(64, ge=1, description="held-out samples of the loss during training")
     eval_prompts: int = Field(8, ge=0, description="prompts decoded at each evaluation; 0 is none")
+
+
+class DraftConfig(Section):
+    algorithm: Choice
+    train: TuningConfig = Field(TuningConfig(), description="what differs from the run's `train`")
+
+
+Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # a folder in the run's, beside its `data`
 
 
 class EvalConfig(Section):
@@ -103,7 +116,8 @@ class RunConfig(Section):
     run: Path = Field(description="folder of the run: checkpoints, metrics, reports")
     target: TargetConfig
     data: DataConfig = DataConfig()
-    algorithm: Choice
+    algorithm: Choice | None = Field(None, description="the draft to train")
+    drafts: dict[Label, DraftConfig] = Field({}, description="or several, from one capture")
     capture: CaptureConfig = CaptureConfig()
     store: str = Field("memory", description="URI of the feature store, e.g. memory or file:FOLDER")
     channel: str = Field("memory", description="URI of the channel between producers and trainer")
@@ -111,65 +125,26 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
 
+    @model_validator(mode="after")
+    def _has_drafts(self) -> Self:
+        if (self.algorithm is None) == (not self.drafts):
+            raise ValueError("set either algorithm, for one draft, or drafts, for several by label")
+        if "data" in self.drafts:
+            raise ValueError(
+                "no draft can be labelled 'data', as the run's own folder of that name"
+            )
+        return self
 
-Override = Annotated[str, "KEY=VALUE with a dotted key; the value is read as YAML"]
 
-
-def load_config(path: Path, overrides: Sequence[Override] = ()) -> RunConfig:
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's YAML and apply overrides in order.
 
     Raises UsageError for a missing or malformed file, an override without `=`, and every key or
     value that the models above refuse, with the nearest known key.
     """
-    data = _read_yaml(path)
-    for override in overrides:
-        _apply(data, override)
+    data = read_yaml(path)
+    apply_overrides(data, overrides)
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         raise UsageError(explain(error, RunConfig, str(path))) from None
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        near = ", ".join(sorted(p.name for p in path.parent.glob("*.y*ml"))) or "none"
-        raise UsageError(
-            f"no configuration file {path}\n  YAML files in {path.parent}: {near}"
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
-    if not isinstance(data, dict):
-        kind = type(data).__name__
-        raise UsageError(
-            f"{path} holds {kind}, not a mapping\n  it needs at least run, target and algorithm"
-        )
-    return data
-
-
-def _apply(data: dict[str, Any], override: Override) -> None:
-    key, equals, text = override.partition("=")
-    if not (equals and key):
-        raise UsageError(f"override {override!r} is not KEY=VALUE\n  for example train.lr=1e-4")
-    *parents, last = key.split(".")
-    for parent in parents:
-        child = data.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise UsageError(f"override {override!r}: {parent!r} is a value, not a section")
-        data = child
-    data[last] = _scalar(text)
-
-
-def _scalar(text: str) -> Any:
-    """Read a value as YAML 1.1 does, and also 1e-4, which YAML 1.1 takes for a string."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"cannot read the value {text!r}: {error}") from None
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value

@@ -41,7 +41,9 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     for problem in error.errors(include_url=False):
         *parents, key = problem["loc"] or ("",)
         path = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "extra_forbidden":
+        if not problem["loc"]:  # a rule about the whole
+            lines.append(f"  {problem['msg'].removeprefix('Value error, ')}")
+        elif problem["type"] == "extra_forbidden":
             known = _keys(model, parents)
             hint = nearest(str(key), known)
             lines.append(f"  {path}: unknown key{hint}; there are {', '.join(known)}")

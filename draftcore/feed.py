@@ -30,6 +30,8 @@ from draftcore.records import (
     StoreItem,
 )
 
+TEXT = ("token_ids", "loss_mask")  # stored beside the features, so that a store is all one needs
+
 
 class Tokens(Protocol):
     """What a producer needs of a dataset."""
@@ -112,10 +114,12 @@ class Feed:
         channel: Channel,
         producer: Producer,
         *,
+        names: Sequence[str],
         durable: bool,
     ) -> None:
         self.plan, self.store, self.channel = plan, store, channel
         self.producer, self.durable = producer, durable
+        self.names = (*names, *TEXT)
 
     def start(self, step: int) -> None:
         """Begin, or begin again, at a step: nothing before it is captured or read.
@@ -131,7 +135,10 @@ class Feed:
             if self.producer.run_once() is None:
                 raise DraftcoreError(f"step {step.index} waits for samples that nobody captures")
         with ExitStack() as stack:
-            handles = [stack.enter_context(handle) for handle in self.store.get_many(refs)]
+            handles = [
+                stack.enter_context(handle)
+                for handle in self.store.get_many(refs, names=self.names)
+            ]
             yield [
                 _sample(identity, dict(handle.tensors))
                 for identity, handle in zip(step.samples, handles, strict=True)
@@ -150,5 +157,5 @@ class Feed:
 
 
 def _sample(identity: SampleId, tensors: dict[str, torch.Tensor]) -> Sample:
-    token_ids_T, loss_mask_T = tensors.pop("token_ids"), tensors.pop("loss_mask")
+    token_ids_T, loss_mask_T = (tensors.pop(name) for name in TEXT)
     return Sample(identity, token_ids_T, loss_mask_T, tensors)

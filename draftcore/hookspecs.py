@@ -151,15 +151,18 @@ class Specs:
         """A training run starts or resumes; `config` is the resolved configuration."""
 
     @hookspec
-    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An optimizer step is done. `metrics` holds loss, lr, gradient norm and the algorithm's own."""
+    def step_finished(self, step: int, metrics: Mapping[str, float], draft: str = "") -> None:
+        """An optimizer step is done. `metrics` holds loss, lr, gradient norm and the algorithm's own.
+
+        `draft` is the label of the draft here and below, empty in a run of a single one.
+        """
 
     @hookspec
-    def evaluated(self, step: int, report: Mapping[str, Any]) -> None:
+    def evaluated(self, step: int, report: Mapping[str, Any], draft: str = "") -> None:
         """An evaluation is done, during training or by `draftcore eval`."""
 
     @hookspec
-    def checkpoint_saved(self, step: int, folder: Path) -> None:
+    def checkpoint_saved(self, step: int, folder: Path, draft: str = "") -> None:
         """A checkpoint is durable."""
 
     @hookspec

@@ -38,6 +38,10 @@ class FeatureRequest:
         hidden = tuple(f"hidden.{layer}" for layer in self.layers)
         return hidden + (("last_hidden",) if self.last_hidden else ())
 
+    def serves(self, other: FeatureRequest) -> bool:
+        """Say whether what this request captures holds all that another asks for."""
+        return self.dtype == other.dtype and set(other.names) <= set(self.names)
+
     def union(self, other: FeatureRequest) -> FeatureRequest:
         """Join two requests of one dtype, storing nothing twice."""
         if self.dtype != other.dtype:

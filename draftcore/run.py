@@ -1,7 +1,9 @@
 """A configured run: every part opened once, when first needed, checked against the others.
 
 This is the composition root. Nothing else reads the configuration to decide what to build, and
-nothing here computes: it finds the plugin, opens the part and says what does not fit.
+nothing here computes: it finds the plugin, opens the part and says what does not fit. A `Run` is
+what its drafts share, from the data to the feed; a `DraftRun` is one of them, with a configuration
+as if it were alone.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -23,19 +25,22 @@ from numpy.typing import NDArray
 from draftcore.binding import Binding, bind, observers
 from draftcore.config import RunConfig
 from draftcore.data.dataset import DataOptions, Dataset, build_dataset
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.feed import Feed, Producer
 from draftcore.hookspecs import Specs
 from draftcore.plan import Plan
-from draftcore.plugins import Registry
+from draftcore.plugins import Plugin, Registry
 from draftcore.records import (
     Capture,
     Channel,
     DataSummary,
     Draft,
+    DraftBatch,
+    Drafter,
     DurableStore,
     FeatureRequest,
     FeatureStore,
+    Sample,
 )
 from draftcore.target import TargetSpec
 
@@ -59,32 +64,47 @@ class Run:
     def __init__(self, config: RunConfig, registry: Registry) -> None:
         self.config, self.registry, self.folder = config, registry, config.run
 
-    # ------------------------------------------------------------ plugins
+    # ------------------------------------------------------------ drafts and plugins
 
     @functools.cached_property
-    def algorithm(self) -> Binding:
-        return bind(self.registry, "algorithm", self.config.algorithm.name, self.config.plugins)
+    def drafts(self) -> tuple[DraftRun, ...]:
+        """The drafts of the run: one without a label, or several by label."""
+        if self.config.algorithm is not None:
+            return (DraftRun(self, "", self.config),)
+        return tuple(
+            DraftRun(self, label, _alone(self.config, label)) for label in self.config.drafts
+        )
 
-    @functools.cached_property
-    def options(self) -> Any:
-        return self.algorithm.options(self.config.algorithm.options)
+    def chosen(self, label: str | None) -> tuple[DraftRun, ...]:
+        """The draft of this label, or all. Raises UsageError for a label that is not there."""
+        found = tuple(draft for draft in self.drafts if label in (None, draft.label))
+        if not found:
+            labels = [draft.label for draft in self.drafts if draft.label]
+            raise UsageError(
+                f"there is no draft {label!r}{nearest(str(label), labels)}\n"
+                f"  drafts of this run: {', '.join(labels) or 'a single one, without a label'}"
+            )
+        return found
 
     @functools.cached_property
     def observers(self) -> Specs:
         return observers(self.registry, self.config.plugins)
 
     @functools.cached_property
-    def plugins(self) -> list[dict[str, Any]]:
-        """Who took part: name, dist, version and origin of every selected plugin."""
+    def plugins(self) -> tuple[Plugin, ...]:
+        """Who provides what the drafts share: capture, store, channel, wrappers and observers."""
         config = self.config
-        chosen = [
-            self.algorithm.plugin,
+        return (
             self.registry.find("capture", config.capture.name),
             self.registry.find("store", _scheme(config.store)),
             self.registry.find("channel", _scheme(config.channel)),
             *self.registry.extras(config.plugins),
-        ]
-        return self.registry.manifest(list({plugin.name: plugin for plugin in chosen}.values()))
+        )
+
+    def manifest(self, drafts: Iterable[DraftRun]) -> list[dict[str, str]]:
+        """Name, dist, version and origin of every plugin that these drafts depend on."""
+        chosen = [*(draft.algorithm.plugin for draft in drafts), *self.plugins]
+        return self.registry.manifest({plugin.name: plugin for plugin in chosen}.values())
 
     # ------------------------------------------------------------ target, features, data
 
@@ -95,9 +115,20 @@ class Run:
 
     @functools.cached_property
     def request(self) -> FeatureRequest:
-        request = self.algorithm.hook.feature_request(target=self.target, options=self.options)
-        dtype = self.config.capture.dtype
-        return request if dtype == "auto" else dataclasses.replace(request, dtype=dtype)
+        """What is captured: all that any draft asks for, or a durable store's wider request."""
+        requests = [draft.request for draft in self.drafts]
+        if len(dtypes := {request.dtype for request in requests}) > 1:
+            raise UsageError(
+                f"the drafts of this run ask for features of {' and '.join(sorted(dtypes))}\n"
+                "  set capture.dtype to one type for all"
+            )
+        wanted, manifest = functools.reduce(FeatureRequest.union, requests), self._manifest()
+        if manifest is None:
+            return wanted
+        held = FeatureRequest(
+            **{**manifest["request"], "layers": tuple(manifest["request"]["layers"])}
+        )
+        return held if held.serves(wanted) else wanted
 
     @functools.cached_property
     def samples(self) -> Samples:
@@ -178,7 +209,14 @@ class Run:
         producer = Producer(
             self.open_capture, self.samples, self.store, self.channel, self.provenance
         )
-        return Feed(self.plan, self.store, self.channel, producer, durable=self.durable)
+        return Feed(
+            self.plan,
+            self.store,
+            self.channel,
+            producer,
+            names=self.request.names,
+            durable=self.durable,
+        )
 
     def open_capture(self) -> Capture:
         choice = self.config.capture
@@ -216,26 +254,18 @@ class Run:
             {
                 "complete": complete,
                 "fingerprint": self.samples.summary.fingerprint,
+                "request": dataclasses.asdict(self.request),
                 "provenance": self.provenance,
                 "feature_ids": list(self.samples.feature_ids),
                 "lengths": self.samples.lengths.tolist(),
                 "summary": {**summary, "token_counts": list(summary["token_counts"].items())},
                 "target": {"path": self.target.path, "revision": self.target.revision},
-                "plugins": self.plugins,
+                "plugins": self.manifest(self.drafts),
             }
         )
 
     def _manifest(self) -> dict[str, Any] | None:
         return cast(DurableStore, self.store).read_manifest() if self.durable else None
-
-    # ------------------------------------------------------------ drafts
-
-    def build_draft(self, summary: DataSummary) -> Draft:
-        """A fresh draft in fp32; the same seed and summary give the same bits."""
-        torch.manual_seed(self.config.train.seed)
-        return self.algorithm.hook.build_draft(
-            target=self.target, data=summary, options=self.options
-        )
 
     # ------------------------------------------------------------ the folder
 
@@ -255,6 +285,70 @@ class Run:
             self.feed.close()
         elif "store" in self.__dict__:
             self.store.close()
+
+
+class DraftRun:
+    """One draft of a run: its algorithm, bound alone, its settings and its folder.
+
+    `config` is the run's as if this draft were the only one, so that a checkpoint made beside
+    others is the one that the draft alone would have made. `label` is empty for a single draft.
+    """
+
+    def __init__(self, run: Run, label: str, config: RunConfig) -> None:
+        assert config.algorithm is not None
+        self.run, self.label, self.config, self.folder = run, label, config, config.run
+        self.choice = config.algorithm
+
+    @functools.cached_property
+    def algorithm(self) -> Binding:
+        run = self.run
+        return bind(run.registry, "algorithm", self.choice.name, run.config.plugins)
+
+    @functools.cached_property
+    def options(self) -> Any:
+        return self.algorithm.options(self.choice.options)
+
+    @functools.cached_property
+    def request(self) -> FeatureRequest:
+        """The features that this draft trains on, in the run's dtype if it sets one."""
+        hook, dtype = self.algorithm.hook, self.config.capture.dtype
+        request = hook.feature_request(target=self.run.target, options=self.options)
+        return request if dtype == "auto" else dataclasses.replace(request, dtype=dtype)
+
+    def build(self, summary: DataSummary) -> Draft:
+        """A fresh draft in fp32; the same seed and summary give the same bits."""
+        torch.manual_seed(self.config.train.seed)
+        return self.algorithm.hook.build_draft(
+            target=self.run.target, data=summary, options=self.options
+        )
+
+    def collate(self, samples: Sequence[Sample]) -> DraftBatch:
+        """Batch samples with the features that this draft asked for, and no others' features."""
+        names = self.request.names
+        own = [
+            dataclasses.replace(s, features={name: s.features[name] for name in names})
+            for s in samples
+        ]
+        return self.algorithm.hook.collate(samples=own, options=self.options)
+
+    def drafter(self, draft: Draft) -> Drafter:
+        return self.algorithm.hook.drafter(
+            draft=draft, target=self.run.target.model, options=self.options
+        )
+
+
+def _alone(config: RunConfig, label: str) -> RunConfig:
+    """The configuration of one of several drafts, as if it were the only one."""
+    draft = config.drafts[label]
+    tuning = draft.train.model_dump(exclude_unset=True)
+    return config.model_copy(
+        update={
+            "run": config.run / label,
+            "algorithm": draft.algorithm,
+            "drafts": {},
+            "train": config.train.model_copy(update=tuning),
+        }
+    )
 
 
 class StoredSamples:

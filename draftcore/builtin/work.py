@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from draftcore import hookimpl
+from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
     from draftcore.plugins import Registry
-    from draftcore.run import Run
+    from draftcore.run import DraftRun, Run
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -65,40 +66,71 @@ def capture(registry: Registry, config: Path, overrides: tuple[str, ...]) -> Non
 @click.command()
 @run_command
 def train(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
-    """Train a draft, from the run's last checkpoint if it has one.
+    """Train the drafts of a run, each from its last checkpoint if it has one.
 
-    Features come from the store; what it lacks is captured on the way. Ctrl-C ends the step,
-    writes a checkpoint and stops; the same command goes on from there.
+    Features come from the store; what it lacks is captured on the way, once for all drafts. Ctrl-C
+    ends the step, writes checkpoints and stops; the same command goes on from there.
     """
     with open_run(registry, config, overrides) as run:
-        from draftcore.training.trainer import Trainer
+        from draftcore.training.trainer import prepare, train
 
-        trainer = Trainer(run)
-        start, total = trainer.step, run.plan.total_steps
-        if start == total:
-            click.echo(f"already trained: {total} steps in {run.folder}")
+        trainers, total = prepare(run), run.plan.total_steps
+        for trainer in trainers:
+            if trainer.step == total:
+                click.echo(f"already trained: {total} steps in {trainer.draft.folder}")
+            elif trainer.step:
+                click.echo(f"{_of(trainer.draft)}resuming from step {trainer.step} of {total}")
+        if all(trainer.step == total for trainer in trainers):
             return
-        if start:
-            click.echo(f"resuming from step {start} of {total}")
-        reason = trainer.train()
-        click.echo(
-            f"{reason}: step {trainer.step} of {total}, "
-            f"{run.plan.samples_before(trainer.step)} samples, checkpoints in {trainer.checkpoints}"
-        )
+        reason = train(run, trainers)
+        for trainer in trainers:
+            seen = run.plan.samples_before(trainer.step)
+            click.echo(
+                f"{_of(trainer.draft)}{reason}: step {trainer.step} of {total}, {seen} samples, "
+                f"checkpoints in {trainer.checkpoints}"
+            )
         if reason == "interrupted":
             raise click.exceptions.Exit(130)
 
 
+def _of(draft: DraftRun) -> str:
+    return f"{draft.label}: " if draft.label else ""
+
+
+def draft_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a verb name one draft of several; without it the verb does all."""
+    return click.option("--draft", "label", help="One of the run's `drafts`; all if not given.")(
+        function
+    )
+
+
+def only_one(drafts: Sequence[DraftRun], **given: Path | None) -> None:
+    """Raise UsageError where a folder is given, which can be of one draft only, for several."""
+    named = [f"--{name}" for name, folder in given.items() if folder is not None]
+    if named and len(drafts) > 1:
+        labels = ", ".join(draft.label for draft in drafts)
+        raise UsageError(
+            f"{' and '.join(named)} can be given for one draft only, and the run has {labels}\n"
+            "  choose one with --draft"
+        )
+
+
 @click.command(name="eval")
 @run_command
-@click.option("--checkpoint", type=FOLDER, help="A step-* folder; the run's newest if not given.")
+@draft_option
+@click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
 @click.option("--export", "exported", type=FOLDER, help="Evaluate an exported draft instead.")
-@click.option("--out", type=FOLDER, help="Folder of report and plot; RUN/eval if not given.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option(
+    "--out", type=FOLDER, help="Folder of report and plot; RUN[/DRAFT]/eval if not given."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the report as JSON; by draft if several."
+)
 def evaluate(
     registry: Registry,
     config: Path,
     overrides: tuple[str, ...],
+    label: str | None,
     checkpoint: Path | None,
     exported: Path | None,
     out: Path | None,
@@ -110,39 +142,49 @@ def evaluate(
     error, not a statistic.
     """
     with open_run(registry, config, overrides) as run:
-        from draftcore.evaluation.session import evaluate_run
+        from draftcore.evaluation.session import evaluate_draft
 
-        report = evaluate_run(run, checkpoint, exported)
-        folder = out or run.folder / "eval"
-        report.write(folder)
+        drafts, reports = run.chosen(label), {}
+        only_one(drafts, checkpoint=checkpoint, export=exported, out=out)
+        for draft in drafts:
+            report = reports[draft.label] = evaluate_draft(draft, checkpoint, exported)
+            folder = out or draft.folder / "eval"
+            report.write(folder)
+            if as_json:
+                continue
+            heading = [("draft", draft.label)] if draft.label else []
+            for name, value in [*heading, *report.lines(), ("report and plot", str(folder))]:
+                click.echo(f"{name:28}  {value}")
         if as_json:
-            click.echo(json.dumps(report.to_json(), indent=1))
-            return
-        for name, value in report.lines():
-            click.echo(f"{name:28}  {value}")
-        click.echo(f"{'report and plot':28}  {folder}")
+            data = {label: report.to_json() for label, report in reports.items()}
+            click.echo(json.dumps(data.get("", data), indent=1))
 
 
 @click.command()
 @run_command
-@click.option("--checkpoint", type=FOLDER, help="A step-* folder; the run's newest if not given.")
-@click.option("--out", type=FOLDER, help="Folder to write; RUN/export if not given.")
+@draft_option
+@click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
+@click.option("--out", type=FOLDER, help="Folder to write; RUN[/DRAFT]/export if not given.")
 @click.option("--layout", default="serving", show_default=True, help="A layout of the algorithm.")
 def export(
     registry: Registry,
     config: Path,
     overrides: tuple[str, ...],
+    label: str | None,
     checkpoint: Path | None,
     out: Path | None,
     layout: str,
 ) -> None:
     """Write a trained draft in the layout that servers load."""
     with open_run(registry, config, overrides) as run:
-        from draftcore import drafts
+        from draftcore.drafts import export, find_checkpoint
 
-        found = drafts.find_checkpoint(run, checkpoint)
-        folder = drafts.export(run, found, out or run.folder / "export", layout)
-        click.echo(f"exported step {found.step} to {folder}")
+        drafts = run.chosen(label)
+        only_one(drafts, checkpoint=checkpoint, out=out)
+        for draft in drafts:
+            found = find_checkpoint(draft, checkpoint)
+            folder = export(draft, found, out or draft.folder / "export", layout)
+            click.echo(f"{_of(draft)}exported step {found.step} to {folder}")
 
 
 @hookimpl

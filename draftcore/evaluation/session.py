@@ -9,31 +9,30 @@ from draftcore.drafts import find_checkpoint, load_checkpoint, load_export
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.evaluation.report import Report
-from draftcore.run import Run
+from draftcore.run import DraftRun
 
 
-def evaluate_run(run: Run, checkpoint: Path | None, exported: Path | None) -> Report:
-    """Evaluate a run's newest checkpoint, a named one, or an exported draft.
+def evaluate_draft(draft: DraftRun, checkpoint: Path | None, exported: Path | None) -> Report:
+    """Evaluate a draft's newest checkpoint, a named one, or an exported draft.
 
     Raises UsageError where there is nothing to evaluate, or nothing to evaluate it on.
     """
-    config = run.config
+    run, config = draft.run, draft.config
     if checkpoint is not None and exported is not None:
         raise UsageError("--checkpoint and --export were both given\n  name one draft to evaluate")
     if config.data.eval is None:
         raise UsageError("data.eval is not set\n  set it to held-out conversations in JSONL")
     if exported is not None:
-        draft, step = load_export(run, exported), 0
+        built, step = load_export(draft, exported), 0
     else:
-        found = find_checkpoint(run, checkpoint)
-        draft, step = load_checkpoint(run, found), found.step
+        found = find_checkpoint(draft, checkpoint)
+        built, step = load_checkpoint(draft, found), found.step
     prompts, _ = read_prompts(
         config.data.eval, run.target.tokenizer, config.eval.prompts, config.data.max_length
     )
     target = run.target.model
-    draft.module.to(target.device).eval()
-    drafter = run.algorithm.hook.drafter(draft=draft, target=target, options=run.options)
+    built.module.to(target.device).eval()
     token_ids = [list(prompt.token_ids) for prompt in prompts]
-    report = evaluate_prompts(target, drafter, token_ids, config.eval)
-    run.observers.evaluated(step=step, report=report.to_json())
+    report = evaluate_prompts(target, draft.drafter(built), token_ids, config.eval)
+    run.observers.evaluated(step=step, report=report.to_json(), draft=draft.label)
     return report

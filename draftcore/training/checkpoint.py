@@ -25,6 +25,7 @@ from draftcore.plugins import Registry
 from draftcore.records import Draft
 
 MARK = "COMPLETE"
+OPTIMIZER = "optimizer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Checkpoint:
         draft.module.load_state_dict(tensors, strict=False)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        """Restore the optimizer's moments and the random state, to the bit."""
-        tensors = _read(self.folder / "optimizer.safetensors")
+        """Restore the optimizer's moments, to the bit."""
+        tensors = _read(self.folder / OPTIMIZER)
         for name, parameter in module.named_parameters():
             prefix = f"{name}/"
             found = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
@@ -70,13 +71,20 @@ class Checkpoint:
                     key: value if key in on_cpu else value.to(parameter.device)
                     for key, value in found.items()
                 }
-        torch.set_rng_state(tensors["rng.cpu"])
-        if torch.cuda.is_available() and "rng.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["rng.cuda"])
+
+    def random_state(self) -> dict[str, Tensor]:
+        """The random states that `save` was given."""
+        tensors = _read(self.folder / OPTIMIZER)
+        return {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
 
 
 def save(
-    root: Path, draft: Draft, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], keep: int
+    root: Path,
+    draft: Draft,
+    optimizer: torch.optim.Optimizer,
+    random_state: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep: int,
 ) -> Path:
     """Write the checkpoint of `state['step']` and drop all but the newest `keep`."""
     folder = root / f"step-{state['step']:08d}"
@@ -85,7 +93,7 @@ def save(
     aside.mkdir(parents=True)
     try:
         _write(aside / "draft.safetensors", trained_tensors(draft))
-        _write(aside / "optimizer.safetensors", _optimizer_tensors(draft.module, optimizer))
+        _write(aside / OPTIMIZER, {**_optimizer_tensors(draft.module, optimizer), **random_state})
         (aside / "state.json").write_text(json.dumps(state, indent=1))
         _sync(aside / "state.json")
     except (OSError, SafetensorError) as error:
@@ -135,9 +143,7 @@ def trained_tensors(draft: Draft) -> dict[str, Tensor]:
 
 
 def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    tensors = {}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{name}/{key}"] = value.detach().cpu().contiguous()

@@ -17,67 +17,30 @@ from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.plan import Plan
 from draftcore.records import CaptureInput, Draft, Sample, SampleId, StepContext
-from draftcore.run import Run
+from draftcore.run import DraftRun, Run
 from draftcore.training.metrics import ratios
 
 
-class Probe:
-    """Measures a draft in training every `train.eval_every` steps."""
+class HeldOut:
+    """The held-out samples and prompts of a run, shared by its drafts."""
 
-    def __init__(self, run: Run, draft: Draft, device: torch.device) -> None:
-        self.run, self.draft, self.device = run, draft, device
-        if run.config.data.eval is None:
+    def __init__(self, run: Run) -> None:
+        self.run, self.config = run, run.config
+        if self.config.data.eval is None:
             raise UsageError(
                 "train.eval_every is set, but data.eval is not\n  set data.eval to held-out conversations"
             )
 
-    def evaluate(self, step: int, total_steps: int) -> dict[str, Any]:
-        """Return held-out loss and metrics and, with train.eval_prompts, the acceptance length."""
-        module = self.draft.module
-        was_training = module.training
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            module.eval()
-            report = self._held_out(StepContext(step, total_steps, self.run.config.train.seed))
-            if self.run.config.train.eval_prompts:
-                report |= self._decoded()
-            module.train(was_training)
-        return report
-
-    def _held_out(self, context: StepContext) -> dict[str, float]:
-        hook, batch_size = self.run.algorithm.hook, self.run.config.train.batch
-        outputs = []
-        for start in range(0, len(self.samples), batch_size):
-            samples = self.samples[start : start + batch_size]
-            batch = hook.collate(samples=samples, options=self.run.options).to(self.device)
-            outputs.append(hook.forward_loss(draft=self.draft, batch=batch, context=context))
-        loss = [{"loss": (output.numerator, output.denominator)} for output in outputs]
-        return {**ratios(loss), **ratios([output.counts for output in outputs])}
-
-    def _decoded(self) -> dict[str, float]:
-        config = self.run.config
-        drafter = self.run.algorithm.hook.drafter(
-            draft=self.draft, target=self.run.target.model, options=self.run.options
-        )
-        prompts = self.prompts[: config.train.eval_prompts]
-        report = evaluate_prompts(self.run.target.model, drafter, prompts, config.eval)
-        return {"acceptance_length": report.acceptance_length}
-
     @functools.cached_property
     def prompts(self) -> list[list[int]]:
-        config = self.run.config
-        found, _ = read_prompts(
-            str(config.data.eval),
-            self.run.target.tokenizer,
-            config.train.eval_prompts,
-            config.data.max_length,
-        )
+        data, count = self.config.data, self.config.train.eval_prompts
+        found, _ = read_prompts(str(data.eval), self.run.target.tokenizer, count, data.max_length)
         return [list(prompt.token_ids) for prompt in found]
 
     @functools.cached_property
     def samples(self) -> Sequence[Sample]:
-        """The held-out samples with their features."""
-        config = self.run.config
+        """The held-out samples with all the features that the run captures."""
+        config = self.config
         dataset = self.run.dataset(str(config.data.eval), "eval", limit=config.train.eval_samples)
         plan = Plan(
             dataset.feature_ids,
@@ -105,3 +68,44 @@ class Probe:
         ]
         capture.close()
         return samples
+
+
+class Probe:
+    """Measures one draft in training every `train.eval_every` steps."""
+
+    def __init__(
+        self, draft: DraftRun, built: Draft, held_out: HeldOut, device: torch.device
+    ) -> None:
+        self.draft, self.built, self.held_out, self.device = draft, built, held_out, device
+        self.config = draft.config
+
+    def evaluate(self, step: int, total_steps: int) -> dict[str, Any]:
+        """Return held-out loss and metrics and, with train.eval_prompts, the acceptance length."""
+        module = self.built.module
+        was_training = module.training
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            module.eval()
+            report = self._losses(StepContext(step, total_steps, self.config.train.seed))
+            if self.config.train.eval_prompts:
+                report |= self._decoded()
+            module.train(was_training)
+        return report
+
+    def _losses(self, context: StepContext) -> dict[str, float]:
+        hook, size, samples = (
+            self.draft.algorithm.hook,
+            self.config.train.batch,
+            self.held_out.samples,
+        )
+        outputs = []
+        for start in range(0, len(samples), size):
+            batch = self.draft.collate(samples[start : start + size]).to(self.device)
+            outputs.append(hook.forward_loss(draft=self.built, batch=batch, context=context))
+        loss = [{"loss": (output.numerator, output.denominator)} for output in outputs]
+        return {**ratios(loss), **ratios([output.counts for output in outputs])}
+
+    def _decoded(self) -> dict[str, float]:
+        target, drafter = self.draft.run.target.model, self.draft.drafter(self.built)
+        report = evaluate_prompts(target, drafter, self.held_out.prompts, self.config.eval)
+        return {"acceptance_length": report.acceptance_length}

@@ -24,10 +24,12 @@ class Progress:
         )
         self.task = self.bar.add_task(verb, total=total, completed=done, note="")
 
-    def update(self, done: int, metrics: Mapping[str, float] | None = None) -> None:
-        shown = {k: v for k, v in (metrics or {}).items() if k in ("loss", "lr")}
-        note = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        self.bar.update(self.task, completed=done, note=note)
+    def update(self, done: int, metrics: Mapping[str, Mapping[str, float]] | None = None) -> None:
+        """Show how far the work is, and the loss of each draft by its label."""
+        shown = [
+            f"{label} loss {m['loss']:.4g}".strip() for label, m in (metrics or {}).items() if m
+        ]
+        self.bar.update(self.task, completed=done, note="  ".join(shown))
 
     def __enter__(self) -> Progress:
         self.bar.start()

@@ -1,8 +1,10 @@
 """The training loop: fetch, forward, backward, clip, step, report.
 
-Read `Trainer.train` first. Every topology trains through it; what differs lies behind the feed.
-A loss is one numerator and one denominator: both are summed over the accumulation window, and the
-gradients divided once, so the split into micro-batches does not change the update.
+Read `train` first. Every topology trains through it; what differs lies behind the feed. Several
+drafts train side by side on the samples of one feed, each as if it were alone: what a step of one
+depends on, its own random state included, lies in its `Trainer`. A loss is one numerator and one
+denominator: both are summed over the accumulation window, and the gradients divided once, so the
+split into micro-batches does not change the update.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import PlannedStep, Sample, StepContext, StepOutput
-from draftcore.run import Run, read_summary
+from draftcore.run import DraftRun, Run, read_summary
 from draftcore.target import resolve_device
 from draftcore.training import checkpoint
 from draftcore.training.metrics import MetricsLog, ratios
 from draftcore.training.optimizer import build_optimizer, learning_rate, scale_and_clip
-from draftcore.training.probe import Probe
+from draftcore.training.probe import HeldOut, Probe
 from draftcore.training.progress import Progress
+from draftcore.training.random_state import RandomState
 
 # What a resumed run must share with the run that wrote its checkpoint. Where things lie may
 # change between hosts (what they are is checked by fingerprint); a run may be made longer.
@@ -43,81 +46,113 @@ FREE_TRAIN_KEYS = {
 }
 
 
-class Trainer:
-    """One draft in training, from wherever its run stands."""
+def prepare(run: Run) -> list[Trainer]:
+    """Build the trainers of the run's drafts, each from its own last checkpoint."""
+    held_out = HeldOut(run) if run.config.train.eval_every else None
+    return [Trainer(draft, held_out) for draft in run.drafts]
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.config, self.hook = run, run.config.train, run.algorithm.hook
-        self.device = resolve_device(self.config.device)
-        self.checkpoints = run.folder / "checkpoints"
+
+def train(run: Run, trainers: Sequence[Trainer]) -> str:
+    """Train until the plan ends or a signal asks to stop; returns `complete` or `interrupted`.
+
+    One of several drafts that fails leaves the others alone; its error is raised at the end.
+    """
+    active, failed = list(trainers), dict[str, Exception]()
+    total, at, reason = run.plan.total_steps, min(t.step for t in active), "failed"
+    config = run.config.model_dump(mode="json")
+    run.observers.run_started(run=run.folder, config=config, total_steps=total)
+    try:
+        with stop_on_signal() as stop, Progress(total, at) as progress:
+            run.feed.start(at)
+            while at < total and active and not stop:
+                planned, began = run.plan.step(at), time.perf_counter()
+                with run.feed.samples(planned) as samples:
+                    fetched = time.perf_counter() - began
+                    for trainer in [t for t in active if t.step == at]:
+                        try:
+                            trainer.advance(planned, samples, fetched)
+                        except DraftcoreError as error:
+                            if not trainer.draft.label:
+                                raise
+                            active.remove(trainer)
+                            failed[trainer.draft.label] = error
+                run.feed.release(planned)
+                at += 1
+                progress.update(at, {t.draft.label: t.metrics for t in active})
+        for trainer in active:
+            trainer.save()
+        reason = "interrupted" if at < total and active else "failed" if failed else "complete"
+    finally:
+        run.observers.run_finished(run=run.folder, step=at, reason=reason)
+    if failed:
+        causes = "\n".join(f"{label}: {error}" for label, error in failed.items())
+        raise DraftcoreError(f"{len(failed)} of {len(run.drafts)} drafts failed\n{causes}")
+    return reason
+
+
+class Trainer:
+    """One draft in training, from wherever it stands."""
+
+    def __init__(self, draft: DraftRun, held_out: HeldOut | None) -> None:
+        self.draft, self.run, self.config = draft, draft.run, draft.config.train
+        self.hook, self.device = draft.algorithm.hook, resolve_device(self.config.device)
+        self.checkpoints = draft.folder / "checkpoints"
         last = checkpoint.latest(self.checkpoints)
         if last is not None:
-            require_same_run(last, run)
-        summary = run.samples.summary if last is None else read_summary(last.state["data"])
-        self.summary = summary
-        self.draft = run.build_draft(summary)
-        self.draft.module.to(self.device)
-        defaults = self.draft.defaults
+            require_same_run(last, draft)
+        self.summary = read_summary(last.state["data"]) if last else self.run.samples.summary
+        self.built = draft.build(self.summary)
+        self.built.module.to(self.device)
+        defaults = self.built.defaults
         self.lr = self.config.lr or defaults.lr
         self.clip = self.config.clip or defaults.clip
         warmup = self.config.warmup_ratio
         self.warmup_ratio = defaults.warmup_ratio if warmup is None else warmup
         self.optimizer = build_optimizer(
-            self.draft.parameter_groups,
+            self.built.parameter_groups,
             weight_decay=self.config.weight_decay,
             betas=self.config.betas,
         )
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.step = 0
+        self.step, self.metrics = 0, dict[str, float]()
         if last is not None:
-            last.load_draft(self.draft)
-            last.load_optimizer(self.optimizer, self.draft.module)
+            last.load_draft(self.built)
+            last.load_optimizer(self.optimizer, self.built.module)
             self.step = last.step
+        self.random = RandomState(self.device, last.random_state() if last else None)
         self.saved_step = self.step if last is not None else -1
+        self.probe = Probe(draft, self.built, held_out, self.device) if held_out else None
+        self.log = MetricsLog(draft.folder / "metrics.jsonl", self.step, self.config.log_every)
 
-    def train(self) -> str:
-        """Train until the plan ends or a signal asks to stop; returns `complete` or `interrupted`."""
-        plan, feed, observers = self.run.plan, self.run.feed, self.run.observers
-        probe = Probe(self.run, self.draft, self.device) if self.config.eval_every else None
-        total, reason = plan.total_steps, "failed"
-        observers.run_started(
-            run=self.run.folder, config=self.run.config.model_dump(mode="json"), total_steps=total
-        )
-        log = MetricsLog(self.run.folder / "metrics.jsonl", self.step, self.config.log_every)
-        try:
-            with stop_on_signal() as stop, Progress(total, self.step) as progress:
-                feed.start(self.step)
-                while self.step < total and not stop:
-                    planned = plan.step(self.step)
-                    metrics = self.train_step(planned, total)
-                    feed.release(planned)
-                    self.step += 1
-                    log.write(self.step, metrics)
-                    observers.step_finished(step=self.step, metrics=metrics)
-                    progress.update(self.step, metrics)
-                    if self.step % self.config.checkpoint_every == 0:
-                        self.save()
-                    if probe and self.step % (self.config.eval_every or 1) == 0:
-                        report = probe.evaluate(self.step, total)
-                        log.evaluation(self.step, report)
-                        observers.evaluated(step=self.step, report=report)
-            self.save()
-            reason = "interrupted" if self.step < total else "complete"
-        finally:
-            observers.run_finished(run=self.run.folder, step=self.step, reason=reason)
-        return reason
-
-    def train_step(self, planned: PlannedStep, total_steps: int) -> dict[str, float]:
-        """One optimizer step over the planned samples; returns its metrics."""
+    def advance(
+        self, planned: PlannedStep, samples: Sequence[Sample], fetch_seconds: float
+    ) -> None:
+        """Take the planned step and report it; save and evaluate where it is time to."""
+        observers, label, total = self.run.observers, self.draft.label, self.run.plan.total_steps
         began = time.perf_counter()
+        with self.random:
+            metrics = self.train_step(planned, samples, total)
+        seconds = fetch_seconds + time.perf_counter() - began
+        self.metrics = {**metrics, "fetch_seconds": fetch_seconds, "seconds": seconds}
+        self.step += 1
+        self.log.write(self.step, self.metrics)
+        observers.step_finished(step=self.step, metrics=self.metrics, draft=label)
+        if self.step % self.config.checkpoint_every == 0:
+            self.save()
+        if self.probe and self.step % (self.config.eval_every or 1) == 0:
+            report = self.probe.evaluate(self.step, total)
+            self.log.evaluation(self.step, report)
+            observers.evaluated(step=self.step, report=report, draft=label)
+
+    def train_step(
+        self, planned: PlannedStep, samples: Sequence[Sample], total_steps: int
+    ) -> dict[str, float]:
+        """One optimizer step over the planned samples; returns its metrics."""
         context = StepContext(planned.index, total_steps, self.config.seed)
-        outputs = []
-        with self.run.feed.samples(planned) as samples:
-            fetched = time.perf_counter()
-            for start in range(0, len(samples), self.config.batch):
-                outputs.append(
-                    self.forward_backward(samples[start : start + self.config.batch], context)
-                )
+        outputs = [
+            self.forward_backward(samples[start : start + self.config.batch], context)
+            for start in range(0, len(samples), self.config.batch)
+        ]
         numerator = torch.stack([output.numerator.detach() for output in outputs]).sum()
         denominator = torch.stack([output.denominator for output in outputs]).sum()
         lr = learning_rate(
@@ -130,21 +165,20 @@ class Trainer:
         norm = torch.zeros(())
         if denominator > 0:  # a step whose samples are all masked updates nothing
             norm = scale_and_clip(self.parameters, denominator, self.clip)
-            self.require_finite(norm, planned, context)
+            self.require_finite(norm, planned, samples, context)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics = {"loss": float(numerator / denominator.clamp(min=1e-30)), "lr": lr}
-        metrics |= {"grad_norm": float(norm), **ratios([output.counts for output in outputs])}
-        ended = time.perf_counter()
-        return {**metrics, "fetch_seconds": fetched - began, "seconds": ended - began}
+        loss = float(numerator / denominator.clamp(min=1e-30))
+        counts = ratios([output.counts for output in outputs])
+        return {"loss": loss, "lr": lr, "grad_norm": float(norm), **counts}
 
     def forward_backward(self, samples: Sequence[Sample], context: StepContext) -> StepOutput:
         """Accumulate the gradient of one micro-batch's numerator."""
-        batch = self.hook.collate(samples=samples, options=self.run.options).to(self.device)
+        batch = self.draft.collate(samples).to(self.device)
         with self.autocast():
-            output = self.hook.forward_loss(draft=self.draft, batch=batch, context=context)
+            output = self.hook.forward_loss(draft=self.built, batch=batch, context=context)
         if output.numerator.requires_grad:
             output.numerator.backward()  # type: ignore[no-untyped-call]
         return output
@@ -155,18 +189,19 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
-    def require_finite(self, norm: Tensor, planned: PlannedStep, context: StepContext) -> None:
+    def require_finite(
+        self, norm: Tensor, planned: PlannedStep, samples: Sequence[Sample], context: StepContext
+    ) -> None:
         """Raise before the update where the gradient is not finite, naming the samples at fault."""
         if bool(torch.isfinite(norm)):
             return
         guilty = []
-        with self.run.feed.samples(planned) as samples:
-            for row, sample in zip(planned.rows, samples, strict=True):
-                self.optimizer.zero_grad(set_to_none=True)
-                self.forward_backward([sample], context)
-                grads = [p.grad for p in self.parameters if p.grad is not None]
-                if not all(bool(grad.isfinite().all()) for grad in grads):
-                    guilty.append(f"row {row} (sample {sample.id.feature_id})")
+        for row, sample in zip(planned.rows, samples, strict=True):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.forward_backward([sample], context)
+            grads = [p.grad for p in self.parameters if p.grad is not None]
+            if not all(bool(grad.isfinite().all()) for grad in grads):
+                guilty.append(f"row {row} (sample {sample.id.feature_id})")
         raise DraftcoreError(
             f"the gradient of step {planned.index} is not finite; the weights were not changed\n"
             f"  from: {', '.join(guilty) or 'no single sample; the batch as a whole'}\n"
@@ -174,33 +209,39 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Write a checkpoint of where the run stands; once per step."""
+        """Write a checkpoint of where the draft stands; once per step."""
         if self.saved_step == self.step:
             return
-        run = self.run
+        run, summary = self.run, self.summary
         state = {
             "step": self.step,
             "total_steps": run.plan.total_steps,
             "samples_seen": run.plan.samples_before(self.step),
             "run_id": run.run_id,
             "plan": run.plan.key,
-            "config": run.config.model_dump(mode="json"),
+            "config": self.draft.config.model_dump(mode="json"),
             "target": run.target.fingerprint,
-            "draft": dict(self.draft.config),
-            "data": {**vars(self.summary), "token_counts": list(self.summary.token_counts.items())},
-            "plugins": run.plugins,
+            "draft": dict(self.built.config),
+            "data": {**vars(summary), "token_counts": list(summary.token_counts.items())},
+            "plugins": run.manifest([self.draft]),
         }
         folder = checkpoint.save(
-            self.checkpoints, self.draft, self.optimizer, state, self.config.keep_checkpoints
+            self.checkpoints,
+            self.built,
+            self.optimizer,
+            self.random.tensors,
+            state,
+            self.config.keep_checkpoints,
         )
         self.saved_step = self.step
-        run.observers.checkpoint_saved(step=self.step, folder=folder)
+        run.observers.checkpoint_saved(step=self.step, folder=folder, draft=self.draft.label)
 
 
-def require_same_run(last: checkpoint.Checkpoint, run: Run) -> None:
+def require_same_run(last: checkpoint.Checkpoint, draft: DraftRun) -> None:
     """Refuse to go on from a checkpoint of other plugins, target, data or schedule."""
+    run = draft.run
     checkpoint.require_plugins(last, run.registry)
-    then, now = last.state["config"], run.config.model_dump(mode="json")
+    then, now = last.state["config"], draft.config.model_dump(mode="json")
     changed = []
     for section in BINDING_KEYS:
         keys = sorted(

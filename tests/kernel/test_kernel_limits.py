@@ -17,7 +17,14 @@ import draftcore
 CORE = Path(draftcore.__file__).parent
 ROOT = CORE.parent
 KERNEL = ("hookspecs", "offers", "records", "plugins", "binding", "config", "cli")
-HELPERS = ("__init__", "errors", "explain", "dists", "listing")  # all else the kernel may import
+HELPERS = (
+    "__init__",
+    "errors",
+    "explain",
+    "dists",
+    "listing",
+    "overrides",
+)  # all else the kernel may import
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "yaml")
 KNOWN_PLUGINS = ("eagle3", "dflash", "domino", "mooncake", "sglang", "cudagraph", "redis")
 

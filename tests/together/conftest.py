@@ -96,5 +96,6 @@ def make_project(folder: Path, target_folder: Path, samples: int = 24, **changes
         "eval": {"max_new_tokens": 16, "batch": 2},
     }
     for key, value in changes.items():
-        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+        merged = isinstance(value, dict) and key in config
+        config[key] = {**config[key], **value} if merged else value
     return Project(folder, config)

@@ -87,9 +87,9 @@ def test_an_export_reloads_to_identical_logits(project):
 
     project.cli("train", "train.max_steps=2")
     project.cli("export", "train.max_steps=2")
-    run = Run(load_config(project.yaml), load())
-    trained = load_checkpoint(run, find_checkpoint(run, None)).module.state_dict()
-    exported = load_export(run, project.run / "export").module.state_dict()
+    (draft,) = Run(load_config(project.yaml), load()).drafts
+    trained = load_checkpoint(draft, find_checkpoint(draft, None)).module.state_dict()
+    exported = load_export(draft, project.run / "export").module.state_dict()
     assert trained.keys() == exported.keys()
     for name, tensor in trained.items():
         assert torch.equal(tensor, exported[name]), name
