@@ -202,20 +202,20 @@ def mask_token(target: TargetSpec, asked: int | None) -> int:
     """Choose the token that stands for one to be drafted.
 
     The one asked for; the tokenizer's mask token; a row of the embedding that no token uses; the
-    pad, end or unknown token. Raises UsageError where there is none of these.
+    pad, end or unknown token. Of these the first whose embedding is not zero, as a padding row's
+    often is: rows of zeros have no queries, so the first layer could not tell positions apart.
+    Raises UsageError where there is none.
     """
     if asked is not None:
         return asked
-    tokenizer, size = target.tokenizer, target.vocab_size
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
+    tokenizer, embedding_VH = target.tokenizer, target.embedding()
     used = set(tokenizer.get_vocab().values())
-    if (unused := next((token for token in range(size) if token not in used), None)) is not None:
-        return unused
-    for name in ("pad_token_id", "eos_token_id", "unk_token_id"):
-        if (token := getattr(tokenizer, name)) is not None:
+    unused = (token for token in range(target.vocab_size) if token not in used)
+    special = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
+    for token in (tokenizer.mask_token_id, *unused, *special):
+        if token is not None and embedding_VH[token : token + 1].any():  # none past the last row
             return int(token)
     raise UsageError(
-        f"the tokenizer of {target.path!r} has no mask, pad, end or unknown token, and every row "
-        "of the embedding is in use\n  set mask_token_id to a token that texts do not contain"
+        f"the tokenizer of {target.path!r} has no mask, unused, pad, end or unknown token whose "
+        "embedding is not zero\n  set mask_token_id to a token that texts do not contain"
     )

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from draftcore_dflash import plugin
 from draftcore_dflash.config import captured_layers, mask_token
 from draftcore_dflash.options import DFlashOptions
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from draftcore.errors import UsageError
 from draftcore.records import DataSummary, Draft
@@ -122,10 +124,20 @@ def test_the_mask_token_is_found_in_this_order(make_target: MakeTarget) -> None:
     full.tokenizer.pad_token = None
     assert mask_token(full, None) == full.tokenizer.eos_token_id
     full.tokenizer.eos_token = None
-    with pytest.raises(UsageError, match=r"no mask, pad, end or unknown(.|\n)*set mask_token_id"):
+    with pytest.raises(UsageError, match=r"no mask, unused, pad, end or unknown(.|\n)*set mask"):
         mask_token(full, None)
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     assert mask_token(target, None) == tokenizer.mask_token_id
+
+
+def test_a_mask_token_of_zeros_is_passed_over(make_target: MakeTarget) -> None:
+    """Its rows would have no queries, so the first layer could not tell positions apart."""
+    full = make_target(vocab_size=259)
+    (weights,) = Path(full.path).glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["model.embed_tokens.weight"][full.tokenizer.pad_token_id] = 0
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert mask_token(full, None) == full.tokenizer.eos_token_id
 
 
 def test_a_mask_token_without_an_embedding_is_refused(target: TargetSpec) -> None:
