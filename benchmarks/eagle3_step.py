@@ -8,15 +8,14 @@ bf16 rate, so that the ratio does not depend on the machine.
 """
 
 import argparse
-import statistics
-import time
 
 import torch
 from draftcore_eagle3.config import DraftConfig
 from draftcore_eagle3.loss import Objective
 from draftcore_eagle3.model import Eagle3Draft
+from timing import bf16_rate, measure
 
-from draftcore.records import DraftBatch, SampleId, StepContext
+from draftcore.records import DraftBatch, SampleId
 
 WIDTH, VOCABULARY, DRAFT_VOCABULARY, INNER = 4096, 151_936, 32_000, 12_288
 
@@ -29,13 +28,14 @@ def main() -> None:
     arguments = parser.parse_args()
     draft = build(arguments.steps)
     batch = random_batch(arguments.batch, arguments.length)
-    seconds = [step(draft, batch) for _ in range(13)][3:]
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    floor = matrix_seconds(draft, arguments.batch * arguments.length, arguments.steps)
-    median = statistics.median(seconds)
+    floor = matrix_flops(draft, arguments.batch * arguments.length, arguments.steps) / bf16_rate()
+    milliseconds, gibibytes = measure(draft, batch)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"batch {arguments.batch} x {arguments.length}, {arguments.steps} steps: ", end="")
-    print(f"{1e3 * median:.1f} ms, peak {peak:.1f} GiB, {median / floor:.2f} x its matrix products")
+    print(
+        f"batch {arguments.batch} x {arguments.length}, {arguments.steps} steps: "
+        f"{milliseconds:.1f} ms, peak {gibibytes:.1f} GiB, "
+        f"{milliseconds / 1e3 / floor:.2f} x its matrix products"
+    )
 
 
 def build(steps: int) -> Eagle3Draft:
@@ -77,30 +77,12 @@ def random_batch(batch: int, length: int) -> DraftBatch:
     )
 
 
-def step(draft: Eagle3Draft, batch: DraftBatch) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        output = draft(batch, StepContext(0, 1, 0))
-    output.numerator.backward()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    draft.zero_grad(set_to_none=True)
-    return seconds
-
-
-def matrix_seconds(draft: Eagle3Draft, rows: int, steps: int) -> float:
-    """Seconds of the products in docs/performance.md's cost model at the measured bf16 rate."""
-    x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(10):
-        x @ x
-    torch.cuda.synchronize()
-    rate = 10 * 2 * 8192**3 / (time.perf_counter() - began)
+def matrix_flops(draft: Eagle3Draft, rows: int, steps: int) -> float:
+    """Operations of the products in docs/performance.md's cost model; a multiply-add counts 2."""
     layer = sum(p.numel() for p in draft.midlayer.parameters())
     per_row = 3 * 2 * steps * (layer + draft.lm_head.weight.numel())
-    return rows * (per_row + 2 * WIDTH * VOCABULARY + 3 * 2 * draft.fc.weight.numel()) / rate
+    per_row += 2 * WIDTH * VOCABULARY + 3 * 2 * draft.fc.weight.numel()
+    return float(rows * per_row)
 
 
 if __name__ == "__main__":
