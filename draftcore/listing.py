@@ -115,5 +115,8 @@ def _from_here(text: str) -> str:
 def _signature(name: str) -> str:
     """Write a hook's signature as its implementer does: without `self`, types unquoted."""
     signature = inspect.signature(getattr(Specs, name))
-    parameters = list(signature.parameters.values())[1:]
-    return name + str(signature.replace(parameters=parameters)).replace("'", "")
+    parameters = [
+        f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}")
+        for p in list(signature.parameters.values())[1:]
+    ]
+    return f"{name}({', '.join(parameters)}) -> {signature.return_annotation}"
