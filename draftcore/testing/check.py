@@ -150,7 +150,7 @@ def run(checks: Sequence[Check], traceback: bool = False) -> Iterator[Result]:
             for line in map(json.loads, lines):
                 running = line.get("started", "")
                 if not running:
-                    yield _result(traceback=line.pop("traceback", "") if traceback else "", **line)
+                    yield _result(**line if traceback else {**line, "traceback": ""})
             status = child.wait()
             log.seek(0)
             if running:

@@ -7,6 +7,7 @@ A plugin's name is that of an offer, or its distribution's without `draftcore-`:
 configuration or a requirements file knows what to look for in the other.
 """
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -14,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args
 
@@ -63,11 +64,11 @@ class PluginSuite(Suite):
     @pytest.fixture
     def found(self) -> Plugin:
         """The plugin as the registry has it, ready or not."""
-        registry = load(files=[self.loose] if self.loose else [])
-        same = [plugin for plugin in registry.plugins if plugin.module == self.plugin]
+        plugins = loaded(self.loose, tuple(sys.path))
+        same = [plugin for plugin in plugins if plugin.module == self.plugin]
         if len(same) == 1:
             return same[0]
-        modules = ", ".join(sorted(plugin.module for plugin in registry.plugins))
+        modules = ", ".join(sorted(plugin.module for plugin in plugins))
         pytest.fail(f"{len(same)} plugins have the module {self.plugin!r}; there are {modules}")
 
     @pytest.fixture
@@ -117,10 +118,10 @@ class PluginSuite(Suite):
     def test_importing_it_takes_less_than_100_ms(self, found: Plugin) -> None:
         """Beyond what draftcore imports, in the best of up to five tries: machines are noisy."""
         best = looked_at(self.plugin)[0]
-        for _ in range(4):
+        for attempt in range(1, 5):
             if best < BUDGET_MS:
                 break
-            best = min(best, looked_at(self.plugin)[0])
+            best = min(best, looked_at(self.plugin, attempt)[0])
             if best > 10 * BUDGET_MS:  # that is no noise
                 break
         assert best < BUDGET_MS, f"importing {self.plugin} takes {best:.0f} ms"
@@ -231,7 +232,14 @@ class PluginSuite(Suite):
 # ---------------------------------------------------------------- pieces of the tests
 
 
-def looked_at(plugin: str) -> tuple[float, list[str]]:
+@functools.cache
+def loaded(loose: Path | None, path: Sequence[str]) -> tuple[Plugin, ...]:
+    """Load all plugins, once for all tests."""
+    return load(files=[loose] if loose else [], path=path).plugins
+
+
+@functools.cache
+def looked_at(plugin: str, attempt: int = 0) -> tuple[float, list[str]]:
     """Import a plugin in a fresh process and ask what it offers.
 
     Returns the milliseconds of the import alone and every top-level module that is there then.
