@@ -172,7 +172,8 @@ def _child(
     command += [f"--report-to={write}", "-c", str(folder / "pytest.ini"), f"--rootdir={folder}"]
     command += [f"--confcutdir={folder}", f"--basetemp={folder / 'tmp'}", "-p", "no:cacheprovider"]
     command += ["--import-mode=importlib", "--continue-on-collection-errors", "-vv"]
-    command += ["--tb=long" if traceback else "--tb=short", str(folder)]
+    # native is twice as quick where everything fails; of it only the message is shown
+    command += ["--tb=long" if traceback else "--tb=native", str(folder)]
     env = {**child_environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     env = {key: env[key] for key in env if key not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
     with os.fdopen(read, encoding="utf-8") as lines:
@@ -293,19 +294,24 @@ def test_lines(cases: Sequence[Result]) -> Iterator[str]:
     count = f" ({some}{len(cases)})" if len(cases) > 1 else ""
     reason = f": {alike[0].message}" if outcome in ("skipped", "xfailed") else ""
     yield f"  {SHOWN[outcome]:7}  {alike[0].words}{count}{reason}"
-    for case in alike if outcome == "failed" else ():
-        yield from (f"           {line}".rstrip() for line in explanation(case))
+    if outcome == "failed":
+        causes: dict[tuple[str, ...], list[str]] = {}
+        for case in alike:
+            causes.setdefault(explanation(case), []).append(case.case)
+        for lines, names in causes.items():
+            shown = [" ".join(f"[{name}]" for name in names if name), *lines]
+            yield from (f"           {line}" for line in shown if line)
 
 
-def explanation(case: Result) -> list[str]:
+def explanation(case: Result) -> tuple[str, ...]:
     """Return the essential lines of a failure, or the traceback where there is one."""
-    named = [f"[{case.case}]"] if case.case else []
     if case.traceback:
-        return [*named, *case.traceback.splitlines()]
-    lines = case.message.strip().splitlines()
-    more = [f"... {len(lines) - ESSENTIAL} more lines: draftcore --traceback check-plugin ..."]
-    cut = lines[:ESSENTIAL] + more * (len(lines) > ESSENTIAL)
-    return [*named, *cut, *([f"at {case.where}"] if case.where else [])]
+        return tuple(case.traceback.splitlines())
+    lines = [line for line in case.message.splitlines() if line.strip()]
+    known = next((at for at, line in enumerate(lines) if "Full diff:" in line), len(lines))
+    cut = lines[: min(known, ESSENTIAL)]
+    more = ["... (draftcore --traceback check-plugin shows all)"] * (len(cut) < len(lines))
+    return (*cut, *more, *([f"at {case.where}"] if case.where else []))
 
 
 def _test_data(result: Result) -> dict[str, Any]:

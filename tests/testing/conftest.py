@@ -1,4 +1,4 @@
-"""Runs a suite over many wrong plugins, in one process, and tells which tests fail for each."""
+"""Runs a suite over many wrong plugins, in one process: for each the test that must catch it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from draftcore.testing import child_environment
 
-RunSuites = Callable[[Mapping[str, str]], dict[str, set[str]]]
+RunSuites = Callable[[Mapping[str, tuple[str, str]]], dict[str, set[str]]]
 
 
 @pytest.fixture(scope="module")
@@ -22,21 +22,28 @@ def wrong_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_suites(wrong_folder: Path) -> RunSuites:
-    """Return the names of the tests that fail, by the name of the suite's source."""
+    """Run suites, each given by its source and the one test to run, '' for all of them.
 
-    def run(sources: Mapping[str, str]) -> dict[str, set[str]]:
-        for name, source in sources.items():
+    Returns the names of the tests that failed, by the suites' names.
+    """
+
+    def run(suites: Mapping[str, tuple[str, str]]) -> dict[str, set[str]]:
+        for name, (source, _) in suites.items():
             (wrong_folder / f"test_{name}.py").write_text(source)
         (wrong_folder / "pytest.ini").write_text("[pytest]\n")
+        tests = [
+            f"test_{name}.py" + (f"::TestSuite::{test}" if test else "")
+            for name, (_, test) in suites.items()
+        ]
         command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfE"]
         done = subprocess.run(
-            [*command, "-p", "no:cacheprovider", wrong_folder],
+            [*command, "-p", "no:cacheprovider", *tests],
             capture_output=True,
             text=True,
             cwd=wrong_folder,
             env=child_environment(),
         )
-        failed: dict[str, set[str]] = {name: set() for name in sources}
+        failed: dict[str, set[str]] = {name: set() for name in suites}
         for line in done.stdout.splitlines():
             if line.startswith(("FAILED ", "ERROR ")):
                 file, _, test = line.partition(" ")[2].split(" - ")[0].split("::")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.conftest import RunSuites
+if TYPE_CHECKING:
+    from tests.testing.conftest import RunSuites
 
 PLUGIN = """
 from draftcore import hookimpl
@@ -41,16 +43,16 @@ def capture(name, target, request):
 SUITE = """
 from draftcore.testing.captures import CaptureSuite
 
-class TestCapture(CaptureSuite):
+class TestSuite(CaptureSuite):
     plugin = "{module}"
 """
 
 TRANSFORMERS_LAYERS = """
-    shifted = FeatureRequest(tuple(max(k - 1, 0) for k in request.layers), request.last_hidden,
-                             request.dtype)
+    early = {f"hidden.{k}": f"hidden.{max(k - 1, 0)}" for k in request.layers}
+    every = FeatureRequest(tuple(range(target.num_layers)), True, request.dtype)
     def one_early(self, groups):
-        for one in features(LocalCapture(target, shifted), groups):
-            rows = [dict(zip(request.names, f.values())) for f in one.features]
+        for one in features(LocalCapture(target, every), groups):
+            rows = [{n: f[early.get(n, n)] for n in request.names} for f in one.features]
             yield CapturedGroup(one.group, tuple(rows))
     Capture.features = one_early
 """
@@ -259,7 +261,9 @@ CAUGHT = {
 def failures(wrong_folder: Path, run_suites: RunSuites) -> dict[str, set[str]]:
     for name, (wrong, _) in CAUGHT.items():
         (wrong_folder / f"{name}.py").write_text(PLUGIN.replace("{wrong}", wrong))
-    return run_suites({name: SUITE.replace("{module}", name) for name in CAUGHT})
+    return run_suites(
+        {name: (SUITE.replace("{module}", name), test) for name, (_, test) in CAUGHT.items()}
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, (wrong, _) in CAUGHT.items() if wrong])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.conftest import RunSuites
+if TYPE_CHECKING:
+    from tests.testing.conftest import RunSuites
 
 PLUGIN = """
 from draftcore import hookimpl
@@ -41,7 +43,7 @@ def channel(name, uri, run_id):
 SUITE = """
 from draftcore.testing.channels import ChannelSuite
 
-class TestChannel(ChannelSuite):
+class TestSuite(ChannelSuite):
     plugin = "{module}"
 """
 
@@ -228,7 +230,9 @@ CAUGHT = {
 def failures(wrong_folder: Path, run_suites: RunSuites) -> dict[str, set[str]]:
     for name, (wrong, _) in CAUGHT.items():
         (wrong_folder / f"{name}.py").write_text(PLUGIN.replace("{wrong}", wrong))
-    return run_suites({name: SUITE.replace("{module}", name) for name in CAUGHT})
+    return run_suites(
+        {name: (SUITE.replace("{module}", name), test) for name, (_, test) in CAUGHT.items()}
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, (wrong, _) in CAUGHT.items() if wrong])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from textwrap import dedent
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.testing.conftest import RunSuites
+if TYPE_CHECKING:
+    from tests.testing.conftest import RunSuites
 
 PLUGIN = """
 from draftcore import hookimpl
@@ -98,7 +100,7 @@ class Wrong:
             (package / "py.typed").touch()
         return (
             "from draftcore.testing.plugins import PluginSuite\n"
-            f"class TestPlugin(PluginSuite):\n    plugin = '{name}.plugin'\n"
+            f"class TestSuite(PluginSuite):\n    plugin = '{name}.plugin'\n"
         )
 
 
@@ -214,7 +216,9 @@ CAUGHT = {
 
 @pytest.fixture(scope="module")
 def failures(wrong_folder: Path, run_suites: RunSuites) -> dict[str, set[str]]:
-    return run_suites({name: wrong.write(wrong_folder, name) for name, wrong in CAUGHT.items()})
+    return run_suites(
+        {name: (wrong.write(wrong_folder, name), wrong.test) for name, wrong in CAUGHT.items()}
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, wrong in CAUGHT.items() if wrong.test])
