@@ -12,6 +12,8 @@ hooks, as a run does. The suites need pytest: `pip install draftcore[testing]`.
 """
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
@@ -43,10 +45,13 @@ class Suite:
         if cls.__module__.startswith(__name__):
             return
         standard = [base for base in cls.__mro__ if base.__module__.startswith(__name__)]
-        for test in (name for name in vars(cls) if name.startswith("test_")):
-            if any(test in vars(base) for base in standard) and not _excused(vars(cls)[test]):
+        tests = {name for base in standard for name in vars(base) if name.startswith("test_")}
+        for test in sorted(tests):
+            # The class that answers may be a mixin to the left of the suite.
+            owner = next(base for base in cls.__mro__ if test in vars(base))
+            if owner not in standard and not _excused(vars(owner)[test]):
                 raise TypeError(
-                    f"{cls.__name__}.{test} replaces a standard test\n"
+                    f"{owner.__name__}.{test} replaces a standard test\n"
                     "  a test that cannot hold is marked: @pytest.mark.xfail(reason=...) above an "
                     f"override that calls super().{test}(...)"
                 )
@@ -84,3 +89,8 @@ def offer_of(plugin: str, kind: Kind, name: str) -> Offer:
 def options_of(offer: Offer, data: Mapping[str, Any]) -> Any:
     """Return an offer's options, validated as a run does; None where it has no options model."""
     return validate(offer.options, data, f"options of the {offer.kind} {offer.name!r}")
+
+
+def child_environment() -> dict[str, str]:
+    """Let a child import what this process can, such as a plugin next to the tests."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

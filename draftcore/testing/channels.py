@@ -80,13 +80,13 @@ class ChannelSuite(Suite):
     def test_offered_tasks_are_consumed_lazily(self, channel: Channel) -> None:
         asked = 0
 
-        def endless() -> Iterator[CaptureTask]:
+        def many() -> Iterator[CaptureTask]:  # not endless: a wrong channel must fail, not hang
             nonlocal asked
-            while True:
+            while asked < 1000:
                 asked += 1
                 yield task(asked, asked % 4)
 
-        channel.offer(endless())
+        channel.offer(many())
         assert channel.claim("one") == task(1, 1)
         assert asked < 100
 
@@ -426,10 +426,12 @@ def claimed(channel: Channel) -> CaptureTask:
 
 def pumped(channel: Channel, step: PlannedStep, generation: str = "1") -> tuple[SampleRef, ...]:
     """Receive a step as a colocated run does."""
-    while (refs := channel.receive(step)) is None:
+    for _ in range(20):  # more than any test offers: a wrong channel must fail, not hang
+        if (refs := channel.receive(step)) is not None:
+            return refs
         claim = claimed(channel)
         channel.publish(claim, refs_of(claim, generation))
-    return refs
+    pytest.fail(f"step {step.index} is not served, whatever is published")
 
 
 def publish_all(channel: Channel) -> None:

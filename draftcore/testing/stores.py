@@ -6,7 +6,6 @@ durable store also says how to `alter` what it stored, and one whose limit is no
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from draftcore.records import FeatureStore, SampleRef, StoreItem
 from draftcore.stores import StoreError, StoreFull
-from draftcore.testing import Suite, hooks_of, offer_of, options_of
+from draftcore.testing import Suite, child_environment, hooks_of, offer_of, options_of
 
 OpenStore = Callable[..., FeatureStore]
 DTYPES = ["bfloat16", "float16", "float32", "int64", "bool"]
@@ -463,11 +462,6 @@ def child_command(function: str, *arguments: str) -> list[str]:
     """Return the command line that calls one of the functions below."""
     program = f"import sys; from draftcore.testing import stores; stores.{function}(*sys.argv[1:])"
     return [sys.executable, "-c", program, *arguments]
-
-
-def child_environment() -> dict[str, str]:
-    """Let a child import what this process can, such as a plugin next to the tests."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def visit(plugin: str, uri: str, options: str, ref: str) -> None:

@@ -15,7 +15,8 @@ from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import StoreItem
 from draftcore.stores import StoreError, StoreFull
 from draftcore.stores.file import FileStore
-from draftcore.testing.stores import StoreSuite, child_environment, numbered
+from draftcore.testing import child_environment
+from draftcore.testing.stores import StoreSuite, numbered
 
 
 class TestFileStore(StoreSuite):

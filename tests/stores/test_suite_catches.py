@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftcore.testing.stores import child_environment
+from draftcore.testing import child_environment
 
 PLUGIN = """
 from collections.abc import Sequence

@@ -1,0 +1,51 @@
+"""The verb `check-plugin`: the conformance suites as a command, no test file needed.
+
+Apart from `draftcore.testing`, which needs pytest, so that the help works without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from draftcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from draftcore.plugins import Registry
+
+
+@click.command()
+@click.argument("name")
+@click.argument("options", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--uri",
+    help="Of a store or channel that needs another than NAME:{tmp}; {tmp} is a fresh folder.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.pass_context
+def check_plugin(
+    ctx: click.Context, name: str, options: tuple[str, ...], uri: str | None, as_json: bool
+) -> None:
+    """Test a plugin and all it offers; exit with 1 if anything fails.
+
+    NAME is as in list-plugins; options of its offers are given as in a run's YAML. A plugin that
+    is a file is checked too: draftcore --plugin mine.py check-plugin mine.
+    """
+    registry: Registry = ctx.obj
+    plugin = registry.named(name)
+    if importlib.util.find_spec("pytest") is None:
+        raise UsageError("check-plugin needs pytest\n  pip install draftcore[testing]")
+    from draftcore.testing import check
+
+    report = check.Report(plugin, check.suites_of(plugin, options, uri))
+    traceback = ctx.find_root().params.get("traceback", False)
+    for line in report.lines(check.run(report.checks, traceback)):
+        if not as_json:
+            click.echo(line)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=2))
+    if report.failed:
+        ctx.exit(1)

@@ -1,0 +1,7 @@
+"""The distribution and its plugin pass what every plugin must pass."""
+
+from draftcore.testing.plugins import PluginSuite
+
+
+class TestPlugin(PluginSuite):
+    plugin = "draftcore_dflash.plugin"
