@@ -29,7 +29,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "capture": ("torch",),
     "channel": (),
 }
-PLACEHOLDERS = ("NAME", "PACKAGE", "CLASS", "KIND", "DEPENDENCIES", "TESTS")
+PLACEHOLDERS = ("NAME", "PACKAGE", "KIND", "DEPENDENCIES", "TESTS")
 LONGEST = 24  # a longer name would push lines of the written code over its formatter's limit
 
 
@@ -93,7 +93,6 @@ def render(name: str, kind: str) -> dict[str, str]:
     values = {
         "NAME": name,
         "PACKAGE": f"draftcore_{name.replace('-', '_')}",
-        "CLASS": "".join(part.capitalize() for part in name.split("-")),
         "KIND": kind,
         "DEPENDENCIES": ", ".join(f'"{line}"' for line in dependencies(kind)),
         "TESTS": "tests",
@@ -115,11 +114,15 @@ def dependencies(kind: str) -> list[str]:
     """Return the requirements of a new plugin: this core's minor, and what the core requires."""
     from importlib_metadata import requires, version  # 40 ms, for this verb only
 
-    major, minor = (int(number) for number in re.findall(r"\d+", version("draftcore"))[:2])
-    # Below 1.0 a minor release may change the contract, from then on a major one does.
-    beyond = f"{major}.{minor + 1}" if major == 0 else str(major + 1)
     ours = {re.split(r"[^\w.-]", line)[0]: line for line in requires("draftcore") or ()}
-    return [f"draftcore>={major}.{minor},<{beyond}", *(ours[need] for need in NEEDS[kind])]
+    return [bounds(version("draftcore")), *(ours[need] for need in NEEDS[kind])]
+
+
+def bounds(version: str) -> str:
+    """Return the requirement on a core of this contract: its minor below 1.0, then its major."""
+    major, minor = (int(number) for number in re.findall(r"\d+", version)[:2])
+    beyond = f"{major}.{minor + 1}" if major == 0 else str(major + 1)
+    return f"draftcore>={major}.{minor},<{beyond}"
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
