@@ -1,4 +1,4 @@
-"""Built-in plugin `authors`: the verbs for those who write plugins."""
+"""Built-in plugin `authors`: the verbs for people who write plugins."""
 
 from __future__ import annotations
 
