@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent
 BASE = ROOT / ".nox" / "base"
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
+KINDS = ("algorithm", "store", "capture", "channel")
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
@@ -123,7 +124,8 @@ def describe_dists(folder: Path) -> Path:
 def tests(session: nox.Session) -> None:
     """Everything that a change must pass."""
     plugins = [f"plugin({name})" for name in PLUGINS]
-    for name in ("lint", "typing", "wheels", "start", "core", *plugins, "together"):
+    written = [f"scaffold({kind})" for kind in KINDS]
+    for name in ("lint", "typing", "wheels", "start", "core", *plugins, "together", *written):
         session.notify(name)
 
 
@@ -212,6 +214,24 @@ def together(session: nox.Session) -> None:
     install_wheels(session, "draftcore", *PLUGINS)
     session.run("draftcore", "list-plugins", "--check")
     pytest(session, "tests/together", *session.posargs)
+
+
+@nox.session(reuse_venv=False)
+@nox.parametrize("kind", KINDS, ids=KINDS)
+def scaffold(session: nox.Session, kind: str) -> None:
+    """What `draftcore new-plugin` writes, as its author would have it: built, installed, tested."""
+    install_wheels(session, "draftcore")
+    folder = Path(session.create_tmp()) / "written"
+    shutil.rmtree(folder, ignore_errors=True)
+    name, project = f"my-{kind}", folder / f"draftcore-my-{kind}"
+    session.run("draftcore", "new-plugin", name, "--kind", kind, "--out", str(folder))
+    build = (base_python(session), "-m", "build", "-q", "--no-isolation", str(project))
+    session.run_install(*build, external=True)
+    session.install("-q", "--no-deps", *map(str, project.glob("dist/*.whl")))
+    session.run("draftcore", "list-plugins", "--check")
+    # By the settings that it brings, with a safe path: the wheel is tested, not the folder.
+    command = ("python", "-P", "-m", "pytest", "-q", str(project), *session.posargs)
+    session.run(*command, env={"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 # ---------------------------------------------------------------- what CI does not run

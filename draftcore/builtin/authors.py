@@ -14,5 +14,6 @@ if TYPE_CHECKING:
 @hookimpl
 def commands() -> Sequence[click.Command]:
     from draftcore.checking import check_plugin
+    from draftcore.scaffold import new_plugin
 
-    return [check_plugin]
+    return [check_plugin, new_plugin]

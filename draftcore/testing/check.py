@@ -26,9 +26,9 @@ from typing import IO, Any
 import pytest
 
 from draftcore.binding import bind
-from draftcore.config import _apply as apply_override
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.offers import Offer
+from draftcore.overrides import apply_overrides
 from draftcore.plugins import Plugin, Registry
 from draftcore.testing import Suite, child_environment
 
@@ -84,8 +84,7 @@ def suites_of(plugin: Plugin, overrides: Sequence[str], uri: str | None) -> list
 def options_by_offer(plugin: Plugin, overrides: Sequence[str]) -> dict[Offer, dict[str, Any]]:
     """Give each option to the offers that have it, validated as a run does."""
     data: dict[str, Any] = {}
-    for override in overrides:
-        apply_override(data, override)
+    apply_overrides(data, overrides)
     known = {offer: _option_names(offer) for offer in plugin.offers}
     names = sorted({name for names in known.values() for name in names})
     for key in data:

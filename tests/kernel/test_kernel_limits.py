@@ -75,7 +75,7 @@ def test_no_plugins_name_occurs_in_the_core() -> None:
     pattern = re.compile(rf"(?<![a-z0-9])({names})(?![a-z0-9])", re.IGNORECASE)
     found = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
-        for file in sorted(CORE.rglob("*.py"))
+        for file in sorted([*CORE.rglob("*.py"), *CORE.rglob("*.txt")])
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if pattern.search(line)
     ]
