@@ -10,6 +10,7 @@ from draftcore_medusa import loss, plugin
 from draftcore_medusa.model import MedusaDraft
 from draftcore_medusa.options import MedusaOptions
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftcore.records import Draft, DraftBatch, Sample, StepContext, StepOutput
@@ -135,7 +136,7 @@ class Logits(TorchDispatchMode):
         return out
 
 
-def test_logits_exist_for_a_slice_of_rows_at_a_time(
+def test_logits_exist_for_a_slice_of_rows_at_a_time_and_are_not_kept(
     make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft, samples = make_draft(), make_samples(30, 40)
@@ -143,10 +144,14 @@ def test_logits_exist_for_a_slice_of_rows_at_a_time(
     expected = gradients(draft, whole)
     config = draft.module.config
     monkeypatch.setattr(loss, "LOGIT_ELEMENTS", 5 * config.vocab_size)
+    kept = []
     with Logits(config.vocab_size) as logits:
-        sliced = run(draft, samples)
+        with saved_tensors_hooks(lambda x: kept.append(x.shape[1:]) or x, lambda x: x):
+            sliced = run(draft, samples)
         found = gradients(draft, sliced)
     assert max(logits.rows - {config.hidden_size}) == 5  # but for the head itself, transposed
+    assert kept
+    assert (config.vocab_size,) not in kept
     check_close(sliced.numerator, whole.numerator)
     assert sliced.counts.keys() == whole.counts.keys()
     for name, grad in found.items():
