@@ -81,8 +81,17 @@ def test_another_version_from_a_checkout_evaluates_it_and_trains_on(
     }
 
 
-def test_where_it_is_missing_it_is_named(new_environment: NewEnvironment, run: Any) -> None:
+def test_it_comes_alone_and_once_gone_it_is_named(
+    new_environment: NewEnvironment, run: Any
+) -> None:
     there = new_environment("draftcore")
+    listed = there.plugins()
+    there.install("draftcore-medusa")
+    grown = there.plugins()
+    assert grown.pop("medusa")["state"] == "ready"
+    assert grown == listed
+    there.uninstall("draftcore-medusa")
+    assert there.plugins() == listed
     refusal = there.refusal("eval", run.yaml)
     assert "this was made with plugins that are not here" in refusal
     assert refusal.endswith("medusa 0.1.0: pip install draftcore-medusa==0.1.0\n")
