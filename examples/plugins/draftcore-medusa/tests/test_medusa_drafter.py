@@ -79,7 +79,7 @@ def test_sampled_proposals_follow_the_probabilities_returned(
         assert ((shares_V - probs_V).abs() < 5 * spread_V + 1 / rows).all()
 
 
-def overfit(draft: Draft, model: TargetModel, answers: list[list[int]], steps: int = 500) -> None:
+def overfit(draft: Draft, model: TargetModel, answers: list[list[int]], steps: int = 300) -> None:
     """Train on the target's own answers to PROMPTS through the hooks, as the trainer does."""
     request = FeatureRequest((), last_hidden=True, dtype="float32")
     samples = []
