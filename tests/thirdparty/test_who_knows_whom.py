@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,7 @@ def packages_named(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in names if name.startswith("draftcore")}
 
 
+@cache
 def named_by_dist() -> Named:
     """For each dist's package, the packages of ours that its own files and its tests name."""
     found: Named = defaultdict(set)
