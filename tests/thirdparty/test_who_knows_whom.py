@@ -43,10 +43,11 @@ def packages_named(file: Path) -> set[str]:
 def named_by_dist() -> Named:
     """For each dist's package, the packages of ours that its own files and its tests name."""
     found: Named = defaultdict(set)
+    ours = {package for _, package, _ in projects()}
     for folder, package, _ in projects():
         owned = [folder / package] if folder == ROOT else [folder]
         for file in (file for part in owned for file in part.rglob("*.py")):
-            found[package] |= packages_named(file) - {package}
+            found[package] |= (packages_named(file) & ours) - {package}
     return found
 
 
