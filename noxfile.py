@@ -25,6 +25,7 @@ DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "store", "capture", "channel")
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
+EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
 GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
 
@@ -125,7 +126,8 @@ def tests(session: nox.Session) -> None:
     """Everything that a change must pass."""
     plugins = [f"plugin({name})" for name in PLUGINS]
     written = [f"scaffold({kind})" for kind in KINDS]
-    for name in ("lint", "typing", "wheels", "start", "core", *plugins, "together", *written):
+    alone = ("lint", "typing", "wheels", "start", "core", *plugins)
+    for name in (*alone, "together", "thirdparty", *written):
         session.notify(name)
 
 
@@ -139,10 +141,11 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def typing(session: nox.Session) -> None:
-    """mypy --strict on the core and on every plugin."""
+    """mypy --strict on the core, on every plugin and on the examples of plugins."""
     python = base_python(session)
-    folders = [f"plugins/{name}/{name.replace('-', '_')}" for name in PLUGINS]
-    session.run(python, "-m", "mypy", "draftcore", *folders, external=True)
+    folders = [str(path / path.name.replace("-", "_")) for path in (*PROJECTS[1:], *EXAMPLES)]
+    env = {"MYPYPATH": os.pathsep.join(map(str, EXAMPLES))}  # the configuration knows none of them
+    session.run(python, "-m", "mypy", "draftcore", *folders, external=True, env=env)
 
 
 @nox.session(venv_backend="none")
@@ -194,7 +197,8 @@ def start(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """The core's wheel alone: a hidden need of a plugin shows here."""
     install_wheels(session, "draftcore")
-    pytest(session, "tests", "--ignore=tests/together", *session.posargs)
+    apart = ("--ignore=tests/together", "--ignore=tests/thirdparty")
+    pytest(session, "tests", *apart, *session.posargs)
 
 
 @nox.session
@@ -232,6 +236,21 @@ def scaffold(session: nox.Session, kind: str) -> None:
     # By the settings that it brings, with a safe path: the wheel is tested, not the folder.
     command = ("python", "-P", "-m", "pytest", "-q", str(project), *session.posargs)
     session.run(*command, env={"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@nox.session
+def thirdparty(session: nox.Session) -> None:
+    """Plugins come and go by pip, one of them from a dist that nothing here knows; its own tests."""
+    install_wheels(session, "draftcore")
+    examples = ROOT / ".nox" / "examples"
+    shutil.rmtree(examples, ignore_errors=True)
+    for project in EXAMPLES:
+        build = ("-m", "build", "-q", "--wheel", "--no-isolation", "--outdir", str(examples))
+        session.run_install(base_python(session), *build, str(project), external=True)
+    session.install("-q", "--no-deps", "--force-reinstall", *map(str, examples.glob("*.whl")))
+    session.env["DRAFTCORE_WHEELS"] = os.pathsep.join([str(DIST), str(examples)])
+    tests = [str(project / "tests") for project in EXAMPLES]
+    pytest(session, "tests/thirdparty", *tests, *session.posargs)
 
 
 # ---------------------------------------------------------------- what CI does not run

@@ -1,0 +1,92 @@
+"""The reference decoder: no cache, one hidden state per row.
+
+When a round begins, the newest token has been chosen by the target but not read by it, so the last
+state that is known is that of the token before the newest, at position t. The newest token is t+1:
+what the target's own head says of that state. Head i says t+2+i, so the K heads draft the K tokens
+after the newest, and training (see `loss`) asks exactly that of them.
+
+Shape letters: B batch, K heads and drafts, T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftcore.records import FeatureRequest
+from draftcore_medusa.model import MedusaDraft
+
+
+@dataclass
+class DraftState:
+    """The target's last hidden state of each row's newest token but one."""
+
+    hidden_BH: Tensor
+
+
+class MedusaDrafter:
+    """Decodes with a draft in its own dtype and on its own device; see `records.Drafter`."""
+
+    def __init__(self, draft: MedusaDraft, request: FeatureRequest) -> None:
+        self.draft, self.request = draft, request
+        self.num_drafts = draft.config.num_heads
+
+    @torch.inference_mode()
+    def allocate(self, batch: int, max_len: int) -> DraftState:
+        weight = next(self.draft.parameters())
+        return DraftState(weight.new_zeros(batch, self.draft.config.hidden_size))
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        state: DraftState,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        features: Mapping[str, Tensor],
+        next_B: Tensor,
+    ) -> None:
+        """Keep the state of each prompt's last token; the next token is the newest."""
+        self._keep(state, features, lengths_B - 1)
+
+    @torch.inference_mode()
+    def propose(
+        self, state: DraftState, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft K tokens a row; with a temperature also their distributions over the vocabulary.
+
+        The tokens of a round are drawn independently. Proposing changes nothing in the state.
+        """
+        logits_BKV = self.draft.logits(state.hidden_BH)
+        if temperature <= 0:
+            return logits_BKV.argmax(-1), None
+        exact = torch.promote_types(logits_BKV.dtype, torch.float32)
+        probs_BKV = (logits_BKV / temperature).softmax(-1, dtype=exact)
+        # The first of exponential clocks to ring; torch.multinomial asks the host about its input.
+        clocks_BKV = torch.empty_like(probs_BKV).exponential_(generator=generator)
+        return (probs_BKV / clocks_BKV.clamp_min(1e-30)).argmax(-1), probs_BKV
+
+    @torch.inference_mode()
+    def accept(
+        self,
+        state: DraftState,
+        tokens_BK: Tensor,
+        features: Mapping[str, Tensor],
+        counts_B: Tensor,
+    ) -> None:
+        """Keep the state of the last draft that was accepted; the target's own token is the newest.
+
+        The target read the old newest token and then the drafts: of counts_B new tokens, the one
+        before the last was read at index counts_B - 1.
+        """
+        self._keep(state, features, counts_B - 1)
+
+    @torch.inference_mode()
+    def select(self, state: DraftState, rows_B: Tensor) -> DraftState:
+        return DraftState(state.hidden_BH[rows_B])
+
+    def _keep(self, state: DraftState, features: Mapping[str, Tensor], index_B: Tensor) -> None:
+        rows_B = torch.arange(len(index_B), device=index_B.device)
+        state.hidden_BH.copy_(features["last_hidden"][rows_B, index_B])

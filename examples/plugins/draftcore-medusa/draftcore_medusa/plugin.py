@@ -1,0 +1,91 @@
+"""The hooks of Medusa. Thin on purpose: what is heavy is imported inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftcore import hookimpl
+from draftcore.offers import Offer
+
+if TYPE_CHECKING:
+    from draftcore.records import (
+        DataSummary,
+        Draft,
+        DraftBatch,
+        Drafter,
+        FeatureRequest,
+        Sample,
+        StepContext,
+        StepOutput,
+    )
+    from draftcore.target import TargetModel, TargetSpec
+    from draftcore_medusa.options import MedusaOptions
+
+
+@hookimpl
+def describe() -> Sequence[Offer]:
+    capabilities = frozenset({"layout:serving"})
+    return [Offer("algorithm", "medusa", capabilities, "draftcore_medusa.options:MedusaOptions")]
+
+
+@hookimpl
+def feature_request(target: TargetSpec, options: MedusaOptions) -> FeatureRequest:
+    from draftcore_medusa.model import request
+
+    return request(target.dtype)
+
+
+@hookimpl
+def build_draft(target: TargetSpec, data: DataSummary, options: MedusaOptions) -> Draft:
+    from draftcore_medusa import model
+
+    return model.build(target, model.DraftConfig.of(target, options), options.decay)
+
+
+@hookimpl
+def collate(samples: Sequence[Sample], options: MedusaOptions) -> DraftBatch:
+    """Pad on the right; `loss_mask_BT` marks the tokens that are to be predicted."""
+    from torch.nn.utils.rnn import pad_sequence
+
+    from draftcore.records import DraftBatch
+
+    masks = [sample.loss_mask_T for sample in samples]
+    hidden = [sample.features["last_hidden"] for sample in samples]
+    return DraftBatch(
+        ids=tuple(sample.id for sample in samples),
+        token_ids_BT=pad_sequence([sample.token_ids_T for sample in samples], batch_first=True),
+        loss_mask_BT=pad_sequence(masks, batch_first=True),
+        attention_mask_BT=pad_sequence([mask.new_ones(len(mask)) for mask in masks], True),
+        features={"last_hidden": pad_sequence(hidden, batch_first=True)},
+    )
+
+
+@hookimpl
+def forward_loss(draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
+    output: StepOutput = draft.module(batch)
+    return output
+
+
+@hookimpl
+def drafter(draft: Draft, target: TargetModel, options: MedusaOptions) -> Drafter:
+    from draftcore_medusa.drafter import MedusaDrafter
+    from draftcore_medusa.model import MedusaDraft, request
+
+    assert isinstance(draft.module, MedusaDraft)
+    return MedusaDrafter(draft.module, request(target.dtype))
+
+
+@hookimpl
+def export_draft(draft: Draft, folder: Path, layout: str) -> None:
+    from draftcore_medusa import serving
+
+    serving.export(draft, folder, layout)
+
+
+@hookimpl
+def import_draft(folder: Path, target: TargetSpec, options: MedusaOptions) -> Draft:
+    from draftcore_medusa import serving
+
+    return serving.load(folder, target, options)

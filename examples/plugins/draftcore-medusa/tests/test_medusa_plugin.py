@@ -1,0 +1,12 @@
+"""The distribution, its plugin and its algorithm pass what every one of them must pass."""
+
+from draftcore.testing.algorithms import AlgorithmSuite
+from draftcore.testing.plugins import PluginSuite
+
+
+class TestPlugin(PluginSuite):
+    plugin = "draftcore_medusa.plugin"
+
+
+class TestAlgorithm(AlgorithmSuite):
+    plugin = "draftcore_medusa.plugin"

@@ -1,0 +1,141 @@
+"""Fresh environments, into which plugins come and from which they go by pip.
+
+Run by `nox -s thirdparty`, which builds the wheels and says where they lie. Nothing of this source
+tree is on the path of what runs here, and every verb is a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftcore.testing.targets import conversations
+
+ROOT = Path(__file__).parents[2]
+WHEELS = "DRAFTCORE_WHEELS"  # the folders of wheels under test, joined as in PATH
+
+
+@dataclass
+class Run:
+    """A run's YAML and folder; `losses` are exactly as written."""
+
+    yaml: Path
+    folder: Path
+
+    @property
+    def losses(self) -> dict[int, float]:
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+    def manifest(self, step: int, name: str) -> dict[str, str]:
+        """What a checkpoint says of one of the plugins that took part."""
+        state = json.loads((self.checkpoint(step) / "state.json").read_text())
+        (entry,) = (plugin for plugin in state["plugins"] if plugin["name"] == name)
+        return dict(entry)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step-{step:08d}"
+
+
+class Environment:
+    """A virtual environment with the third-party packages of this one and none of our dists."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        venv.create(folder, symlinks=True)
+        (packages,) = folder.glob("lib/python*/site-packages")
+        torch = importlib.util.find_spec("torch")
+        assert torch is not None
+        assert torch.origin is not None
+        (packages / "base.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
+
+    def wheel(self, dist: str) -> Path:
+        folders = [Path(folder) for folder in os.environ[WHEELS].split(os.pathsep)]
+        name = f"{dist.replace('-', '_')}-[0-9]*.whl"
+        (wheel,) = (wheel for folder in folders for wheel in folder.glob(name))
+        return wheel
+
+    def install(self, *dists: str) -> None:
+        """Install the wheels of these dists, without what they require."""
+        self.pip("install", *(str(self.wheel(dist)) for dist in dists))
+
+    def install_editable(self, project: Path) -> None:
+        self.pip("install", "--no-build-isolation", "-e", str(project))
+
+    def uninstall(self, dist: str) -> None:
+        self._run("python", "-m", "pip", "uninstall", "-q", "-y", dist)
+
+    def pip(self, verb: str, *arguments: str) -> None:
+        offline = ("-q", "--no-deps", "--no-index", "--disable-pip-version-check")
+        self._run("python", "-m", "pip", verb, *offline, *arguments)
+
+    def draftcore(self, verb: str, *arguments: object) -> str:
+        """Run a verb that must succeed; return what it prints."""
+        return self._run("draftcore", verb, *map(str, arguments)).stdout
+
+    def refusal(self, verb: str, *arguments: object) -> str:
+        """Run a verb that must fail with an explanation; return that."""
+        done = self._run("draftcore", verb, *map(str, arguments), status=2)
+        assert done.stderr.startswith("error: "), done.stderr
+        return done.stderr
+
+    def plugins(self) -> dict[str, dict[str, Any]]:
+        """The listing by plugin name, without the times, which differ from call to call."""
+        listed = json.loads(self.draftcore("list-plugins", "--json"))["plugins"]
+        return {p["name"]: {key: p[key] for key in p if key != "import_ms"} for p in listed}
+
+    def _run(self, program: str, *arguments: str, status: int = 0) -> Any:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        done = subprocess.run(
+            [str(self.folder / "bin" / program), *arguments],
+            cwd=self.folder, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == status, f"{program} {arguments}\n{done.stdout}{done.stderr}"
+        return done
+
+
+@pytest.fixture(scope="session")
+def new_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Environment]:
+    """Make an environment and install the wheels of these dists."""
+    if WHEELS not in os.environ:
+        pytest.skip("needs wheels: nox -s thirdparty")
+
+    def make(*dists: str) -> Environment:
+        environment = Environment(tmp_path_factory.mktemp("environment"))
+        environment.install(*dists)
+        return environment
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def new_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Callable[..., Run]:
+    """Write a run of two steps with the algorithm `name`; keyword arguments are its options."""
+
+    def make(name: str, **options: Any) -> Run:
+        folder = tmp_path_factory.mktemp(name)
+        config = {
+            "run": str(folder / "run"),
+            "target": {"path": str(target_folder), "device": "cpu"},
+            "data": {
+                "train": str(conversations(folder / "train.jsonl", 8)),
+                "eval": str(conversations(folder / "eval.jsonl", ["yes it is", "no"])),
+            },
+            "algorithm": {"name": name, "options": options},
+            "train": {"batch": 4, "log_every": 1, "checkpoint_every": 1, "device": "cpu"},
+            "eval": {"max_new_tokens": 12},
+        }
+        (folder / "run.yaml").write_text(yaml.safe_dump(config))
+        return Run(folder / "run.yaml", folder / "run")
+
+    return make
