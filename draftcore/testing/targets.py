@@ -14,11 +14,17 @@ CHATML = (
 
 
 def tiny_target(
-    folder: Path, *, seed: int = 0, chat_template: str | None = CHATML, **config: Any
+    folder: Path,
+    *,
+    seed: int = 0,
+    std: float = 0.1,
+    chat_template: str | None = CHATML,
+    **config: Any,
 ) -> Path:
     """Write a Qwen3-shaped model with byte-level tokens into `folder`; `config` overrides its shape.
 
-    Weights are wide enough (std 0.1) that greedy continuations differ from prompt to prompt.
+    Weights of std 0.1 are wide enough that greedy continuations differ from prompt to prompt; at
+    0.5 they also vary from token to token, and the next token is a clear choice.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -45,7 +51,7 @@ def tiny_target(
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0, 0.1)
+                parameter.normal_(0, std)
     torch.random.set_rng_state(state)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

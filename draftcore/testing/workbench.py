@@ -1,0 +1,464 @@
+"""What the algorithm suite works with: a tiny target, its own answers, and an algorithm on it.
+
+The target is deep (12 layers) and wide in its weights, so that the default captured layers of an
+algorithm exist, its answers vary from token to token, and a draft has to read the features to
+continue them. One target serves a whole pytest process.
+
+Shape letters: B batch, T tokens, K drafted tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from torch import Tensor
+from torch.nn import functional
+
+from draftcore.cli import main
+from draftcore.config import EvalConfig
+from draftcore.evaluation.decode import Clock, Decoded, speculate, verify
+from draftcore.hookspecs import Specs
+from draftcore.offers import Offer
+from draftcore.records import (
+    DataSummary,
+    Draft,
+    DraftBatch,
+    Drafter,
+    FeatureRequest,
+    Sample,
+    SampleId,
+    StepContext,
+    StepOutput,
+)
+from draftcore.target import TargetSpec
+from draftcore.testing.targets import conversations, tiny_target
+from draftcore.training.optimizer import build_optimizer, scale_and_clip
+
+LAYERS, ANSWER = 12, 12
+QUESTIONS = ("a", "hello?", "12 34")
+STEPS, RATE, SEED = 30, 0.01, 7
+
+# A loose plugin that ends training as Ctrl-C does, after the step that the variable names.
+STOP_AT = "DRAFTCORE_SUITE_STOP_AT"
+STOPPER = f"""import os, signal
+from draftcore import hookimpl
+
+@hookimpl
+def step_finished(step):
+    if os.environ.get({STOP_AT!r}) == str(step):
+        signal.raise_signal(signal.SIGINT)
+"""
+
+
+# ---------------------------------------------------------------- the target
+
+
+@dataclass(frozen=True)
+class World:
+    """A tiny target, questions to it with its own greedy answers, and all features of these."""
+
+    folder: Path
+    spec: TargetSpec
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    features: list[dict[str, Tensor]]
+
+    @classmethod
+    def make(cls, folder: Path) -> World:
+        tiny_target(folder / "target", std=0.5, num_hidden_layers=LAYERS)
+        (folder / "draftcore_suite_stop.py").write_text(STOPPER)
+        spec = TargetSpec(str(folder / "target"), device="cpu")
+        prompts = [prompt(spec, text) for text in QUESTIONS]
+        answers = spec.model.generate(prompts, ANSWER)
+        everything = FeatureRequest(tuple(range(LAYERS)), True, "float32")
+        features = []
+        for asked, answered in zip(prompts, answers, strict=True):
+            tokens_1T = torch.tensor([asked + answered])
+            found = spec.model.features(tokens_1T, torch.tensor([tokens_1T.shape[1]]), everything)
+            # Out of inference mode: autograd may save what a capture would have stored.
+            features.append({name: value[0].clone() for name, value in found.items()})
+        return cls(folder, spec, prompts, answers, features)
+
+
+def prompt(spec: TargetSpec, text: str) -> list[int]:
+    """Token ids of a question, up to where the answer begins."""
+    messages = [{"role": "user", "content": text}]
+    encoded = spec.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return list(encoded["input_ids"])
+
+
+WORLD: pytest.StashKey[World] = pytest.StashKey()
+
+
+def shared_world(config: pytest.Config, folders: pytest.TempPathFactory) -> World:
+    """Return the process's world, made when first asked for."""
+    if WORLD not in config.stash:
+        config.stash[WORLD] = World.make(folders.mktemp("world"))
+    return config.stash[WORLD]
+
+
+class WatchedTarget(TargetSpec):
+    """A target that remembers the tensors it has handed out."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, device="cpu")
+        self.handed: list[Tensor] = []
+
+    def _read(self, endings: Sequence[str]) -> Tensor:
+        self.handed.append(super()._read(endings))
+        return self.handed[-1]
+
+
+# ---------------------------------------------------------------- an algorithm at work
+
+
+@dataclass
+class Measured:
+    """A loss over micro-batches, summed as the trainer does, with the gradient it leaves."""
+
+    numerator: Tensor
+    denominator: Tensor
+    counts: dict[str, tuple[Tensor, Tensor]]
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class Trained:
+    draft: Draft
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """An algorithm's hooks with its options, on the tiny target."""
+
+    hook: Specs
+    offer: Offer
+    options: Any
+    world: World
+    cli: Sequence[str] = ()
+    yaml: Mapping[str, Any] = field(default_factory=dict)
+
+    def require(self, capability: str) -> None:
+        if capability not in self.offer.capabilities:
+            pytest.skip(f"the algorithm does not claim the capability {capability}")
+
+    def require_absent(self, capability: str, because: str) -> None:
+        if capability in self.offer.capabilities:
+            pytest.skip(f"the algorithm says {capability}: {because}")
+
+    # ------------------------------------------------------------ data
+
+    def request(self, target: TargetSpec | None = None) -> FeatureRequest:
+        target = target or self.world.spec
+        return self.hook.feature_request(target=target, options=self.options)
+
+    @cached_property
+    def learned(self) -> list[Sample]:
+        """The target's answers, each to be learned whole."""
+        return [self._sample(row, 0) for row in range(len(QUESTIONS))]
+
+    @cached_property
+    def varied(self) -> list[Sample]:
+        """Four samples of other lengths, with gaps in what is to be learned."""
+        generator = torch.Generator().manual_seed(SEED)
+        samples = []
+        for row, start in ((0, 14), (1, 26), (2, 20), (0, 19)):
+            sample = self._sample(row, start)
+            gaps_T = torch.rand(len(sample.token_ids_T), generator=generator) < 0.8
+            samples.append(dataclasses.replace(sample, loss_mask_T=gaps_T))
+        return samples
+
+    @cached_property
+    def long(self) -> Sample:
+        """A sample five times as long as others, with little to learn."""
+        parts = [self._sample(row, 0) for row in (1, 2, 0)] * 2
+        mask_T = torch.cat([part.loss_mask_T for part in parts]).logical_and(
+            torch.arange(sum(len(part.token_ids_T) for part in parts)) % 6 < 3
+        )
+        features = {
+            name: torch.cat([part.features[name] for part in parts]) for name in parts[0].features
+        }
+        tokens_T = torch.cat([part.token_ids_T for part in parts])
+        return Sample(SampleId("long", 0), tokens_T, mask_T, features)
+
+    def _sample(self, row: int, start: int) -> Sample:
+        tokens_T = torch.tensor(self.world.prompts[row] + self.world.answers[row])
+        request = self.request()
+        features = {
+            name: self.world.features[row][name][start:].to(getattr(torch, request.dtype))
+            for name in request.names
+        }
+        mask_T = torch.arange(len(tokens_T)) >= len(self.world.prompts[row])
+        identity = SampleId(f"{row}.{start}", 0)
+        return Sample(identity, tokens_T[start:].clone(), mask_T[start:].clone(), features)
+
+    @cached_property
+    def summary(self) -> DataSummary:
+        """What a run on the learned samples would know of its data."""
+        counts: dict[int, int] = {}
+        for token in (token for answer in self.world.answers for token in answer):
+            counts[token] = counts.get(token, 0) + 1
+        lengths = [len(sample.token_ids_T) for sample in self.learned]
+        total = sum(map(len, self.world.answers))
+        return DataSummary("suite", len(lengths), sum(lengths), total, max(lengths), counts)
+
+    def collate(self, samples: Sequence[Sample]) -> DraftBatch:
+        return self.hook.collate(samples=samples, options=self.options)
+
+    # ------------------------------------------------------------ training
+
+    def build(self, target: TargetSpec | None = None, seed: int = SEED) -> Draft:
+        """A fresh draft, as a run with this seed builds it."""
+        with global_seed(seed):
+            return self.hook.build_draft(
+                target=target or self.world.spec, data=self.summary, options=self.options
+            )
+
+    def loss(
+        self, draft: Draft, batch: DraftBatch, step: int = STEPS // 2, seed: int = SEED
+    ) -> StepOutput:
+        """The loss at a step of a run of `STEPS` steps."""
+        context = StepContext(step, STEPS, seed)
+        return self.hook.forward_loss(draft=draft, batch=batch, context=context)
+
+    def measure(self, draft: Draft, batches: Sequence[DraftBatch]) -> Measured:
+        """Accumulate the loss and the gradient of micro-batches, as the trainer does."""
+        draft.module.zero_grad(set_to_none=True)
+        outputs = [self.loss(draft, batch) for batch in batches]
+        for output in outputs:
+            if output.numerator.requires_grad:
+                output.numerator.backward()  # type: ignore[no-untyped-call]
+        counts = {
+            name: (
+                torch.stack([output.counts[name][0] for output in outputs]).sum(),
+                torch.stack([output.counts[name][1] for output in outputs]).sum(),
+            )
+            for name in outputs[0].counts
+        }
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in draft.module.named_parameters()
+            if p.requires_grad
+        }
+        draft.module.zero_grad(set_to_none=True)
+        return Measured(
+            torch.stack([output.numerator.detach() for output in outputs]).sum(),
+            torch.stack([output.denominator for output in outputs]).sum(),
+            counts,
+            gradients,
+        )
+
+    def train(self, draft: Draft, steps: int = STEPS) -> list[float]:
+        """Train on the learned samples, all of them at every step; return the losses."""
+        optimizer = build_optimizer(draft.parameter_groups, weight_decay=0.0, betas=(0.9, 0.999))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        batch, losses = self.collate(self.learned), []
+        for step in range(steps):
+            output = self.loss(draft, batch, step)
+            output.numerator.backward()  # type: ignore[no-untyped-call]
+            scale_and_clip(parameters, output.denominator, draft.defaults.clip)
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * min(1.0, (step + 1) / 5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(float(output.numerator.detach() / output.denominator))
+        return losses
+
+    # ------------------------------------------------------------ decoding
+
+    def drafter(self, draft: Draft) -> Drafter:
+        return self.hook.drafter(draft=draft, target=self.world.spec.model, options=self.options)
+
+    def decode(self, draft: Draft, prompts: Sequence[Sequence[int]]) -> list[Decoded]:
+        """Decode prompts together, greedily, as long as the learned answers are."""
+        with evaluating(draft):
+            return speculate(self.world.spec.model, self.drafter(draft), prompts, GREEDY, Clock())
+
+    # ------------------------------------------------------------ exports
+
+    @property
+    def layouts(self) -> list[str]:
+        """The declared export layouts; skips the test where there is none."""
+        names = sorted(name for name in self.offer.capabilities if name.startswith("layout:"))
+        if not names:
+            pytest.skip("the algorithm declares no export layout (capability layout:NAME)")
+        return [name.removeprefix("layout:") for name in names]
+
+    def export(self, draft: Draft, folder: Path, layout: str) -> Path:
+        folder.mkdir(parents=True)
+        self.hook.export_draft(draft=draft, folder=folder, layout=layout)
+        return folder
+
+    def imported(self, folder: Path) -> Draft:
+        return self.hook.import_draft(folder=folder, target=self.world.spec, options=self.options)
+
+
+GREEDY = EvalConfig(max_new_tokens=ANSWER, batch=len(QUESTIONS))
+
+
+class Decoding:
+    """Rows that are decoded greedily one round at a time; what `speculate` does in a loop."""
+
+    def __init__(self, bench: Bench, draft: Draft, prompts: Sequence[Sequence[int]]) -> None:
+        self.model, self.drafter = bench.world.spec.model, bench.drafter(draft)
+        self.lengths_B = torch.tensor([len(prompt) for prompt in prompts])
+        longest, rows = int(self.lengths_B.max()), len(prompts)
+        self.span = longest + ANSWER + self.drafter.num_drafts + 1
+        tokens_BT = torch.zeros(rows, longest, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
+        self.cache = self.model.allocate(rows, self.span)
+        self.state = self.drafter.allocate(rows, self.span)
+        features = self._read(tokens_BT, torch.zeros_like(self.lengths_B))
+        last_BH = features["last_hidden"][torch.arange(rows), self.lengths_B - 1]
+        self.last_B = self.model.logits(last_BH).argmax(-1)
+        self.altered: set[str] = set()
+        with self._watched(tokens=tokens_BT, lengths=self.lengths_B, next=self.last_B, **features):
+            self.drafter.prefill(self.state, tokens_BT, self.lengths_B, features, self.last_B)
+
+    def propose(self, temperature: float = 0.0, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+        generator = torch.Generator().manual_seed(seed)
+        return self.drafter.propose(self.state, temperature, generator)
+
+    def round(self) -> Tensor:
+        """Propose, verify and accept; returns the proposals [B, K]."""
+        drafts_BK, _ = self.propose()
+        features = self._read(torch.cat([self.last_B[:, None], drafts_BK], 1), self.lengths_B)
+        logits_BTV = self.model.logits(features["last_hidden"])
+        tokens_BT, counts_B = verify(logits_BTV, drafts_BK, None, 0.0, torch.Generator())
+        with self._watched(tokens=tokens_BT, counts=counts_B, **features):
+            self.drafter.accept(self.state, tokens_BT, features, counts_B)
+        self.last_B = tokens_BT[torch.arange(len(tokens_BT)), counts_B - 1]
+        self.lengths_B = self.lengths_B + counts_B
+        return drafts_BK
+
+    def select(self, rows_B: Tensor) -> None:
+        self.cache = self.model.select(self.cache, rows_B)
+        self.state = self.drafter.select(self.state, rows_B)
+        self.lengths_B, self.last_B = self.lengths_B[rows_B], self.last_B[rows_B]
+
+    @contextmanager
+    def _watched(self, **given: Tensor) -> Iterator[None]:
+        """Note which of the drafter's arguments it alters."""
+        before = {name: tensor.clone() for name, tensor in given.items()}
+        yield
+        self.altered |= {name for name, old in before.items() if not torch.equal(given[name], old)}
+
+    def _read(self, tokens_BT: Tensor, start_B: Tensor) -> dict[str, Tensor]:
+        positions_BT = start_B[:, None] + torch.arange(tokens_BT.shape[1])
+        return self.model.forward(
+            self.cache, tokens_BT, positions_BT, self.span, self.drafter.request
+        )
+
+
+# ---------------------------------------------------------------- a project on disk
+
+
+class Project:
+    """A folder with conversations and run.yaml, and the command line run in this process."""
+
+    def __init__(self, folder: Path, bench: Bench, store: str) -> None:
+        self.bench, self.run, self.yaml = bench, folder / "run", folder / "run.yaml"
+        folder.mkdir(parents=True)
+        train = conversations(folder / "train.jsonl", [c * 3 + d for c in "abcd" for d in "xy"])
+        held_out = conversations(folder / "eval.jsonl", ["yes", "no"])
+        config = {
+            "run": str(self.run),
+            "target": {"path": bench.world.spec.path, "device": "cpu"},
+            "data": {"train": str(train), "eval": str(held_out)},
+            "algorithm": {"name": bench.offer.name, "options": dict(bench.yaml)},
+            "capture": {"batch": 4},
+            "store": store,
+            "train": {"batch": 2, "lr": RATE, "log_every": 1, "device": "cpu"},
+            "eval": {"max_new_tokens": 8, "batch": 2},
+        }
+        self.yaml.write_text(yaml.safe_dump(config))
+
+    def cli(self, verb: str, *arguments: str | Path, status: int = 0, stop: bool = False) -> str:
+        """Run a verb and return what it printed; `stop` loads the plugin that may end training."""
+        plugin = ["--plugin", str(self.bench.world.folder / "draftcore_suite_stop.py")] * stop
+        command = [*self.bench.cli, *plugin, verb, str(self.yaml), *map(str, arguments)]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == status, f"draftcore {' '.join(command)}\n{result.output}"
+        return result.stdout
+
+    def losses(self) -> dict[int, float]:
+        """Per-step losses, exactly as written."""
+        lines = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+# ---------------------------------------------------------------- small helpers
+
+
+@contextmanager
+def global_seed(seed: int) -> Iterator[None]:
+    """Seed every global generator, and put the state before back."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+@contextmanager
+def evaluating(draft: Draft) -> Iterator[None]:
+    """Put a draft into evaluation mode and back."""
+    training = draft.module.training
+    draft.module.eval()
+    try:
+        yield
+    finally:
+        draft.module.train(training)
+
+
+def padded(batch: DraftBatch, more: int) -> DraftBatch:
+    """Pad a batch further on the right, with rubbish under the masks."""
+    masks = {
+        name: functional.pad(getattr(batch, name), (0, more))
+        for name in ("loss_mask_BT", "attention_mask_BT")
+    }
+    features = {
+        name: functional.pad(value, (0, 0, 0, more), value=3.0)
+        for name, value in batch.features.items()
+    }
+    tokens_BT = functional.pad(batch.token_ids_BT, (0, more), value=7)
+    return dataclasses.replace(batch, token_ids_BT=tokens_BT, features=features, **masks)
+
+
+def masked(sample: Sample) -> Sample:
+    """The same sample with nothing to learn."""
+    return dataclasses.replace(sample, loss_mask_T=torch.zeros_like(sample.loss_mask_T))
+
+
+def snapshot(draft: Draft) -> dict[str, Tensor]:
+    """A copy of all parameters and buffers, also those outside the state dict."""
+    named = [*draft.module.named_parameters(), *draft.module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def require_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare dtype, shape and every bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), f"{name} differs"
