@@ -111,7 +111,8 @@ def describe_dists(folder: Path) -> Path:
         info.mkdir(exist_ok=True)
         head = f"Metadata-Version: 2.1\nName: {data['name']}\nVersion: {data['version']}\n"
         needs = "".join(f"Requires-Dist: {line}\n" for line in data["dependencies"])
-        (info / "METADATA").write_text(head + needs)
+        about = f"Summary: {data['description']}\n\n{(project / data['readme']).read_text()}"
+        (info / "METADATA").write_text(head + needs + about)
         points = data["entry-points"]["draftcore"]
         lines = "".join(f"{name} = {module}\n" for name, module in points.items())
         (info / "entry_points.txt").write_text(f"[draftcore]\n{lines}")

@@ -16,7 +16,18 @@ from draftcore.hookspecs import Specs
 from draftcore.plugins import HOOKS, Plugin, Registry, register
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
-KEYS = ("name", "dist", "version", "state", "problem", "fix", "offers", "hooks", "import_ms")
+KEYS = (
+    "name",
+    "dist",
+    "version",
+    "origin",
+    "state",
+    "problem",
+    "fix",
+    "offers",
+    "hooks",
+    "import_ms",
+)
 
 
 @click.command()
@@ -92,8 +103,8 @@ def _plugin_data(plugin: Plugin) -> dict[str, Any]:
 
 
 def _rows(plugin: Plugin) -> Iterator[Sequence[str]]:
-    cells = (plugin.name, _from_here(plugin.dist), plugin.version, plugin.state)
-    origin = f"   {_from_here(plugin.origin)}" if plugin.origin else ""
+    cells = (plugin.name, from_here(plugin.dist), plugin.version, plugin.state)
+    origin = f"   {from_here(plugin.origin)}" if plugin.origin else ""
     ready = [", ".join(_offers(plugin)) + origin]
     lines = [*plugin.problem.splitlines(), plugin.fix] if plugin.problem else ready
     yield (*cells, lines[0])
@@ -108,7 +119,8 @@ def _offers(plugin: Plugin) -> Iterator[str]:
         yield f"hooks {', '.join(plugin.hooks)}"
 
 
-def _from_here(text: str) -> str:
+def from_here(text: str) -> str:
+    """Shorten the paths in a text that lie in the current folder."""
     return text.replace(f"{Path.cwd()}/", "")
 
 

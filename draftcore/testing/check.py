@@ -27,6 +27,7 @@ import pytest
 
 from draftcore.binding import bind
 from draftcore.errors import DraftcoreError, UsageError, nearest
+from draftcore.listing import from_here
 from draftcore.offers import Offer
 from draftcore.overrides import apply_overrides
 from draftcore.plugins import Plugin, Registry
@@ -243,7 +244,7 @@ class Report:
     def lines(self, results: Iterable[Result]) -> Iterator[str]:
         """Yield the report line by line, taking results as they come."""
         began = time.perf_counter()
-        yield str(self.plugin)
+        yield from_here(str(self.plugin))
         shown = -1
         for (number, _), cases in groupby(results, key=lambda result: (result.check, result.test)):
             found = list(cases)

@@ -95,11 +95,11 @@ class Trainer:
 
     def __init__(self, draft: DraftRun, held_out: HeldOut | None) -> None:
         self.draft, self.run, self.config = draft, draft.run, draft.config.train
-        self.hook, self.device = draft.algorithm.hook, resolve_device(self.config.device)
         self.checkpoints = draft.folder / "checkpoints"
         last = checkpoint.latest(self.checkpoints)
-        if last is not None:
+        if last is not None:  # before the plugin is bound: its manifest knows who is missing
             require_same_run(last, draft)
+        self.hook, self.device = draft.algorithm.hook, resolve_device(self.config.device)
         self.summary = read_summary(last.state["data"]) if last else self.run.samples.summary
         self.built = draft.build(self.summary)
         self.built.module.to(self.device)

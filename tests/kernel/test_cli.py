@@ -100,6 +100,7 @@ def test_the_listing_as_data_has_every_field_and_nothing_else(site: Site) -> Non
         "name": "good",
         "dist": "draftcore-good",
         "version": "0.1",
+        "origin": "",
         "state": "ready",
         "problem": "",
         "fix": "",
