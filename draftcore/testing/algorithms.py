@@ -403,7 +403,7 @@ class AlgorithmSuite(Suite):
         bottom 1.00, and 0.0 to 0.7 with layers exchanged, positions off by three, features late by
         one or a norm left out; a loss fitted in part 0.8, and 0.0 to 0.45 with these.
         """
-        least = 0.9 if knows_by_heart(trained.losses) else 0.5
+        least = 0.97 if knows_by_heart(trained.losses) else 0.5
         share = bench.agreement(trained.draft)
         assert share >= least, f"{share:.2f} of the drafts are right, expected {least}"
 
@@ -528,12 +528,16 @@ class AlgorithmSuite(Suite):
     def test_an_exported_run_accepts_as_the_checkpoint_does(
         self, bench: Bench, project: Project
     ) -> None:
-        rounds = json.loads(project.cli("eval", "--json"))["rounds"]
+        """By sampling, hot enough that a draft of four steps is accepted now and then."""
+        hot = ("--json", "eval.temperature=4", "eval.max_new_tokens=24")
+        keys = ("tokens", "rounds", "acceptance_by_position")
+        report = json.loads(project.cli("eval", *hot))
+        assert report["acceptance_length"] > 1
         for layout in bench.layouts:
             folder = project.run / f"export-{layout}"
             project.cli("export", "--layout", layout, "--out", folder)
-            again = json.loads(project.cli("eval", "--export", folder, "--json"))
-            assert again["rounds"] == rounds
+            again = json.loads(project.cli("eval", "--export", folder, *hot))
+            assert {key: again[key] for key in keys} == {key: report[key] for key in keys}
 
     def test_offline_and_colocated_runs_give_the_same_bits(
         self, bench: Bench, project: Project, tmp_path: Path
