@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,6 +41,7 @@ from draftcore.testing.workbench import (
     WatchedTarget,
     evaluating,
     global_seed,
+    knows_by_heart,
     masked,
     padded,
     require_same_bits,
@@ -351,16 +352,9 @@ class AlgorithmSuite(Suite):
     ) -> None:
         bench.require("compile")
         compiled = torch.compile(
-            lambda batch: bench.loss(draft, batch),
-            fullgraph=True,
-            backend="aot_eager",
-            dynamic=True,
+            lambda batch: bench.loss(draft, batch), fullgraph=True, backend="eager"
         )
-        for samples in (bench.varied, bench.varied[1:3]):
-            batch = bench.collate(samples)
-            expected = bench.measure(draft, [batch])
-            found = compiled(batch)
-            assert_close(found.numerator.detach(), expected.numerator)
+        assert_close(compiled(batch).numerator, bench.loss(draft, batch).numerator)
 
     def test_disagg_answers_an_empty_batch_with_an_empty_input(self, bench: Bench) -> None:
         bench.require("disagg")
@@ -381,7 +375,8 @@ class AlgorithmSuite(Suite):
     def test_the_loss_falls(self, trained: Trained) -> None:
         """By a quarter within thirty steps on three short answers."""
         assert all(map(math.isfinite, trained.losses))
-        assert trained.losses[-1] < 0.75 * trained.losses[0]
+        first, last = trained.losses[0], trained.losses[:STEPS][-1]
+        assert last < 0.75 * first, f"from {first:.3f} to {last:.3f}"
 
     # ------------------------------------------------------------ decoding
 
@@ -402,14 +397,15 @@ class AlgorithmSuite(Suite):
     def test_the_drafter_computes_what_training_taught(
         self, bench: Bench, trained: Trained
     ) -> None:
-        """On learned answers drafts are accepted; a draft of other layers or rows is not.
+        """A draft that fits its answers in training is right about them in decoding.
 
-        Rounds of learned answers yield 2.5 tokens and more, of an untrained draft 1.0 to 1.1.
+        Measured on our own algorithms, by default options: untrained 0.00; a loss fitted to the
+        bottom 1.00, and 0.0 to 0.7 with layers exchanged, positions off by three, features late by
+        one or a norm left out; a loss fitted in part 0.8, and 0.0 to 0.45 with these.
         """
-        decoded = bench.decode(trained.draft, bench.world.prompts)
-        tokens = sum(len(one.tokens) - 1 for one in decoded)
-        length = tokens / sum(len(one.accepted) for one in decoded)
-        assert length > 1.6, f"acceptance length {length:.2f}"
+        least = 0.97 if knows_by_heart(trained.losses) else 0.5
+        share = bench.agreement(trained.draft)
+        assert share >= least, f"{share:.2f} of the drafts are right, expected {least}"
 
     def test_proposals_have_the_shapes_they_must(self, bench: Bench, trained: Trained) -> None:
         with evaluating(trained.draft):
@@ -459,7 +455,7 @@ class AlgorithmSuite(Suite):
                 first, _ = often.propose()
                 often.propose(temperature=1.0)
                 assert torch.equal(often.propose()[0], first)
-                assert torch.equal(once.round(), often.round())
+                assert torch.equal(once.round(most=2)[0], often.round(most=2)[0])
 
     def test_the_drafter_leaves_what_it_is_given_alone(
         self, bench: Bench, trained: Trained
@@ -467,7 +463,7 @@ class AlgorithmSuite(Suite):
         """Tokens and counts are the verifier's, features the target's."""
         with evaluating(trained.draft):
             decoding = Decoding(bench, trained.draft, bench.world.prompts)
-            decoding.round(), decoding.round()
+            decoding.round(most=2), decoding.round(most=2)
         assert not decoding.altered, f"the drafter alters {', '.join(sorted(decoding.altered))}"
 
     def test_a_batch_decodes_as_its_rows_alone(self, bench: Bench, trained: Trained) -> None:
@@ -482,10 +478,10 @@ class AlgorithmSuite(Suite):
         rows_B = torch.tensor([2, 0])
         with evaluating(trained.draft):
             whole, part = (Decoding(bench, trained.draft, bench.world.prompts) for _ in range(2))
-            whole.round(), part.round()
+            whole.round(most=2), part.round(most=2)
             part.select(rows_B)
             for _ in range(2):
-                assert torch.equal(part.round(), whole.round()[rows_B])
+                assert torch.equal(part.round(most=2)[0], whole.round(most=2)[0][rows_B])
 
     # ------------------------------------------------------------ export
 
@@ -532,12 +528,16 @@ class AlgorithmSuite(Suite):
     def test_an_exported_run_accepts_as_the_checkpoint_does(
         self, bench: Bench, project: Project
     ) -> None:
-        rounds = json.loads(project.cli("eval", "--json"))["rounds"]
+        """By sampling, hot enough that a draft of four steps is accepted now and then."""
+        hot = ("--json", "eval.temperature=4", "eval.max_new_tokens=24")
+        keys = ("tokens", "rounds", "acceptance_by_position")
+        report = json.loads(project.cli("eval", *hot))
+        assert report["acceptance_length"] > 1
         for layout in bench.layouts:
             folder = project.run / f"export-{layout}"
             project.cli("export", "--layout", layout, "--out", folder)
-            again = json.loads(project.cli("eval", "--export", folder, "--json"))
-            assert again["rounds"] == rounds
+            again = json.loads(project.cli("eval", "--export", folder, *hot))
+            assert {key: again[key] for key in keys} == {key: report[key] for key in keys}
 
     def test_offline_and_colocated_runs_give_the_same_bits(
         self, bench: Bench, project: Project, tmp_path: Path
@@ -576,17 +576,16 @@ def require_close(found: Measured, expected: Measured) -> None:
     for name, (above, below) in expected.counts.items():
         ours = found.counts[name][0] / found.counts[name][1]
         torch.testing.assert_close(
-            ours,
-            above / below,
-            rtol=LOSS_TOLERANCE,
-            atol=1e-7,
-            equal_nan=True,
-            msg=lambda text, name=name: f"metric {name}: {text}",
+            ours, above / below, rtol=LOSS_TOLERANCE, atol=1e-7, equal_nan=True, msg=explained(name)
         )
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
     for name, gradient in expected.gradients.items():
         gap = float((found.gradients[name] - gradient).norm())
         assert gap <= GRADIENT_TOLERANCE * norm, f"gradient of {name}: {gap:.3g} of {norm:.3g}"
+
+
+def explained(metric: str) -> Callable[[str], str]:
+    return lambda text: f"metric {metric}: {text}"
 
 
 def require_same_output(found: StepOutput, expected: StepOutput) -> None:

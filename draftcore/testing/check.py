@@ -174,7 +174,12 @@ def _child(
     command += ["--import-mode=importlib", "--continue-on-collection-errors", "-vv"]
     # native is twice as quick where everything fails; of it only the message is shown
     command += ["--tb=long" if traceback else "--tb=native", str(folder)]
-    env = {**child_environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # passive: spinning OpenMP threads are no use where another process wants the cores
+    env = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **child_environment(),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     env = {key: env[key] for key in env if key not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
     with os.fdopen(read, encoding="utf-8") as lines:
         child = subprocess.Popen(

@@ -10,6 +10,7 @@ Shape letters: B batch, T tokens, K drafted tokens.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -47,8 +49,9 @@ from draftcore.target import TargetSpec
 from draftcore.testing.targets import conversations, tiny_target
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
 
-LAYERS, ANSWER = 12, 12
-QUESTIONS = ("a", "hello?", "12 34")
+LAYERS, GROWTH, ANSWER = 12, 1.5, 10
+# Their answers begin with one or two tokens in common: what follows is told by the features alone.
+QUESTIONS = ("a6", "a9", "c9")
 STEPS, RATE, SEED = 30, 0.01, 7
 
 # A loose plugin that ends training as Ctrl-C does, after the step that the variable names.
@@ -79,6 +82,7 @@ class World:
     @classmethod
     def make(cls, folder: Path) -> World:
         tiny_target(folder / "target", std=0.5, num_hidden_layers=LAYERS)
+        unlike_layers(folder / "target" / "model.safetensors")
         (folder / "draftcore_suite_stop.py").write_text(STOPPER)
         spec = TargetSpec(str(folder / "target"), device="cpu")
         prompts = [prompt(spec, text) for text in QUESTIONS]
@@ -98,6 +102,15 @@ def prompt(spec: TargetSpec, text: str) -> list[int]:
     messages = [{"role": "user", "content": text}]
     encoded = spec.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     return list(encoded["input_ids"])
+
+
+def unlike_layers(weights: Path) -> None:
+    """Let every layer write more than all before it, so that no layer's output stands for another's."""
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= GROWTH ** int(name.split(".")[2])
+    save_file(tensors, weights, metadata={"format": "pt"})
 
 
 WORLD: pytest.StashKey[World] = pytest.StashKey()
@@ -169,23 +182,23 @@ class Bench:
     @cached_property
     def learned(self) -> list[Sample]:
         """The target's answers, each to be learned whole."""
-        return [self._sample(row, 0) for row in range(len(QUESTIONS))]
+        return [self._sample(row) for row in range(len(QUESTIONS))]
 
     @cached_property
     def varied(self) -> list[Sample]:
         """Four samples of other lengths, with gaps in what is to be learned."""
         generator = torch.Generator().manual_seed(SEED)
         samples = []
-        for row, start in ((0, 14), (1, 26), (2, 20), (0, 19)):
-            sample = self._sample(row, start)
-            gaps_T = torch.rand(len(sample.token_ids_T), generator=generator) < 0.8
+        for row, length in ((0, 11), (1, 6), (2, 9), (0, 7)):
+            sample = self._sample(row, length)
+            gaps_T = torch.rand(length, generator=generator) < 0.8
             samples.append(dataclasses.replace(sample, loss_mask_T=gaps_T))
         return samples
 
     @cached_property
     def long(self) -> Sample:
-        """A sample five times as long as others, with little to learn."""
-        parts = [self._sample(row, 0) for row in (1, 2, 0)] * 2
+        """A sample ten times as long as others, with little to learn."""
+        parts = [self._sample(row) for row in (1, 2, 0)]
         mask_T = torch.cat([part.loss_mask_T for part in parts]).logical_and(
             torch.arange(sum(len(part.token_ids_T) for part in parts)) % 6 < 3
         )
@@ -195,15 +208,17 @@ class Bench:
         tokens_T = torch.cat([part.token_ids_T for part in parts])
         return Sample(SampleId("long", 0), tokens_T, mask_T, features)
 
-    def _sample(self, row: int, start: int) -> Sample:
+    def _sample(self, row: int, length: int | None = None) -> Sample:
+        """A question and its answer, or the last `length` tokens of them."""
         tokens_T = torch.tensor(self.world.prompts[row] + self.world.answers[row])
+        start = 0 if length is None else len(tokens_T) - length
         request = self.request()
         features = {
             name: self.world.features[row][name][start:].to(getattr(torch, request.dtype))
             for name in request.names
         }
         mask_T = torch.arange(len(tokens_T)) >= len(self.world.prompts[row])
-        identity = SampleId(f"{row}.{start}", 0)
+        identity = SampleId(f"{row}.{length}", 0)
         return Sample(identity, tokens_T[start:].clone(), mask_T[start:].clone(), features)
 
     @cached_property
@@ -262,17 +277,22 @@ class Bench:
             gradients,
         )
 
-    def train(self, draft: Draft, steps: int = STEPS) -> list[float]:
-        """Train on the learned samples, all of them at every step; return the losses."""
+    def train(self, draft: Draft, steps: int | None = None) -> list[float]:
+        """Train on the learned samples, all of them at every step; return the losses.
+
+        Without `steps` until the answers are known by heart, or `STEPS` and on until the loss
+        hardly falls, then a little at a lower rate.
+        """
         optimizer = build_optimizer(draft.parameter_groups, weight_decay=0.0, betas=(0.9, 0.999))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        batch, losses = self.collate(self.learned), []
-        for step in range(steps):
-            output = self.loss(draft, batch, step)
+        batch = self.collate(self.learned)
+        losses: list[float] = []
+        for rate in learning_rates(losses, steps):
+            output = self.loss(draft, batch, min(len(losses), STEPS - 1))
             output.numerator.backward()  # type: ignore[no-untyped-call]
             scale_and_clip(parameters, output.denominator, draft.defaults.clip)
             for group in optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, (step + 1) / 5)
+                group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(float(output.numerator.detach() / output.denominator))
@@ -287,6 +307,27 @@ class Bench:
         """Decode prompts together, greedily, as long as the learned answers are."""
         with evaluating(draft):
             return speculate(self.world.spec.model, self.drafter(draft), prompts, GREEDY, Clock())
+
+    def agreement(self, draft: Draft) -> float:
+        """The share of drafts that are right on the learned answers, the first three of a round.
+
+        The first round, which some algorithms never train, does not count. The others begin one or
+        two tokens after the one before (a row without a right draft lags behind), so a draft that
+        knows the answers is asked for them from many places.
+        """
+        right, asked, done = 0, 0, 2
+        with evaluating(draft):
+            decoding = Decoding(self, draft, self.world.prompts)
+            decoding.round(most=1)
+            for most in itertools.cycle((1, 2)):
+                wanted = min(3, decoding.drafter.num_drafts, ANSWER - done)
+                if wanted < 1:
+                    return right / asked
+                _, right_B = decoding.round(most)
+                right += int(right_B.clamp(max=wanted).sum())
+                asked += wanted * len(right_B)
+                done += most
+        raise AssertionError
 
     # ------------------------------------------------------------ exports
 
@@ -317,7 +358,7 @@ class Decoding:
         self.model, self.drafter = bench.world.spec.model, bench.drafter(draft)
         self.lengths_B = torch.tensor([len(prompt) for prompt in prompts])
         longest, rows = int(self.lengths_B.max()), len(prompts)
-        self.span = longest + ANSWER + self.drafter.num_drafts + 1
+        self.span = longest + ANSWER + 3 * (self.drafter.num_drafts + 1)
         tokens_BT = torch.zeros(rows, longest, dtype=torch.long)
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
@@ -334,17 +375,18 @@ class Decoding:
         generator = torch.Generator().manual_seed(seed)
         return self.drafter.propose(self.state, temperature, generator)
 
-    def round(self) -> Tensor:
-        """Propose, verify and accept; returns the proposals [B, K]."""
+    def round(self, most: int | None = None) -> tuple[Tensor, Tensor]:
+        """Propose, verify, and accept `most` tokens a row; returns drafts_BK, and how many are right."""
         drafts_BK, _ = self.propose()
         features = self._read(torch.cat([self.last_B[:, None], drafts_BK], 1), self.lengths_B)
         logits_BTV = self.model.logits(features["last_hidden"])
         tokens_BT, counts_B = verify(logits_BTV, drafts_BK, None, 0.0, torch.Generator())
+        right_B, counts_B = counts_B - 1, counts_B.clamp(max=most)
         with self._watched(tokens=tokens_BT, counts=counts_B, **features):
             self.drafter.accept(self.state, tokens_BT, features, counts_B)
         self.last_B = tokens_BT[torch.arange(len(tokens_BT)), counts_B - 1]
         self.lengths_B = self.lengths_B + counts_B
-        return drafts_BK
+        return drafts_BK, right_B
 
     def select(self, rows_B: Tensor) -> None:
         self.cache = self.model.select(self.cache, rows_B)
@@ -405,6 +447,24 @@ class Project:
 # ---------------------------------------------------------------- small helpers
 
 
+def learning_rates(losses: Sequence[float], steps: int | None) -> Iterator[float]:
+    """Yield the rate of each step, given the losses of those before."""
+    while len(losses) < (3 * STEPS if steps is None else steps):
+        yield RATE * min(1.0, (len(losses) + 1) / 5)
+        if steps is None and len(losses) % 5 == 0:
+            if knows_by_heart(losses):
+                return
+            if len(losses) >= STEPS and losses[-11] - losses[-1] < 0.01 * losses[0]:
+                break
+    for _ in range(10 if steps is None else 0):
+        yield RATE / 5
+
+
+def knows_by_heart(losses: Sequence[float]) -> bool:
+    """Whether next to nothing of the loss is left."""
+    return losses[-1] < 0.01 * losses[0]
+
+
 @contextmanager
 def global_seed(seed: int) -> Iterator[None]:
     """Seed every global generator, and put the state before back."""
@@ -433,16 +493,16 @@ def evaluating(draft: Draft) -> Iterator[None]:
 
 def padded(batch: DraftBatch, more: int) -> DraftBatch:
     """Pad a batch further on the right, with rubbish under the masks."""
-    masks = {
-        name: functional.pad(getattr(batch, name), (0, more))
-        for name in ("loss_mask_BT", "attention_mask_BT")
-    }
-    features = {
-        name: functional.pad(value, (0, 0, 0, more), value=3.0)
-        for name, value in batch.features.items()
-    }
-    tokens_BT = functional.pad(batch.token_ids_BT, (0, more), value=7)
-    return dataclasses.replace(batch, token_ids_BT=tokens_BT, features=features, **masks)
+    return dataclasses.replace(
+        batch,
+        token_ids_BT=functional.pad(batch.token_ids_BT, (0, more), value=7),
+        loss_mask_BT=functional.pad(batch.loss_mask_BT, (0, more)),
+        attention_mask_BT=functional.pad(batch.attention_mask_BT, (0, more)),
+        features={
+            name: functional.pad(value, (0, 0, 0, more), value=3.0)
+            for name, value in batch.features.items()
+        },
+    )
 
 
 def masked(sample: Sample) -> Sample:
