@@ -15,6 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pluggy
@@ -39,6 +40,7 @@ class Suite:
     plugin: ClassVar[str]  # the plugin's module, or module:instance as in its entry point
     name: ClassVar[str] = ""  # the offer under test; the plugin's only one of the kind if empty
     options: ClassVar[Mapping[str, Any]] = {}  # the offer's options, as in a run's YAML
+    loose: ClassVar[Path | None] = None  # the file of a plugin that is not installed
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -55,8 +55,6 @@ SPLIT = "its loss is a mean over the micro-batch"
 
 class AlgorithmSuite(Suite):
     """The behaviour of an algorithm, opened through its plugin."""
-
-    loose: ClassVar[Path | None] = None  # the file of a plugin that is not installed
 
     # ------------------------------------------------------------ fixtures
 

@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, cast, get_args
 
 import click
 import pytest
@@ -56,8 +56,6 @@ print("\\n" + json.dumps([took, sorted({name.partition(".")[0] for name in sys.m
 
 class PluginSuite(Suite):
     """What list-plugins, pip and a person who chooses a plugin rely on."""
-
-    loose: ClassVar[Path | None] = None  # the file of a plugin that is not installed
 
     # ------------------------------------------------------------ fixtures
 
