@@ -355,89 +355,76 @@ def test_a_frozen_writer_hinders_nobody_and_keeps_its_place(ring: str, fork: For
         assert handle.tensors["x"].tolist() == [7] * (MIB // 16)
 
 
-def die_at_line(number: int, live: Callable[[], None], say: Say) -> None:
-    """Live, but kill this process before the numbered line that it does in the store's files."""
-    ours, left = {segment.__file__, shm.__file__}, number
+def states_on_the_way(ring: Path, live: Callable[[], None]) -> list[bytes]:
+    """Return what a kill would leave of the file, for each step of Python's interpreter."""
+    ours, states = {segment.__file__, shm.__file__}, [b""]
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal left
         if frame.f_code.co_filename not in ours:
             return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        frame.f_trace_opcodes = True
+        state = ring.read_bytes() if ring.exists() else b""
+        if state != states[-1]:
+            states.append(state)
         return trace
 
+    before = sys.gettrace()
     sys.settrace(trace)
-    live()
-    sys.settrace(None)
+    try:
+        live()
+    finally:
+        sys.settrace(before)
+    return states
 
 
 def pair(number: int) -> list[StoreItem]:
     return [checked("one", number), checked("two", number)]
 
 
-def require_sound(store: ShmStore, numbers: set[int]) -> None:
+def require_sound(store: ShmStore) -> int:
     """Some whole pair is held, or what a free has left of it, and no byte of the ring is lost."""
     found = store.lookup(["one", "two"])
     assert set(found) in (set(), {"two"}, {"one", "two"})
     with ExitStack() as stack:
         handles = [stack.enter_context(handle) for handle in store.get_many([*found.values()])]
-        held = {int(handle.tensors["x"][0]) for handle in handles}
-    assert len(held) <= 1
-    assert held <= numbers
+        numbers = {int(handle.tensors["x"][0]) for handle in handles}
+    assert len(numbers) <= 1
     for ref in found.values():
-        require_checked(store, ref, *held)
+        require_checked(store, ref, *numbers)
     stats = store.stats()
     assert (stats.samples, stats.nbytes) == (len(found), sum(ref.nbytes for ref in found.values()))
     store.free(found.values())
     assert store.stats().nbytes == 0
-    store.free([store.put(numbered("all", 1, numbers=int(0.99 * MIB) // 8))])
+    store.free([store.put(numbered("all", 1, numbers=store.max_bytes // 8 - 99))])
+    return sum(numbers)
 
 
-def test_a_process_killed_at_any_line_leaves_a_sound_segment(ring: str, fork: Fork) -> None:
-    """It opens the store, supersedes a group that it reads, frees and leaves; others are there."""
-    store = ShmStore(ring, max_bytes=MIB)
+def test_a_kill_at_any_step_leaves_a_segment_that_is_sound(folder: Path) -> None:
+    """From before the segment is made to after it is removed, a group is superseded and freed."""
 
     def live() -> None:
-        own = ShmStore(ring)
-        handle = own.get(own.lookup(["one"])["one"])
-        refs = own.put_many(pair(2))
+        store = ShmStore(str(folder / "ring"), max_bytes=MIB // 2)
+        (one, _) = store.put_many(pair(1))
+        handle = store.get(one)
+        refs = store.put_many(pair(2))
         handle.close()
-        own.free(refs)
-        own.close()
-
-    line, status = 0, -signal.SIGKILL
-    while status == -signal.SIGKILL:
-        line += 1
-        store.put_many(pair(1))
-        status = fork(partial(die_at_line, line, live)).end()
-        require_sound(store, {1, 2})
-    assert status == 0
-    assert line > 150
-
-
-def test_the_only_process_killed_at_any_line_leaves_a_segment_to_go_on_with(
-    ring: str, fork: Fork
-) -> None:
-    """Nobody else is there: it may die while it makes the segment, or removes it."""
-
-    def live() -> None:
-        own = ShmStore(ring, max_bytes=MIB)
-        own.free([own.put(checked("two", 2))])
-        own.close()
-
-    line, status = 0, -signal.SIGKILL
-    while status == -signal.SIGKILL:
-        line += 1
-        status = fork(partial(die_at_line, line, live)).end()
-        store = ShmStore(ring, max_bytes=MIB)
-        require_sound(store, {2})
+        with pytest.raises(StoreFull):
+            store.put_many([checked("one", 3), checked("two", 3)])
+        store.free(refs)
         store.close()
-        assert not Path(ring).exists()
-    assert status == 0
-    assert line > 150
+
+    states = states_on_the_way(folder / "ring", live)
+    assert states[-1] == b""
+    seen = set()
+    for at, state in enumerate(states):
+        left = folder / f"ring-{at}"
+        left.write_bytes(state)
+        store = ShmStore(str(left), max_bytes=MIB // 2)
+        seen.add(require_sound(store))
+        store.close()
+        assert not left.exists()
+    assert seen == {0, 1, 2}
+    assert len(states) > 60
 
 
 def test_writers_killed_at_random_times_harm_nobody(ring: str, fork: Fork) -> None:
