@@ -96,6 +96,15 @@ def select_names(ref: SampleRef, names: Sequence[str] | None) -> tuple[str, ...]
     return held if names is None else tuple(names)
 
 
+def not_held(ref: SampleRef, *, superseded: bool) -> StoreError:
+    """Return the error for a ref that is stale."""
+    what = "was put again since" if superseded else "is not held: freed or lost"
+    return StoreError(
+        f"sample {ref.feature_id!r} of generation {ref.generation} {what}\n"
+        "  look it up again, or capture it again"
+    )
+
+
 class OpenHandle:
     """An open read; see `records.Handle`. Closing twice is harmless."""
 
@@ -149,15 +158,8 @@ class Ledger:
 
     def require(self, ref: SampleRef) -> None:
         """Raise StoreError unless the store holds just this generation of the sample."""
-        if self.holds(ref):
-            return
-        what = (
-            "was put again since" if ref.feature_id in self.held else "is not held: freed or lost"
-        )
-        raise StoreError(
-            f"sample {ref.feature_id!r} of generation {ref.generation} {what}\n"
-            "  look it up again, or capture it again"
-        )
+        if not self.holds(ref):
+            raise not_held(ref, superseded=ref.feature_id in self.held)
 
     def drop(self, ref: SampleRef) -> None:
         """Let a sample go. Harmless when it is gone or has a newer generation."""
