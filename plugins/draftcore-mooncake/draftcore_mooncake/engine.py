@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +197,10 @@ class Engine:
         """Return this process's client with these settings. Those who lend memory get their own."""
         if settings.max_bytes is not None:
             return cls(settings)
+        settings = replace(settings, name="")  # one client serves stores of several names
         with _shared_mutex:
             engine = _shared.get(settings)
-            if engine is None or engine._process != os.getpid():
+            if engine is None or engine.foreign:
                 engine = _shared[settings] = cls(settings)
             else:
                 engine._users += 1
@@ -223,7 +225,7 @@ class Engine:
         """Raise StoreError in a forked child."""
         if self.foreign:
             raise StoreError(
-                f"the store {self.settings.joining()} was opened by process {self._process}, from "
+                f"the store at {self._asked} was opened by process {self._process}, from "
                 f"which this one, {os.getpid()}, was forked\n"
                 "  start workers with the method 'spawn' and open the store there"
             )
@@ -325,7 +327,7 @@ class Engine:
         self.require_process()  # before the lock, which a fork may have left held
         with self._quiet:
             if self._closed:
-                raise StoreError(f"the store {self.settings.joining()} is closed\n  open it again")
+                raise StoreError(f"the connection to {self._asked} is closed\n  open it again")
             self._calls += 1
         try:
             yield self._store

@@ -1,0 +1,71 @@
+"""A real master and a lender of memory for all tests; each test has a name of its own on them.
+
+Mooncake's clients listen on all interfaces and cannot be told not to. So, where this process may,
+the tests run in a network namespace that has only loopback, and what they start does as well.
+"""
+
+import ctypes
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from draftcore_mooncake.engine import load, package_folder
+from draftcore_mooncake.master import Master
+from draftcore_mooncake.store import MooncakeStore
+
+CLONE_NEWNET = 0x40000000
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+LENT_BYTES = 192 << 20
+names = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def only_loopback() -> Iterator[None]:
+    libc = ctypes.CDLL(None)
+    before = os.open("/proc/self/ns/net", os.O_RDONLY)
+    if libc.unshare(CLONE_NEWNET) == 0:
+        with socket.socket() as any_socket:
+            ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+    yield
+    libc.setns(before, CLONE_NEWNET)
+    os.close(before)
+
+
+@pytest.fixture(scope="session")
+def master() -> Iterator[Master]:
+    load()
+    running = Master(package_folder())
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def lender(master: Master) -> Iterator[MooncakeStore]:
+    """The trainer's part: it lends the memory of all tests, and keeps a client open for them."""
+    store = MooncakeStore.open(f"mooncake://{master.address}/lender?max_bytes={LENT_BYTES}")
+    kept = MooncakeStore.open(store.uri)  # else each test's store would connect anew: 2 s
+    yield store
+    kept.close()
+    store.close()
+
+
+@pytest.fixture
+def store_uri(lender: MooncakeStore) -> str:
+    """A producer's URI, with an empty name on the shared master."""
+    return lender.uri.replace("/lender", f"/test-{os.getpid()}-{next(names)}")
+
+
+@pytest.fixture
+def store(store_uri: str) -> Iterator[MooncakeStore]:
+    opened = MooncakeStore.open(store_uri)
+    yield opened
+    opened.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
