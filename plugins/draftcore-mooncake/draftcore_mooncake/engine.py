@@ -77,6 +77,7 @@ _first_process: int | None = None  # that made an engine; one forked from it mus
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _shared: dict[Settings, Engine] = {}
 _shared_mutex = threading.RLock()
+_abandoned: list[Any] = []  # clients without a master, which end with the process
 
 
 def explain(code: int) -> str:
@@ -216,6 +217,9 @@ class Engine:
         if self.settings.resident is not None:
             self.close()
 
+    def master_answers(self) -> bool:
+        return bool(answers(self._asked, seconds=PROBE_SECONDS))
+
     @property
     def foreign(self) -> bool:
         """Whether this process was forked from the one that made the client."""
@@ -245,10 +249,10 @@ class Engine:
             self._quiet.wait_for(lambda: self._calls == 0)
         if self._populating is not None:
             self._populating.join()
-        if answers(self._asked, seconds=PROBE_SECONDS):
+        if self.master_answers():
             self._store.close()
-        else:  # the library tries for 17 s to tell the master
-            threading.Thread(target=self._store.close, daemon=True).start()
+        else:  # it would try for up to 17 s to tell the master, and no thread could run meanwhile
+            _abandoned.append(self._store)
 
     # ------------------------------------------------------------ calls
 
@@ -340,7 +344,7 @@ class Engine:
         """Make a call that may be repeated; a connection that broke is renewed by the library."""
         with self._call() as store:
             codes = call(store)
-            if any(code in UNREACHABLE for code in codes) and self._master_answers():
+            if any(code in UNREACHABLE for code in codes) and self.master_answers():
                 codes = call(store)
         return self._require_master(codes)
 
@@ -349,9 +353,6 @@ class Engine:
             if code in UNREACHABLE:
                 raise StoreError(self._silence(explain(code)))
         return list(codes)
-
-    def _master_answers(self) -> bool:
-        return bool(answers(self._asked, seconds=PROBE_SECONDS))
 
     def _silence(self, why: str) -> str:
         what = "resident client" if self.settings.resident else "master"
@@ -409,10 +410,11 @@ class Engine:
         if self.put([key], [[(probe.ctypes.data, 1)]]) != [0]:
             return 0, 0
         with self._call() as store:
-            (replica,) = store.get_replica_desc(key)
-            address = replica.get_memory_descriptor().buffer_descriptor.buffer_address
+            replicas = store.get_replica_desc(key)
         self.remove([key])
-        return _mapping(address)
+        if not replicas:
+            return 0, 0
+        return _mapping(replicas[0].get_memory_descriptor().buffer_descriptor.buffer_address)
 
     def _touch(self, start: int, end: int) -> None:
         for step in range(start, end, POPULATE_STEP):

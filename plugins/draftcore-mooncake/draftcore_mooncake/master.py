@@ -37,12 +37,12 @@ _libc = ctypes.CDLL(None)
 
 
 class Master:
-    """A running master. Raises StoreError when it does not start."""
+    """A running master, on any free port by default. Raises StoreError when it does not start."""
 
-    def __init__(self, package: Path) -> None:
+    def __init__(self, package: Path, *, port: int = 0) -> None:
         self._binary = package / "mooncake_master"
         for _ in range(3):  # another program may take the port that was free
-            self.port = _free_port()
+            self.port = port or _free_port()
             if self._start():
                 return
         raise StoreError(

@@ -197,8 +197,9 @@ class MooncakeStore:
                 return
             self._closed = True
             self._doomed |= self._leaving  # their bytes were copied out when they were read
-        with contextlib.suppress(StoreError):  # where the master is gone, so are they
-            self._remove_doomed()
+        if self._doomed and self._engine.master_answers():
+            with contextlib.suppress(StoreError):  # it was lost since, with all it held
+                self._remove_doomed()
         self.buffers.clear()
         self._engine.close()
         if self._master is not None:

@@ -251,8 +251,8 @@ class Transfer:
                     record = _record_in(table, at, feature_id, codes[at])
                     if record is not None:
                         found[feature_id] = record
-                missing = zip(feature_ids, codes, strict=True)
-                if all(one in found or code == NOT_FOUND for one, code in missing):
+                read = zip(feature_ids, codes, strict=True)
+                if all(one in found or (code < 0 and code != NOT_READY) for one, code in read):
                     break
                 time.sleep(PAUSE_SECONDS)  # somebody is replacing a record, or died doing so
         finally:
