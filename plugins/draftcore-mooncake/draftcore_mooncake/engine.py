@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import importlib
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import UsageError
 from draftcore.stores import StoreError
 from draftcore_mooncake.master import LOOPBACK, answers
 from draftcore_mooncake.settings import Settings
@@ -103,7 +102,9 @@ def check(library: Any) -> None:
     """Raise UsageError unless the library has the calls that this store is made of."""
     store, config = library.MooncakeDistributedStore, library.ReplicateConfig
     lacking = [name for name in NEEDED if not hasattr(store, name)]
-    lacking += [name for name in ("with_hard_pin", "preferred_segments") if not hasattr(config, name)]
+    lacking += [
+        name for name in ("with_hard_pin", "preferred_segments") if not hasattr(config, name)
+    ]
     if not any(all(hasattr(store, name) for name in way) for way in (RAW, BYTES)):
         lacking += [name for name in RAW if not hasattr(store, name)]
     if lacking:
@@ -312,7 +313,9 @@ class Engine:
             with self._call() as store:
                 code = store.register_buffer(memory.data_ptr(), nbytes)
             if code:
-                raise StoreError(f"a buffer of {nbytes} bytes cannot be registered: {explain(code)}")
+                raise StoreError(
+                    f"a buffer of {nbytes} bytes cannot be registered: {explain(code)}"
+                )
         return memory
 
     def release(self, memory: Tensor) -> bool:
@@ -401,7 +404,9 @@ class Engine:
 
         The library does not tell where the segment lies, but where an object in it does.
         """
-        with contextlib.suppress(StoreError):  # closed, or the master is gone: somebody else says so
+        with contextlib.suppress(
+            StoreError
+        ):  # closed, or the master is gone: somebody else says so
             self._touch(*self._lent_range())
 
     def _lent_range(self) -> tuple[int, int]:

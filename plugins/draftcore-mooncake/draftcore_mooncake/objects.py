@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -60,7 +61,8 @@ def seal_holds(generation: str, data: memoryview) -> bool:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a view of a contiguous CPU tensor's bytes."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 # ---------------------------------------------------------------- tensors in an object

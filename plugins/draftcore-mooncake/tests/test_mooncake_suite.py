@@ -1,4 +1,4 @@
-"""The conformance suite, on a real master: lent by a trainer, and by a resident client."""
+"""The conformance suite, on a real master and the memory of a process that lends it."""
 
 import pytest
 from draftcore_mooncake.store import MooncakeStore
