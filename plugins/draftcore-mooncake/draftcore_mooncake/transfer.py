@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -113,29 +114,37 @@ class Transfer:
     def _make_current(self, refs: Sequence[SampleRef]) -> list[tuple[str, ...]]:
         """Replace records of earlier generations, which the put has left as they were."""
         records = self.records([ref.feature_id for ref in refs])
-        older: list[tuple[str, ...]] = [() for _ in refs]
-        late: list[int] = []
+        earlier: dict[int, list[SampleRef]] = {}
         for at, ref in enumerate(refs):
             record = records.get(ref.feature_id)
-            if record is None or record.ref.generation != ref.generation:
-                late.append(at)
-                older[at] = () if record is None else (record.ref.generation, *record.older)
-        for at in late:
-            earlier = [replace(refs[at], generation=generation) for generation in older[at]]
-            there = self._engine.exist([self.key(ref) for ref in earlier])
-            older[at] = tuple(
-                ref.generation for ref, exists in zip(earlier, there, strict=True) if exists
-            )
-            self._replace_record(Record(refs[at], older[at]))
+            if record is None:
+                earlier[at] = []
+            elif record.ref.generation != ref.generation:
+                generations = (record.ref.generation, *record.older)
+                earlier[at] = [replace(ref, generation=generation) for generation in generations]
+        flat = [self.key(old) for olds in earlier.values() for old in olds]
+        there = dict(zip(flat, self._engine.exist(flat), strict=True))
+        older: list[tuple[str, ...]] = [() for _ in refs]
+        for at, olds in earlier.items():
+            older[at] = tuple(old.generation for old in olds if there[self.key(old)])
+        self._replace_records([Record(refs[at], older[at]) for at in earlier])
         return older
 
-    def _replace_record(self, record: Record) -> None:
-        data = record.pack()
-        buffer = self._pool.take(len(data))
+    def _replace_records(self, records: Sequence[Record]) -> None:
+        packed = [record.pack() for record in records]
+        tail = b"".join(packed)
+        if not tail:
+            return
+        buffer = self._pool.take(len(tail))
         try:
-            buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            key = record_key(self._name, record.ref.feature_id)
-            _require_success(self._engine.replace([key], [(buffer.data_ptr(), len(data))]))
+            buffer[: len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
+            ends = list(accumulate(map(len, packed)))
+            starts = [
+                buffer.data_ptr() + end - len(one) for end, one in zip(ends, packed, strict=True)
+            ]
+            keys = [record_key(self._name, record.ref.feature_id) for record in records]
+            pieces = list(zip(starts, map(len, packed), strict=True))
+            _require_success(self._engine.replace(keys, pieces))
         finally:
             self._pool.give(buffer)
 

@@ -1,4 +1,6 @@
-"""A real master and a lender of memory for all tests; each test has a name of its own on them.
+"""A real master and a lender of memory per file; each test has a name of its own on them.
+
+Per file, as what a killed lender or writer leaves is the master's for a minute or two.
 
 Mooncake's clients listen on all interfaces and cannot be told not to. So, where this process may,
 the tests run in a network namespace that has only loopback, and what they start does as well.
@@ -20,7 +22,7 @@ from draftcore_mooncake.store import MooncakeStore
 
 CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-LENT_BYTES = 192 << 20
+LENT_BYTES = 256 << 20
 names = itertools.count()
 
 
@@ -36,7 +38,7 @@ def only_loopback() -> Iterator[None]:
     os.close(before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def master() -> Iterator[Master]:
     load()
     running = Master(package_folder())
@@ -44,7 +46,7 @@ def master() -> Iterator[Master]:
     running.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lender(master: Master) -> Iterator[MooncakeStore]:
     """The trainer's part: it lends the memory of all tests, and keeps a client open for them."""
     store = MooncakeStore.open(f"mooncake://{master.address}/lender?max_bytes={LENT_BYTES}")
@@ -55,9 +57,11 @@ def lender(master: Master) -> Iterator[MooncakeStore]:
 
 
 @pytest.fixture
-def store_uri(lender: MooncakeStore) -> str:
+def store_uri(lender: MooncakeStore) -> Iterator[str]:
     """A producer's URI, with an empty name on the shared master."""
-    return lender.uri.replace("/lender", f"/test-{os.getpid()}-{next(names)}")
+    name = f"test-{os.getpid()}-{next(names)}"
+    yield lender.uri.replace("/lender", f"/{name}")
+    lender._engine._store.remove_by_regex(f"^{name}/", True)
 
 
 @pytest.fixture

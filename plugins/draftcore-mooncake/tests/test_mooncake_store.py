@@ -256,6 +256,17 @@ def test_free_removes_what_a_sample_superseded_in_any_process(
         opened.close()
 
 
+def test_some_of_a_put_may_be_known_already(store: MooncakeStore) -> None:
+    old = store.put_many([numbered("a", 1), numbered("c", 3)])
+    new = store.put_many([numbered(name, 7) for name in ("a", "b", "c")])
+    assert store.lookup(["a", "b", "c"]) == dict(zip("abc", new, strict=True))
+    for ref in old:
+        with pytest.raises(StoreError, match="put again since"):
+            store.get(ref)
+    store.free(new)
+    assert store._engine.exist([store._transfer.key(ref) for ref in (*old, *new)]) == [False] * 5
+
+
 def test_an_unread_ref_frees_what_it_superseded(store: MooncakeStore, store_uri: str) -> None:
     first, second = store.put(numbered("a", 1)), store.put(numbered("a", 2))
     other = MooncakeStore.open(store_uri)
