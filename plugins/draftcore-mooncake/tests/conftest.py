@@ -22,7 +22,7 @@ from draftcore_mooncake.store import MooncakeStore
 
 CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-LENT_BYTES = 256 << 20
+LENT_BYTES = 160 << 20
 names = itertools.count()
 
 
