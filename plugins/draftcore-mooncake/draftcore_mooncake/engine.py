@@ -39,8 +39,9 @@ ENVIRONMENT = {
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
 }
 PACKAGE = "mooncake-transfer-engine-non-cuda"
-FLOOR = "0.3.10.post2"
+FLOOR = "0.3.13"  # the first whose TCP port refuses addresses outside the lent memory
 NEEDED = ("setup", "setup_dummy", "close", "batch_remove", "batch_is_exist", "upsert_from")
+NEEDED_CONFIG = ("with_hard_pin", "preferred_segments", "soft_pin_action")  # the last: FLOOR
 RAW = ("batch_put_from_multi_buffers", "batch_upsert_from", "batch_get_into")
 BYTES = ("put_parts", "upsert_parts", "get_buffer")
 
@@ -102,9 +103,7 @@ def check(library: Any) -> None:
     """Raise UsageError unless the library has the calls that this store is made of."""
     store, config = library.MooncakeDistributedStore, library.ReplicateConfig
     lacking = [name for name in NEEDED if not hasattr(store, name)]
-    lacking += [
-        name for name in ("with_hard_pin", "preferred_segments") if not hasattr(config, name)
-    ]
+    lacking += [name for name in NEEDED_CONFIG if not hasattr(config, name)]
     if not any(all(hasattr(store, name) for name in way) for way in (RAW, BYTES)):
         lacking += [name for name in RAW if not hasattr(store, name)]
     if lacking:

@@ -280,10 +280,19 @@ def test_close_waits_for_calls_in_progress(store_uri: str) -> None:
         while True:
             store.free([store.put(sized("a", MiB))])
 
-    with ThreadPoolExecutor(3) as pool:
+    def call_slowly() -> float:
+        with store._engine._call():
+            calling.set()
+            time.sleep(0.5)
+        return time.monotonic()
+
+    calling = threading.Event()
+    with ThreadPoolExecutor(4) as pool:
         waits = [pool.submit(work) for _ in range(3)]
-        time.sleep(0.3)
+        slow = pool.submit(call_slowly)
+        calling.wait()
         store.close()
+        assert time.monotonic() > slow.result(timeout=10)
         for wait in waits:
             with pytest.raises(StoreError, match="closed"):
                 wait.result(timeout=10)
