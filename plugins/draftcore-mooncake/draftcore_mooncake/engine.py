@@ -460,7 +460,7 @@ def _copy_out(store: Any, key: str, piece: Piece) -> int:
 
 
 def _keep_in_child() -> None:
-    """Never run the library's destructors in a forked child, where they hang at its exit."""
+    """Never run the library's destructors in a forked child, which they crash."""
     for engine in list(_engines):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine._store))
 

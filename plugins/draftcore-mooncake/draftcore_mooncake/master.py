@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO
 
 from draftcore.stores import StoreError
 
@@ -40,13 +39,13 @@ class Master:
     """A running master, on any free port by default. Raises StoreError when it does not start."""
 
     def __init__(self, package: Path, *, port: int = 0) -> None:
-        self._binary = package / "mooncake_master"
+        self._binary, self._last_words = package / "mooncake_master", ""
         for _ in range(3):  # another program may take the port that was free
             self.port = port or _free_port()
             if self._start():
                 return
         raise StoreError(
-            f"the Mooncake master does not start: {self._said()}\n"
+            f"the Mooncake master does not start: {self._last_words or 'it says nothing'}\n"
             f"  run {self._binary} by hand, or name a running master: mooncake://HOST:PORT"
         )
 
@@ -60,7 +59,6 @@ class Master:
         self._thread.join()
 
     def _start(self) -> bool:
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the thread
         self._ending, started = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
         self._thread.start()
@@ -75,28 +73,27 @@ class Master:
 
     def _run(self, started: threading.Event) -> None:
         command = [str(self._binary), f"--rpc_port={self.port}", *FLAGS]
-        try:
-            with subprocess.Popen(
-                command, stdout=self._log, stderr=self._log, preexec_fn=_die_with_parent
-            ) as process:
-                self.pid = process.pid
+        with tempfile.TemporaryFile() as log:
+            try:
+                with subprocess.Popen(
+                    command, stdout=log, stderr=log, preexec_fn=_die_with_parent
+                ) as process:
+                    self.pid = process.pid
+                    started.set()
+                    while process.poll() is None and not self._ending.wait(0.05):
+                        pass
+                    process.terminate()
+                    try:
+                        process.wait(5)
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+            except OSError as error:
+                log.write(str(error).encode())
+            finally:
                 started.set()
-                while process.poll() is None and not self._ending.wait(0.05):
-                    pass
-                process.terminate()
-                try:
-                    process.wait(5)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-        except OSError as error:
-            self._log.write(str(error).encode())
-        finally:
-            started.set()
-
-    def _said(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it says nothing")
+            log.seek(0)
+            lines = log.read().decode(errors="replace").splitlines()
+        self._last_words = next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def answers(address: str, *, seconds: float) -> str:
