@@ -79,6 +79,17 @@ def install_wheels(session: nox.Session, *names: str) -> None:
     session.install("-q", "--no-deps", "--force-reinstall", *wheels)
 
 
+def install_debian_packages(session: nox.Session, project: Path) -> None:
+    """Install the system libraries that a dist's dependencies link but do not bring along."""
+    wanted = nox.project.load_toml(project / "pyproject.toml").get("tool", {}).get("draftcore", {})
+    for package in wanted.get("debian-packages", []):
+        state = ("dpkg-query", "-W", "-f", "${Status}", package)
+        found = session.run(*state, external=True, silent=True, success_codes=[0, 1])
+        if "ok installed" not in str(found):
+            session.run_install("apt-get", "-qq", "update", external=True)
+            session.run_install("apt-get", "-qq", "install", "-y", package, external=True)
+
+
 _built = False
 
 
@@ -208,6 +219,7 @@ def plugin(session: nox.Session, name: str) -> None:
     """One plugin's wheel, the core's and those it depends on: nothing else is installed."""
     data = nox.project.load_toml(ROOT / "plugins" / name / "pyproject.toml")
     needs = [line.split(">")[0] for line in data["project"]["dependencies"]]
+    install_debian_packages(session, ROOT / "plugins" / name)
     install_wheels(session, *(n for n in needs if n.startswith("draftcore")), name)
     session.run("draftcore", "list-plugins", "--check")
     pytest(session, f"plugins/{name}/tests", *session.posargs)

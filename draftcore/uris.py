@@ -1,6 +1,7 @@
 """URIs of stores and channels: `scheme:path?option=value`, and sizes such as `10GiB` in them.
 
     memory   memory:?max_bytes=8GiB   file:features   file:///mnt/features?max_bytes=200GiB
+    scheme://host:port/path           where a scheme has servers
 
 The path of a `file:` URI may be relative, which `urllib.parse` cannot say. Options are part of
 the URI, so that one line names a store completely. `?`, `&` and `%` in a path are percent-encoded.
@@ -26,6 +27,7 @@ class Uri:
     scheme: str
     path: str
     options: Mapping[str, str]
+    host: str = ""  # HOST or HOST:PORT, for schemes that have servers
 
     @overload
     def size(self, option: str) -> int | None: ...
@@ -46,18 +48,23 @@ class Uri:
         return int(text)
 
 
-def parse_uri(text: str, *, known: Collection[str] = ()) -> Uri:
-    """Split a URI and check its options. Raises UsageError for an option that is not `known`."""
+def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> Uri:
+    """Split a URI and check its options.
+
+    Raises UsageError for an option that is not `known`, and for a host unless the scheme has
+    them: `host=True`.
+    """
     scheme, _, rest = text.partition(":")
     path, _, query = rest.partition("?")
+    named = ""
     if path.startswith("//"):
-        host = path[2:].partition("/")[0]
-        if host:
+        named = path[2:].partition("/")[0]
+        if named and not host:
             raise UsageError(
-                f"{text!r} names the host {host!r}, which {scheme} cannot reach\n"
+                f"{text!r} names the host {named!r}, which {scheme} cannot reach\n"
                 f"  write {scheme}:FOLDER, or {scheme}:///FOLDER with three slashes"
             )
-        path = path[2:]
+        path = path[2 + len(named) :]
     options = dict(parse_qsl(query, keep_blank_values=True))
     for name in options:
         if name not in known:
@@ -65,7 +72,7 @@ def parse_uri(text: str, *, known: Collection[str] = ()) -> Uri:
                 f"{text!r} has the unknown option {name!r}{nearest(name, known)}\n"
                 f"  options of {scheme}: {', '.join(sorted(known)) or 'none'}"
             )
-    return Uri(text, scheme, unquote(path), options)
+    return Uri(text, scheme, unquote(path), options, named)
 
 
 def parse_size(text: str) -> int:

@@ -41,6 +41,21 @@ def test_a_host_is_refused_where_only_paths_make_sense() -> None:
         parse_uri("file://some/where")
 
 
+@pytest.mark.parametrize(
+    ("text", "host", "path"),
+    [
+        ("x://10.0.0.5:6379/run%207?n=1", "10.0.0.5:6379", "/run 7"),
+        ("x://[::1]:50051", "[::1]:50051", ""),
+        ("x:///run", "", "/run"),
+        ("x:run", "", "run"),
+        ("x://?n=1", "", ""),
+    ],
+)
+def test_a_scheme_with_servers_takes_a_host(text: str, host: str, path: str) -> None:
+    uri = parse_uri(text, known=["n"], host=True)
+    assert (uri.host, uri.path) == (host, path)
+
+
 @pytest.mark.parametrize("text", ["", "ten", "10 gigs", "-1", "1.5.2MiB"])
 def test_a_size_that_is_none_is_explained(text: str) -> None:
     with pytest.raises(UsageError, match="500MiB, 10GiB or 4096"):

@@ -1,0 +1,1 @@
+"""Feature store `mooncake` for draftcore."""

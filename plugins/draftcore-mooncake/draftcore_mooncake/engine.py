@@ -1,0 +1,468 @@
+"""The Mooncake library behind a guard: every call that could crash, hang or lie goes through here.
+
+Most of the library's methods end the process when called before `setup` or after `close`; after a
+fork they hang, and so would a new client in the child. So an `Engine` is made only by a successful
+setup, counts the calls in progress, closes once and after them, and knows its process. Calls
+return codes per key: what they mean stands in `CODES`, and a lost master raises here.
+
+The library reads its environment once, at its first import, which is why it is set in `load`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftcore.errors import UsageError
+from draftcore.stores import StoreError
+from draftcore_mooncake.master import LOOPBACK, answers
+from draftcore_mooncake.settings import Settings
+
+Piece = tuple[int, int]  # the address and the bytes of a part of an object
+
+ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",  # else it tells its life on stderr
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # else a wrong address takes 90 s
+    "MC_RPC_TIMEOUT_MS": "10000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
+}
+PACKAGE = "mooncake-transfer-engine-non-cuda"
+FLOOR = "0.3.13"  # the first whose TCP port refuses addresses outside the lent memory
+NEEDED = ("setup", "setup_dummy", "close", "batch_remove", "batch_is_exist", "upsert_from")
+NEEDED_CONFIG = ("with_hard_pin", "preferred_segments", "soft_pin_action")  # the last: FLOOR
+RAW = ("batch_put_from_multi_buffers", "batch_upsert_from", "batch_get_into")
+BYTES = ("put_parts", "upsert_parts", "get_buffer")
+
+FULL, INVALID, NOT_READY, NOT_FOUND = -200, -600, -703, -704
+TRANSFER, RPC_FAIL, RPC_TIMEOUT = -800, -900, -901
+UNREACHABLE = (RPC_FAIL, RPC_TIMEOUT)
+CODES = {
+    -1: "internal error",
+    -10: "its local buffer is too small",
+    -101: "the segment is not there",
+    FULL: "no memory left",
+    -500: "the write failed",
+    INVALID: "invalid parameters, or a buffer of the wrong size",
+    -601: "the master does not know this client",
+    NOT_READY: "not written completely",
+    NOT_FOUND: "not there",
+    -705: "there already",
+    -706: "being read",
+    -707: "the read outlived its lease",
+    -708: "being copied",
+    -714: "busy",
+    TRANSFER: "the transfer failed: the process that lends the memory does not answer",
+    -801: "the check sum differs",
+    RPC_FAIL: "the master does not answer",
+    RPC_TIMEOUT: "the master does not answer in time",
+}
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+POPULATE_STEP = 32 << 20
+PROBE_SECONDS = 2.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_first_process: int | None = None  # that made an engine; one forked from it must not
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_shared: dict[Settings, Engine] = {}
+_shared_mutex = threading.RLock()
+_abandoned: list[Any] = []  # clients without a master, which end with the process
+
+
+def explain(code: int) -> str:
+    return f"{CODES.get(code, 'unknown error')} (Mooncake's code {code})"
+
+
+# ---------------------------------------------------------------- the library
+
+
+def load() -> Any:
+    """Import the library and check what it can do. Raises UsageError with the line that mends it."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        library = importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise UsageError(_import_problem(error)) from None
+    check(library)
+    return library
+
+
+def check(library: Any) -> None:
+    """Raise UsageError unless the library has the calls that this store is made of."""
+    store, config = library.MooncakeDistributedStore, library.ReplicateConfig
+    lacking = [name for name in NEEDED if not hasattr(store, name)]
+    lacking += [name for name in NEEDED_CONFIG if not hasattr(config, name)]
+    if not any(all(hasattr(store, name) for name in way) for way in (RAW, BYTES)):
+        lacking += [name for name in RAW if not hasattr(store, name)]
+    if lacking:
+        raise UsageError(
+            f"this version of Mooncake is too old: it lacks {', '.join(lacking)}\n"
+            f"  pip install -U '{PACKAGE}>={FLOOR}'"
+        )
+
+
+def package_folder() -> Path:
+    """Return the folder of the library, where its programs lie as well."""
+    return Path(importlib.import_module("mooncake").__path__[0])
+
+
+def _import_problem(error: ImportError) -> str:
+    text = str(error)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("mooncake"):
+        return f"the store mooncake needs Mooncake's library\n  pip install {PACKAGE}"
+    if "libibverbs" in text or "librdmacm" in text:
+        return (
+            f"Mooncake's library does not load, also for tcp: {text}\n"
+            "  apt-get install libibverbs1   (on RHEL: dnf install rdma-core)"
+        )
+    if "libcud" in text or "libnvidia" in text:
+        return (
+            f"this build of Mooncake is for another CUDA, or for one where there is none: {text}\n"
+            f"  uninstall the builds there are ({', '.join(_builds())}), "
+            f"then pip install {PACKAGE}"
+        )
+    return (
+        f"Mooncake's library does not load: {text}\n  there are the builds "
+        f"{', '.join(_builds())}: they overwrite each other; uninstall all, then install one"
+    )
+
+
+def _builds() -> list[str]:
+    from importlib_metadata import packages_distributions  # reads all metadata: for errors only
+
+    return sorted(set(packages_distributions().get("mooncake", []))) or ["none"]
+
+
+# ---------------------------------------------------------------- a client
+
+
+class Engine:
+    """A connected client; `address` is that of its master. Thread-safe.
+
+    Raises StoreError for a master that does not answer, and UsageError for refused settings.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        global _first_process
+        library = load()
+        if _first_process not in (None, os.getpid()):
+            raise StoreError(
+                f"this process was forked from process {_first_process}, which uses Mooncake: the "
+                "library does not survive that\n  start workers with the method 'spawn'"
+            )
+        self.settings, self.address = settings, settings.address
+        self._asked = f"{LOOPBACK}:{settings.resident}" if settings.resident else self.address
+        self._process = os.getpid()
+        self._users, self._calls, self._closed = 1, 0, False
+        self._quiet = threading.Condition()
+        self._store = library.MooncakeDistributedStore()
+        local = answers(self._asked, seconds=PROBE_SECONDS)
+        if not local:
+            raise StoreError(self._silence("nothing answers there"))
+        _first_process = os.getpid()
+        code = self._set_up(settings.host or local)
+        if code:
+            raise StoreError(
+                f"Mooncake refuses to connect to {self._asked}: {explain(code)}\n"
+                f"  check that it is a master's rpc address, that host={settings.host or local} is "
+                f"this machine's, and metadata={settings.metadata}"
+            )
+        self.raw = all(hasattr(self._store, name) for name in RAW)
+        self.in_place = self.raw and settings.protocol == "tcp" and settings.resident is None
+        own = self._store.get_hostname() if settings.segment_bytes else ""
+        self.segment = own or settings.segment
+        self._config = library.ReplicateConfig()
+        self._config.with_hard_pin = True
+        if self.segment:
+            self._config.preferred_segments = [self.segment]
+        _engines.add(self)
+        self._populating: threading.Thread | None = None
+        if settings.segment_bytes:
+            self._populating = threading.Thread(target=self._populate, daemon=True)
+            self._populating.start()
+
+    @classmethod
+    def share(cls, settings: Settings) -> Engine:
+        """Return this process's client with these settings. Those who lend memory get their own."""
+        if settings.max_bytes is not None:
+            return cls(settings)
+        settings = replace(settings, name="")  # one client serves stores of several names
+        with _shared_mutex:
+            engine = _shared.get(settings)
+            if engine is None or engine.foreign:
+                engine = _shared[settings] = cls(settings)
+            else:
+                engine._users += 1
+            return engine
+
+    def lend_buffer(self) -> None:
+        """Keep the client for a reader, whose buffer it owns if it is a resident one's."""
+        if self.settings.resident is not None:
+            with _shared_mutex:
+                self._users += 1
+
+    def take_back_buffer(self) -> None:
+        if self.settings.resident is not None:
+            self.close()
+
+    def master_answers(self) -> bool:
+        return bool(answers(self._asked, seconds=PROBE_SECONDS))
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this process was forked from the one that made the client."""
+        return os.getpid() != self._process
+
+    def require_process(self) -> None:
+        """Raise StoreError in a forked child."""
+        if self.foreign:
+            raise StoreError(
+                f"the store at {self._asked} was opened by process {self._process}, from "
+                f"which this one, {os.getpid()}, was forked\n"
+                "  start workers with the method 'spawn' and open the store there"
+            )
+
+    def close(self) -> None:
+        """Disconnect when the last user closes; memory that was lent goes, with all it holds."""
+        if self.foreign:
+            return
+        with _shared_mutex:
+            self._users -= 1
+            if self._users:
+                return
+            if _shared.get(self.settings) is self:
+                del _shared[self.settings]
+        with self._quiet:
+            self._closed = True
+            self._quiet.wait_for(lambda: self._calls == 0)
+        if self._populating is not None:
+            self._populating.join()
+        if self.master_answers():
+            self._store.close()
+        else:  # it would try for up to 17 s to tell the master, and no thread could run meanwhile
+            _abandoned.append(self._store)
+
+    # ------------------------------------------------------------ calls
+
+    def put(self, keys: Sequence[str], objects: Sequence[Sequence[Piece]]) -> list[int]:
+        """Store objects, each the concatenation of its pieces; return a code per key.
+
+        A key that exists keeps what it holds, and its code is 0 all the same. A master that does
+        not answer raises; then some of the keys may exist.
+        """
+        with self._call() as store:
+            if self.raw:
+                pointers = [[pointer for pointer, _ in pieces] for pieces in objects]
+                sizes = [[nbytes for _, nbytes in pieces] for pieces in objects]
+                codes = store.batch_put_from_multi_buffers(
+                    list(keys), pointers, sizes, config=self._config
+                )
+            else:
+                codes = [
+                    store.put_parts(key, *map(_view, pieces), config=self._config)
+                    for key, pieces in zip(keys, objects, strict=True)
+                ]
+        return self._require_master(codes)
+
+    def replace(self, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
+        """Store objects of one piece, also over what is there, written completely or not."""
+        return self._again(lambda store: self._replace(store, keys, pieces))
+
+    def get(self, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
+        """Read objects into memory at least as large; return the object's bytes or a code each."""
+        return self._again(lambda store: self._get(store, keys, pieces))
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Say which objects are there and complete."""
+        found = self._again(lambda store: store.batch_is_exist(list(keys)) if keys else [])
+        return [code == 1 for code in found]
+
+    def remove(self, keys: Sequence[str]) -> list[int]:
+        """Remove objects, whoever reads them; return a code per key."""
+        return self._again(lambda store: store.batch_remove(list(keys), True) if keys else [])
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return touched memory (uint8) that `put` and `get` may use; registered where needed."""
+        if self.settings.resident is None:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        else:
+            with self._call() as store:
+                pointer = store.alloc_from_mem_pool(nbytes)
+            if not pointer:
+                raise StoreError(
+                    f"the resident client on port {self.settings.resident} has no {nbytes} bytes "
+                    "for this process's buffers\n  raise buffers in the store's URI"
+                )
+            array = (ctypes.c_uint8 * nbytes).from_address(pointer)
+            memory = torch.frombuffer(array, dtype=torch.uint8)
+        memory.zero_()
+        if not self.in_place and self.raw:
+            with self._call() as store:
+                code = store.register_buffer(memory.data_ptr(), nbytes)
+            if code:
+                raise StoreError(
+                    f"a buffer of {nbytes} bytes cannot be registered: {explain(code)}"
+                )
+        return memory
+
+    def release(self, memory: Tensor) -> bool:
+        """Give back what `allocate` returned; False for memory that can only be used again."""
+        if self.settings.resident is not None:
+            return False
+        if not self.in_place and self.raw and not self._closed:
+            with self._call() as store:
+                store.unregister_buffer(memory.data_ptr())
+        return True
+
+    # ------------------------------------------------------------ how calls are made
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[Any]:
+        self.require_process()  # before the lock, which a fork may have left held
+        with self._quiet:
+            if self._closed:
+                raise StoreError(f"the connection to {self._asked} is closed\n  open it again")
+            self._calls += 1
+        try:
+            yield self._store
+        finally:
+            with self._quiet:
+                self._calls -= 1
+                self._quiet.notify_all()
+
+    def _again(self, call: Callable[[Any], list[int]]) -> list[int]:
+        """Make a call that may be repeated; a connection that broke is renewed by the library."""
+        with self._call() as store:
+            codes = call(store)
+            if any(code in UNREACHABLE for code in codes) and self.master_answers():
+                codes = call(store)
+        return self._require_master(codes)
+
+    def _require_master(self, codes: Sequence[int]) -> list[int]:
+        for code in codes:
+            if code in UNREACHABLE:
+                raise StoreError(self._silence(explain(code)))
+        return list(codes)
+
+    def _silence(self, why: str) -> str:
+        what = "resident client" if self.settings.resident else "master"
+        return (
+            f"no Mooncake {what} at {self._asked}: {why}\n  start one there (a restarted one is "
+            "empty: what it held is captured again), or correct the store's URI"
+        )
+
+    def _replace(self, store: Any, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
+        if not self.raw:
+            both = zip(keys, pieces, strict=True)
+            return [store.upsert_parts(key, _view(p), config=self._config) for key, p in both]
+        pointers, sizes = [pointer for pointer, _ in pieces], [nbytes for _, nbytes in pieces]
+        codes: list[int] = store.batch_upsert_from(list(keys), pointers, sizes, config=self._config)
+        return codes
+
+    def _get(self, store: Any, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
+        if not self.raw:
+            return [_copy_out(store, key, piece) for key, piece in zip(keys, pieces, strict=True)]
+        pointers, sizes = [pointer for pointer, _ in pieces], [nbytes for _, nbytes in pieces]
+        codes: list[int] = store.batch_get_into(list(keys), pointers, sizes)
+        return codes
+
+    def _set_up(self, host: str) -> int:
+        own = self.settings
+        local_bytes = 0 if all(hasattr(self._store, name) for name in RAW) else own.buffers
+        if own.resident is not None:
+            pool = own.buffers
+            code: int = self._store.setup_dummy(pool, SMALLEST_LOCAL, self._asked)
+        else:
+            code = self._store.setup(
+                host,
+                own.metadata,
+                own.segment_bytes,
+                local_bytes,
+                own.protocol,
+                own.devices,
+                own.address,
+            )
+        return code
+
+    # ------------------------------------------------------------ the memory that is lent
+
+    def _populate(self) -> None:
+        """Touch the lent memory, so that no put waits for the kernel: 12 times as slow as a copy.
+
+        The library does not tell where the segment lies, but where an object in it does.
+        """
+        with contextlib.suppress(
+            StoreError
+        ):  # closed, or the master is gone: somebody else says so
+            self._touch(*self._lent_range())
+
+    def _lent_range(self) -> tuple[int, int]:
+        probe = np.ones(1, dtype=np.uint8)
+        key = f"draftcore/populate/{self.segment}"
+        if self.put([key], [[(probe.ctypes.data, 1)]]) != [0]:
+            return 0, 0
+        with self._call() as store:
+            replicas = store.get_replica_desc(key)
+        self.remove([key])
+        if not replicas:
+            return 0, 0
+        return _mapping(replicas[0].get_memory_descriptor().buffer_descriptor.buffer_address)
+
+    def _touch(self, start: int, end: int) -> None:
+        for step in range(start, end, POPULATE_STEP):
+            if self._closed:
+                return
+            nbytes = min(POPULATE_STEP, end - step)
+            if _libc.madvise(ctypes.c_void_p(step), ctypes.c_size_t(nbytes), MADV_POPULATE_WRITE):
+                return  # an older kernel: memory is touched as it is used
+
+
+SMALLEST_LOCAL = 16 << 20
+
+
+def _mapping(address: int) -> tuple[int, int]:
+    """Return the range of this process's memory mapping that holds an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(text, 16) for text in line.split()[0].split("-"))
+        if start <= address < end:
+            return start, end
+    return 0, 0
+
+
+def _view(piece: Piece) -> Any:
+    pointer, nbytes = piece
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))
+
+
+def _copy_out(store: Any, key: str, piece: Piece) -> int:
+    """Read with `get_buffer`, which answers None both for no object and for no room."""
+    pointer, nbytes = piece
+    handle = store.get_buffer(key)
+    if handle is None:
+        size = int(store.get_size(key))
+        return size if size < 0 else -10
+    if handle.size() > nbytes:
+        return INVALID
+    ctypes.memmove(pointer, handle.ptr(), handle.size())
+    return int(handle.size())
+
+
+def _keep_in_child() -> None:
+    """Never run the library's destructors in a forked child, which they crash."""
+    for engine in list(_engines):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine._store))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)

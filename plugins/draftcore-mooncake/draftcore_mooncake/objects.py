@@ -1,0 +1,136 @@
+"""What the store writes: one object per sample, and one record per feature id.
+
+    NAME/<id>/<generation>   the tensors' bytes, largest element type first, then a seal
+    NAME/<id>                the record of the current generation: JSON, then a seal
+
+<id> is the SHA-256 of the feature id, which may be any text. The generation is drawn anew for
+each attempt, so an object is written once and never changed; only records are replaced. A seal
+holds the generation, the length and the xxh3 digest of what it follows: a record that is read
+while it is replaced, and an object whose memory was given to another one, do not pass.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from urllib.parse import quote
+
+import torch
+import xxhash
+from torch import Tensor
+
+from draftcore.records import SampleRef, TensorSpec
+from draftcore.stores import StoreError
+
+SEAL = struct.Struct("<8s16sQQ")
+MAGIC = b"drafts01"
+RECORD_BYTES = 64 << 10
+
+
+def object_key(name: str, feature_id: str, generation: str) -> str:
+    return f"{record_key(name, feature_id)}/{generation}"
+
+
+def record_key(name: str, feature_id: str) -> str:
+    return f"{quote(name, safe='')}/{sha256(feature_id.encode()).hexdigest()[:40]}"
+
+
+# ---------------------------------------------------------------- seals
+
+
+def seal(generation: str, parts: Iterable[memoryview | bytes]) -> bytes:
+    """Return the seal of an object made of these parts."""
+    digest, length = xxhash.xxh3_64(), 0
+    for part in parts:
+        digest.update(part)
+        length += len(part)
+    return SEAL.pack(MAGIC, bytes.fromhex(generation), length, digest.intdigest())
+
+
+def seal_holds(generation: str, data: memoryview) -> bool:
+    """Say whether `data`, which ends with a seal, is whole and of this generation."""
+    if len(data) < SEAL.size:
+        return False
+    body, found = data[: -SEAL.size], bytes(data[-SEAL.size :])
+    return found == seal(generation, [body])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a view of a contiguous CPU tensor's bytes."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+# ---------------------------------------------------------------- tensors in an object
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes lie in its object."""
+
+    spec: TensorSpec
+    dtype: torch.dtype
+    start: int
+    nbytes: int
+
+
+def places(specs: Sequence[TensorSpec]) -> tuple[Place, ...]:
+    """Lay tensors out so that each is aligned to its element size without padding."""
+    typed = [(spec, _dtype(spec.dtype)) for spec in specs]
+    found, start = [], 0
+    for spec, dtype in sorted(typed, key=lambda pair: -pair[1].itemsize):
+        nbytes = torch.Size(spec.shape).numel() * dtype.itemsize
+        found.append(Place(spec, dtype, start, nbytes))
+        start += nbytes
+    return tuple(found)
+
+
+def tensors_in(buffer: Tensor, specs: Sequence[TensorSpec]) -> Mapping[str, Tensor]:
+    """Return the tensors of an object as views of the buffer that it was read into."""
+    return {
+        place.spec.name: buffer[place.start : place.start + place.nbytes]
+        .view(place.dtype)
+        .view(place.spec.shape)
+        for place in places(specs)
+    }
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+# ---------------------------------------------------------------- records
+
+
+@dataclass(frozen=True)
+class Record:
+    """The current ref of a feature id, and the older generations that may still take up memory."""
+
+    ref: SampleRef
+    older: tuple[str, ...] = ()
+
+    def pack(self) -> bytes:
+        """Return the record with its seal. The id is left out: it is known to who looks it up."""
+        data = {**self.ref.to_json(), "feature_id": "", "older": self.older}
+        body = bytes.fromhex(self.ref.generation) + json.dumps(data, ensure_ascii=False).encode()
+        if len(body) + SEAL.size > RECORD_BYTES:
+            raise StoreError(
+                f"the description of sample {self.ref.feature_id!r} takes {len(body)} bytes, and "
+                f"{RECORD_BYTES - SEAL.size} are the most\n  shorten its provenance or tensor names"
+            )
+        return body + seal(self.ref.generation, [body])
+
+    @classmethod
+    def unpack(cls, feature_id: str, data: memoryview) -> Record | None:
+        """Return a record, or None for one that was replaced while it was read."""
+        generation = bytes(data[:16]).hex()
+        if len(data) < 16 + SEAL.size or not seal_holds(generation, data):
+            return None
+        fields = json.loads(bytes(data[16 : -SEAL.size]))
+        older = tuple(fields.pop("older"))
+        return cls(SampleRef.from_json({**fields, "feature_id": feature_id}), older)

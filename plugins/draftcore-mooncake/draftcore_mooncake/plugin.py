@@ -1,0 +1,26 @@
+"""The hook of the store `mooncake`. Thin on purpose: what is heavy is imported inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from draftcore import hookimpl
+from draftcore.offers import Offer
+
+if TYPE_CHECKING:
+    from draftcore_mooncake.store import MooncakeStore
+
+
+@hookimpl
+def describe() -> Sequence[Offer]:
+    return [Offer("store", "mooncake", frozenset({"shared"}))]
+
+
+@hookimpl
+def feature_store(name: str, uri: str) -> MooncakeStore | None:
+    if name != "mooncake":
+        return None
+    from draftcore_mooncake.store import MooncakeStore  # torch, 1.6 s: keeps list-plugins quick
+
+    return MooncakeStore.open(uri)

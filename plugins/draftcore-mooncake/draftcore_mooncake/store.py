@@ -1,0 +1,348 @@
+"""Store `mooncake`: samples in memory that processes lend to the clients of a Mooncake master.
+
+Refs travel through a channel, and whoever has one reads the sample; `lookup` reads the record of
+a feature id, which names its current generation. So every process knows which generation is
+current and which bytes are whole. None can know whether another one is just reading, and Mooncake
+gives the memory of a removed object to the next one at once. Therefore a put that supersedes
+removes nothing; only `free` does, which one party calls, and it removes what a sample superseded
+as well. It waits for the handles of its own process. A read elsewhere that is overtaken does not
+pass its seal and raises.
+
+A sample costs two calls to put: object and record in one batch; then the record is read back, as
+Mooncake answers 0 to a put of a key that exists, and writes nothing. A get is one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftcore.records import SampleRef, StoreItem, StoreStats
+from draftcore.stores import (
+    Key,
+    OpenHandle,
+    StoreError,
+    StoreFull,
+    describe_items,
+    new_generation,
+    require_room,
+    select_names,
+)
+from draftcore_mooncake.buffers import BufferPool
+from draftcore_mooncake.engine import FULL, NOT_FOUND, Engine, explain, load, package_folder
+from draftcore_mooncake.master import Master
+from draftcore_mooncake.objects import Record, tensors_in
+from draftcore_mooncake.settings import Settings
+from draftcore_mooncake.transfer import PAUSE_SECONDS, TRIES, Transfer, TransferError
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A sample that this process put, read or looked up, and the generations it superseded."""
+
+    ref: SampleRef
+    older: tuple[str, ...]
+
+
+class MooncakeStore:
+    """The samples of one name on one master. Thread-safe; not to be used in a forked process."""
+
+    def __init__(self, settings: Settings, engine: Engine, master: Master | None = None) -> None:
+        self.max_bytes = settings.max_bytes
+        self.uri = replace(settings, segment=engine.segment).joining()
+        self.buffers = BufferPool(engine.allocate, engine.release, keep_bytes=settings.buffers)
+        self._engine, self._master = engine, master
+        self._transfer = Transfer(engine, self.buffers, settings.name)
+        self._held: dict[Key, _Held] = {}
+        self._readers: Counter[Key] = Counter()
+        self._leaving: dict[Key, SampleRef] = {}  # freed, but still read here
+        self._doomed: dict[Key, SampleRef] = {}  # to be removed with the next batch
+        self._reserved_bytes = 0  # of puts in progress
+        self._closed = False
+        self._mutex = threading.RLock()  # guards the books, not the moving of bytes
+
+    @classmethod
+    def open(cls, uri: str) -> MooncakeStore:
+        """Open `mooncake://HOST:PORT/NAME?max_bytes=64GiB`; see `settings` and the README.
+
+        Raises UsageError or StoreError within seconds where library or master are not there.
+        """
+        settings = Settings.parse(uri)
+        if settings.address:
+            return cls(settings, Engine.share(settings))
+        load()
+        master = Master(package_folder())
+        try:
+            settings = replace(settings, address=master.address)
+            return cls(settings, Engine.share(settings), master)
+        except BaseException:
+            master.stop()
+            raise
+
+    # ------------------------------------------------------------ writing
+
+    def put(self, item: StoreItem) -> SampleRef:
+        return self.put_many([item])[0]
+
+    def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        """Store samples, all or none.
+
+        Raises StoreFull when `max_bytes` or the lent memory is used up, and StoreError when the
+        master, or the process that lends the memory, does not answer.
+        """
+        refs = describe_items(items, new_generation(), self.uri)
+        self._require_usable()
+        self._remove_doomed()
+        self._reserve(refs)
+        try:
+            held = self._write(items, refs)
+            with self._mutex:
+                self._held |= {_key(one.ref): one for one in held}
+        finally:
+            with self._mutex:
+                self._reserved_bytes -= _total(refs)
+        return tuple(one.ref for one in held)
+
+    def free(self, refs: Iterable[SampleRef]) -> None:
+        """Remove samples, and what they superseded; those that are read here, after the reads."""
+        unique = {_key(ref): ref for ref in refs}
+        self._require_usable()
+        unknown = [ref for key, ref in unique.items() if key not in self._held]
+        records = self._transfer.records([ref.feature_id for ref in unknown])
+        with self._mutex:
+            for key, ref in unique.items():
+                known = self._held.get(key) or _held_by(records.get(ref.feature_id), ref)
+                for generation in (*known.older, ref.generation):
+                    self._drop(replace(ref, generation=generation))
+        self._remove_doomed()
+
+    def abort(self, feature_id: str) -> None:
+        self.free(self.lookup([feature_id]).values())
+
+    # ------------------------------------------------------------ reading
+
+    def get(
+        self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None
+    ) -> OpenHandle:
+        return self.get_many([ref], device, names)[0]
+
+    def get_many(
+        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
+    ) -> tuple[OpenHandle, ...]:
+        """Read samples; whole ones, as a seal covers all of a sample, whatever `names` says.
+
+        The tensors lie in buffers of this store, which are used again once a handle is closed.
+        """
+        wanted = [select_names(ref, names) for ref in refs]
+        self._require_usable()
+        with self._mutex:
+            for ref in refs:
+                if self._is_freed(ref):
+                    raise StoreError(
+                        f"sample {ref.feature_id!r} of generation {ref.generation} was freed\n"
+                        "  look it up again, or capture it again"
+                    )
+            self._readers.update(map(_key, refs))
+        try:
+            found = self._transfer.read(refs)
+        except BaseException:
+            for ref in refs:
+                self._end_read(ref)
+            raise
+        pairs = list(zip(refs, found, strict=True))
+        self._remember(_Held(ref, record.older) for ref, (_, record) in pairs if record is not None)
+        return tuple(
+            self._hand_out(ref, buffer, names, device)
+            for (ref, (buffer, _)), names in zip(pairs, wanted, strict=True)
+        )
+
+    def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
+        self._require_usable()
+        records = self._transfer.records(list(dict.fromkeys(feature_ids)))
+        with self._mutex:
+            current = [one for one in records.values() if not self._is_freed(one.ref)]
+        there = self._engine.exist([self._transfer.key(record.ref) for record in current])
+        found = [record for record, exists in zip(current, there, strict=True) if exists]
+        self._remember(_Held(record.ref, record.older) for record in found)
+        return {record.ref.feature_id: record.ref for record in found}
+
+    def stats(self) -> StoreStats:
+        """Count what this process put, read or looked up and what is still there of it.
+
+        The bytes include superseded generations, which take up memory until a free.
+        """
+        if not self._closed:
+            self._forget_what_is_gone()
+        with self._mutex:
+            samples = len({feature_id for feature_id, _ in self._held})
+            return StoreStats(samples, self._held_bytes(), self.max_bytes, self._readers.total())
+
+    def close(self) -> None:
+        """Disconnect, and take back the memory that was lent with all that it holds.
+
+        Tensors of open handles stay valid. Closing twice is harmless.
+        """
+        if self._engine.foreign:  # a forked child: nothing here is its own
+            self._closed = True
+            return
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            self._doomed |= self._leaving  # their bytes were copied out when they were read
+        if self._doomed and self._engine.master_answers():
+            with contextlib.suppress(StoreError):  # it was lost since, with all it held
+                self._remove_doomed()
+        self.buffers.clear()
+        self._engine.close()
+        if self._master is not None:
+            self._master.stop()
+
+    # ------------------------------------------------------------ the steps of a put
+
+    def _reserve(self, refs: Sequence[SampleRef]) -> None:
+        """Raise StoreFull unless there is room, also after a look at what others have freed."""
+        try:
+            self._require_room(refs)
+        except StoreFull:
+            self._forget_what_is_gone()
+            self._require_room(refs)
+
+    def _require_room(self, refs: Sequence[SampleRef]) -> None:
+        with self._mutex:
+            held_bytes = self._held_bytes() + self._reserved_bytes
+            require_room(self.uri, refs, held_bytes=held_bytes, max_bytes=self.max_bytes)
+            self._reserved_bytes += _total(refs)
+
+    def _write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[_Held]:
+        """Write samples; after a failed transfer anew, under keys that nothing was written to."""
+        for left in reversed(range(TRIES)):
+            try:
+                older = self._transfer.write(items, refs)
+                return [_Held(ref, gone) for ref, gone in zip(refs, older, strict=True)]
+            except TransferError as error:
+                self._doom(refs)
+                self._remove_doomed()
+                if error.code == FULL:
+                    raise self._full(refs) from None
+                if not left:
+                    raise StoreError(
+                        f"{len(refs)} samples cannot be stored: {explain(error.code)}\n"
+                        "  check the processes that lend memory to the store, then go on"
+                    ) from None
+            except BaseException:
+                self._doom(refs)
+                raise
+            time.sleep(PAUSE_SECONDS)
+            refs = describe_items(items, new_generation(), self.uri)
+        raise AssertionError
+
+    def _full(self, refs: Sequence[SampleRef]) -> StoreFull:
+        with self._mutex:
+            free = 0 if self.max_bytes is None else self.max_bytes - self._held_bytes()
+        return StoreFull(
+            self.uri,
+            needed=_total(refs),
+            samples=len(refs),
+            free=free,
+            limit="the memory that is lent to the store",
+            remedy="free samples, or lend more: max_bytes in the URI that the lending process opens",
+        )
+
+    # ------------------------------------------------------------ the books
+
+    def _remember(self, found: Iterable[_Held]) -> None:
+        with self._mutex:
+            for one in found:
+                if not self._is_freed(one.ref):
+                    self._held[_key(one.ref)] = one
+
+    def _is_freed(self, ref: SampleRef) -> bool:
+        return _key(ref) in self._leaving or _key(ref) in self._doomed
+
+    def _held_bytes(self) -> int:
+        return _total([*(one.ref for one in self._held.values()), *self._leaving.values()])
+
+    def _forget_what_is_gone(self) -> None:
+        """Drop from the books what others have freed, or what was lost with its lender."""
+        with self._mutex:
+            refs = [one.ref for one in self._held.values()]
+        there = self._engine.exist([self._transfer.key(ref) for ref in refs])
+        with self._mutex:
+            for ref, exists in zip(refs, there, strict=True):
+                if not exists:
+                    self._held.pop(_key(ref), None)
+
+    def _drop(self, ref: SampleRef) -> None:
+        key = _key(ref)
+        self._held.pop(key, None)
+        if self._readers[key]:
+            self._leaving[key] = ref
+        else:
+            self._doomed[key] = ref
+
+    def _doom(self, refs: Sequence[SampleRef]) -> None:
+        with self._mutex:
+            self._doomed |= {_key(ref): ref for ref in refs}
+
+    def _remove_doomed(self) -> None:
+        """Remove in one batch; what cannot be removed yet stays for the next one."""
+        with self._mutex:
+            refs = list(self._doomed.values())
+        codes = self._engine.remove([self._transfer.key(ref) for ref in refs])
+        with self._mutex:
+            for ref, code in zip(refs, codes, strict=True):
+                if code in (0, NOT_FOUND):
+                    self._doomed.pop(_key(ref), None)
+
+    def _end_read(self, ref: SampleRef) -> None:
+        key = _key(ref)
+        with self._mutex:
+            self._readers[key] -= 1
+            if not self._readers[key]:
+                del self._readers[key]
+                if key in self._leaving:
+                    self._doomed[key] = self._leaving.pop(key)
+
+    def _hand_out(
+        self, ref: SampleRef, buffer: Tensor, names: Sequence[str], device: str
+    ) -> OpenHandle:
+        held = tensors_in(buffer, ref.tensors)
+        tensors = {name: held[name].to(device) for name in names}
+        if torch.device(device).type != "cpu":
+            self.buffers.give(buffer)
+            return OpenHandle(ref, tensors, self._end_read)
+        self._engine.lend_buffer()
+
+        def close(ref: SampleRef) -> None:
+            self._end_read(ref)
+            self.buffers.give(buffer)
+            self._engine.take_back_buffer()
+
+        return OpenHandle(ref, tensors, close)
+
+    def _require_usable(self) -> None:
+        self._engine.require_process()  # before any lock, which a fork may have left held
+        if self._closed:
+            raise StoreError(f"the store {self.uri} is closed\n  open it again")
+
+
+def _key(ref: SampleRef) -> Key:
+    return ref.feature_id, ref.generation
+
+
+def _held_by(record: Record | None, ref: SampleRef) -> _Held:
+    """Return what a record says of a ref, if it is the ref's."""
+    own = record is not None and record.ref.generation == ref.generation
+    return _Held(ref, record.older if own and record is not None else ())
+
+
+def _total(refs: Iterable[SampleRef]) -> int:
+    return sum(ref.nbytes for ref in refs)

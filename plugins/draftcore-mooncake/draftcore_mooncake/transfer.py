@@ -1,0 +1,300 @@
+"""Moving samples between tensors and the store: packing, writing, reading, and checking.
+
+Nothing is serialised and nothing is copied that need not be: contiguous CPU tensors go to the wire
+from where they lie; all others, and everything for RDMA or a resident client, through a pooled
+buffer. A read goes into a pooled buffer, of which the tensors are views.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from draftcore.records import SampleRef, StoreItem
+from draftcore.stores import StoreError
+from draftcore_mooncake.buffers import BufferPool
+from draftcore_mooncake.engine import (
+    INVALID,
+    NOT_FOUND,
+    NOT_READY,
+    TRANSFER,
+    Engine,
+    Piece,
+    explain,
+)
+from draftcore_mooncake.objects import (
+    RECORD_BYTES,
+    SEAL,
+    Place,
+    Record,
+    bytes_of,
+    object_key,
+    places,
+    record_key,
+    seal,
+    seal_holds,
+)
+
+TRIES = 3
+PAUSE_SECONDS = 0.02
+RECORDS_AT_ONCE = 64
+NOTHING_WAS_READ = (NOT_FOUND, NOT_READY, INVALID)
+
+
+class TransferError(Exception):
+    """A put failed with this code; some of its keys may exist."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(explain(code))
+        self.code = code
+
+
+class Transfer:
+    """Samples of one name, through one client and its buffers. Thread-safe, and without state."""
+
+    def __init__(self, engine: Engine, pool: BufferPool, name: str) -> None:
+        self._engine, self._pool, self._name = engine, pool, name
+
+    def key(self, ref: SampleRef) -> str:
+        return object_key(self._name, ref.feature_id, ref.generation)
+
+    # ------------------------------------------------------------ writing
+
+    def write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[tuple[str, ...]]:
+        """Write samples and their records; return the generations that each one superseded.
+
+        Raises TransferError, after which the caller removes what was written.
+        """
+        keys: list[str] = []
+        objects: list[list[Piece]] = []
+        buffers: list[Tensor] = []
+        try:
+            for item, ref in zip(items, refs, strict=True):
+                buffer, pieces, record = self._pack(item, ref)
+                buffers.append(buffer)
+                keys += [self.key(ref), record_key(self._name, ref.feature_id)]
+                objects += [pieces, [record]]
+            _require_success(self._engine.put(keys, objects) if keys else [])
+        finally:
+            for buffer in buffers:
+                self._pool.give(buffer)
+        return self._make_current(refs)
+
+    def _pack(self, item: StoreItem, ref: SampleRef) -> tuple[Tensor, list[Piece], Piece]:
+        """Return a buffer, the pieces of the sample's object, and its record in the buffer."""
+        laid = [(place, item.tensors[place.spec.name].detach()) for place in places(ref.tensors)]
+        record = Record(ref).pack()
+        staged = sum(place.nbytes for place, tensor in laid if not self._goes_as_it_is(tensor))
+        buffer = self._pool.take(staged + SEAL.size + len(record))
+        pieces: list[Piece] = []
+        parts: list[memoryview] = []
+        start = 0
+        for place, tensor in laid:
+            if not self._goes_as_it_is(tensor):
+                tensor = _copy_to(buffer, start, place, tensor)
+                start += place.nbytes
+            if place.nbytes:
+                pieces.append((tensor.data_ptr(), place.nbytes))
+                parts.append(bytes_of(tensor))
+        end = seal(ref.generation, parts)
+        tail = torch.frombuffer(bytearray(end + record), dtype=torch.uint8)
+        buffer[start : start + len(tail)] = tail
+        at = buffer.data_ptr() + start
+        return buffer, [*pieces, (at, len(end))], (at + len(end), len(record))
+
+    def _goes_as_it_is(self, tensor: Tensor) -> bool:
+        plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+        return self._engine.in_place and plain and not (tensor.is_conj() or tensor.is_neg())
+
+    def _make_current(self, refs: Sequence[SampleRef]) -> list[tuple[str, ...]]:
+        """Replace records of earlier generations, which the put has left as they were."""
+        records = self.records([ref.feature_id for ref in refs])
+        earlier: dict[int, list[SampleRef]] = {}
+        for at, ref in enumerate(refs):
+            record = records.get(ref.feature_id)
+            if record is None:
+                earlier[at] = []
+            elif record.ref.generation != ref.generation:
+                generations = (record.ref.generation, *record.older)
+                earlier[at] = [replace(ref, generation=generation) for generation in generations]
+        flat = [self.key(old) for olds in earlier.values() for old in olds]
+        there = dict(zip(flat, self._engine.exist(flat), strict=True))
+        older: list[tuple[str, ...]] = [() for _ in refs]
+        for at, olds in earlier.items():
+            older[at] = tuple(old.generation for old in olds if there[self.key(old)])
+        self._replace_records([Record(refs[at], older[at]) for at in earlier])
+        return older
+
+    def _replace_records(self, records: Sequence[Record]) -> None:
+        packed = [record.pack() for record in records]
+        tail = b"".join(packed)
+        if not tail:
+            return
+        buffer = self._pool.take(len(tail))
+        try:
+            buffer[: len(tail)] = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
+            ends = list(accumulate(map(len, packed)))
+            starts = [
+                buffer.data_ptr() + end - len(one) for end, one in zip(ends, packed, strict=True)
+            ]
+            keys = [record_key(self._name, record.ref.feature_id) for record in records]
+            pieces = list(zip(starts, map(len, packed), strict=True))
+            _require_success(self._engine.replace(keys, pieces))
+        finally:
+            self._pool.give(buffer)
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Tensor, Record | None]]:
+        """Read samples, each into a buffer that the caller gives back, with the id's record.
+
+        Raises StoreError for a sample that is gone, superseded, torn or of another size. A sample
+        that is asked for twice is read once: of one key twice in a call, Mooncake fills one buffer
+        and reports both as full.
+        """
+        last = {ref: at for at, ref in enumerate(refs)}
+        found = dict(zip(last, self._read_unique(list(last)), strict=True))
+        return [
+            found[ref] if last[ref] == at else self._copied(*found[ref])
+            for at, ref in enumerate(refs)
+        ]
+
+    def _copied(self, buffer: Tensor, record: Record | None) -> tuple[Tensor, Record | None]:
+        copy = self._pool.take(buffer.numel())
+        copy[: buffer.numel()] = buffer
+        return copy, record
+
+    def _read_unique(self, refs: Sequence[SampleRef]) -> list[tuple[Tensor, Record | None]]:
+        buffers = [self._pool.take(ref.nbytes + SEAL.size) for ref in refs]
+        records: list[Record | None] = [None] * len(refs)
+        waiting = list(range(len(refs)))
+        try:
+            for left in reversed(range(TRIES)):
+                waiting = self._read_some(refs, waiting, buffers, records, left)
+                if not waiting:
+                    break
+                time.sleep(PAUSE_SECONDS)
+        except BaseException:
+            for buffer in buffers:
+                self._pool.give(buffer)
+            raise
+        return list(zip(buffers, records, strict=True))
+
+    def _read_some(
+        self,
+        refs: Sequence[SampleRef],
+        which: Sequence[int],
+        buffers: list[Tensor],
+        records: list[Record | None],
+        left: int,
+    ) -> list[int]:
+        """Read `which` of the samples; return those whose transfer failed."""
+        table = self._pool.take(RECORD_BYTES * len(which))
+        try:
+            codes = self._get(refs, which, buffers, table)
+            for at, (code, _) in zip(which, codes, strict=True):
+                if code < 0 and code not in NOTHING_WAS_READ:
+                    self._pool.set_aside(buffers[at])
+                    buffers[at] = self._pool.take(refs[at].nbytes + SEAL.size)
+            failed = []
+            for row, (at, (code, record_code)) in enumerate(zip(which, codes, strict=True)):
+                if self._judge(refs[at], buffers[at], code, left):
+                    failed.append(at)
+                    continue
+                records[at] = _record_in(table, row, refs[at].feature_id, record_code)
+                _require_current(refs[at], records[at])
+            return failed
+        finally:
+            self._pool.give(table)
+
+    def _get(
+        self, refs: Sequence[SampleRef], which: Sequence[int], buffers: list[Tensor], table: Tensor
+    ) -> list[tuple[int, int]]:
+        """Read objects and records in one call; return the two codes of each sample."""
+        keys = [self.key(refs[at]) for at in which]
+        keys += [record_key(self._name, refs[at].feature_id) for at in which]
+        pieces = [(buffers[at].data_ptr(), refs[at].nbytes + SEAL.size) for at in which]
+        pieces += [(table.data_ptr() + RECORD_BYTES * r, RECORD_BYTES) for r in range(len(which))]
+        codes = self._engine.get(keys, pieces) if keys else []
+        return list(zip(codes[: len(which)], codes[len(which) :], strict=True))
+
+    def _judge(self, ref: SampleRef, buffer: Tensor, code: int, left: int) -> bool:
+        """Say whether a read is to be tried again. Raises StoreError if that is hopeless."""
+        size = ref.nbytes + SEAL.size
+        if code == size:
+            if seal_holds(ref.generation, bytes_of(buffer[:size])):
+                return False
+            raise _unreadable(ref, "is torn: it was removed while it was read")
+        if code >= 0 or code == INVALID:
+            found = f"{code} bytes" if code >= 0 else f"more than {size} bytes"
+            raise _unreadable(ref, f"has an object of {found} instead of {size}")
+        if code == NOT_FOUND:
+            raise _unreadable(ref, "is not held: freed or lost")
+        if not left:
+            raise _unreadable(ref, f"cannot be read: {explain(code)}")
+        return True
+
+    def records(self, feature_ids: Sequence[str]) -> dict[str, Record]:
+        """Return the records of those ids that have one which can be read."""
+        found: dict[str, Record] = {}
+        for start in range(0, len(feature_ids), RECORDS_AT_ONCE):
+            found |= self._some_records(feature_ids[start : start + RECORDS_AT_ONCE])
+        return found
+
+    def _some_records(self, feature_ids: Sequence[str]) -> dict[str, Record]:
+        found: dict[str, Record] = {}
+        table = self._pool.take(RECORD_BYTES * len(feature_ids))
+        keys = [record_key(self._name, feature_id) for feature_id in feature_ids]
+        pieces = [
+            (table.data_ptr() + RECORD_BYTES * at, RECORD_BYTES) for at in range(len(feature_ids))
+        ]
+        try:
+            for _ in range(TRIES):
+                codes = self._engine.get(keys, pieces)
+                for at, feature_id in enumerate(feature_ids):
+                    record = _record_in(table, at, feature_id, codes[at])
+                    if record is not None:
+                        found[feature_id] = record
+                read = zip(feature_ids, codes, strict=True)
+                if all(one in found or (code < 0 and code != NOT_READY) for one, code in read):
+                    break
+                time.sleep(PAUSE_SECONDS)  # somebody is replacing a record, or died doing so
+        finally:
+            self._pool.give(table)
+        return found
+
+
+def _require_success(codes: Sequence[int]) -> None:
+    failed = sorted(code for code in codes if code != 0)
+    if failed:
+        raise TransferError(TRANSFER if TRANSFER in failed else failed[-1])
+
+
+def _require_current(ref: SampleRef, record: Record | None) -> None:
+    if record is not None and record.ref.generation != ref.generation:
+        raise _unreadable(ref, "was put again since")
+
+
+def _record_in(table: Tensor, at: int, feature_id: str, code: int) -> Record | None:
+    if code <= 0:
+        return None
+    start = RECORD_BYTES * at
+    return Record.unpack(feature_id, bytes_of(table[start : start + code]))
+
+
+def _copy_to(buffer: Tensor, start: int, place: Place, tensor: Tensor) -> Tensor:
+    """Copy a tensor of any strides and device into a buffer; return the copy."""
+    copy = buffer[start : start + place.nbytes].view(place.dtype).view(place.spec.shape)
+    return copy.copy_(tensor)
+
+
+def _unreadable(ref: SampleRef, why: str) -> StoreError:
+    return StoreError(
+        f"sample {ref.feature_id!r} of generation {ref.generation} {why}\n"
+        "  look it up again, or capture it again"
+    )

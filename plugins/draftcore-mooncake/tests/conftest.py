@@ -1,0 +1,75 @@
+"""A real master and a lender of memory per file; each test has a name of its own on them.
+
+Per file, as what a killed lender or writer leaves is the master's for a minute or two.
+
+Mooncake's clients listen on all interfaces and cannot be told not to. So, where this process may,
+the tests run in a network namespace that has only loopback, and what they start does as well.
+"""
+
+import ctypes
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from draftcore_mooncake.engine import load, package_folder
+from draftcore_mooncake.master import Master
+from draftcore_mooncake.store import MooncakeStore
+
+CLONE_NEWNET = 0x40000000
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+LENT_BYTES = 160 << 20
+names = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def only_loopback() -> Iterator[None]:
+    libc = ctypes.CDLL(None)
+    before = os.open("/proc/self/ns/net", os.O_RDONLY)
+    if libc.unshare(CLONE_NEWNET) == 0:
+        with socket.socket() as any_socket:
+            ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
+    yield
+    libc.setns(before, CLONE_NEWNET)
+    os.close(before)
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[Master]:
+    load()
+    running = Master(package_folder())
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def lender(master: Master) -> Iterator[MooncakeStore]:
+    """The trainer's part: it lends the memory of all tests, and keeps a client open for them."""
+    store = MooncakeStore.open(f"mooncake://{master.address}/lender?max_bytes={LENT_BYTES}")
+    kept = MooncakeStore.open(store.uri)  # else each test's store would connect anew: 2 s
+    yield store
+    kept.close()
+    store.close()
+
+
+@pytest.fixture
+def store_uri(lender: MooncakeStore) -> Iterator[str]:
+    """A producer's URI, with an empty name on the shared master."""
+    name = f"test-{os.getpid()}-{next(names)}"
+    yield lender.uri.replace("/lender", f"/{name}")
+    lender._engine._store.remove_by_regex(f"^{name}/", True)
+
+
+@pytest.fixture
+def store(store_uri: str) -> Iterator[MooncakeStore]:
+    opened = MooncakeStore.open(store_uri)
+    yield opened
+    opened.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

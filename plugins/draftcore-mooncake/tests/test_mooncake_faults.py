@@ -1,0 +1,425 @@
+"""What breaks: masters, lenders, producers, libraries, and callers. Each time a typed error, soon."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from draftcore_mooncake import engine
+from draftcore_mooncake.master import Master
+from draftcore_mooncake.store import MooncakeStore
+from draftcore_mooncake.transfer import Transfer
+
+from draftcore.errors import UsageError
+from draftcore.records import SampleRef, StoreItem
+from draftcore.stores import StoreError, StoreFull
+from draftcore.testing.stores import child_environment, numbered
+
+MiB = 1 << 20
+
+
+def sized(feature_id: str, nbytes: int, number: int = 7) -> StoreItem:
+    return StoreItem(feature_id, {"x": torch.full((nbytes,), number, dtype=torch.uint8)}, 1)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+def python(program: str, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    """Run a program in a process of its own, which sees what this one does."""
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=child_environment(), **pipes, **options)
+
+
+def finish(process: "subprocess.Popen[str]", seconds: float = 60) -> str:
+    out, err = process.communicate(timeout=seconds)
+    assert process.returncode == 0, err
+    return out
+
+
+# ---------------------------------------------------------------- masters
+
+
+def test_a_master_of_our_own_comes_and_goes_without_a_trace(tmp_path: Path) -> None:
+    """Opened and closed in a process of its own, whose children, ports and files are then looked at."""
+    out = finish(
+        python(
+            """
+            import os, threading
+            from pathlib import Path
+            from draftcore_mooncake.master import answers
+            from draftcore_mooncake.store import MooncakeStore
+            from draftcore.testing.stores import numbered
+
+            store = MooncakeStore.open("mooncake://?max_bytes=16MiB")
+            pid, address = store._master.pid, store._master.address
+            with store.get(store.put(numbered("a", 5))) as handle:
+                assert int(handle.tensors["x"][0]) == 5
+            assert answers(address, seconds=1)
+            assert store.uri.startswith(f"mooncake://{address}/default?segment=127.0.0.1:")
+            store.close()
+            store.close()
+            assert not answers(address, seconds=1)
+            assert not Path(f"/proc/{pid}").exists()
+            mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                    if os.path.lexists(f"/proc/self/fd/{fd}")}
+            listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            listening += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+            print([row[1] for row in listening if row[3] == "0A" and f"socket:[{row[9]}]" in mine])
+            """,
+            cwd=tmp_path,
+        )
+    )
+    assert out.strip() == "[]"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_takes_its_master_along() -> None:
+    child = python(
+        """
+        import time
+        from draftcore_mooncake.store import MooncakeStore
+        store = MooncakeStore.open("mooncake://?max_bytes=16MiB")
+        print(store._master.pid, flush=True)
+        time.sleep(60)
+        """
+    )
+    assert child.stdout is not None
+    pid = int(child.stdout.readline())
+    child.kill()
+    child.communicate()
+    limit = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_killed_master_is_said_in_seconds() -> None:
+    """Killed during puts and gets."""
+    first = Master(engine.package_folder())
+    lender = MooncakeStore.open(f"mooncake://{first.address}/run?max_bytes=32MiB")
+    ref = lender.put(sized("a", MiB))
+
+    def work(step: Callable[[], object]) -> tuple[str, float]:
+        while True:
+            began = time.monotonic()
+            try:
+                step()
+            except StoreError as error:
+                return str(error), time.monotonic() - began
+
+    with ThreadPoolExecutor(2) as pool:
+        waits = [
+            pool.submit(work, lambda: lender.put(sized("b", MiB))),
+            pool.submit(work, lambda: lender.get(ref).close()),
+        ]
+        time.sleep(0.1)
+        os.kill(first.pid, signal.SIGKILL)
+        for wait in waits:
+            said, seconds = wait.result(timeout=30)
+            assert f"no Mooncake master at {first.address}" in said
+            assert seconds < 12
+    with within(5):
+        lender.close()
+    first.stop()
+
+
+def test_a_restarted_master_is_empty_and_serves_again() -> None:
+    first = Master(engine.package_folder())
+    lender = MooncakeStore.open(f"mooncake://{first.address}/run?max_bytes=32MiB")
+    ref = lender.put(sized("a", MiB))
+    os.kill(first.pid, signal.SIGKILL)
+    first.stop()
+    again = Master(engine.package_folder(), port=first.port)
+    limit = time.monotonic() + 30
+    new = None
+    while new is None:
+        assert time.monotonic() < limit
+        try:
+            new = lender.put(sized("a", MiB, 8))
+        except (StoreError, StoreFull):  # until the lender has found the new master
+            time.sleep(0.1)
+    with pytest.raises(StoreError, match="'a'"):
+        lender.get(ref)
+    with lender.get(new) as handle:
+        assert handle.tensors["x"].unique().tolist() == [8]
+    assert lender.stats().samples == 1
+    lender.close()
+    again.stop()
+
+
+def test_a_wrong_address_takes_seconds_not_ninety() -> None:
+    with within(3), pytest.raises(StoreError, match=r"no Mooncake master at 127.0.0.1:9: nothing"):
+        MooncakeStore.open("mooncake://127.0.0.1:9/run")
+
+
+def test_an_address_that_is_no_masters_is_said() -> None:
+    """A web server listens there."""
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        with within(20), pytest.raises(StoreError, match="refuses to connect") as caught:
+            MooncakeStore.open(f"mooncake://127.0.0.1:{server.server_port}/run")
+        server.shutdown()
+    assert "check that it is a master's rpc address" in str(caught.value)
+
+
+def test_a_wrong_metadata_server_is_said(store_uri: str) -> None:
+    with within(10), pytest.raises(StoreError, match=r"metadata=http://127.0.0.1:9/metadata"):
+        MooncakeStore.open(f"{store_uri}&metadata=http://127.0.0.1:9/metadata")
+
+
+# ---------------------------------------------------------------- those who lend and put
+
+
+def test_a_killed_lender_is_a_lost_sample_not_a_hang(store_uri: str) -> None:
+    """The producer lends: its memory dies with it."""
+    child = python(
+        """
+        import json, sys, time
+        from draftcore_mooncake.store import MooncakeStore
+        from draftcore.testing.stores import numbered
+        store = MooncakeStore.open(sys.argv[1])
+        print(json.dumps(store.put(numbered("a", 5)).to_json()), flush=True)
+        time.sleep(60)
+        """,
+        store_uri.partition("?")[0] + "?max_bytes=16MiB",
+    )
+    assert child.stdout is not None
+    ref = SampleRef.from_json(json.loads(child.stdout.readline()))
+    store = MooncakeStore.open(store_uri)
+    with store.get(ref) as handle:
+        assert int(handle.tensors["x"][0]) == 5
+    child.kill()
+    child.communicate()
+    with within(5), pytest.raises(StoreError, match=r"sample 'a' .* transfer failed"):
+        store.get(ref)
+    with within(5):
+        assert store.lookup(["a"]) == {}
+        new = store.put(numbered("a", 6))  # into the memory of those who live
+    with store.get(new) as handle:
+        assert int(handle.tensors["x"][0]) == 6
+    store.close()
+
+
+def test_a_key_that_a_killed_writer_left_half_written_blocks_nobody(
+    store_uri: str, store: MooncakeStore
+) -> None:
+    """A writer dies in the middle of a put; the next attempt is stored and read at once."""
+    writing = """
+        import sys, torch
+        from draftcore.records import StoreItem
+        from draftcore_mooncake.store import MooncakeStore
+        store = MooncakeStore.open(sys.argv[1])
+        tensor = torch.ones(48 << 20, dtype=torch.uint8)
+        print("ready", flush=True)
+        while True:
+            store.free([store.put(StoreItem("a", {"x": tensor}, 1))])
+    """
+    for delay in (0.003, 0.017):
+        child = python(writing, store_uri)
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(delay)
+        child.kill()
+        child.communicate()
+    with within(5):
+        ref = store.put(sized("a", MiB, 3))
+        assert store.lookup(["a"]) == {"a": ref}
+        with store.get(ref) as handle:
+            assert handle.tensors["x"].unique().tolist() == [3]
+    store.free([ref])
+
+
+# ---------------------------------------------------------------- callers
+
+
+def test_closed_twice_and_used_after_it_raises_and_does_not_crash(store_uri: str) -> None:
+    store = MooncakeStore.open(store_uri)
+    ref = store.put(numbered("a", 1))
+    handle = store.get(ref)
+    store.close()
+    store.close()
+    assert int(handle.tensors["x"][0]) == 1
+    handle.close()
+    for use in (
+        lambda: store.put(numbered("b", 1)),
+        lambda: store.get(ref),
+        lambda: store.free([ref]),
+        lambda: store.abort("a"),
+        lambda: store.lookup(["a"]),
+    ):
+        with pytest.raises(StoreError, match="closed"):
+            use()
+    assert store.stats().open_handles == 0
+
+
+class Watched:
+    """A client of the library that notes when it is closed."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def close(self) -> None:
+        self.closing_at = time.monotonic()
+        self._real.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_close_waits_for_calls_in_progress(store_uri: str) -> None:
+    """Mooncake ends the process when a call meets a close."""
+    store = MooncakeStore.open(store_uri.partition("?")[0] + "?max_bytes=64MiB")
+    library_store = store._engine._store = Watched(store._engine._store)
+
+    def work() -> None:
+        while True:
+            store.free([store.put(sized("a", MiB))])
+
+    def call_slowly() -> float:
+        with store._engine._call():
+            calling.set()
+            time.sleep(0.5)
+        return time.monotonic()
+
+    calling = threading.Event()
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(work) for _ in range(3)]
+        slow = pool.submit(call_slowly)
+        calling.wait()
+        store.close()
+        assert library_store.closing_at > slow.result(timeout=10)
+        for wait in waits:
+            with pytest.raises(StoreError, match="closed"):
+                wait.result(timeout=10)
+
+
+def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(store_uri: str) -> None:
+    out = finish(
+        python(
+            """
+            import multiprocessing, sys
+            from draftcore.stores import StoreError
+            from draftcore.testing.stores import numbered
+            from draftcore_mooncake.store import MooncakeStore
+
+            store = MooncakeStore.open(sys.argv[1])
+            ref = store.put(numbered("a", 1))
+            stores = [store]
+            store._engine._populating.join()  # its frame would keep the library's client
+
+            def child():
+                for use in (lambda: stores[0].get(ref), lambda: stores[0].put(numbered("b", 1)),
+                            stores[0].stats, lambda: MooncakeStore.open(sys.argv[1])):
+                    try:
+                        use()
+                    except StoreError as error:
+                        assert "forked" in str(error) and "spawn" in str(error)
+                    else:
+                        raise AssertionError("not refused")
+                stores[0].close()
+                del stores[0]._engine._store  # as the child's end may do; it crashes there
+
+            forked = multiprocessing.get_context("fork").Process(target=child)
+            forked.start()
+            forked.join(20)
+            print(forked.exitcode)
+            stores[0].get(ref).close()
+            stores[0].close()
+            """,
+            store_uri.partition("?")[0] + "?max_bytes=16MiB",
+        ),
+        seconds=60,
+    )
+    assert out.split() == ["0"]
+
+
+# ---------------------------------------------------------------- libraries
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ModuleNotFoundError("No module named 'mooncake'", name="mooncake"),
+            "pip install mooncake",
+        ),
+        (ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibv"),
+        (ImportError("libcudart.so.12: cannot open shared object file"), "another CUDA"),
+        (ImportError("store.so: undefined symbol: x"), "uninstall all, then install one"),
+    ],
+)
+def test_a_library_that_does_not_load_is_one_sentence_and_a_remedy(
+    error: ImportError, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(engine.importlib, "import_module", fail)
+    with pytest.raises(UsageError) as caught:
+        MooncakeStore.open("mooncake://")
+    assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_an_old_library_is_refused_by_what_it_lacks() -> None:
+    old = SimpleNamespace(
+        MooncakeDistributedStore=type("Store", (), {"setup": None, "close": None}),
+        ReplicateConfig=type("Config", (), {"with_soft_pin": False}),
+    )
+    with pytest.raises(
+        UsageError, match=r"too old: it lacks .*batch_remove.*with_hard_pin"
+    ) as caught:
+        engine.check(old)
+    assert "pip install -U" in str(caught.value)
+
+
+# ---------------------------------------------------------------- reads that are overtaken
+
+
+def test_bytes_of_another_sample_do_not_pass_for_ones_own(
+    store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that is overtaken by a forced removal gets another object's bytes, in full length.
+
+    Played slowly: the read is led to the key of another sample of the same size.
+    """
+    ref, other = store.put(sized("a", 4096, 1)), store.put(sized("b", 4096, 2))
+    key = Transfer.key
+    monkeypatch.setattr(Transfer, "key", lambda self, _: key(self, other))
+    with pytest.raises(StoreError, match=r"sample 'a' .* is torn"):
+        store.get(ref)
+
+
+def test_a_sample_is_never_removed_while_it_is_read_here(
+    store: MooncakeStore, store_uri: str
+) -> None:
+    other = MooncakeStore.open(store_uri)
+    ref = store.put(numbered("a", 1))
+    handle = store.get(ref)
+    store.free([ref])
+    other.get(ref).close()  # its bytes are still in the store
+    handle.close()
+    store.free([])
+    with pytest.raises(StoreError, match="'a'"):
+        other.get(ref)
+    other.close()

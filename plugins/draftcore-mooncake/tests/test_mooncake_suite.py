@@ -1,0 +1,18 @@
+"""The conformance suite, on a real master and the memory of a process that lends it."""
+
+import pytest
+from draftcore_mooncake.store import MooncakeStore
+
+from draftcore.testing.stores import StoreSuite
+
+
+class TestMooncakeStore(StoreSuite):
+    plugin = "draftcore_mooncake.plugin"
+
+    @pytest.fixture
+    def store_uri(self, store_uri: str) -> str:
+        return store_uri
+
+    @pytest.fixture
+    def store(self, store: MooncakeStore) -> MooncakeStore:
+        return store
