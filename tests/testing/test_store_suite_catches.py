@@ -1,12 +1,9 @@
 """The store suite catches stores that are wrong, each by the test that names the fault."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from draftcore.testing import child_environment
 
 PLUGIN = """
 from collections.abc import Sequence
@@ -35,7 +32,7 @@ SUITE = """
 import pytest
 from draftcore.testing.stores import StoreSuite
 
-class TestStore(StoreSuite):
+class TestSuite(StoreSuite):
     plugin = "{module}"
 
     @pytest.fixture
@@ -126,27 +123,15 @@ CAUGHT = {
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Run the suite over every wrong store, in one process; return the failing tests of each."""
-    folder: Path = tmp_path_factory.mktemp("wrong")
+def failures(
+    wrong_folder: Path, run_suites: Callable[..., dict[str, set[str]]]
+) -> dict[str, set[str]]:
+    """Run every wrong store through its test and the right one through all of them."""
     for name, (wrong, _) in CAUGHT.items():
-        (folder / f"{name}.py").write_text(PLUGIN.replace("{wrong}", wrong))
-        (folder / f"test_{name}.py").write_text(SUITE.replace("{module}", name))
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rf", "-p", "no:cacheprovider", folder],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=child_environment(),
+        (wrong_folder / f"{name}.py").write_text(PLUGIN.replace("{wrong}", wrong))
+    return run_suites(
+        {name: (SUITE.replace("{module}", name), test) for name, (_, test) in CAUGHT.items()}
     )
-    failed: dict[str, set[str]] = {name: set() for name in CAUGHT}
-    for line in done.stdout.splitlines():
-        if line.startswith("FAILED "):
-            file, _, test = line.removeprefix("FAILED ").split(" - ")[0].split("::")
-            failed[file.removeprefix("test_").removesuffix(".py")].add(test)
-    assert " passed" in done.stdout, done.stdout + done.stderr
-    return failed
 
 
 @pytest.mark.parametrize("name", [name for name, (wrong, _) in CAUGHT.items() if wrong])
