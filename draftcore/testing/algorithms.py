@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
-from draftcore.records import DraftBatch, DraftInput, StepOutput
+from draftcore.records import Draft, DraftBatch, DraftInput, StepOutput
 from draftcore.target import TargetSpec
 from draftcore.testing import Suite, hooks_of, offer_of, options_of
 from draftcore.testing.workbench import (
@@ -44,7 +44,6 @@ from draftcore.testing.workbench import (
     knows_by_heart,
     masked,
     padded,
-    require_same_bits,
     shared_world,
     snapshot,
 )
@@ -70,7 +69,7 @@ class AlgorithmSuite(Suite):
         return Bench(hooks_of(cls.plugin), offer, options, world, cli, cls.options)
 
     @pytest.fixture
-    def draft(self, bench: Bench) -> Any:
+    def draft(self, bench: Bench) -> Draft:
         return bench.build()
 
     @pytest.fixture
@@ -197,7 +196,7 @@ class AlgorithmSuite(Suite):
     # ------------------------------------------------------------ forward_loss: what it returns
 
     def test_the_loss_is_a_ratio_of_finite_scalars(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         output = bench.loss(draft, batch)
         for part in (output.numerator, output.denominator):
@@ -208,7 +207,7 @@ class AlgorithmSuite(Suite):
         assert output.denominator > 0
 
     def test_the_same_inputs_give_the_same_bits(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         first, second = bench.measure(draft, [batch]), bench.measure(draft, [batch])
         assert torch.equal(first.numerator, second.numerator)
@@ -216,7 +215,7 @@ class AlgorithmSuite(Suite):
         require_same_bits(second.gradients, first.gradients)
 
     def test_random_choices_ignore_the_global_generators(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         """They come from the context's seed and the samples' ids, so a resumed run repeats them."""
         with global_seed(1):
@@ -225,14 +224,14 @@ class AlgorithmSuite(Suite):
             require_same_output(bench.loss(draft, batch), first)
 
     def test_the_loss_leaves_its_batch_alone(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         before = contents(batch.__dict__)
         bench.measure(draft, [batch])
         require_same_bits(contents(batch.__dict__), before)
         assert not any(value.requires_grad for value in batch.features.values())
 
-    def test_an_all_masked_batch_adds_nothing(self, bench: Bench, draft: Any) -> None:
+    def test_an_all_masked_batch_adds_nothing(self, bench: Bench, draft: Draft) -> None:
         measured = bench.measure(draft, [bench.collate(list(map(masked, bench.varied)))])
         assert float(measured.numerator) == 0
         assert bool(measured.denominator.isfinite())
@@ -240,7 +239,7 @@ class AlgorithmSuite(Suite):
             assert not gradient.any(), f"gradient of {name} is nan or not 0"
 
     def test_metrics_are_detached_pairs_of_scalars(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         for name, pair in bench.loss(draft, batch).counts.items():
             assert len(pair) == 2, name
@@ -251,7 +250,7 @@ class AlgorithmSuite(Suite):
     # ------------------------------------------------------------ forward_loss: gradients
 
     def test_gradients_reach_every_trainable_parameter(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         """At some step of a run: a schedule may hold a part back for a while."""
         for step in (0, STEPS // 2, STEPS - 1):
@@ -278,41 +277,41 @@ class AlgorithmSuite(Suite):
         for tensor, old in zip(watched.handed, before, strict=True):
             assert torch.equal(tensor, old), "training changes a tensor of the target"
 
-    def test_the_gradient_is_the_slope_of_the_loss(self, bench: Bench, draft: Any) -> None:
+    def test_the_gradient_is_the_slope_of_the_loss(self, bench: Bench, draft: Draft) -> None:
         """Compare with central differences in fp64, in three random directions."""
         bench.require_absent("stop_gradient", "its gradient is not the loss's slope")
         draft.module.double()
         batch = bench.collate(bench.varied[1:3])
         exact = {name: value.double() for name, value in batch.features.items()}
         batch = dataclasses.replace(batch, features=exact)
-        gradients = bench.measure(draft, [batch]).gradients
-        parameters = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}
+        try:
+            measured = bench.measure(draft, [batch])
+        except RuntimeError as error:
+            pytest.skip(f"the draft does not compute in fp64: {error}")
+        if measured.numerator.dtype != torch.float64:
+            pytest.skip("the draft computes its loss in fp32 whatever its weights are")
+        norm = math.sqrt(sum(float(g.square().sum()) for g in measured.gradients.values()))
         generator = torch.Generator().manual_seed(SEED)
         for _ in range(3):
             direction = {
-                name: torch.randn(p.shape, generator=generator, dtype=p.dtype)
-                for name, p in parameters.items()
+                name: torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+                for name, gradient in measured.gradients.items()
             }
-            slope = float(sum((gradients[n] * d).sum() for n, d in direction.items()))
-            # h^2 f''' truncates about 1e-8 of the slope, eps f / h rounds as much.
-            h, values = 1e-5, []
-            for sign in (1, -1, -1, 1):
-                with torch.no_grad():
-                    for name, p in parameters.items():
-                        p.add_(direction[name], alpha=sign * h)
-                    values.append(float(bench.loss(draft, batch).numerator))
-            measured = (values[0] - values[2]) / (2 * h)
-            assert measured == pytest.approx(slope, rel=1e-4)
+            slope = sum(float((measured.gradients[n] * d).sum()) for n, d in direction.items())
+            rise = bench.rise(draft, batch, direction)
+            # A random direction's slope is about as large as the norm. Our own algorithms differ
+            # by 2e-8 of it.
+            assert abs(rise - slope) <= 1e-6 * norm, f"the loss rises by {rise}, not {slope}"
 
     # ------------------------------------------------------------ forward_loss: batches
 
     def test_padding_does_not_change_the_loss(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         require_close(bench.measure(draft, [padded(batch, 5)]), bench.measure(draft, [batch]))
 
     def test_a_long_neighbour_does_not_change_a_samples_loss(
-        self, bench: Bench, draft: Any
+        self, bench: Bench, draft: Draft
     ) -> None:
         bench.require_absent("split_dependent", SPLIT)
         short, long = bench.varied[1], bench.long
@@ -322,21 +321,21 @@ class AlgorithmSuite(Suite):
         )
 
     def test_order_in_a_batch_does_not_matter(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         turned = bench.collate(bench.varied[::-1])
         require_close(bench.measure(draft, [turned]), bench.measure(draft, [batch]))
 
     @pytest.mark.parametrize("cut", [1, 2, 3])
     def test_any_split_into_micro_batches_gives_one_update(
-        self, bench: Bench, draft: Any, batch: DraftBatch, cut: int
+        self, bench: Bench, draft: Draft, batch: DraftBatch, cut: int
     ) -> None:
         bench.require_absent("split_dependent", SPLIT)
         parts = [bench.collate(part) for part in (bench.varied[:cut], bench.varied[cut:])]
         require_close(bench.measure(draft, parts), bench.measure(draft, [batch]))
 
     def test_a_batch_twice_over_has_the_same_loss(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         """A numerator that was divided already would be divided again."""
         once = bench.loss(draft, batch)
@@ -346,7 +345,7 @@ class AlgorithmSuite(Suite):
     # ------------------------------------------------------------ capabilities
 
     def test_compile_gives_one_graph_and_the_same_loss(
-        self, bench: Bench, draft: Any, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         bench.require("compile")
         compiled = torch.compile(
@@ -378,7 +377,7 @@ class AlgorithmSuite(Suite):
 
     # ------------------------------------------------------------ decoding
 
-    def test_the_drafter_reads_what_training_captured(self, bench: Bench, draft: Any) -> None:
+    def test_the_drafter_reads_what_training_captured(self, bench: Bench, draft: Draft) -> None:
         asked, captured = bench.drafter(draft).request, bench.request()
         assert set(asked.names) <= set(captured.names)
         assert asked.dtype == captured.dtype
@@ -397,9 +396,11 @@ class AlgorithmSuite(Suite):
     ) -> None:
         """A draft that fits its answers in training is right about them in decoding.
 
-        Measured on our own algorithms, by default options: untrained 0.00; a loss fitted to the
-        bottom 1.00, and 0.0 to 0.7 with layers exchanged, positions off by three, features late by
-        one or a norm left out; a loss fitted in part 0.8, and 0.0 to 0.45 with these.
+        Measured on three algorithms by default options (2026-12): untrained 0.00. Answers known by
+        heart 1.00; with layers exchanged 0.51 and 0.82, features late by a position 0.02 and 0.93,
+        positions off by three 0.00 and 0.80, a norm left out 0.51 and 0.22. Known in part 0.84 and
+        0.91; with these mistakes 0.00, 0.13, 0.36 and 0.00. The norm before the head is no mistake
+        that greedy drafts show.
         """
         least = 0.97 if knows_by_heart(trained.losses) else 0.5
         share = bench.agreement(trained.draft)
@@ -430,7 +431,7 @@ class AlgorithmSuite(Suite):
         assert (probs_BKV.gather(-1, tokens_BK[..., None]) > 0).all()
 
     def test_sampled_drafts_follow_the_probabilities_they_come_with(
-        self, bench: Bench, draft: Any
+        self, bench: Bench, draft: Draft
     ) -> None:
         """The mean probability of what was drawn is that of the distribution, within 5 sigma."""
         excess, variance = 0.0, 0.0
@@ -527,7 +528,7 @@ class AlgorithmSuite(Suite):
         self, bench: Bench, project: Project
     ) -> None:
         """By sampling, hot enough that a draft of four steps is accepted now and then."""
-        hot = ("--json", "eval.temperature=4", "eval.max_new_tokens=24")
+        hot = ("--json", "eval.temperature=4", "eval.max_new_tokens=16")
         keys = ("tokens", "rounds", "acceptance_by_position")
         report = json.loads(project.cli("eval", *hot))
         assert report["acceptance_length"] > 1
@@ -557,8 +558,9 @@ class AlgorithmSuite(Suite):
 
 # ---------------------------------------------------------------- pieces of the tests
 
-# Two orders of summation in fp32 differ by some units in the last place of the largest term.
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+# Two orders of summation in fp32: our own algorithms differ by 2.4e-7 in the loss and by 2e-7 of the
+# gradient's norm (2026-12). What is wrong in kind differs by 1e-3 and more.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-6, 1e-5
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -584,6 +586,14 @@ def require_close(found: Measured, expected: Measured) -> None:
 
 def explained(metric: str) -> Callable[[str], str]:
     return lambda text: f"metric {metric}: {text}"
+
+
+def require_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare dtype, shape and every bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), f"{name} differs"
 
 
 def require_same_output(found: StepOutput, expected: StepOutput) -> None:

@@ -277,6 +277,17 @@ class Bench:
             gradients,
         )
 
+    @torch.no_grad()
+    def rise(self, draft: Draft, batch: DraftBatch, direction: Mapping[str, Tensor]) -> float:
+        """How fast the numerator rises along a direction in the parameters, by differences."""
+        step, values = 1e-6, []
+        for move in (step, -2 * step, step):
+            for name, parameter in draft.module.named_parameters():
+                if name in direction:
+                    parameter.add_(direction[name], alpha=move)
+            values.append(float(self.loss(draft, batch).numerator))
+        return (values[0] - values[1]) / (2 * step)
+
     def train(self, draft: Draft, steps: int | None = None) -> list[float]:
         """Train on the learned samples, all of them at every step; return the losses.
 
@@ -514,11 +525,3 @@ def snapshot(draft: Draft) -> dict[str, Tensor]:
     """A copy of all parameters and buffers, also those outside the state dict."""
     named = [*draft.module.named_parameters(), *draft.module.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def require_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Compare dtype, shape and every bit."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), f"{name} differs"

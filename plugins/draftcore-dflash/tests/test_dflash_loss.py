@@ -332,12 +332,6 @@ def test_any_split_over_micro_batches_gives_one_update(
         check_same(whole, gradients_of(draft, parts))
 
 
-def test_order_in_a_batch_does_not_matter(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
-    draft, samples, options = make_draft(), make_samples(9, 5, 7), DFlashOptions()
-    one, other = (plugin.collate(order, options) for order in (samples, samples[::-1]))
-    check_same(gradients_of(draft, [one]), gradients_of(draft, [other]))
-
-
 def test_dropped_anchors_change_nothing(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
     draft, batch = make_draft(), plugin.collate(make_samples(9, 7), DFlashOptions())
     assert isinstance(draft.module, DFlashDraft)

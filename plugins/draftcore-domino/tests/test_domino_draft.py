@@ -34,12 +34,6 @@ def test_a_fresh_draft_has_the_published_sizes(target: TargetSpec) -> None:
     assert (defaults.lr, defaults.warmup_ratio, defaults.clip) == (6e-4, 0.04, 1.0)
 
 
-def test_the_same_seed_gives_the_same_bits(target: TargetSpec) -> None:
-    one, other = build(target), build(target)
-    for name, tensor in one.module.state_dict().items():
-        assert torch.equal(tensor, other.module.state_dict()[name]), name
-
-
 def test_the_head_is_trained_and_saved_and_the_targets_tensors_are_not(target: TargetSpec) -> None:
     draft = build(target)
     trained = {id(p) for group in draft.parameter_groups for p in group["params"]}

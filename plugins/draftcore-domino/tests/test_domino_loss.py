@@ -172,40 +172,6 @@ def check_same(first: Any, second: Any) -> None:
     check_close(first[1], second[1])
 
 
-SHIFTS = pytest.mark.parametrize("shift", [True, False])
-
-
-@SHIFTS
-def test_padding_does_not_change_the_loss(
-    shift: bool, make_draft: MakeDraft, make_samples: MakeSamples
-) -> None:
-    draft, batch = make_draft(shift_label=shift), plugin.collate(make_samples(9, 5), OPTIONS)
-    padded = dataclasses.replace(
-        batch,
-        token_ids_BT=functional.pad(batch.token_ids_BT, (0, 4), value=7),
-        loss_mask_BT=functional.pad(batch.loss_mask_BT, (0, 4)),
-        attention_mask_BT=functional.pad(batch.attention_mask_BT, (0, 4)),
-        features={n: functional.pad(x, (0, 0, 0, 4), value=3.0) for n, x in batch.features.items()},
-    )
-    check_same(gradients_of(draft, [batch]), gradients_of(draft, [padded]))
-
-
-def test_any_split_over_micro_batches_gives_one_update(
-    make_draft: MakeDraft, make_samples: MakeSamples
-) -> None:
-    draft, samples = make_draft(), make_samples(9, 5, 7, 3)
-    whole = gradients_of(draft, [plugin.collate(samples, OPTIONS)])
-    for cut in (1, 2, 3):
-        parts = [plugin.collate(part, OPTIONS) for part in (samples[:cut], samples[cut:])]
-        check_same(whole, gradients_of(draft, parts))
-
-
-def test_order_in_a_batch_does_not_matter(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
-    draft, samples = make_draft(), make_samples(9, 5, 7)
-    one, other = (plugin.collate(order, OPTIONS) for order in (samples, samples[::-1]))
-    check_same(gradients_of(draft, [one]), gradients_of(draft, [other]))
-
-
 def test_an_all_masked_batch_adds_nothing(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
     """Its gradients are zeros, not absent: on several ranks all must take part in a reduction."""
     draft = make_draft()

@@ -242,44 +242,9 @@ def gradients_of(draft: Draft, batches: Sequence[DraftBatch]) -> tuple[StepOutpu
     return total, [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
 
 
-def check_same(first: Any, second: Any) -> None:
-    check_close(first[0].numerator, second[0].numerator)
-    assert float(first[0].denominator) == float(second[0].denominator) > 0
-    check_close(dict(first[0].counts), dict(second[0].counts))
-    check_close(first[1], second[1])
-
-
 @pytest.fixture
 def draft(make_draft: Callable[..., Draft]) -> Draft:
     return make_draft(draft_vocab_size=24)
-
-
-def test_padding_does_not_change_the_loss(draft: Draft, make_samples: Callable[..., Any]) -> None:
-    batch = plugin.collate(make_samples(9, 5), Eagle3Options())
-    padded = dataclasses.replace(
-        batch,
-        token_ids_BT=functional.pad(batch.token_ids_BT, (0, 4), value=7),
-        loss_mask_BT=functional.pad(batch.loss_mask_BT, (0, 4)),
-        attention_mask_BT=functional.pad(batch.attention_mask_BT, (0, 4)),
-        features={n: functional.pad(x, (0, 0, 0, 4), value=3.0) for n, x in batch.features.items()},
-    )
-    check_same(gradients_of(draft, [batch]), gradients_of(draft, [padded]))
-
-
-def test_any_split_over_micro_batches_gives_one_update(
-    draft: Draft, make_samples: Callable[..., Any]
-) -> None:
-    samples, options = make_samples(9, 5, 7, 3), Eagle3Options()
-    whole = gradients_of(draft, [plugin.collate(samples, options)])
-    for cut in (1, 2, 3):
-        parts = [plugin.collate(part, options) for part in (samples[:cut], samples[cut:])]
-        check_same(whole, gradients_of(draft, parts))
-
-
-def test_order_in_a_batch_does_not_matter(draft: Draft, make_samples: Callable[..., Any]) -> None:
-    samples, options = make_samples(9, 5, 7), Eagle3Options()
-    one, other = (plugin.collate(order, options) for order in (samples, samples[::-1]))
-    check_same(gradients_of(draft, [one]), gradients_of(draft, [other]))
 
 
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])

@@ -1,0 +1,23 @@
+"""DFlash passes the algorithm suite, with full attention and with a window."""
+
+from typing import Any, ClassVar
+
+from draftcore.testing.algorithms import AlgorithmSuite
+
+# Nine anchors are all of a learned answer, and a choice in the suite's long sample.
+SMALL: dict[str, Any] = {"num_layers": 2, "layers": [2, 5, 9], "block_size": 5, "num_anchors": 9}
+
+
+class TestDFlash(AlgorithmSuite):
+    plugin = "draftcore_dflash.plugin"
+    options: ClassVar[dict[str, Any]] = SMALL
+
+
+class TestDFlashWithWindow(AlgorithmSuite):
+    plugin = "draftcore_dflash.plugin"
+    options: ClassVar[dict[str, Any]] = {
+        **SMALL,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 6,
+        "num_drafts": 3,
+    }

@@ -1,0 +1,25 @@
+"""Domino passes the algorithm suite, with shifted labels and without."""
+
+from typing import Any, ClassVar
+
+from draftcore.testing.algorithms import AlgorithmSuite
+
+# Nine anchors are all of a learned answer, and a choice in the suite's long sample.
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "layers": [2, 5, 9],
+    "block_size": 5,
+    "num_anchors": 9,
+    "gru_hidden_dim": 32,
+    "emb_dim": 24,
+}
+
+
+class TestDomino(AlgorithmSuite):
+    plugin = "draftcore_domino.plugin"
+    options: ClassVar[dict[str, Any]] = SMALL
+
+
+class TestDominoWithoutShift(AlgorithmSuite):
+    plugin = "draftcore_domino.plugin"
+    options: ClassVar[dict[str, Any]] = {**SMALL, "shift_label": False}
