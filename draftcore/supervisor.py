@@ -1,0 +1,178 @@
+"""All processes of one run on one machine: producers, ranks of the trainer, and who restarts them.
+
+The supervisor imports no torch and holds no state that matters: the checkpoint and the plan say
+where the run stands, so any process may be killed, this one too, and the same command goes on. A
+producer that dies is started again alone; ranks only together, as their collectives break together.
+Children get a signal from the kernel when the supervisor dies, so none is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftcore.errors import DraftcoreError
+
+PR_SET_PDEATHSIG = 1
+LOOK_EVERY = 0.1  # seconds between two looks at the children
+GRACE = 30.0  # seconds in which a child may end by itself after it was asked to
+INTERRUPTED = 130
+
+
+@dataclass
+class Child:
+    """One process of the run, and how often it was started again."""
+
+    name: str
+    command: Sequence[str]
+    log: Path | None = None  # None: the supervisor's own output
+    env: dict[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with contextlib.ExitStack() as stack:
+            output: Any = None
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(self.log.open("ab"))
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.env},
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def code(self) -> int | None:
+        """The exit status; negative for a signal; None while it runs."""
+        return self.process.poll() if self.process is not None else None
+
+    def send(self, number: int) -> None:
+        if self.process is not None and self.code is None:
+            self.process.send_signal(number)
+
+    def end(self, seconds: float) -> None:
+        """Wait for the end so long, then ask for it, then force it."""
+        assert self.process is not None
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                self.send(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+                return
+
+    def tail(self, lines: int = 12) -> str:
+        """The last lines of its log, for an error."""
+        if self.log is None or not self.log.exists():
+            return ""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+
+
+class Supervisor:
+    """Starts the children, keeps them alive, and returns the trainer's exit status."""
+
+    def __init__(self, ranks: Sequence[Child], producers: Sequence[Child], restarts: int) -> None:
+        self.ranks, self.producers, self.restarts = ranks, producers, restarts
+        self.asked = 0  # the signal that asked us to stop
+        self.ending = False
+
+    def run(self) -> int:
+        """Run until the trainer ends. Raises DraftcoreError where a child cannot be kept alive."""
+        with _signals(self._ask):
+            try:
+                self._start_ranks()
+                for child in self.producers:
+                    child.start()
+                while (code := self._watch_ranks()) is None:
+                    self._watch_producers()
+                    time.sleep(LOOK_EVERY)
+                return code
+            finally:
+                for child in (*self.ranks, *self.producers):
+                    if child.process is not None:
+                        child.end(GRACE if child in self.producers and not self.asked else 1.0)
+
+    def _ask(self, number: int) -> None:
+        """Pass a first signal on to the trainer, which saves and stops; a second ends all."""
+        again, self.asked = self.asked, number
+        for child in self.ranks:
+            child.send(signal.SIGKILL if again else signal.SIGTERM)
+
+    def _start_ranks(self) -> None:
+        port = str(_free_port())
+        for rank, child in enumerate(self.ranks):
+            if len(self.ranks) > 1:
+                child.env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                child.env |= {"WORLD_SIZE": str(len(self.ranks)), "MASTER_PORT": port}
+                child.env["MASTER_ADDR"] = "127.0.0.1"
+            child.start()
+
+    def _watch_ranks(self) -> int | None:
+        """Return the trainer's exit status once it ended for good; restart ranks that were killed."""
+        codes = [child.code for child in self.ranks]
+        if all(code == 0 for code in codes):
+            return 0
+        ended = [code for code in codes if code]
+        if not ended:
+            return None
+        if self.asked or not any(code < 0 for code in ended):  # it said itself why it ended
+            for child in self.ranks:
+                child.end(GRACE)
+            return INTERRUPTED if self.asked else max(ended)
+        for child in self.ranks:
+            child.end(1.0)
+        self._count(self.ranks[0], "the trainer was killed")
+        self._start_ranks()
+        return None
+
+    def _watch_producers(self) -> None:
+        for child in self.producers:
+            if child.code == 0 or child.code is None:  # 0: the channel ended
+                continue
+            self._count(child, f"{child.name} ended with {child.code}")
+            child.start()
+
+    def _count(self, child: Child, what: str) -> None:
+        child.restarts += 1
+        if child.restarts > self.restarts:
+            raise DraftcoreError(
+                f"{what}, {child.restarts} times by now\n{child.tail()}\n".replace("\n\n", "\n")
+                + "  mend the cause, or raise topology.restarts; the same command goes on"
+            )
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _signals(ask: Any) -> Iterator[None]:
+    before = {
+        number: signal.signal(number, lambda number, _: ask(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
