@@ -22,15 +22,15 @@ def capture_all(run: Run) -> str:
             "  set store=file:FOLDER to capture for a later training run"
         )
     run.check_store()
-    feed, groups = run.feed, run.plan.groups
+    source, groups = run.feed.source, run.plan.groups
     held = run.store.lookup(run.samples.feature_ids)
     missing = [g for g in groups if not all(feature_id in held for feature_id in g.feature_ids)]
     require_space(run, sum(int(run.samples.lengths[row]) for g in missing for row in g.rows))
     run.write_manifest(complete=False)
-    feed.channel.offer(CaptureTask(0, group) for group in missing)
+    source.channel.offer(CaptureTask(0, group) for group in missing)
     with Progress(len(groups), len(groups) - len(missing), verb="capturing") as progress:
         done = len(groups) - len(missing)
-        while feed.producer.run_once() is not None:
+        while source.producer.run_once() is not None:
             done += 1
             progress.update(done)
     if done < len(groups):

@@ -78,7 +78,7 @@ class TrainConfig(TuningConfig):
     epochs: int = Field(1, ge=1)
     max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps")
     batch: int = Field(8, ge=1, description="samples per micro-batch")
-    accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    accumulate: int = Field(1, ge=1, description="micro-batches per step, over all ranks")
     device: str = Field("auto", description="as target.device")
     seed: int = Field(0, ge=0)
     log_every: int = Field(10, ge=1, description="steps per line of metrics.jsonl")
@@ -89,6 +89,9 @@ class TrainConfig(TuningConfig):
     )
     eval_samples: int = Field(64, ge=1, description="held-out samples of the loss during training")
     eval_prompts: int = Field(8, ge=0, description="prompts decoded at each evaluation; 0 is none")
+    rank_timeout: float = Field(
+        300, gt=0, description="seconds without a sign of life after which a rank is given up"
+    )
 
 
 class DraftConfig(Section):

@@ -1,15 +1,17 @@
 """From the plan to samples with features: the one path that every topology shares.
 
 A `Producer` satisfies capture tasks: from what a durable store already holds (an offline run is
-one in which it holds everything), else by running the target. A `Feed` asks the channel for the
-samples of a step and, in a colocated run, pumps the producer until they are there.
+one in which it holds everything), else by running the target. A `Source` asks the channel for the
+samples of a step and, in a colocated run, pumps the producer until they are there. A `Feed` opens
+them for reading: on several ranks each has one and opens its own share, and rank 0 alone a source.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from draftcore.records import (
     SampleRef,
     StoreItem,
 )
+from draftcore.training.ranks import Ranks
 
 TEXT = ("token_ids", "loss_mask")  # stored beside the features, so that a store is all one needs
 
@@ -104,56 +107,91 @@ class Producer:
                 )
 
 
-class Feed:
-    """The samples of each step in plan order, from whatever is behind channel and store."""
+class Source:
+    """The refs of each step in plan order, from whatever is behind the channel."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        store: FeatureStore,
-        channel: Channel,
-        producer: Producer,
-        *,
-        names: Sequence[str],
-        durable: bool,
-    ) -> None:
-        self.plan, self.store, self.channel = plan, store, channel
-        self.producer, self.durable = producer, durable
-        self.names = (*names, *TEXT)
+    def __init__(self, plan: Plan, channel: Channel, producer: Producer) -> None:
+        self.plan, self.channel, self.producer = plan, channel, producer
 
     def start(self, step: int) -> None:
-        """Begin, or begin again, at a step: nothing before it is captured or read.
-
-        Each epoch asks for its groups anew; what a durable store holds is then not captured again.
-        """
+        """Ask for the groups of each epoch anew; what a durable store holds is not captured again."""
         self.channel.offer(self.plan.captures(step))
 
-    @contextmanager
-    def samples(self, step: PlannedStep) -> Iterator[Sequence[Sample]]:
-        """Open the samples of a step for reading; they are valid inside the `with` block."""
+    def refs(self, step: PlannedStep) -> tuple[SampleRef, ...]:
         while (refs := self.channel.receive(step)) is None:
             if self.producer.run_once() is None:
                 raise DraftcoreError(f"step {step.index} waits for samples that nobody captures")
-        with ExitStack() as stack:
-            handles = [
-                stack.enter_context(handle)
-                for handle in self.store.get_many(refs, names=self.names)
-            ]
-            yield [
-                _sample(identity, dict(handle.tensors))
-                for identity, handle in zip(step.samples, handles, strict=True)
-            ]
-
-    def release(self, step: PlannedStep) -> None:
-        """A step is done: a volatile store drops what only it needed; a durable one keeps it."""
-        used = self.channel.advance(step.index + 1)
-        if not self.durable:
-            self.store.free(used)
+        return refs
 
     def close(self) -> None:
         self.producer.close()
         self.channel.close()
+
+
+class Feed:
+    """The samples of each step for the ranks of a run. `open_source` is called on rank 0 alone."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        store: FeatureStore,
+        open_source: Callable[[], Source],
+        *,
+        names: Sequence[str],
+        durable: bool,
+    ) -> None:
+        self.ranks, self.store, self.open_source = ranks, store, open_source
+        self.durable, self.names = durable, (*names, *TEXT)
+
+    @functools.cached_property
+    def source(self) -> Source:
+        return self.open_source()
+
+    def start(self, step: int) -> None:
+        """Begin, or begin again, at a step: nothing before it is captured or read."""
+        self.ranks.first(lambda: self.source.start(step))
+
+    @contextmanager
+    def samples(self, step: PlannedStep) -> Iterator[Mapping[int, Sample]]:
+        """Open this rank's samples of a step, by position; they are valid inside the `with` block.
+
+        A rank that has none gets the first one, to keep step with.
+        """
+        refs = self.ranks.first(lambda: self.source.refs(step), pack=_packed, unpack=_unpacked)
+        own = self.ranks.own(len(refs)) or range(1)
+        with ExitStack() as stack:
+            with self.ranks.together():
+                handles = self.store.get_many([refs[at] for at in own], names=self.names)
+                for handle in handles:
+                    stack.enter_context(handle)
+            yield {
+                at: _sample(step.samples[at], dict(handle.tensors))
+                for at, handle in zip(own, handles, strict=True)
+            }
+
+    def release(self, step: PlannedStep) -> None:
+        """A step is done: a volatile store drops what only it needed; a durable one keeps it."""
+        if not self.durable:
+            self.ranks.wait()  # until nobody reads any more
+        self.ranks.first(lambda: self._release(step))
+
+    def _release(self, step: PlannedStep) -> None:
+        used = self.source.channel.advance(step.index + 1)
+        if not self.durable:
+            self.store.free(used)
+
+    def close(self) -> None:
+        if "source" in self.__dict__:
+            self.source.close()
         self.store.close()
+
+
+def _packed(refs: Sequence[SampleRef]) -> list[dict[str, Any]]:
+    return [ref.to_json() for ref in refs]
+
+
+def _unpacked(data: Sequence[Mapping[str, Any]]) -> tuple[SampleRef, ...]:
+    return tuple(map(SampleRef.from_json, data))
 
 
 def _sample(identity: SampleId, tensors: dict[str, torch.Tensor]) -> Sample:

@@ -26,7 +26,7 @@ from draftcore.binding import Binding, bind, observers
 from draftcore.config import RunConfig
 from draftcore.data.dataset import DataOptions, Dataset, build_dataset
 from draftcore.errors import DraftcoreError, UsageError, nearest
-from draftcore.feed import Feed, Producer
+from draftcore.feed import Feed, Producer, Source
 from draftcore.hookspecs import Specs
 from draftcore.plan import Plan
 from draftcore.plugins import Plugin, Registry
@@ -43,6 +43,7 @@ from draftcore.records import (
     Sample,
 )
 from draftcore.target import TargetSpec
+from draftcore.training.ranks import ALONE, Ranks
 
 
 class Samples(Protocol):
@@ -59,10 +60,15 @@ class Samples(Protocol):
 
 
 class Run:
-    """The parts of one run. Properties open on first use; `close` ends what was opened."""
+    """The parts of one run. Properties open on first use; `close` ends what was opened.
 
-    def __init__(self, config: RunConfig, registry: Registry) -> None:
+    On several ranks each has a Run. What reads data, asks the channel or writes into the folder is
+    opened on rank 0 alone.
+    """
+
+    def __init__(self, config: RunConfig, registry: Registry, ranks: Ranks = ALONE) -> None:
         self.config, self.registry, self.folder = config, registry, config.run
+        self.ranks = ranks
 
     # ------------------------------------------------------------ drafts and plugins
 
@@ -88,6 +94,9 @@ class Run:
 
     @functools.cached_property
     def observers(self) -> Specs:
+        """The run's observers; none on ranks other than 0."""
+        if self.ranks.rank:
+            return observers(Registry(()))
         return observers(self.registry, self.config.plugins)
 
     @functools.cached_property
@@ -132,7 +141,13 @@ class Run:
 
     @functools.cached_property
     def samples(self) -> Samples:
-        """The training samples, from the data file or, without one, from the store's manifest."""
+        """The training samples, from the data file or, without one, from the store's manifest.
+
+        Ranks other than 0 take its description of them, so all must ask for it at the same time.
+        """
+        return self.ranks.first(self._samples, pack=samples_data, unpack=StoredSamples)
+
+    def _samples(self) -> Samples:
         manifest = self._manifest()
         if self.config.data.train is None:
             if manifest is None or not manifest["complete"]:
@@ -206,17 +221,14 @@ class Run:
     def feed(self) -> Feed:
         """The features of every step, from this store, this channel and, if needed, this target."""
         self.check_store()
+        names = self.request.names
+        return Feed(self.ranks, self.store, self._source, names=names, durable=self.durable)
+
+    def _source(self) -> Source:
         producer = Producer(
             self.open_capture, self.samples, self.store, self.channel, self.provenance
         )
-        return Feed(
-            self.plan,
-            self.store,
-            self.channel,
-            producer,
-            names=self.request.names,
-            durable=self.durable,
-        )
+        return Source(self.plan, self.channel, producer)
 
     def open_capture(self) -> Capture:
         choice = self.config.capture
@@ -247,18 +259,24 @@ class Run:
                 "  use another store folder, or delete this one to capture again"
             )
 
+    def require_shared_store(self) -> None:
+        """Refuse a store that only one process reaches for a run of several ranks."""
+        if self.ranks.size > 1 and "shared" not in self._store_binding.capabilities:
+            raise UsageError(
+                f"{self.ranks.size} ranks each read features from the store, and {self.config.store!r} "
+                "is reached by one process only\n"
+                "  set store=file:FOLDER, or another store that `draftcore list-plugins` shows as shared"
+            )
+
     def write_manifest(self, *, complete: bool) -> None:
         """Describe a durable store's content, so that another host can train from it alone."""
-        summary = dataclasses.asdict(self.samples.summary)
         cast(DurableStore, self.store).write_manifest(
             {
                 "complete": complete,
                 "fingerprint": self.samples.summary.fingerprint,
                 "request": dataclasses.asdict(self.request),
                 "provenance": self.provenance,
-                "feature_ids": list(self.samples.feature_ids),
-                "lengths": self.samples.lengths.tolist(),
-                "summary": {**summary, "token_counts": list(summary["token_counts"].items())},
+                **samples_data(self.samples),
                 "target": {"path": self.target.path, "revision": self.target.revision},
                 "plugins": self.manifest(self.drafts),
             }
@@ -352,7 +370,7 @@ def _alone(config: RunConfig, label: str) -> RunConfig:
 
 
 class StoredSamples:
-    """The training samples as the manifest of a complete capture describes them."""
+    """The training samples as the manifest of a complete capture, or rank 0, describes them."""
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
         self.feature_ids: tuple[str, ...] = tuple(manifest["feature_ids"])
@@ -367,6 +385,20 @@ class StoredSamples:
 
     def loss_mask(self, row: int) -> NDArray[np.bool_]:
         return self.tokens(row).astype(np.bool_)
+
+
+def samples_data(samples: Samples) -> dict[str, Any]:
+    """Describe samples as JSON data, for `StoredSamples`."""
+    return {
+        "feature_ids": list(samples.feature_ids),
+        "lengths": samples.lengths.tolist(),
+        "summary": summary_data(samples.summary),
+    }
+
+
+def summary_data(summary: DataSummary) -> dict[str, Any]:
+    """Turn a DataSummary into JSON data, where token counts are pairs: their keys are numbers."""
+    return {**vars(summary), "token_counts": list(summary.token_counts.items())}
 
 
 def read_summary(data: Mapping[str, Any]) -> DataSummary:

@@ -33,7 +33,10 @@ def run_command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def open_run(registry: Registry, config: Path, overrides: Sequence[str]) -> Iterator[Run]:
+def open_run(
+    registry: Registry, config: Path, overrides: Sequence[str], *, ranked: bool = False
+) -> Iterator[Run]:
+    """Open a configured run; one that is not `ranked` refuses to be started by torchrun."""
     from draftcore.config import load_config  # pydantic, then torch: only for a verb that works
 
     settings = load_config(config, overrides)
@@ -41,12 +44,16 @@ def open_run(registry: Registry, config: Path, overrides: Sequence[str]) -> Iter
     # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from draftcore.run import Run
+    from draftcore.training.ranks import join, require_one
 
-    run = Run(settings, registry)
-    try:
-        yield run
-    finally:
-        run.close()
+    if not ranked:
+        require_one()
+    with join(settings.train) as ranks:
+        run = Run(settings, registry, ranks)
+        try:
+            yield run
+        finally:
+            run.close()
 
 
 @click.command()
@@ -69,9 +76,10 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
     """Train the drafts of a run, each from its last checkpoint if it has one.
 
     Features come from the store; what it lacks is captured on the way, once for all drafts. Ctrl-C
-    ends the step, writes checkpoints and stops; the same command goes on from there.
+    ends the step, writes checkpoints and stops; the same command goes on from there. Started by
+    torchrun, all ranks train together; another number of them may go on.
     """
-    with open_run(registry, config, overrides) as run:
+    with open_run(registry, config, overrides, ranked=True) as run:
         from draftcore.training.trainer import prepare, train
 
         trainers, total = prepare(run), run.plan.total_steps
@@ -89,8 +97,8 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
                 f"{_of(trainer.draft)}{reason}: step {trainer.step} of {total}, {seen} samples, "
                 f"checkpoints in {trainer.checkpoints}"
             )
-        if reason == "interrupted":
-            raise click.exceptions.Exit(130)
+    if reason == "interrupted":
+        raise click.exceptions.Exit(130)
 
 
 def _of(draft: DraftRun) -> str:

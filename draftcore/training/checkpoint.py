@@ -7,10 +7,12 @@ exist for a reader. Tensors are safetensors, the rest JSON: no pickle.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.plugins import Registry
 from draftcore.records import Draft
+from draftcore.training.ranks import ALONE, Ranks
 
 MARK = "COMPLETE"
 OPTIMIZER = "optimizer.safetensors"
@@ -30,10 +33,11 @@ OPTIMIZER = "optimizer.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A durable checkpoint; `state` is what `save` was given."""
+    """A durable checkpoint; `state` is what `save` was given. Rank 0 reads it for all `ranks`."""
 
     folder: Path
     state: Mapping[str, Any]
+    ranks: Ranks = ALONE
 
     @property
     def step(self) -> int:
@@ -41,7 +45,7 @@ class Checkpoint:
 
     def load_draft(self, draft: Draft) -> None:
         """Load the trained tensors; raises DraftcoreError where they do not fit the draft."""
-        tensors = _read(self.folder / "draft.safetensors")
+        tensors = self.ranks.spread(lambda: _read(self.folder / "draft.safetensors"))
         wanted = {
             name: t for name, t in draft.module.state_dict().items() if name not in draft.frozen
         }
@@ -61,39 +65,44 @@ class Checkpoint:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         """Restore the optimizer's moments, to the bit."""
-        tensors = _read(self.folder / OPTIMIZER)
         for name, parameter in module.named_parameters():
             prefix = f"{name}/"
-            found = {k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}
+            found = {k[len(prefix) :]: t for k, t in self._kept.items() if k.startswith(prefix)}
             if found:
                 on_cpu = {"step"} if not parameter.is_cuda else set()
                 optimizer.state[parameter] = {
-                    key: value if key in on_cpu else value.to(parameter.device)
+                    key: value if key in on_cpu else self.ranks.shard(value, parameter)
                     for key, value in found.items()
                 }
 
     def random_state(self) -> dict[str, Tensor]:
-        """The random states that `save` was given."""
-        tensors = _read(self.folder / OPTIMIZER)
-        return {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
+        """The random states of this rank; none if the run that saved had fewer ranks."""
+        return self.ranks.pick(self._kept)
+
+    @functools.cached_property
+    def _kept(self) -> dict[str, Tensor]:
+        return self.ranks.spread(lambda: _read(self.folder / OPTIMIZER))
 
 
 def save(
     root: Path,
-    draft: Draft,
-    optimizer: torch.optim.Optimizer,
-    random_state: Mapping[str, Tensor],
+    weights: dict[str, Tensor],
+    kept: dict[str, Tensor],
     state: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Write the checkpoint of `state['step']` and drop all but the newest `keep`."""
+    """Write the checkpoint of `state['step']` and drop all but the newest `keep`.
+
+    `weights` are the draft's, `kept` the optimizer's moments and the random states. Raises
+    DraftcoreError where they cannot be written.
+    """
     folder = root / f"step-{state['step']:08d}"
     aside = root / f".{folder.name}.tmp"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        _write(aside / "draft.safetensors", trained_tensors(draft))
-        _write(aside / OPTIMIZER, {**_optimizer_tensors(draft.module, optimizer), **random_state})
+        _write(aside / "draft.safetensors", weights)
+        _write(aside / OPTIMIZER, kept)
         (aside / "state.json").write_text(json.dumps(state, indent=1))
         _sync(aside / "state.json")
     except (OSError, SafetensorError) as error:
@@ -113,10 +122,20 @@ def save(
     return folder
 
 
-def latest(root: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint under `root`, or None."""
-    folders = _complete(root)
-    return open_checkpoint(folders[-1]) if folders else None
+def latest(
+    root: Path, ranks: Ranks = ALONE, check: Callable[[Checkpoint], None] = lambda found: None
+) -> Checkpoint | None:
+    """Return the newest complete checkpoint under `root`, or None; `check` may refuse it."""
+
+    def find() -> Checkpoint | None:
+        folders = _complete(root)
+        found = open_checkpoint(folders[-1]) if folders else None
+        if found is not None:
+            check(found)
+        return found
+
+    found = ranks.first(find, pack=_packed, unpack=_unpacked)
+    return dataclasses.replace(found, ranks=ranks) if found else None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -133,21 +152,29 @@ def require_plugins(found: Checkpoint, registry: Registry) -> None:
         raise UsageError(f"{found.folder}: {missing}")
 
 
-def trained_tensors(draft: Draft) -> dict[str, Tensor]:
-    """The draft's state without what it copied from the target, on the CPU."""
-    return {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in draft.module.state_dict().items()
-        if name not in draft.frozen
-    }
+def trained_tensors(draft: Draft, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    """The draft's state without what it copied from the target, whole, on the CPU of rank 0."""
+    state = draft.module.state_dict()
+    return ranks.whole((name, t) for name, t in state.items() if name not in draft.frozen)
 
 
-def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {}
-    for name, parameter in module.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}/{key}"] = value.detach().cpu().contiguous()
-    return tensors
+def optimizer_tensors(
+    module: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE
+) -> dict[str, Tensor]:
+    """The moments of each parameter, whole, on the CPU of rank 0."""
+    return ranks.whole(
+        (f"{name}/{key}", value)
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    )
+
+
+def _packed(found: Checkpoint | None) -> list[Any] | None:
+    return [str(found.folder), found.state] if found else None
+
+
+def _unpacked(data: list[Any] | None) -> Checkpoint | None:
+    return Checkpoint(Path(data[0]), data[1]) if data else None
 
 
 def _complete(root: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 
-def ratios(counts: Iterable[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, float]:
-    """Add up numerators and denominators of each metric, then divide: never a mean of means."""
+def totals(counts: Iterable[Mapping[str, tuple[Tensor, Tensor]]]) -> tuple[list[str], Tensor]:
+    """Add up numerators and denominators of each metric; returns names and a table [names, 2]."""
     sums: dict[str, list[Tensor]] = {}
     for one in counts:
         for name, (numerator, denominator) in one.items():
@@ -22,10 +22,14 @@ def ratios(counts: Iterable[Mapping[str, tuple[Tensor, Tensor]]]) -> dict[str, f
             have[0], have[1] = have[0] + numerator, have[1] + denominator
     names = sorted(sums)
     if not names:
-        return {}
-    # One transfer for all metrics instead of two per metric.
-    table = torch.stack([torch.stack([t.double() for t in sums[name]]) for name in names]).tolist()
-    return {name: top / bottom for name, (top, bottom) in zip(names, table, strict=True) if bottom}
+        return [], torch.zeros(0, 2, dtype=torch.double)
+    return names, torch.stack([torch.stack([t.double() for t in sums[name]]) for name in names])
+
+
+def ratios(names: Sequence[str], table: Tensor) -> dict[str, float]:
+    """Divide what `totals` added up: never a mean of means."""
+    rows = table.tolist()  # one transfer for all metrics instead of two per metric
+    return {name: top / bottom for name, (top, bottom) in zip(names, rows, strict=True) if bottom}
 
 
 class MetricsLog:

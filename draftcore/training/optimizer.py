@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from draftcore.training.ranks import ALONE, Ranks
+
 
 def learning_rate(
     step: int,
@@ -50,14 +52,17 @@ def build_optimizer(
 
 
 @torch.no_grad()
-def scale_and_clip(parameters: Iterable[Tensor], denominator: Tensor, max_norm: float) -> Tensor:
+def scale_and_clip(
+    parameters: Iterable[Tensor], denominator: Tensor, max_norm: float, ranks: Ranks = ALONE
+) -> Tensor:
     """Divide summed gradients by `denominator`, clip by global norm, return the norm before clipping.
 
-    Factor min(1, max / (norm + 1e-6)), one pass over the gradients for both.
+    Factor min(1, max / (norm + 1e-6)), one pass over the gradients for both. Of sharded gradients
+    each rank scales its own part.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [ranks.local(p.grad) for p in parameters if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(grads))
-    norm: Tensor = torch.linalg.vector_norm(norms) / denominator
+    norm: Tensor = ranks.norm(torch.linalg.vector_norm(norms)) / denominator
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / denominator
     torch._foreach_mul_(grads, factor)
     return norm

@@ -18,7 +18,7 @@ from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.plan import Plan
 from draftcore.records import CaptureInput, Draft, Sample, SampleId, StepContext
 from draftcore.run import DraftRun, Run
-from draftcore.training.metrics import ratios
+from draftcore.training.metrics import ratios, totals
 
 
 class HeldOut:
@@ -71,28 +71,26 @@ class HeldOut:
 
 
 class Probe:
-    """Measures one draft in training every `train.eval_every` steps."""
+    """Measures one draft in training every `train.eval_every` steps; works on rank 0 alone."""
 
-    def __init__(
-        self, draft: DraftRun, built: Draft, held_out: HeldOut, device: torch.device
-    ) -> None:
-        self.draft, self.built, self.held_out, self.device = draft, built, held_out, device
+    def __init__(self, draft: DraftRun, held_out: HeldOut, device: torch.device) -> None:
+        self.draft, self.held_out, self.device = draft, held_out, device
         self.config = draft.config
 
-    def evaluate(self, step: int, total_steps: int) -> dict[str, Any]:
+    def evaluate(self, built: Draft, step: int, total_steps: int) -> dict[str, Any]:
         """Return held-out loss and metrics and, with train.eval_prompts, the acceptance length."""
-        module = self.built.module
+        module = built.module
         was_training = module.training
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             module.eval()
-            report = self._losses(StepContext(step, total_steps, self.config.train.seed))
+            report = self._losses(built, StepContext(step, total_steps, self.config.train.seed))
             if self.config.train.eval_prompts:
-                report |= self._decoded()
+                report |= self._decoded(built)
             module.train(was_training)
         return report
 
-    def _losses(self, context: StepContext) -> dict[str, float]:
+    def _losses(self, built: Draft, context: StepContext) -> dict[str, float]:
         hook, size, samples = (
             self.draft.algorithm.hook,
             self.config.train.batch,
@@ -101,11 +99,11 @@ class Probe:
         outputs = []
         for start in range(0, len(samples), size):
             batch = self.draft.collate(samples[start : start + size]).to(self.device)
-            outputs.append(hook.forward_loss(draft=self.built, batch=batch, context=context))
-        loss = [{"loss": (output.numerator, output.denominator)} for output in outputs]
-        return {**ratios(loss), **ratios([output.counts for output in outputs])}
+            outputs.append(hook.forward_loss(draft=built, batch=batch, context=context))
+        loss = totals({"loss": (output.numerator, output.denominator)} for output in outputs)
+        return {**ratios(*loss), **ratios(*totals(output.counts for output in outputs))}
 
-    def _decoded(self) -> dict[str, float]:
-        target, drafter = self.draft.run.target.model, self.draft.drafter(self.built)
+    def _decoded(self, built: Draft) -> dict[str, float]:
+        target, drafter = self.draft.run.target.model, self.draft.drafter(built)
         report = evaluate_prompts(target, drafter, self.held_out.prompts, self.config.eval)
         return {"acceptance_length": report.acceptance_length}

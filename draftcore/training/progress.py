@@ -13,7 +13,9 @@ from rich.progress import Progress as RichProgress
 class Progress:
     """A progress bar on standard error: live on a terminal, a final line elsewhere."""
 
-    def __init__(self, total: int, done: int = 0, verb: str = "training") -> None:
+    def __init__(
+        self, total: int, done: int = 0, verb: str = "training", *, shown: bool = True
+    ) -> None:
         self.bar = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -21,6 +23,7 @@ class Progress:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=Console(stderr=True),
+            disable=not shown,
         )
         self.task = self.bar.add_task(verb, total=total, completed=done, note="")
 

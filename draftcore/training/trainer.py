@@ -3,27 +3,30 @@
 Read `train` first. Every topology trains through it; what differs lies behind the feed. Several
 drafts train side by side on the samples of one feed, each as if it were alone: what a step of one
 depends on, its own random state included, lies in its `Trainer`. A loss is one numerator and one
-denominator: both are summed over the accumulation window, and the gradients divided once, so the
-split into micro-batches does not change the update.
+denominator: both are summed over the accumulation window and over the ranks, and the gradients
+divided once, so the split into micro-batches and ranks does not change the update. What ranks do
+together is in `ranks`; here every one of them runs the same lines.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import PlannedStep, Sample, StepContext, StepOutput
-from draftcore.run import DraftRun, Run, read_summary
-from draftcore.target import resolve_device
+from draftcore.records import DraftBatch, PlannedStep, Sample, StepContext, StepOutput
+from draftcore.run import DraftRun, Run, read_summary, summary_data
 from draftcore.training import checkpoint
-from draftcore.training.metrics import MetricsLog, ratios
+from draftcore.training.metrics import MetricsLog, ratios, totals
 from draftcore.training.optimizer import build_optimizer, learning_rate, scale_and_clip
 from draftcore.training.probe import HeldOut, Probe
 from draftcore.training.progress import Progress
@@ -43,11 +46,14 @@ FREE_TRAIN_KEYS = {
     "eval_samples",
     "eval_prompts",
     "device",
+    "rank_timeout",
 }
 
 
 def prepare(run: Run) -> list[Trainer]:
     """Build the trainers of the run's drafts, each from its own last checkpoint."""
+    run.require_shared_store()
+    run.samples  # noqa: B018  read by rank 0 for all, so all must ask before one is alone with it
     held_out = HeldOut(run) if run.config.train.eval_every else None
     return [Trainer(draft, held_out) for draft in run.drafts]
 
@@ -59,12 +65,13 @@ def train(run: Run, trainers: Sequence[Trainer]) -> str:
     """
     active, failed = list(trainers), dict[str, Exception]()
     total, at, reason = run.plan.total_steps, min(t.step for t in active), "failed"
+    ranks = run.ranks
     config = run.config.model_dump(mode="json")
     run.observers.run_started(run=run.folder, config=config, total_steps=total)
     try:
-        with stop_on_signal() as stop, Progress(total, at) as progress:
+        with stop_on_signal() as stop, Progress(total, at, shown=ranks.rank == 0) as progress:
             run.feed.start(at)
-            while at < total and active and not stop:
+            while at < total and active and not ranks.any(bool(stop)):
                 planned, began = run.plan.step(at), time.perf_counter()
                 with run.feed.samples(planned) as samples:
                     fetched = time.perf_counter() - began
@@ -72,7 +79,7 @@ def train(run: Run, trainers: Sequence[Trainer]) -> str:
                         try:
                             trainer.advance(planned, samples, fetched)
                         except DraftcoreError as error:
-                            if not trainer.draft.label:
+                            if not trainer.draft.label or not ranks.agreed(error):
                                 raise
                             active.remove(trainer)
                             failed[trainer.draft.label] = error
@@ -86,7 +93,8 @@ def train(run: Run, trainers: Sequence[Trainer]) -> str:
         run.observers.run_finished(run=run.folder, step=at, reason=reason)
     if failed:
         causes = "\n".join(f"{label}: {error}" for label, error in failed.items())
-        raise DraftcoreError(f"{len(failed)} of {len(run.drafts)} drafts failed\n{causes}")
+        with ranks.together():
+            raise DraftcoreError(f"{len(failed)} of {len(run.drafts)} drafts failed\n{causes}")
     return reason
 
 
@@ -95,14 +103,18 @@ class Trainer:
 
     def __init__(self, draft: DraftRun, held_out: HeldOut | None) -> None:
         self.draft, self.run, self.config = draft, draft.run, draft.config.train
+        self.ranks = ranks = draft.run.ranks
         self.checkpoints = draft.folder / "checkpoints"
-        last = checkpoint.latest(self.checkpoints)
-        if last is not None:  # before the plugin is bound: its manifest knows who is missing
-            require_same_run(last, draft)
-        self.hook, self.device = draft.algorithm.hook, resolve_device(self.config.device)
+        last = checkpoint.latest(  # before the plugin is bound: its manifest knows who is missing
+            self.checkpoints, ranks, lambda found: require_same_run(found, draft)
+        )
+        self.hook, self.device = draft.algorithm.hook, ranks.device(self.config.device)
         self.summary = read_summary(last.state["data"]) if last else self.run.samples.summary
         self.built = draft.build(self.summary)
         self.built.module.to(self.device)
+        if last is not None:
+            last.load_draft(self.built)
+        self.forward = ranks.forward(self.built, self.loss, evaluated=held_out is not None)
         defaults = self.built.defaults
         self.lr = self.config.lr or defaults.lr
         self.clip = self.config.clip or defaults.clip
@@ -116,18 +128,22 @@ class Trainer:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.step, self.metrics = 0, dict[str, float]()
         if last is not None:
-            last.load_draft(self.built)
             last.load_optimizer(self.optimizer, self.built.module)
             self.step = last.step
+        ranks.reseed(self.config.seed, self.step)
         self.random = RandomState(self.device, last.random_state() if last else None)
         self.saved_step = self.step if last is not None else -1
-        self.probe = Probe(draft, self.built, held_out, self.device) if held_out else None
-        self.log = MetricsLog(draft.folder / "metrics.jsonl", self.step, self.config.log_every)
+        self.probe = Probe(draft, held_out, self.device) if held_out else None
+        log = Path(os.devnull) if ranks.rank else draft.folder / "metrics.jsonl"
+        self.log = MetricsLog(log, self.step, self.config.log_every)
 
     def advance(
-        self, planned: PlannedStep, samples: Sequence[Sample], fetch_seconds: float
+        self, planned: PlannedStep, samples: Mapping[int, Sample], fetch_seconds: float
     ) -> None:
-        """Take the planned step and report it; save and evaluate where it is time to."""
+        """Take the planned step and report it; save and evaluate where it is time to.
+
+        `samples` are this rank's by their position in the step.
+        """
         observers, label, total = self.run.observers, self.draft.label, self.run.plan.total_steps
         began = time.perf_counter()
         with self.random:
@@ -139,22 +155,25 @@ class Trainer:
         observers.step_finished(step=self.step, metrics=self.metrics, draft=label)
         if self.step % self.config.checkpoint_every == 0:
             self.save()
-        if self.probe and self.step % (self.config.eval_every or 1) == 0:
-            report = self.probe.evaluate(self.step, total)
+        if (probe := self.probe) and self.step % (self.config.eval_every or 1) == 0:
+            whole, step = self.forward.whole(), self.step
+            report = self.ranks.first(lambda: probe.evaluate(whole, step, total))
             self.log.evaluation(self.step, report)
             observers.evaluated(step=self.step, report=report, draft=label)
 
     def train_step(
-        self, planned: PlannedStep, samples: Sequence[Sample], total_steps: int
+        self, planned: PlannedStep, samples: Mapping[int, Sample], total_steps: int
     ) -> dict[str, float]:
         """One optimizer step over the planned samples; returns its metrics."""
         context = StepContext(planned.index, total_steps, self.config.seed)
+        parts = self.ranks.passes(len(planned.rows), self.config.batch)
         outputs = [
-            self.forward_backward(samples[start : start + self.config.batch], context)
-            for start in range(0, len(samples), self.config.batch)
+            self.forward_backward(part, samples, context, last=part is parts[-1]) for part in parts
         ]
         numerator = torch.stack([output.numerator.detach() for output in outputs]).sum()
         denominator = torch.stack([output.denominator for output in outputs]).sum()
+        names, counts = totals(output.counts for output in outputs)
+        numerator, denominator, counts = self.ranks.sum(numerator, denominator, counts)
         lr = learning_rate(
             planned.index,
             total_steps,
@@ -164,24 +183,37 @@ class Trainer:
         )
         norm = torch.zeros(())
         if denominator > 0:  # a step whose samples are all masked updates nothing
-            norm = scale_and_clip(self.parameters, denominator, self.clip)
+            norm = scale_and_clip(self.parameters, denominator, self.clip, self.ranks)
             self.require_finite(norm, planned, samples, context)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loss = float(numerator / denominator.clamp(min=1e-30))
-        counts = ratios([output.counts for output in outputs])
-        return {"loss": loss, "lr": lr, "grad_norm": float(norm), **counts}
+        return {"loss": loss, "lr": lr, "grad_norm": float(norm), **ratios(names, counts)}
 
-    def forward_backward(self, samples: Sequence[Sample], context: StepContext) -> StepOutput:
-        """Accumulate the gradient of one micro-batch's numerator."""
-        batch = self.draft.collate(samples).to(self.device)
+    def forward_backward(
+        self,
+        part: Sequence[int],
+        samples: Mapping[int, Sample],
+        context: StepContext,
+        *,
+        last: bool,
+    ) -> StepOutput:
+        """Accumulate the gradient of one micro-batch's numerator, the samples at these positions.
+
+        A rank that has none keeps step with the others on a sample without loss, which counts
+        nothing. `last` ends the gradient of the step.
+        """
+        batch = self.draft.collate([samples[at] for at in part] or [idle(samples)]).to(self.device)
         with self.autocast():
-            output = self.hook.forward_loss(draft=self.built, batch=batch, context=context)
+            output = self.forward(batch, context, last=last)
         if output.numerator.requires_grad:
             output.numerator.backward()  # type: ignore[no-untyped-call]
-        return output
+        return output if part else nothing(output)
+
+    def loss(self, batch: DraftBatch, context: StepContext) -> StepOutput:
+        return self.hook.forward_loss(draft=self.built, batch=batch, context=context)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """bf16 compute over fp32 masters, or nothing."""
@@ -190,29 +222,44 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def require_finite(
-        self, norm: Tensor, planned: PlannedStep, samples: Sequence[Sample], context: StepContext
+        self,
+        norm: Tensor,
+        planned: PlannedStep,
+        samples: Mapping[int, Sample],
+        context: StepContext,
     ) -> None:
         """Raise before the update where the gradient is not finite, naming the samples at fault."""
         if bool(torch.isfinite(norm)):
             return
-        guilty = []
-        for row, sample in zip(planned.rows, samples, strict=True):
+        guilty, own = [], self.ranks.own(len(planned.rows))
+        for at, (row, sample) in enumerate(zip(planned.rows, planned.samples, strict=True)):
             self.optimizer.zero_grad(set_to_none=True)
-            self.forward_backward([sample], context)
-            grads = [p.grad for p in self.parameters if p.grad is not None]
-            if not all(bool(grad.isfinite().all()) for grad in grads):
-                guilty.append(f"row {row} (sample {sample.id.feature_id})")
-        raise DraftcoreError(
-            f"the gradient of step {planned.index} is not finite; the weights were not changed\n"
-            f"  from: {', '.join(guilty) or 'no single sample; the batch as a whole'}\n"
-            "  look at these rows; a lower train.lr or train.precision=fp32 helps where it is not the data"
-        )
+            self.forward_backward([at] if at in own else [], samples, context, last=True)
+            grads = [self.ranks.local(p.grad) for p in self.parameters if p.grad is not None]
+            if self.ranks.any(not all(bool(grad.isfinite().all()) for grad in grads)):
+                guilty.append(f"row {row} (sample {sample.feature_id})")
+        with self.ranks.together():
+            raise DraftcoreError(
+                f"the gradient of step {planned.index} is not finite; the weights were not changed\n"
+                f"  from: {', '.join(guilty) or 'no single sample; the batch as a whole'}\n"
+                "  look at these rows; a lower train.lr or train.precision=fp32 helps where it is not "
+                "the data"
+            )
 
     def save(self) -> None:
         """Write a checkpoint of where the draft stands; once per step."""
         if self.saved_step == self.step:
             return
-        run, summary = self.run, self.summary
+        weights = checkpoint.trained_tensors(self.built, self.ranks)
+        kept = checkpoint.optimizer_tensors(self.built.module, self.optimizer, self.ranks)
+        kept |= self.ranks.collect(self.random.tensors)
+        folder = self.ranks.first(lambda: self.write(weights, kept), pack=str, unpack=Path)
+        self.saved_step = self.step
+        self.run.observers.checkpoint_saved(step=self.step, folder=folder, draft=self.draft.label)
+
+    def write(self, weights: dict[str, Tensor], kept: dict[str, Tensor]) -> Path:
+        """Write the checkpoint's files, on rank 0."""
+        run = self.run
         state = {
             "step": self.step,
             "total_steps": run.plan.total_steps,
@@ -222,19 +269,24 @@ class Trainer:
             "config": self.draft.config.model_dump(mode="json"),
             "target": run.target.fingerprint,
             "draft": dict(self.built.config),
-            "data": {**vars(summary), "token_counts": list(summary.token_counts.items())},
+            "data": summary_data(self.summary),
             "plugins": run.manifest([self.draft]),
         }
-        folder = checkpoint.save(
-            self.checkpoints,
-            self.built,
-            self.optimizer,
-            self.random.tensors,
-            state,
-            self.config.keep_checkpoints,
-        )
-        self.saved_step = self.step
-        run.observers.checkpoint_saved(step=self.step, folder=folder, draft=self.draft.label)
+        keep = self.config.keep_checkpoints
+        return checkpoint.save(self.checkpoints, weights, kept, state, keep)
+
+
+def idle(samples: Mapping[int, Sample]) -> Sample:
+    """A sample without loss, for a rank that has none left."""
+    spare = next(iter(samples.values()))
+    return dataclasses.replace(spare, loss_mask_T=torch.zeros_like(spare.loss_mask_T))
+
+
+def nothing(output: StepOutput) -> StepOutput:
+    """What a pass without samples adds: none of what its stand-in counted."""
+    zero = torch.zeros_like
+    counts = {name: (zero(top), zero(bottom)) for name, (top, bottom) in output.counts.items()}
+    return StepOutput(zero(output.numerator), zero(output.denominator), counts)
 
 
 def require_same_run(last: checkpoint.Checkpoint, draft: DraftRun) -> None:

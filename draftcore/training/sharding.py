@@ -1,0 +1,99 @@
+"""A draft sharded over ranks: FSDP2 around the whole of its loss.
+
+What is odd: FSDP's root is a module of our own that runs `forward_loss`, not the draft's. So a loss
+may read weights outside of the draft's `forward`, and may return records, of which FSDP would not
+see the tensors; only a wrap unit's weights are for its own forward alone. Gradients are summed over
+ranks, not averaged: the trainer divides once, by the step's denominator.
+
+The collectives of a step follow from calls, not from data: for every batch, also one without a
+supervised token, a loss must call the same wrap units and carry a gradient to the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from draftcore.errors import DraftcoreError
+from draftcore.records import Draft, DraftBatch, StepContext, StepOutput
+from draftcore.training.checkpoint import trained_tensors
+from draftcore.training.ranks import Forward, Ranks
+
+if TYPE_CHECKING:
+    from draftcore.training.ranks import Loss
+
+Output = tuple[Tensor, Tensor, Mapping[str, tuple[Tensor, Tensor]]]
+
+
+class _Root(nn.Module):
+    """The module whose forward is the loss."""
+
+    def __init__(self, module: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+
+    def forward(self, batch: DraftBatch, context: StepContext) -> Output:
+        output = self.loss(batch, context)
+        return output.numerator, output.denominator, output.counts
+
+
+class ShardedForward(Forward):
+    """Shards a draft's parameters in place, the wrap units first, and calls it through FSDP."""
+
+    def __init__(
+        self, ranks: Ranks, mesh: Any, draft: Draft, loss: Loss, *, evaluated: bool
+    ) -> None:
+        super().__init__(draft, loss)
+        self.ranks = ranks
+        self.copied = _copy(draft) if evaluated and ranks.rank == 0 else draft
+        module = draft.module
+        _require_shapes(module)
+        before = dict(module.named_parameters(remove_duplicate=False))
+        names = {parameter: name for name, parameter in before.items()}
+        frozen = {before[name] for name in draft.frozen if name in before}
+        self.root = _Root(module, loss)
+        for part in (*map(module.get_submodule, draft.wrap_units), self.root):
+            sharded = fully_shard(part, mesh=mesh, ignored_params=frozen)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+        now = dict(module.named_parameters(remove_duplicate=False))
+        draft.parameter_groups = [
+            {**group, "params": [now[names[p]] for p in group["params"]]}
+            for group in draft.parameter_groups
+        ]
+
+    def __call__(self, batch: DraftBatch, context: StepContext, *, last: bool) -> StepOutput:
+        root = cast(FSDPModule, self.root)
+        root.set_requires_gradient_sync(last)
+        root.set_is_last_backward(last)
+        output = StepOutput(*self.root(batch, context))
+        if not output.numerator.requires_grad:
+            raise DraftcoreError(
+                "the loss of a batch does not depend on the draft's weights, so that ranks would wait "
+                "for each other\n  forward_loss must carry a gradient, if of zeros, for any batch"
+            )
+        return output
+
+    def whole(self) -> Draft:
+        weights = trained_tensors(self.draft, self.ranks)
+        if self.ranks.rank == 0:
+            self.copied.module.load_state_dict(weights, strict=False)
+        return self.copied
+
+
+def _copy(draft: Draft) -> Draft:
+    """A copy of a draft with parameters of its own; buffers, which hold the target's, are shared."""
+    return copy.deepcopy(draft, {id(buffer): buffer for buffer in draft.module.buffers()})
+
+
+def _require_shapes(module: nn.Module) -> None:
+    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise DraftcoreError(
+            f"parameters without a dimension cannot be sharded over ranks: {', '.join(scalars)}\n"
+            "  give them one, of length 1, in the algorithm's module"
+        )
