@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draftcore.channels import Channel
 from draftcore.errors import DraftcoreError
 from draftcore.plan import Plan
 from draftcore.records import (
     Capture,
     CaptureInput,
     CaptureTask,
-    Channel,
     FeatureStore,
     PlannedStep,
     Sample,

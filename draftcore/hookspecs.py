@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import click
     from torch import Tensor
 
+    from draftcore.channels import Channel
     from draftcore.graphs import GraphBackend, GraphPlugin
     from draftcore.offers import Offer
     from draftcore.records import (
         Capture,
-        Channel,
         DataSummary,
         Draft,
         DraftBatch,

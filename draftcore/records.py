@@ -230,53 +230,6 @@ class CaptureTask:
         return cls(data["epoch"], CaptureGroup(**(group | lists)), data["claim"])
 
 
-@dataclass(frozen=True)
-class Credit:
-    """How much more a producer may publish before it waits."""
-
-    refs: int
-    nbytes: int
-
-
-class Channel(Protocol):
-    """The queue between producers and the trainer: metadata only, rebuildable at any time."""
-
-    def offer(self, tasks: Iterable[CaptureTask]) -> None:
-        """Set what is to be captured, in the order it is needed; consumed lazily."""
-        ...
-
-    def claim(self, producer: str, wait: float = 0.0) -> CaptureTask | None:
-        """Hand out the next task; None when, for `wait` seconds, there is none or no credit."""
-        ...
-
-    def publish(self, task: CaptureTask, refs: Sequence[SampleRef] | Exception) -> None:
-        """Announce a task's refs in the group's order, or why it failed."""
-        ...
-
-    def receive(self, step: PlannedStep) -> tuple[SampleRef, ...] | None:
-        """Return the refs of a step in plan order; None while some are not published yet.
-
-        A later epoch may use a publication of an earlier one that was not released. A failed
-        task that the step needs raises its exception.
-        """
-        ...
-
-    @property
-    def given_up(self) -> Mapping[str, str]:
-        """The samples whose last attempt at a capture failed, by feature id, with the reason."""
-        ...
-
-    def credit(self) -> Credit: ...
-    def advance(self, step_index: int) -> tuple[SampleRef, ...]:
-        """Forget the steps before `step_index`; return the refs that nobody is going to use.
-
-        Free them before the next `receive`: until then their groups are not handed out.
-        """
-        ...
-
-    def close(self, state: str = "finished") -> None: ...
-
-
 # ---------------------------------------------------------------- data and drafts
 
 

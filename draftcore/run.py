@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from draftcore.binding import Binding, bind, observers
+from draftcore.channels import Channel
 from draftcore.config import RunConfig
 from draftcore.data.dataset import DataOptions, Dataset, build_dataset
 from draftcore.errors import DraftcoreError, UsageError, nearest
@@ -32,7 +33,6 @@ from draftcore.plan import Plan
 from draftcore.plugins import Plugin, Registry
 from draftcore.records import (
     Capture,
-    Channel,
     DataSummary,
     Draft,
     DraftBatch,

@@ -38,6 +38,7 @@ from typing import Any, NoReturn, Protocol
 from draftcore.channels import (
     NAME,
     ChannelEnded,
+    Credit,
     require_claim,
     require_metadata,
     require_name,
@@ -45,7 +46,7 @@ from draftcore.channels import (
 )
 from draftcore.channels.memory import UNLIMITED, MemoryChannel
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import CaptureTask, Credit, PlannedStep, SampleRef
+from draftcore.records import CaptureTask, PlannedStep, SampleRef
 from draftcore.uris import Uri
 
 OPTIONS = (

@@ -29,9 +29,9 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from draftcore.channels import require_claim, require_metadata, require_refs_of
+from draftcore.channels import Credit, require_claim, require_metadata, require_refs_of
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import CaptureTask, Credit, PlannedStep, SampleId, SampleRef
+from draftcore.records import CaptureTask, PlannedStep, SampleId, SampleRef
 from draftcore.uris import parse_uri
 
 UNLIMITED = sys.maxsize  # who pumps on demand, as a colocated run does, never runs ahead

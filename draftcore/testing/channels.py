@@ -16,11 +16,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from draftcore.channels import Channel
 from draftcore.errors import DraftcoreError
 from draftcore.records import (
     CaptureGroup,
     CaptureTask,
-    Channel,
     PlannedStep,
     SampleId,
     SampleRef,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from draftcore.channels import require_metadata
+from draftcore.channels import Channel, Credit, require_metadata
 from draftcore.channels.memory import MemoryChannel
 from draftcore.errors import UsageError
 from draftcore.plan import Plan
-from draftcore.records import CaptureTask, Channel, Credit, SampleRef
+from draftcore.records import CaptureTask, SampleRef
 from draftcore.testing.channels import ChannelSuite
 
 

@@ -23,7 +23,7 @@ def channel(name, uri, run_id):
     from dataclasses import replace
     from draftcore.channels import memory
     from draftcore.errors import DraftcoreError
-    from draftcore.records import Credit
+    from draftcore.channels import Credit
 
     class Channel(memory.MemoryChannel):
         pass
