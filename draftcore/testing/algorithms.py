@@ -68,13 +68,21 @@ class AlgorithmSuite(Suite):
         cli = () if cls.loose is None else ("--plugin", str(cls.loose))
         return Bench(hooks_of(cls.plugin), offer, options, world, cli, cls.options)
 
-    @pytest.fixture
-    def draft(self, bench: Bench) -> Draft:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def draft(cls, bench: Bench) -> Draft:
+        """A fresh draft; no test changes it."""
         return bench.build()
 
     @pytest.fixture
     def batch(self, bench: Bench) -> DraftBatch:
         return bench.collate(bench.varied)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def whole(cls, bench: Bench, draft: Draft) -> Measured:
+        """The loss of that batch in one piece, with its gradient."""
+        return bench.measure(draft, [bench.collate(bench.varied)])
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -121,8 +129,8 @@ class AlgorithmSuite(Suite):
 
     # ------------------------------------------------------------ build_draft
 
-    def test_a_fresh_draft_is_fp32_on_the_cpu(self, bench: Bench) -> None:
-        module = bench.build().module
+    def test_a_fresh_draft_is_fp32_on_the_cpu(self, draft: Draft) -> None:
+        module = draft.module
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         assert trainable
         assert {p.dtype for p in trainable.values()} == {torch.float32}
@@ -134,16 +142,14 @@ class AlgorithmSuite(Suite):
     def test_the_same_seed_builds_the_same_bits(self, bench: Bench) -> None:
         require_same_bits(snapshot(bench.build()), snapshot(bench.build()))
 
-    def test_frozen_names_tensors_that_are_not_trained(self, bench: Bench) -> None:
-        draft = bench.build()
+    def test_frozen_names_tensors_that_are_not_trained(self, draft: Draft) -> None:
         parameters = dict(draft.module.named_parameters())
         known = {*parameters, *dict(draft.module.named_buffers())}
         assert draft.frozen <= known, f"frozen names no tensor: {sorted(draft.frozen - known)}"
         trainable = {name for name, p in parameters.items() if p.requires_grad}
         assert not draft.frozen & trainable, f"frozen, but trainable: {draft.frozen & trainable}"
 
-    def test_parameter_groups_hold_every_trainable_parameter_once(self, bench: Bench) -> None:
-        draft = bench.build()
+    def test_parameter_groups_hold_every_trainable_parameter_once(self, draft: Draft) -> None:
         trainable = {id(p): n for n, p in draft.module.named_parameters() if p.requires_grad}
         grouped = [p for group in draft.parameter_groups for p in group["params"]]
         lacking = trainable.keys() - {id(p) for p in grouped}
@@ -151,15 +157,14 @@ class AlgorithmSuite(Suite):
         assert {id(p) for p in grouped} <= trainable.keys(), "a group holds a foreign parameter"
         assert len(grouped) == len(trainable), "a parameter is in two groups"
 
-    def test_wrap_units_name_submodules(self, bench: Bench) -> None:
-        draft = bench.build()
+    def test_wrap_units_name_submodules(self, draft: Draft) -> None:
         for name in draft.wrap_units:
             assert isinstance(draft.module.get_submodule(name), nn.Module)
         assert len(set(draft.wrap_units)) == len(draft.wrap_units)
 
-    def test_config_is_json_data(self, bench: Bench) -> None:
+    def test_config_is_json_data(self, draft: Draft) -> None:
         """It is written into checkpoints, and read back as what it was."""
-        config = bench.build().config
+        config = draft.config
         text = json.dumps(dict(config), allow_nan=False)
         assert json.loads(text) == listed(config)
 
@@ -185,11 +190,11 @@ class AlgorithmSuite(Suite):
             assert not (batch.loss_mask_BT & ~batch.attention_mask_BT).any()
             assert set(batch.features) <= set(samples[0].features)
 
-    def test_collate_leaves_its_samples_alone(self, bench: Bench) -> None:
+    def test_collate_leaves_its_samples_alone(self, bench: Bench, draft: Draft) -> None:
         samples = bench.varied
         before = [contents(sample.__dict__) for sample in samples]
         batch = bench.collate(samples)
-        bench.loss(bench.build(), batch)
+        bench.loss(draft, batch)
         for sample, old in zip(samples, before, strict=True):
             require_same_bits(contents(sample.__dict__), old)
 
@@ -253,6 +258,7 @@ class AlgorithmSuite(Suite):
         self, bench: Bench, draft: Draft, batch: DraftBatch
     ) -> None:
         """At some step of a run: a schedule may hold a part back for a while."""
+        draft.module.zero_grad(set_to_none=True)
         for step in (0, STEPS // 2, STEPS - 1):
             bench.loss(draft, batch, step).numerator.backward()  # type: ignore[no-untyped-call]
         untouched = [
@@ -277,9 +283,10 @@ class AlgorithmSuite(Suite):
         for tensor, old in zip(watched.handed, before, strict=True):
             assert torch.equal(tensor, old), "training changes a tensor of the target"
 
-    def test_the_gradient_is_the_slope_of_the_loss(self, bench: Bench, draft: Draft) -> None:
+    def test_the_gradient_is_the_slope_of_the_loss(self, bench: Bench) -> None:
         """Compare with central differences in fp64, in three random directions."""
         bench.require_absent("stop_gradient", "its gradient is not the loss's slope")
+        draft = bench.build()
         draft.module.double()
         batch = bench.collate(bench.varied[1:3])
         exact = {name: value.double() for name, value in batch.features.items()}
@@ -306,9 +313,9 @@ class AlgorithmSuite(Suite):
     # ------------------------------------------------------------ forward_loss: batches
 
     def test_padding_does_not_change_the_loss(
-        self, bench: Bench, draft: Draft, batch: DraftBatch
+        self, bench: Bench, draft: Draft, batch: DraftBatch, whole: Measured
     ) -> None:
-        require_close(bench.measure(draft, [padded(batch, 5)]), bench.measure(draft, [batch]))
+        require_close(bench.measure(draft, [padded(batch, 5)]), whole)
 
     def test_a_long_neighbour_does_not_change_a_samples_loss(
         self, bench: Bench, draft: Draft
@@ -321,18 +328,17 @@ class AlgorithmSuite(Suite):
         )
 
     def test_order_in_a_batch_does_not_matter(
-        self, bench: Bench, draft: Draft, batch: DraftBatch
+        self, bench: Bench, draft: Draft, whole: Measured
     ) -> None:
-        turned = bench.collate(bench.varied[::-1])
-        require_close(bench.measure(draft, [turned]), bench.measure(draft, [batch]))
+        require_close(bench.measure(draft, [bench.collate(bench.varied[::-1])]), whole)
 
     @pytest.mark.parametrize("cut", [1, 2, 3])
     def test_any_split_into_micro_batches_gives_one_update(
-        self, bench: Bench, draft: Draft, batch: DraftBatch, cut: int
+        self, bench: Bench, draft: Draft, whole: Measured, cut: int
     ) -> None:
         bench.require_absent("split_dependent", SPLIT)
         parts = [bench.collate(part) for part in (bench.varied[:cut], bench.varied[cut:])]
-        require_close(bench.measure(draft, parts), bench.measure(draft, [batch]))
+        require_close(bench.measure(draft, parts), whole)
 
     def test_a_batch_twice_over_has_the_same_loss(
         self, bench: Bench, draft: Draft, batch: DraftBatch

@@ -50,7 +50,7 @@ from draftcore.testing.targets import conversations, tiny_target
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
 
 LAYERS, GROWTH, ANSWER = 12, 1.5, 10
-# Their answers begin with one or two tokens in common: what follows is told by the features alone.
+# Their answers begin with one or two tokens in common: features have to tell which one follows.
 QUESTIONS = ("a6", "a9", "c9")
 STEPS, RATE, SEED = 30, 0.01, 7
 
