@@ -25,8 +25,8 @@ whoever takes the mutex next completes it.
 
 Cost: the mutex takes 2 us, a claim or a search a few scans of the columns in use, and no call
 allocates or maps memory. Making a segment costs 0.7 s a GiB (its pages are zeroed, once), opening
-one 0.1 s a GiB. Stopping a process (SIGSTOP) within the microseconds that it holds the mutex stops
-all until it goes on. This module imports no torch.
+one 0.1 s a GiB, which holds nobody up. Stopping a process (SIGSTOP) within the microseconds that it
+holds the mutex stops all until it goes on. This module imports no torch.
 """
 
 import errno
@@ -169,8 +169,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 class Table:
     """The arrays that make up a mapped segment. `map` is all of it; no array copies anything."""
 
-    def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)  # not the locks'
+    def __init__(self, locks: FileLocks) -> None:
+        fd = os.open(f"/proc/self/fd/{locks.fd}", os.O_RDWR)  # the same file, another description
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # faulted in now, not page by page in puts
         try:
             self.map = mmap.mmap(fd, os.fstat(fd).st_size, flags=flags)
@@ -215,11 +215,10 @@ class Segment:
     `uri` is what messages call the segment.
     """
 
-    def __init__(self, uri: str, locks: FileLocks) -> None:
+    def __init__(self, uri: str, locks: FileLocks, table: Table) -> None:
         """Join as a member; the caller holds the mutex. Raises UsageError if there are too many."""
-        self.uri, self.locks = uri, locks
+        self.uri, self.locks, self.table = uri, locks, table
         self._mutex = threading.Lock()  # a file lock does not exclude threads that share it
-        self.table = Table(locks.path)
         self._finish_commit()
         free = (m for m in range(MEMBERS) if locks.try_acquire(FIRST_MEMBER + m))
         self.member = next(free, -1)
@@ -405,8 +404,12 @@ def open_segment(path: Path, uri: str, *, max_bytes: int | None, default: int, r
             ) from error
         try:
             with locks.mutex():
-                if not locks.removed() and _prepare(locks, uri, max_bytes, default, run):
-                    return Segment(uri, locks)
+                there = not locks.removed() and _prepare(locks, uri, max_bytes, default, run)
+            if there:
+                table = Table(locks)  # takes a while, and must not hold up those at work
+                with locks.mutex():
+                    if not locks.removed():
+                        return Segment(uri, locks, table)
         except BaseException:
             locks.close()
             raise

@@ -403,13 +403,16 @@ def test_a_kill_at_any_step_leaves_a_segment_that_is_sound(folder: Path) -> None
     """From before the segment is made to after it is removed, a group is superseded and freed."""
 
     def live() -> None:
-        store = ShmStore(str(folder / "ring"), max_bytes=MIB // 2)
+        store, *others = [ShmStore(str(folder / "ring"), max_bytes=MIB // 2) for _ in range(3)]
+        others[1].free(others[1].put_many(pair(3)))  # a slot's former owner may be nobody now
+        for other in others:
+            other.close()
         (one, _) = store.put_many(pair(1))
         handle = store.get(one)
         refs = store.put_many(pair(2))
         handle.close()
         with pytest.raises(StoreFull):
-            store.put_many([checked("one", 3), checked("two", 3)])
+            store.put_many(pair(3))
         store.free(refs)
         store.close()
 
@@ -423,7 +426,7 @@ def test_a_kill_at_any_step_leaves_a_segment_that_is_sound(folder: Path) -> None
         seen.add(require_sound(store))
         store.close()
         assert not left.exists()
-    assert seen == {0, 1, 2}
+    assert seen == {0, 1, 2, 3}
     assert len(states) > 60
 
 
@@ -472,7 +475,7 @@ def test_writers_killed_at_random_times_harm_nobody(ring: str, fork: Fork) -> No
     assert store.stats().nbytes == kept.nbytes
 
 
-# ---------------------------------------------------------------- forks and threads
+# ---------------------------------------------------------------- forks, failures, many
 
 
 def test_a_forked_child_is_told_to_open_the_store_itself(ring: str, fork: Fork) -> None:
@@ -528,6 +531,35 @@ def test_a_store_that_is_forgotten_leaves_like_one_that_is_killed(ring: str) -> 
     del store, handle
     assert other.stats().nbytes == 0
     assert kept.shape == (16,)  # its memory is still mapped, whatever lies there now
+
+
+def test_a_put_that_fails_half_way_leaves_nothing(ring: str) -> None:
+    class Interrupted(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            raise KeyboardInterrupt
+
+    store = ShmStore(ring, max_bytes=MIB)
+    kept = store.put(numbered("b", 1))
+    items = [numbered("a", 2), StoreItem("b", Interrupted(x=torch.zeros(MIB // 16)), 1)]
+    with pytest.raises(KeyboardInterrupt):
+        store.put_many(items)
+    assert store.lookup(["a", "b"]) == {"b": kept}
+    assert store.stats().nbytes == kept.nbytes
+    store.close()
+
+
+def test_more_processes_than_a_segment_has_places_for_are_refused(ring: str) -> None:
+    stores = [ShmStore(ring, max_bytes=MIB) for _ in range(segment.MEMBERS)]
+    with pytest.raises(UsageError, match="256 processes have the store"):
+        ShmStore(ring)
+    ref = stores[-1].put(numbered("a", 1))
+    handles = [store.get(ref) for store in stores]
+    stores[0].free([ref])
+    for handle in handles[1:]:
+        handle.close()
+    assert stores[1].stats().nbytes == ref.nbytes
+    stores[7].close()
+    ShmStore(ring).close()
 
 
 # ---------------------------------------------------------------- bytes
@@ -597,6 +629,20 @@ def test_blocks_never_overlap_whatever_their_sizes_and_order(ring: str) -> None:
     assert pushed_back > 100
 
 
+def test_blocks_go_round_the_ring_and_are_free_again_with_the_last_handle(ring: str) -> None:
+    """So what a reader looks at too late is not overwritten at once."""
+    store = ShmStore(ring, max_bytes=MIB)
+    places = []
+    for number in range(9):
+        ref = store.put(numbered("a", number, numbers=MIB // 32))
+        with store.get(ref) as handle:
+            places.append(handle.tensors["x"].data_ptr())
+            store.free([ref])
+        assert set(store._segment.table.state.tolist()) == {segment.FREE}
+    assert len(set(places[:3])) == 3
+    assert places[3:] == places[:6]
+
+
 def test_free_bytes_that_lie_scattered_join_when_what_is_between_goes(ring: str) -> None:
     store = ShmStore(ring, max_bytes=MIB)
     refs = [store.put(numbered(str(at), at, numbers=MIB // 81)) for at in range(10)]
@@ -637,7 +683,8 @@ def test_more_samples_than_slots_push_back_too(ring: str) -> None:
 
 
 def test_thousands_of_cycles_cost_no_memory_and_no_descriptor(ring: str) -> None:
-    store = ShmStore(ring, max_bytes=8 * MIB)
+    ShmStore(ring, max_bytes=32 * MIB).put(numbered("other", 1))
+    store = ShmStore(ring)
     item = StoreItem("a", {"x": torch.zeros(MIB // 4)}, 1)
 
     def cycle(count: int) -> None:
@@ -653,12 +700,12 @@ def test_thousands_of_cycles_cost_no_memory_and_no_descriptor(ring: str) -> None
             other.get(other.put(item)).close()
             other.close()
 
-    cycle(50)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    cycle(20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 500  # of 5,120 pages
     open_and_close(5)
-    before, faults = footprint(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    before = footprint()
     cycle(2000)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    assert faults < 500  # 512,000 pages went through
     open_and_close(50)
     after = footprint()
     assert after[:2] == before[:2]
@@ -666,6 +713,16 @@ def test_thousands_of_cycles_cost_no_memory_and_no_descriptor(ring: str) -> None
     store.abort("a")
     store.close()
     assert len(os.listdir("/proc/self/fd")) < before[0]
+
+
+@pytest.mark.gpu
+def test_tensors_go_from_and_to_a_cuda_device(ring: str) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    x = any_bits("bfloat16", 9, 7)
+    ref = store.put(StoreItem("a", {"x": x.cuda().T}, 9))
+    with store.get(ref, device="cuda") as handle:
+        assert handle.tensors["x"].is_cuda
+        assert torch.equal(handle.tensors["x"].cpu().view(torch.int16), x.T.view(torch.int16))
 
 
 def footprint() -> tuple[int, int, int]:
