@@ -18,24 +18,24 @@ def capture_all(run: Run) -> str:
     """
     if not run.durable:
         raise UsageError(
-            f"store {run.config.store!r} keeps features in this process only\n"
+            f"store {run.store_uri!r} keeps features in this process only\n"
             "  set store=file:FOLDER to capture for a later training run"
         )
     run.check_store()
-    source, groups = run.feed.source, run.plan.groups
+    producer, groups = run.producer, run.plan.groups
     held = run.store.lookup(run.samples.feature_ids)
     missing = [g for g in groups if not all(feature_id in held for feature_id in g.feature_ids)]
     require_space(run, sum(int(run.samples.lengths[row]) for g in missing for row in g.rows))
     run.write_manifest(complete=False)
-    source.channel.offer(CaptureTask(0, group) for group in missing)
+    run.channel.offer(CaptureTask(0, group) for group in missing)
     with Progress(len(groups), len(groups) - len(missing), verb="capturing") as progress:
         done = len(groups) - len(missing)
-        while source.producer.run_once() is not None:
+        while producer.run_once() is not None:
             done += 1
             progress.update(done)
     if done < len(groups):
         raise DraftcoreError(
-            f"{done} of {len(groups)} groups are captured, and channel {run.config.channel!r} "
+            f"{done} of {len(groups)} groups are captured, and channel {run.channel_uri!r} "
             "hands out no more\n  its limits leave no credit; set channel=memory and run again"
         )
     run.write_manifest(complete=True)
@@ -43,7 +43,7 @@ def capture_all(run: Run) -> str:
     new = sum(len(group.rows) for group in missing)
     return (
         f"captured {new} samples, {stats.samples - new} were there: "
-        f"{stats.nbytes / 2**20:.0f} MiB in {run.config.store}"
+        f"{stats.nbytes / 2**20:.0f} MiB in {run.store_uri}"
     )
 
 
@@ -59,7 +59,7 @@ def require_space(run: Run, tokens: int) -> None:
     need, free = tokens * bytes_per_token(run), run.store.stats().free_bytes
     if free is not None and need > free:
         raise DraftcoreError(
-            f"the features need {need / 2**30:.2f} GiB, {run.config.store} has "
+            f"the features need {need / 2**30:.2f} GiB, {run.store_uri} has "
             f"{free / 2**30:.2f} GiB free\n"
             "  choose another store folder, lower data.limit, or train with store=memory, "
             "which captures on the way"

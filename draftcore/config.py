@@ -115,6 +115,14 @@ class EvalConfig(Section):
     )
 
 
+class TopologyConfig(Section):
+    """The processes of a run on this machine; `--role` starts single ones, on any machine."""
+
+    producers: int = Field(0, ge=0, description="that capture for the trainer; 0: it does itself")
+    ranks: int = Field(1, ge=1, description="processes of the trainer")
+    restarts: int = Field(3, ge=0, description="times that a process which dies is started again")
+
+
 class RunConfig(Section):
     run: Path = Field(description="folder of the run: checkpoints, metrics, reports")
     target: TargetConfig
@@ -122,8 +130,11 @@ class RunConfig(Section):
     algorithm: Choice | None = Field(None, description="the draft to train")
     drafts: dict[Label, DraftConfig] = Field({}, description="or several, from one capture")
     capture: CaptureConfig = CaptureConfig()
-    store: str = Field("memory", description="URI of the feature store, e.g. memory or file:FOLDER")
-    channel: str = Field("memory", description="URI of the channel between producers and trainer")
+    store: str = Field(
+        "auto", description="URI, e.g. file:FOLDER; auto: memory, or shm by topology"
+    )
+    channel: str = Field("auto", description="URI; auto: memory, or a file in the run's folder")
+    topology: TopologyConfig = TopologyConfig()
     plugins: tuple[str, ...] = Field((), description="wrappers and observers to select, by name")
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()

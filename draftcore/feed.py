@@ -2,15 +2,24 @@
 
 A `Producer` satisfies capture tasks: from what a durable store already holds (an offline run is
 one in which it holds everything), else by running the target. A `Source` asks the channel for the
-samples of a step and, in a colocated run, pumps the producer until they are there. A `Feed` opens
-them for reading: on several ranks each has one and opens its own share, and rank 0 alone a source.
+samples of a step: in a colocated run it pumps the producer until they are there, else it waits for
+producers elsewhere. A `Feed` opens them for reading: on several ranks each has one and opens its own
+share, and rank 0 alone a source.
+
+What producers elsewhere send is checked before it is trained on; what does not fit, or cannot be
+read, is freed and captured again. A sample that fails to the last attempt is *given up*: left out
+of every step from then on, reported, and kept in the checkpoint.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +34,7 @@ from draftcore.records import (
     CaptureInput,
     CaptureTask,
     FeatureStore,
+    Handle,
     PlannedStep,
     Sample,
     SampleId,
@@ -33,6 +43,8 @@ from draftcore.records import (
 )
 from draftcore.training.ranks import Ranks
 
+logger = logging.getLogger(__name__)
+IDLE = 0.002  # seconds between two looks for features that others capture
 TEXT = ("token_ids", "loss_mask")  # stored beside the features, so that a store is all one needs
 
 
@@ -62,8 +74,12 @@ class Producer:
         """Claim one task and publish its samples; None when there is nothing to claim."""
         task = self.channel.claim("local")
         if task is not None:
-            self.channel.publish(task, self._held(task) or self._captured(task))
+            self.channel.publish(task, self.refs(task))
         return task
+
+    def refs(self, task: CaptureTask) -> tuple[SampleRef, ...]:
+        """The refs of a task's samples: those that the store holds, or captured ones."""
+        return self._held(task) or self._captured(task)
 
     def close(self) -> None:
         if self.capture is not None:
@@ -107,25 +123,131 @@ class Producer:
                 )
 
 
-class Source:
-    """The refs of each step in plan order, from whatever is behind the channel."""
+@dataclass(frozen=True)
+class Fetched:
+    """A step as it can be trained, without samples that were given up, and this rank's samples."""
 
-    def __init__(self, plan: Plan, channel: Channel, producer: Producer) -> None:
-        self.plan, self.channel, self.producer = plan, channel, producer
+    step: PlannedStep
+    samples: Mapping[int, Sample]
+
+
+class Source:
+    """The refs of each step in plan order, from whatever is behind the channel.
+
+    Without a producer of its own it waits for others'. `stop` says that it shall wait no longer.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: FeatureStore,
+        channel: Channel,
+        producer: Producer | None,
+        *,
+        names: Sequence[str],
+        provenance: str,
+    ) -> None:
+        self.plan, self.store, self.channel, self.producer = plan, store, channel, producer
+        self.names, self.provenance = frozenset(names), provenance
+        self.given_up: dict[str, str] = {}
+        self.stop: Callable[[], bool] = lambda: False
 
     def start(self, step: int) -> None:
         """Ask for the groups of each epoch anew; what a durable store holds is not captured again."""
         self.channel.offer(self.plan.captures(step))
 
-    def refs(self, step: PlannedStep) -> tuple[SampleRef, ...]:
-        while (refs := self.channel.receive(step)) is None:
-            if self.producer.run_once() is None:
-                raise DraftcoreError(f"step {step.index} waits for samples that nobody captures")
-        return refs
+    def fetch(self, planned: PlannedStep) -> tuple[PlannedStep, tuple[SampleRef, ...]] | None:
+        """Return a step without the samples that were given up, and its refs; None when stopped."""
+        while True:
+            step = self._remaining(planned)
+            try:
+                refs = self.channel.receive(step)
+            except DraftcoreError:
+                if not self._give_up(step):
+                    raise
+                continue
+            if refs is None:
+                if not self._wait(step):
+                    return None
+                continue
+            wrong = [
+                ref for row, ref in zip(step.rows, refs, strict=True) if self._misfit(row, ref)
+            ]
+            if not wrong:
+                return step, refs
+            self.reject(wrong, self._misfit(self.plan.row_of(wrong[0].feature_id), wrong[0]))
 
-    def close(self) -> None:
-        self.producer.close()
-        self.channel.close()
+    def reject(self, refs: Sequence[SampleRef], reason: str) -> None:
+        """Free refs that cannot be trained on, and have their groups captured again."""
+        self.store.free(self.channel.reject(refs, reason))
+
+    def unreadable(self, refs: Sequence[SampleRef], error: DraftcoreError) -> None:
+        """Some rank could not read a step's features: have what is lost captured again.
+
+        Raises the error in a colocated run, where the user is there to look.
+        """
+        if self.producer is not None:
+            raise error
+        lost = [ref for ref in refs if not self._readable(ref)]
+        logger.warning("features are captured again: %s", error)
+        self.reject(lost or refs, str(error))
+
+    def close(self, *, finished: bool) -> None:
+        if self.producer is not None:
+            self.producer.close()
+        self.channel.close("finished" if finished else "failed")
+
+    def _wait(self, step: PlannedStep) -> bool:
+        if self.stop():
+            return False
+        if self.producer is None:
+            time.sleep(IDLE)
+        elif self.producer.run_once() is None:
+            raise DraftcoreError(f"step {step.index} waits for samples that nobody captures")
+        return True
+
+    def _remaining(self, step: PlannedStep) -> PlannedStep:
+        if not any(sample.feature_id in self.given_up for sample in step.samples):
+            return step
+        pairs = zip(step.samples, step.rows, strict=True)
+        kept = [(s, row) for s, row in pairs if s.feature_id not in self.given_up]
+        return dataclasses.replace(
+            step, samples=tuple(s for s, _ in kept), rows=tuple(row for _, row in kept)
+        )
+
+    def _give_up(self, step: PlannedStep) -> bool:
+        """Note samples whose last attempt failed; False where that is not what is wrong."""
+        if self.producer is not None:
+            return False
+        failed = self.channel.given_up
+        lost = {s.feature_id: failed[s.feature_id] for s in step.samples if s.feature_id in failed}
+        for feature_id, reason in lost.items():
+            logger.warning("sample %s is given up: %s", feature_id, reason)
+        self.given_up |= lost
+        return bool(lost)
+
+    def _misfit(self, row: int, ref: SampleRef) -> str:
+        """Say what is wrong with a ref from elsewhere; '' for one that fits."""
+        if ref.provenance != self.provenance:
+            return (
+                f"sample {ref.feature_id} was captured as {ref.provenance}, not {self.provenance}"
+            )
+        length, lacking = self.plan.length(row), self.names - {spec.name for spec in ref.tensors}
+        if lacking:
+            return f"sample {ref.feature_id} lacks {', '.join(sorted(lacking))}"
+        short = [spec.name for spec in ref.tensors if spec.shape[:1] != (length,)]
+        if short or ref.tokens != length:
+            return (
+                f"sample {ref.feature_id} has not {length} rows of {', '.join(short) or 'tokens'}"
+            )
+        return ""
+
+    def _readable(self, ref: SampleRef) -> bool:
+        try:
+            self.store.get(ref).close()
+        except DraftcoreError:
+            return False
+        return True
 
 
 class Feed:
@@ -142,32 +264,60 @@ class Feed:
     ) -> None:
         self.ranks, self.store, self.open_source = ranks, store, open_source
         self.durable, self.names = durable, (*names, *TEXT)
+        self.finished = False  # said by who trains: the run needs no features any more
 
     @functools.cached_property
     def source(self) -> Source:
         return self.open_source()
 
-    def start(self, step: int) -> None:
-        """Begin, or begin again, at a step: nothing before it is captured or read."""
-        self.ranks.first(lambda: self.source.start(step))
+    def start(self, step: int, stop: Callable[[], bool], given_up: Mapping[str, str]) -> None:
+        """Begin, or begin again, at a step: nothing before it is captured or read.
+
+        `stop` ends a wait for features; samples in `given_up` are left out.
+        """
+
+        def begin() -> None:
+            self.source.stop = stop
+            self.source.given_up |= given_up
+            self.source.start(step)
+
+        self.ranks.first(begin)
+
+    @property
+    def given_up(self) -> Mapping[str, str]:
+        """The samples that are left out, with the reason; known on rank 0."""
+        return self.source.given_up if "source" in self.__dict__ else {}
 
     @contextmanager
-    def samples(self, step: PlannedStep) -> Iterator[Mapping[int, Sample]]:
-        """Open this rank's samples of a step, by position; they are valid inside the `with` block.
+    def samples(self, planned: PlannedStep) -> Iterator[Fetched | None]:
+        """Open this rank's samples of a step by position; they are valid inside the `with` block.
 
-        A rank that has none gets the first one, to keep step with.
+        A rank that has none gets the first one, to keep step with. None when asked to stop.
         """
-        refs = self.ranks.first(lambda: self.source.refs(step), pack=_packed, unpack=_unpacked)
-        own = self.ranks.own(len(refs)) or range(1)
         with ExitStack() as stack:
-            with self.ranks.together():
-                handles = self.store.get_many([refs[at] for at in own], names=self.names)
-                for handle in handles:
-                    stack.enter_context(handle)
-            yield {
-                at: _sample(step.samples[at], dict(handle.tensors))
-                for at, handle in zip(own, handles, strict=True)
-            }
+            while True:
+                found = self.ranks.first(
+                    lambda: self.source.fetch(planned), pack=_packed, unpack=_unpacked
+                )
+                if found is None:
+                    yield None
+                    return
+                step, refs = found
+                own = (self.ranks.own(len(refs)) or range(1)) if refs else range(0)
+                try:
+                    handles = self._open([refs[at] for at in own], stack)
+                    break
+                except DraftcoreError as error:
+                    lost = error
+                    stack.close()
+                self.ranks.first(functools.partial(self._unreadable, refs, lost))
+            yield Fetched(
+                step,
+                {
+                    at: _sample(step.samples[at], dict(handle.tensors))
+                    for at, handle in zip(own, handles, strict=True)
+                },
+            )
 
     def release(self, step: PlannedStep) -> None:
         """A step is done: a volatile store drops what only it needed; a durable one keeps it."""
@@ -175,23 +325,40 @@ class Feed:
             self.ranks.wait()  # until nobody reads any more
         self.ranks.first(lambda: self._release(step))
 
+    def close(self) -> None:
+        if "source" in self.__dict__:
+            self.source.close(finished=self.finished)
+        self.store.close()
+
+    def _open(self, refs: Sequence[SampleRef], stack: ExitStack) -> Sequence[Handle]:
+        with self.ranks.together():
+            handles = self.store.get_many(refs, names=self.names)
+            for handle in handles:
+                stack.enter_context(handle)
+        return handles
+
+    def _unreadable(self, refs: Sequence[SampleRef], error: DraftcoreError) -> None:
+        self.source.unreadable(refs, error)
+
     def _release(self, step: PlannedStep) -> None:
         used = self.source.channel.advance(step.index + 1)
         if not self.durable:
             self.store.free(used)
 
-    def close(self) -> None:
-        if "source" in self.__dict__:
-            self.source.close()
-        self.store.close()
+
+def _packed(found: tuple[PlannedStep, tuple[SampleRef, ...]] | None) -> Any:
+    if found is None:
+        return None
+    step, refs = found
+    return {"step": dataclasses.asdict(step), "refs": [ref.to_json() for ref in refs]}
 
 
-def _packed(refs: Sequence[SampleRef]) -> list[dict[str, Any]]:
-    return [ref.to_json() for ref in refs]
-
-
-def _unpacked(data: Sequence[Mapping[str, Any]]) -> tuple[SampleRef, ...]:
-    return tuple(map(SampleRef.from_json, data))
+def _unpacked(data: Any) -> tuple[PlannedStep, tuple[SampleRef, ...]] | None:
+    if data is None:
+        return None
+    samples = tuple(SampleId(**sample) for sample in data["step"]["samples"])
+    step = PlannedStep(**{**data["step"], "samples": samples, "rows": tuple(data["step"]["rows"])})
+    return step, tuple(map(SampleRef.from_json, data["refs"]))
 
 
 def _sample(identity: SampleId, tensors: dict[str, torch.Tensor]) -> Sample:

@@ -152,7 +152,12 @@ class StoreStats:
 
 
 class FeatureStore(Protocol):
-    """Keeps samples' features. `draftcore.testing` holds the suite that every store passes."""
+    """Keeps samples' features. `draftcore.testing` holds the suite that every store passes.
+
+    `uri` is what another process opens to reach the same samples, where several can.
+    """
+
+    uri: str
 
     def put(self, item: StoreItem) -> SampleRef: ...
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:

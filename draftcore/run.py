@@ -16,7 +16,8 @@ import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -45,6 +46,8 @@ from draftcore.records import (
 from draftcore.target import TargetSpec
 from draftcore.training.ranks import ALONE, Ranks
 
+PATIENCE = 600.0  # seconds that a producer waits for the trainer's first word
+
 
 class Samples(Protocol):
     """The training samples: rendered here, or described by the manifest of a store."""
@@ -66,9 +69,15 @@ class Run:
     opened on rank 0 alone.
     """
 
-    def __init__(self, config: RunConfig, registry: Registry, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        registry: Registry,
+        ranks: Ranks = ALONE,
+        role: Literal["both", "trainer", "producer"] = "both",
+    ) -> None:
         self.config, self.registry, self.folder = config, registry, config.run
-        self.ranks = ranks
+        self.ranks, self.role = ranks, role
 
     # ------------------------------------------------------------ drafts and plugins
 
@@ -105,8 +114,8 @@ class Run:
         config = self.config
         return (
             self.registry.find("capture", config.capture.name),
-            self.registry.find("store", _scheme(config.store)),
-            self.registry.find("channel", _scheme(config.channel)),
+            self.registry.find("store", _scheme(self.store_uri)),
+            self.registry.find("channel", _scheme(self.channel_uri)),
             *self.registry.extras(config.plugins),
         )
 
@@ -152,14 +161,14 @@ class Run:
         if self.config.data.train is None:
             if manifest is None or not manifest["complete"]:
                 raise UsageError(
-                    f"data.train is not set and the store {self.config.store!r} holds no complete capture\n"
+                    f"data.train is not set and the store {self.store_uri!r} holds no complete capture\n"
                     "  set data.train, or point store at a folder that `draftcore capture` finished"
                 )
             return StoredSamples(manifest)
         dataset = self.dataset(self.config.data.train, "train", limit=self.config.data.limit)
         if manifest is not None and manifest["fingerprint"] != dataset.fingerprint:
             raise UsageError(
-                f"the store {self.config.store!r} holds features of other data\n"
+                f"the store {self.store_uri!r} holds features of other data\n"
                 f"  store: {manifest['fingerprint']}, {self.config.data.train}: {dataset.fingerprint}\n"
                 "  use another store folder, or delete this one to capture again"
             )
@@ -196,25 +205,48 @@ class Run:
     # ------------------------------------------------------------ stores and channels
 
     @functools.cached_property
+    def store_uri(self) -> str:
+        """Where features lie; a producer asks the trainer. All ranks must ask at the same time."""
+        if self.role == "producer":
+            return self.channel.about(PATIENCE)["store"]
+        if self.config.store != "auto":
+            return self.config.store
+        if self.role == "both" and self.ranks.size == 1:
+            return "memory"
+        run_id = self.ranks.first(lambda: self.run_id)
+        return f"shm:{run_id}?run={run_id}"
+
+    @functools.cached_property
+    def channel_uri(self) -> str:
+        if self.config.channel != "auto":
+            return self.config.channel
+        return "memory" if self.role == "both" else f"sqlite:{quote(str(self.folder))}/channel.db"
+
+    @functools.cached_property
     def durable(self) -> bool:
         return "durable" in self._store_binding.capabilities
 
     @functools.cached_property
     def _store_binding(self) -> Binding:
-        return bind(self.registry, "store", _scheme(self.config.store), self.config.plugins)
+        return bind(self.registry, "store", _scheme(self.store_uri), self.config.plugins)
 
     @functools.cached_property
     def store(self) -> FeatureStore:
-        name, binding = _scheme(self.config.store), self._store_binding
-        uri = self.config.store
+        name, uri, binding = _scheme(self.store_uri), self.store_uri, self._store_binding
         return binding.hook.feature_store(name=name, uri=uri, options=binding.options({}))
 
     @functools.cached_property
     def channel(self) -> Channel:
-        name, uri = _scheme(self.config.channel), self.config.channel
+        name, uri = _scheme(self.channel_uri), self.channel_uri
         binding = bind(self.registry, "channel", name, self.config.plugins)
+        if self.role != "both" and "shared" not in binding.capabilities:
+            raise UsageError(
+                f"trainer and producers are processes of their own, and {uri!r} stays in one\n"
+                "  set channel=sqlite:FILE, or another that `draftcore list-plugins` shows as shared"
+            )
+        run_id = self.run_id if self.role != "producer" else self._known_run_id()
         return binding.hook.channel(
-            name=name, uri=uri, run_id=self.run_id, options=binding.options({})
+            name=name, uri=uri, run_id=run_id, options=binding.options({}), role=self.role
         )
 
     @functools.cached_property
@@ -225,10 +257,19 @@ class Run:
         return Feed(self.ranks, self.store, self._source, names=names, durable=self.durable)
 
     def _source(self) -> Source:
-        producer = Producer(
-            self.open_capture, self.samples, self.store, self.channel, self.provenance
+        self.channel.announce({"store": self.store.uri})
+        return Source(
+            self.plan,
+            self.store,
+            self.channel,
+            self.producer if self.role == "both" else None,
+            names=self.request.names,
+            provenance=self.provenance,
         )
-        return Source(self.plan, self.channel, producer)
+
+    @functools.cached_property
+    def producer(self) -> Producer:
+        return Producer(self.open_capture, self.samples, self.store, self.channel, self.provenance)
 
     def open_capture(self) -> Capture:
         choice = self.config.capture
@@ -253,18 +294,19 @@ class Run:
         manifest = self._manifest()
         if manifest is not None and manifest["provenance"] != self.provenance:
             raise UsageError(
-                f"the store {self.config.store!r} holds features that this run cannot use\n"
+                f"the store {self.store_uri!r} holds features that this run cannot use\n"
                 "  as [target, features, dtype, capture, capture.batch]\n"
                 f"  store: {manifest['provenance']}\n  run:   {self.provenance}\n"
                 "  use another store folder, or delete this one to capture again"
             )
 
     def require_shared_store(self) -> None:
-        """Refuse a store that only one process reaches for a run of several ranks."""
-        if self.ranks.size > 1 and "shared" not in self._store_binding.capabilities:
+        """Refuse a store that only one process reaches for a run of several."""
+        alone = self.ranks.size == 1 and self.role == "both"
+        if not alone and "shared" not in self._store_binding.capabilities:
             raise UsageError(
-                f"{self.ranks.size} ranks each read features from the store, and {self.config.store!r} "
-                "is reached by one process only\n"
+                "this run has several processes that reach for its features, and the store "
+                f"{self.store_uri!r} is reached by one only\n"
                 "  set store=file:FOLDER, or another store that `draftcore list-plugins` shows as shared"
             )
 
@@ -290,19 +332,25 @@ class Run:
     @functools.cached_property
     def run_id(self) -> str:
         """Made at the first start, kept in the run's folder; stores and channels check it."""
-        file = self.folder / "run.json"
-        if file.exists():
-            return str(json.loads(file.read_text())["run_id"])
-        run_id = uuid.uuid4().hex
-        write_atomic(file, json.dumps({"run_id": run_id}))
+        run_id = self._known_run_id() or uuid.uuid4().hex
+        write_atomic(self.folder / "run.json", json.dumps({"run_id": run_id}))
         return run_id
+
+    def _known_run_id(self) -> str:
+        """The run's id if the folder has it; '' for a producer elsewhere, which is told it."""
+        file = self.folder / "run.json"
+        return str(json.loads(file.read_text())["run_id"]) if file.exists() else ""
 
     def close(self) -> None:
         """Close what was opened, in the order of use."""
         if "feed" in self.__dict__:
             self.feed.close()
-        elif "store" in self.__dict__:
-            self.store.close()
+            return
+        if "producer" in self.__dict__:
+            self.producer.close()
+        for part in ("channel", "store"):
+            if part in self.__dict__:
+                getattr(self, part).close()
 
 
 class DraftRun:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from draftcore.plugins import Registry
     from draftcore.run import DraftRun, Run
 
+Role = Literal["both", "trainer", "producer"]
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
@@ -34,9 +36,9 @@ def run_command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def open_run(
-    registry: Registry, config: Path, overrides: Sequence[str], *, ranked: bool = False
+    registry: Registry, config: Path, overrides: Sequence[str], *, role: Role | None = None
 ) -> Iterator[Run]:
-    """Open a configured run; one that is not `ranked` refuses to be started by torchrun."""
+    """Open a configured run; without a role it refuses to be started by torchrun."""
     from draftcore.config import load_config  # pydantic, then torch: only for a verb that works
 
     settings = load_config(config, overrides)
@@ -46,10 +48,10 @@ def open_run(
     from draftcore.run import Run
     from draftcore.training.ranks import join, require_one
 
-    if not ranked:
+    if role in (None, "producer"):
         require_one()
     with join(settings.train) as ranks:
-        run = Run(settings, registry, ranks)
+        run = Run(settings, registry, ranks, role or "both")
         try:
             yield run
         finally:
@@ -72,14 +74,39 @@ def capture(registry: Registry, config: Path, overrides: tuple[str, ...]) -> Non
 
 @click.command()
 @run_command
-def train(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
+@click.option("--role", type=click.Choice(["trainer", "producer"]), help="Be this process only.")
+@click.pass_context
+def train(
+    ctx: click.Context,
+    registry: Registry,
+    config: Path,
+    overrides: tuple[str, ...],
+    role: Role | None,
+) -> None:
     """Train the drafts of a run, each from its last checkpoint if it has one.
 
     Features come from the store; what it lacks is captured on the way, once for all drafts. Ctrl-C
-    ends the step, writes checkpoints and stops; the same command goes on from there. Started by
-    torchrun, all ranks train together; another number of them may go on.
+    ends the step, writes checkpoints and stops; the same command goes on from there.
+
+    With `topology`, capture and training are processes of their own, which this command starts and
+    keeps alive. On several machines, start one trainer and any number of producers by --role. Ranks
+    that torchrun started train together; another number of them may go on.
     """
-    with open_run(registry, config, overrides, ranked=True) as run:
+    from draftcore.config import load_config
+
+    topology = load_config(config, overrides).topology
+    several = topology.producers > 0 or topology.ranks > 1
+    if role is None and several and "WORLD_SIZE" not in os.environ:
+        ctx.exit(supervise(ctx, config, overrides))
+    if role == "producer":
+        with open_run(registry, config, overrides, role=role) as run:
+            from draftcore.producing import produce
+
+            click.echo(produce(run))
+        return
+    if role is None and topology.producers > 0:
+        role = "trainer"
+    with open_run(registry, config, overrides, role=role or "both") as run:
         from draftcore.training.trainer import prepare, train
 
         trainers, total = prepare(run), run.plan.total_steps
@@ -99,6 +126,28 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
             )
     if reason == "interrupted":
         raise click.exceptions.Exit(130)
+
+
+def supervise(ctx: click.Context, config: Path, overrides: Sequence[str]) -> int:
+    """Run the processes of a topology on this machine; returns the trainer's exit status."""
+    from draftcore.config import load_config
+    from draftcore.supervisor import Child, Supervisor
+
+    settings = load_config(config, overrides)
+    topology = settings.topology
+    files = [part for file in ctx.find_root().params["plugin"] for part in ("--plugin", str(file))]
+    verb = [sys.executable, "-m", "draftcore", *files, "train", str(config), *overrides]
+    role = ["--role", "trainer"] if topology.producers else []
+    ranks = [Child(f"rank {rank}", [*verb, *role]) for rank in range(topology.ranks)]
+    producers = [
+        Child(
+            f"producer {number}",
+            [*verb, "--role", "producer"],
+            settings.run / "logs" / f"producer-{number}.log",
+        )
+        for number in range(topology.producers)
+    ]
+    return Supervisor(ranks, producers, topology.restarts).run()
 
 
 def _of(draft: DraftRun) -> str:

@@ -56,6 +56,21 @@ class Channel(Protocol):
         """The samples whose last attempt at a capture failed, by feature id, with the reason."""
         ...
 
+    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+        """Take back refs that cannot be used: their groups are captured again, as after a failure.
+
+        Returns all refs of these groups, to be freed.
+        """
+        ...
+
+    def announce(self, about: Mapping[str, str]) -> None:
+        """Tell producers what they need to know of the trainer, such as where to put features."""
+        ...
+
+    def about(self, wait: float) -> Mapping[str, str]:
+        """Return what the trainer announced, waiting for it. Raises DraftcoreError after `wait` s."""
+        ...
+
     def credit(self) -> Credit: ...
     def advance(self, step_index: int) -> tuple[SampleRef, ...]:
         """Forget the steps before `step_index`; return the refs that nobody is going to use.

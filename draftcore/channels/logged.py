@@ -160,6 +160,7 @@ class Head:
     session: str
     state: str
     ttl: float
+    about: Mapping[str, str]
 
     @classmethod
     def of(cls, log: Log) -> Head | None:
@@ -167,7 +168,8 @@ class Head:
         if data is None:
             return None
         try:
-            head = cls(data["run_id"], data["session"], data["state"], float(data["ttl"]))
+            ttl, about = float(data["ttl"]), dict(data["about"])
+            head = cls(data["run_id"], data["session"], data["state"], ttl, about)
             good = NAME.fullmatch(head.run_id) and NAME.fullmatch(head.session) and head.ttl > 0
         except (KeyError, TypeError, ValueError):
             good = None
@@ -186,7 +188,8 @@ def open_end(uri: Uri, run_id: str, role: str, open_log: OpenLog) -> LoggedChann
             f"the channel {uri.text!r} has two ends, and a run that is both was asked for\n"
             "  run trainer and producers as processes of their own, or set channel=memory"
         )
-    require_name("run", run_id)
+    if role == "trainer" or run_id:  # a producer elsewhere takes the run that it finds
+        require_name("run", run_id)
     kind = TrainerEnd if role == "trainer" else ProducerEnd
     return kind(uri.text, run_id, Settings.of(uri), open_log)
 
@@ -249,6 +252,8 @@ class LoggedChannel(ABC):
     def _head(self) -> Head | None:
         """Read the head. Raises UsageError where it is another run's, or that run is finished."""
         head = Head.of(self._log)
+        if head is not None and not self.run_id:
+            self.run_id = head.run_id
         if head is not None and head.run_id != self.run_id:
             raise UsageError(
                 f"the channel {self.uri!r} belongs to another run\n"
@@ -298,6 +303,15 @@ class LoggedChannel(ABC):
     def given_up(self) -> Mapping[str, str]:
         self._other_end("given_up")
 
+    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+        self._other_end("reject")
+
+    def announce(self, about: Mapping[str, str]) -> None:
+        self._other_end("announce")
+
+    def about(self, wait: float) -> Mapping[str, str]:
+        self._other_end("about")
+
     def advance(self, step_index: int) -> tuple[SampleRef, ...]:
         self._other_end("advance")
 
@@ -346,6 +360,7 @@ class TrainerEnd(LoggedChannel):
         self._pending: dict[tuple[str, str], int] = {}  # (producer, claimant): request, in order
         self._starved: DraftcoreError | None = None  # what a producer was told last
         self._deserted: DraftcoreError | None = None
+        self._about: Mapping[str, str] = {}
         self._heard = time.monotonic()
         try:
             before = self._head()
@@ -359,10 +374,8 @@ class TrainerEnd(LoggedChannel):
         self._thread.start()
 
     def _set_head(self, state: str) -> None:
-        ttl = self.settings.ttl
-        self._log.set_head(
-            {"run_id": self.run_id, "session": self.name, "state": state, "ttl": ttl}
-        )
+        head = {"run_id": self.run_id, "session": self.name, "state": state}
+        self._log.set_head({**head, "ttl": self.settings.ttl, "about": dict(self._about)})
 
     def _inherit(self, session: str, open_log: OpenLog) -> None:
         """Read what the trainer before did not: refs that are stale now, to be freed in time."""
@@ -396,6 +409,15 @@ class TrainerEnd(LoggedChannel):
     @property
     def given_up(self) -> Mapping[str, str]:
         return self._books.given_up
+
+    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+        self._require_open()
+        return self._books.reject(refs, reason)
+
+    def announce(self, about: Mapping[str, str]) -> None:
+        self._require_open()
+        self._about = dict(about)
+        self._set_head("running")
 
     def advance(self, step_index: int) -> tuple[SampleRef, ...]:
         self._require_open()
@@ -549,6 +571,7 @@ class ProducerEnd(LoggedChannel):
         name = f"{host or 'host'}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         super().__init__(uri, run_id, settings, name, open_log)
         self._session, self._ttl = "", settings.ttl
+        self._about: Mapping[str, str] = {}
         self._requests = 0
         self._wants: dict[str, int] = {}  # claimant: the request that is not answered yet
         self._answers: dict[str, CaptureTask | DraftcoreError] = {}  # not fetched yet
@@ -587,6 +610,21 @@ class ProducerEnd(LoggedChannel):
                 return answer
             with self._changed:
                 self._changed.wait_for(lambda: self._news(producer), left)
+
+    def about(self, wait: float) -> Mapping[str, str]:
+        deadline = time.monotonic() + wait
+        while True:
+            with self._changed:
+                self._require_open()
+                if self._about:
+                    return self._about
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DraftcoreError(
+                        f"no trainer has opened the channel {self.uri!r} for {wait:g} s\n"
+                        "  start the trainer with this channel, or set its patience higher"
+                    )
+                self._changed.wait(min(left, LOOK_EVERY))
 
     def publish(self, task: CaptureTask, refs: Sequence[SampleRef] | Exception) -> None:
         """Announce refs or a failure; the trainer ignores what is not the claim's first word."""
@@ -670,6 +708,7 @@ class ProducerEnd(LoggedChannel):
             return  # not there yet: a run that failed before this process came may be resumed
         if head.state != "running":
             raise ChannelEnded(f"run {self.run_id} is {head.state}: nothing is left to capture")
+        self._about = head.about
         if head.session != self._session:
             with self._changed:
                 self._log.drop(self._session) if self._session else None

@@ -251,6 +251,26 @@ class MemoryChannel:
             self._mutex.notify_all()
             return tuple(released)
 
+    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+        with self._mutex:
+            self._require_open()
+            rejected: dict[SampleRef, None] = {}
+            for ref in refs:
+                group = self._books.group_of.get(ref.feature_id)
+                if group is None or ref not in group.refs:
+                    continue  # captured again already, with another one of its refs
+                rejected |= dict.fromkeys(group.refs)
+                self._use(refs=0, nbytes=-sum(member.nbytes for member in group.refs))
+                group.outcome = None
+                self._fail(group, DraftcoreError(reason))
+            return tuple(rejected)
+
+    def announce(self, about: Mapping[str, str]) -> None:
+        """Nobody else is there to be told."""
+
+    def about(self, wait: float) -> Mapping[str, str]:
+        return {}
+
     def close(self, state: str = "finished") -> None:
         """End both sides: whatever is called from now on raises."""
         with self._mutex:

@@ -63,32 +63,36 @@ def train(run: Run, trainers: Sequence[Trainer]) -> str:
 
     One of several drafts that fails leaves the others alone; its error is raised at the end.
     """
-    active, failed = list(trainers), dict[str, Exception]()
+    active, failed, feed = list(trainers), dict[str, Exception](), run.feed
     total, at, reason = run.plan.total_steps, min(t.step for t in active), "failed"
     ranks = run.ranks
     config = run.config.model_dump(mode="json")
     run.observers.run_started(run=run.folder, config=config, total_steps=total)
     try:
         with stop_on_signal() as stop, Progress(total, at, shown=ranks.rank == 0) as progress:
-            run.feed.start(at)
+            given_up = {name: why for t in active for name, why in t.given_up.items()}
+            feed.start(at, lambda: bool(stop), given_up)
             while at < total and active and not ranks.any(bool(stop)):
                 planned, began = run.plan.step(at), time.perf_counter()
-                with run.feed.samples(planned) as samples:
-                    fetched = time.perf_counter() - began
+                with feed.samples(planned) as fetched:
+                    if fetched is None:  # asked to stop while it waited for features
+                        break
+                    waited = time.perf_counter() - began
                     for trainer in [t for t in active if t.step == at]:
                         try:
-                            trainer.advance(planned, samples, fetched)
+                            trainer.advance(fetched.step, fetched.samples, waited)
                         except DraftcoreError as error:
                             if not trainer.draft.label or not ranks.agreed(error):
                                 raise
                             active.remove(trainer)
                             failed[trainer.draft.label] = error
-                run.feed.release(planned)
+                feed.release(planned)
                 at += 1
                 progress.update(at, {t.draft.label: t.metrics for t in active})
         for trainer in active:
             trainer.save()
         reason = "interrupted" if at < total and active else "failed" if failed else "complete"
+        feed.finished = reason == "complete"
     finally:
         run.observers.run_finished(run=run.folder, step=at, reason=reason)
     if failed:
@@ -127,6 +131,7 @@ class Trainer:
         )
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.step, self.metrics = 0, dict[str, float]()
+        self.given_up: Mapping[str, str] = last.state["given_up"] if last else {}
         if last is not None:
             last.load_optimizer(self.optimizer, self.built.module)
             self.step = last.step
@@ -167,6 +172,8 @@ class Trainer:
         """One optimizer step over the planned samples; returns its metrics."""
         context = StepContext(planned.index, total_steps, self.config.seed)
         parts = self.ranks.passes(len(planned.rows), self.config.batch)
+        if not parts:  # all its samples were given up
+            return {"loss": 0.0, "grad_norm": 0.0}
         outputs = [
             self.forward_backward(part, samples, context, last=part is parts[-1]) for part in parts
         ]
@@ -271,6 +278,7 @@ class Trainer:
             "draft": dict(self.built.config),
             "data": summary_data(self.summary),
             "plugins": run.manifest([self.draft]),
+            "given_up": dict(run.feed.given_up),
         }
         keep = self.config.keep_checkpoints
         return checkpoint.save(self.checkpoints, weights, kept, state, keep)
