@@ -192,10 +192,11 @@ class Source:
         logger.warning("features are captured again: %s", error)
         self.reject(lost or refs, str(error))
 
-    def close(self, *, finished: bool) -> None:
+    def close(self, *, finished: bool) -> tuple[SampleRef, ...]:
+        """End the run for producers; return the refs that it still holds."""
         if self.producer is not None:
             self.producer.close()
-        self.channel.close("finished" if finished else "failed")
+        return self.channel.close("finished" if finished else "failed")
 
     def _wait(self, step: PlannedStep) -> bool:
         if self.stop():
@@ -327,7 +328,9 @@ class Feed:
 
     def close(self) -> None:
         if "source" in self.__dict__:
-            self.source.close(finished=self.finished)
+            held = self.source.close(finished=self.finished)
+            if self.finished and not self.durable:
+                self.store.free(held)
         self.store.close()
 
     def _open(self, refs: Sequence[SampleRef], stack: ExitStack) -> Sequence[Handle]:

@@ -7,7 +7,7 @@ claims return, and what it had not published does not count.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from draftcore.channels import ChannelEnded
 from draftcore.errors import DraftcoreError
@@ -27,7 +27,7 @@ def produce(run: Run) -> str:
     Raises DraftcoreError where the trainer stays away, or the data here is not the trainer's.
     """
     run.require_shared_store()
-    producer, captured = run.producer, 0
+    producer, captured, last = run.producer, 0, tuple[SampleRef, ...]()
     with stop_on_signal() as stop:
         try:
             while not stop:
@@ -35,16 +35,20 @@ def produce(run: Run) -> str:
                 if task is None:
                     continue
                 require_same_data(run, task)
-                run.channel.publish(task, outcome(producer, task, lambda: bool(stop)))
-                captured += len(task.group.rows)
+                refs = outcome(producer, task, lambda: bool(stop))
+                last = () if isinstance(refs, Exception) else refs
+                run.channel.publish(task, refs)
+                captured += len(last)
         except ChannelEnded as ended:
+            if not run.durable:
+                run.store.free(last)  # nobody read of it any more, or it is freed already
             return f"{ended}; {captured} samples captured here"
     return f"interrupted; {captured} samples captured here"
 
 
 def outcome(
     producer: Producer, task: CaptureTask, stop: Callable[[], bool]
-) -> Sequence[SampleRef] | Exception:
+) -> tuple[SampleRef, ...] | Exception:
     """A task's refs, or why there are none. A full store is waited for: the trainer empties it."""
     while True:
         try:

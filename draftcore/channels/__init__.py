@@ -79,7 +79,12 @@ class Channel(Protocol):
         """
         ...
 
-    def close(self, state: str = "finished") -> None: ...
+    def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
+        """End this side of the run as `finished` or `failed`; return the refs that are held.
+
+        A finished run frees them; one that will be resumed finds them again.
+        """
+        ...
 
 
 class ChannelEnded(DraftcoreError):  # noqa: N818  how a producer's work normally ends

@@ -322,7 +322,7 @@ class LoggedChannel(ABC):
         self._other_end("publish")
 
     @abstractmethod
-    def close(self, state: str = "finished") -> None: ...
+    def close(self, state: str = "finished") -> tuple[SampleRef, ...]: ...
 
     def _other_end(self, method: str) -> NoReturn:
         role = "trainer" if isinstance(self, TrainerEnd) else "producer"
@@ -423,22 +423,23 @@ class TrainerEnd(LoggedChannel):
         self._require_open()
         return self._books.advance(step_index)
 
-    def close(self, state: str = "finished") -> None:
+    def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
         """End the run for all producers: `finished`, or `failed` for one that will be resumed."""
         if state not in STATES[1:]:
             raise ValueError(f"a channel ends in one of {STATES[1:]}, not {state!r}")
         if not self._stop():
-            return
-        self._books.close()
+            return ()
         try:
             head = Head.of(self._log)
             if head is not None and head.session == self.name:
                 self._set_head(state)
+                self._take(self._log.read(), time.monotonic())
         except DraftcoreError:
             if self._failure is None:  # else it is what has been told before
                 raise
         finally:
             self._log.close()
+        return self._books.close()
 
     # ------------------------------------------------------------ the thread
 
@@ -641,16 +642,17 @@ class ProducerEnd(LoggedChannel):
             record |= {"kind": "published", "refs": [ref.to_json() for ref in refs]}
         self._log.append([(self._session, record)])
 
-    def close(self, state: str = "finished") -> None:
+    def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
         """Leave: what this process had claimed is handed out again. `state` is the trainer's."""
         if not self._stop():
-            return
+            return ()
         try:
             if self._session and self._failure is None:
                 self._log.append([(self._session, {"kind": "left"})])
             self._log.drop(self.name)
         finally:
             self._log.close()
+        return ()
 
     def _news(self, producer: str) -> bool:
         waiting = producer in self._wants and producer not in self._answers

@@ -271,12 +271,15 @@ class MemoryChannel:
     def about(self, wait: float) -> Mapping[str, str]:
         return {}
 
-    def close(self, state: str = "finished") -> None:
+    def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
         """End both sides: whatever is called from now on raises."""
         with self._mutex:
-            self._closed = True
-            self._books = _Books()
+            books, self._books, self._closed = self._books, _Books(), True
             self._mutex.notify_all()
+        held = {ref: None for group in books.groups.values() for ref in (*group.refs, *group.stale)}
+        for refs in (*books.late.values(), *books.inherited.values()):
+            held |= refs
+        return tuple(held)
 
     # ------------------------------------------------------------ tasks
 

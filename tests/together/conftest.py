@@ -65,6 +65,11 @@ def project(tmp_path: Path, target_folder: Path) -> Project:
     return make_project(tmp_path, target_folder)
 
 
+@pytest.fixture(scope="session", name="make_project")
+def _make_project() -> Callable[..., Project]:
+    return make_project
+
+
 @pytest.fixture
 def new_project(target_folder: Path) -> Callable[..., Project]:
     def make(folder: Path, **changes: Any) -> Project:

@@ -1,0 +1,121 @@
+"""Capture and training as processes of their own: whatever carries features and messages, the bits
+are those of a run in one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def run(tmp_path, new_project):
+    """Train a project with some topology, in processes of its own; nothing may be left of it."""
+
+    def train(name, **changes):
+        before = set(SHM.iterdir())
+        project = new_project(
+            tmp_path / name,
+            **{"algorithm": {"name": "dflash", "options": BLOCKS}, "store": "auto", **changes},
+        )
+        project.finish("train")
+        assert {path for path in SHM.iterdir() if path.name.startswith("draftcore")} <= before
+        return project
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, target_folder, make_project):
+    """The losses of the same run in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    project = make_project(
+        folder, target_folder, algorithm={"name": "dflash", "options": BLOCKS}, store="memory"
+    )
+    project.cli("train")
+    return project.losses()
+
+
+@pytest.mark.parametrize(
+    ("store", "channel", "producers"),
+    [
+        ("auto", "auto", 2),
+        ("file:{folder}/features", "dir:{folder}/channel", 1),
+        ("shm:{name}?max_bytes=64MiB", "sqlite:{folder}/channel.db?limit_refs=8", 3),
+    ],
+    ids=["shm and sqlite", "file and dir", "little credit"],
+)
+def test_producers_change_no_bit(run, alone, tmp_path, store, channel, producers):
+    name = f"test-{abs(hash(str(tmp_path))):x}"
+    places = {"folder": tmp_path, "name": name}
+    project = run(
+        "apart",
+        store=store.format(**places),
+        channel=channel.format(**places),
+        topology={"producers": producers},
+    )
+    assert project.losses() == alone
+    logs = sorted((project.run / "logs").glob("producer-*.log"))
+    assert len(logs) == producers
+    captured = sum(int(log.read_text().split(";")[-1].split()[0]) for log in logs)
+    assert captured == 24
+
+
+def test_two_ranks_and_a_producer_train_alike_and_a_single_process_goes_on(
+    run, tmp_path, new_project
+):
+    steady = {"schedule": "constant", "warmup_ratio": 0.0}  # the same rates however long the run
+    algorithm = {"name": "dflash", "options": BLOCKS}
+    alone = new_project(tmp_path / "one", algorithm=algorithm, store="memory", train=steady)
+    alone.cli("train")
+    several = {"producers": 1, "ranks": 2}
+    project = run("ranks", topology=several, train={**steady, "max_steps": 4})
+    assert len(project.losses()) == 4
+    alone_again = ["topology.producers=0", "topology.ranks=1", "train.max_steps=6"]
+    project.cli("train", *alone_again)
+    for step, loss in alone.losses().items():
+        assert project.losses()[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_two_epochs_capture_again_and_count_every_sample_once_each(run):
+    project = run("epochs", topology={"producers": 1}, train={"epochs": 2})
+    assert len(project.losses()) == 12
+    state = json.loads((project.run / "checkpoints" / "step-00000012" / "state.json").read_text())
+    assert (state["samples_seen"], state["given_up"]) == (48, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["store=memory"], ["several processes", "'memory'", "shared"]),
+        (["channel=memory"], ["processes of their own", "'memory'", "sqlite"]),
+        (["topology.producer=2"], ["topology.producer", "producers"]),
+    ],
+)
+def test_what_one_process_keeps_to_itself_is_refused(tmp_path, new_project, arguments, says):
+    project = new_project(
+        tmp_path / "wrong",
+        algorithm={"name": "dflash", "options": BLOCKS},
+        store="auto",
+        topology={"producers": 1},
+    )
+    process = project.start("train", *arguments)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    for text in says:
+        assert text in output
+
+
+def test_a_producer_without_a_trainer_says_so(tmp_path, new_project):
+    project = new_project(
+        tmp_path / "lonely",
+        algorithm={"name": "dflash", "options": BLOCKS},
+        channel=f"sqlite:{tmp_path}/channel.db?patience=2",
+    )
+    process = project.start("train", "--role", "producer")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "trainer" in output
+    assert "patience" in output
