@@ -138,3 +138,8 @@ def test_metadata_may_be_nested_but_must_be_plain() -> None:
     require_metadata(Record({"a": [(1, 2.0, None, True), frozenset({"x"})]}))
     with pytest.raises(TypeError, match=r"Record\.data\['a'\]\[1\] is a bytearray"):
         require_metadata(Record({"a": [1, bytearray(3)]}))
+
+
+def test_another_end_than_both_is_refused() -> None:
+    with pytest.raises(UsageError, match="does not leave its process"):
+        MemoryChannel.open("memory:", "run", "producer")
