@@ -517,7 +517,7 @@ class ChannelSuite(Suite):
         channel.publish(again, refs_of(again, "2"))
         assert [ref.generation for ref in channel.received(step(0))] == ["2", "1"]
 
-    def test_what_is_rejected_to_the_last_attempt_is_given_up(self, channel: Ends) -> None:
+    def test_what_is_rejected_to_the_last_attempt_is_given_up(self, channel: "Ends") -> None:
         channel.offer([task(0, 0), task(0, 1)])
         for _ in range(2):
             claim = claimed(channel)
@@ -527,7 +527,7 @@ class ChannelSuite(Suite):
             channel.receive(step(0))
         assert set(channel.given_up) == set("ab")
 
-    def test_a_producer_learns_what_the_trainer_announced(self, channel: Ends) -> None:
+    def test_a_producer_learns_what_the_trainer_announced(self, channel: "Ends") -> None:
         if channel.both:
             pytest.skip("one process has nothing to tell itself")
         with pytest.raises(DraftcoreError, match="no trainer"):
@@ -535,7 +535,7 @@ class ChannelSuite(Suite):
         channel.announce({"store": "shm:here"})
         assert channel.about(10.0) == {"store": "shm:here"}
 
-    def test_closing_returns_what_is_held(self, channel: Ends) -> None:
+    def test_closing_returns_what_is_held(self, channel: "Ends") -> None:
         publish_all(channel)
         channel.received(step(0))
         channel.received(step(1))
@@ -626,12 +626,17 @@ class ChannelSuite(Suite):
         with pytest.raises(UsageError, match=r"(?s)suite, finished; this run: suite.*name another"):
             open_end(role)
 
+    def test_a_producer_that_names_no_run_takes_the_one_it_finds(self, open_end: OpenEnd) -> None:
+        trainer = open_end("trainer", run_id="found")
+        trainer.offer([task(0, 0)])
+        assert open_end("producer", run_id="").claim("one", NEVER) == task(0, 0)
+
     @pytest.mark.parametrize(
         "name", ["", "../up", "/abs", "a/b", "..", "-rf", "x" * 65, "a b", "é"]
     )
     def test_a_name_that_is_no_plain_name_is_refused(self, open_end: OpenEnd, name: str) -> None:
         """It might become a path, a key or a pattern."""
-        for role in ("trainer", "producer"):
+        for role in ("trainer", "producer") if name else ("trainer",):
             with pytest.raises(UsageError, match="cannot be the name of a run"):
                 open_end(role, run_id=name)
         with pytest.raises(UsageError, match="cannot be the name of a producer"):
@@ -909,7 +914,8 @@ class Ends:
         return self.producer.about(wait)
 
     def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
-        self.producer.close(state)
+        if not self.both:
+            self.producer.close(state)
         return self.trainer.close(state)
 
 
