@@ -19,7 +19,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 RESUME = "start the same command again: the run goes on from its last checkpoint"
-GRACE = 10.0  # seconds for a main thread to end by itself once the run has failed
+GRACE = 5.0  # seconds for a main thread to end by itself once the run has failed
 
 
 @dataclass(frozen=True)
