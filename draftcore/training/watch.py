@@ -40,7 +40,7 @@ class Watch(threading.Thread):
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         super().__init__(name="draftcore-watch", daemon=True)
         self.rank, self.size, self.timeout = rank, size, timeout
-        self.interval = min(1.0, timeout / 4)
+        self.interval = min(0.5, timeout / 4)
         self.store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
         self.ending = threading.Event()
         self.beats = 0

@@ -19,7 +19,11 @@ DROPOUT = 0.0
 class Layer(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(width, 7), nn.Linear(width, 7), nn.Linear(7, width)
+        self.up, self.gate, self.down = (
+            nn.Linear(width, 7),
+            nn.Linear(width, 7),
+            nn.Linear(7, width),
+        )
         self.gate.bias = self.up.bias  # one weight under two names
 
     def forward(self, x):

@@ -123,7 +123,11 @@ def start(server, tmp_path):
         for rank in range(2):
             own = arguments if second is None or rank == 0 else second
             ranks.start(
-                [*loose, verb, str(project.yaml), *own], rank, 2, port, None if rank else largest_file
+                [*loose, verb, str(project.yaml), *own],
+                rank,
+                2,
+                port,
+                None if rank else largest_file,
             )
         return ranks
 
@@ -154,11 +158,6 @@ def evaluations(folder):
     return [line["evaluation"] for line in lines if "evaluation" in line]
 
 
-def require_close(ours, theirs):
-    """Losses to 1e-5, weights to a hundredth of the learning rate: sums in another order."""
-    assert ours.losses().keys() == theirs.losses().keys()
-
-
 def test_two_ranks_give_the_update_of_one(tmp_path, new_project, start):
     """Of steps of 5 samples, and one of a single sample, rank 1 lacks some or all."""
     changes = {"algorithm": None, "drafts": DRAFTS, "samples": 26}
@@ -180,3 +179,166 @@ def test_two_ranks_give_the_update_of_one(tmp_path, new_project, start):
             for name in wanted.keys() - {"rng.cpu"}:
                 # Updates are lr-sized, and Adam's division makes noise of near-zero gradients.
                 torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=3e-5)
+
+
+def test_a_stopped_or_killed_run_resumes_to_the_same_bits(tmp_path, new_project, start):
+    """Each rank's random numbers too. SIGINT to one rank stops both; so does the death of one."""
+    dropout = tmp_path / "dropout.py"
+    dropout.write_text(ODD.read_text().replace("DROPOUT = 0.0", "DROPOUT = 0.5"))
+    changes = {"samples": 80, "algorithm": {"name": "odd", "options": {}}}
+    train = {"batch": 2, "accumulate": 2, "rank_timeout": 30}
+    straight = new_project(tmp_path / "straight", **changes, train={**train, "eval_every": 9})
+    ranks = start(straight, "train.eval_prompts=0", plugin=dropout)
+    assert ranks.finish() == [0, 0], ranks.output(0) + ranks.output(1)
+
+    broken = new_project(tmp_path / "broken", **changes, train=train)
+    ranks = start(broken, plugin=dropout)
+    ranks.until(lambda: steps(broken) >= 5)
+    os.kill(ranks.pids[1], signal.SIGINT)
+    assert ranks.finish() == [130, 130], ranks.output(0)
+    stopped = steps(broken)
+    assert stopped < 20, "the run ended before it was stopped"
+    assert f"interrupted: step {stopped} of 20" in ranks.output(0)
+    assert tensors(broken.run, stopped)
+
+    ranks = start(broken, plugin=dropout)
+    ranks.until(lambda: steps(broken) >= stopped + 4)
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    assert ranks.finish() == [1, -signal.SIGKILL], ranks.output(0)
+    assert time.monotonic() - began < 20
+    assert f"resuming from step {stopped} of 20" in ranks.output(0)
+    assert "error: rank 1 failed\n  the connection to it broke: it was killed" in ranks.output(0)
+    assert steps(broken) < 20, "the run ended before it was killed"
+
+    ranks = start(broken, plugin=dropout)
+    assert ranks.finish() == [0, 0], ranks.output(0)
+    assert broken.losses() == straight.losses()
+    for file in ("draft", "optimizer"):
+        ours, theirs = tensors(broken.run, 20, file), tensors(straight.run, 20, file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    states = tensors(broken.run, 20, "optimizer")
+    assert not torch.equal(states["rng.cpu"], states["rng.cpu.1"])
+
+
+def test_another_number_of_ranks_resumes(tmp_path, new_project):
+    """One rank, two of torchrun's own making, then one again."""
+    constant = {"schedule": "constant", "checkpoint_every": 500}
+    alone = new_project(tmp_path / "alone", train=constant)
+    alone.cli("train")
+    project = new_project(tmp_path / "changing", train=constant)
+    project.cli("train", "train.max_steps=2")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--master-port", str(free_port()), "-m", "draftcore", "train", str(project.yaml)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*torchrun, "train.max_steps=4"], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resuming from step 2 of 4" in done.stdout
+    assert "resuming from step 4 of 6" in project.cli("train").output
+    assert project.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    for name, tensor in tensors(alone.run, 6).items():
+        torch.testing.assert_close(tensors(project.run, 6)[name], tensor, rtol=1e-4, atol=3e-5)
+
+
+def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(tmp_path, new_project, start):
+    """The sample at fault is named, whichever rank has it."""
+    poison = tmp_path / "poison.py"
+    poison.write_text(
+        "import dataclasses\n"
+        "from draftcore import hookimpl\n"
+        "@hookimpl(wrapper=True)\n"
+        "def forward_loss(draft, batch, context):\n"
+        "    output = yield\n"
+        "    marked_B = batch.loss_mask_BT.any(-1) & (batch.token_ids_BT.sum(-1) % 3 == 0)\n"
+        "    if hasattr(draft.module, 'prefix_gru') and context.step == 3 and marked_B.any():\n"
+        "        return dataclasses.replace(output, numerator=output.numerator * float('inf'))\n"
+        "    return output\n"
+    )
+    drafts = {label: DRAFTS[label] for label in ("blocks", "domino")}
+    one = new_project(tmp_path / "one", algorithm=None, drafts=drafts)
+    result = one.cli("train", plugin=poison, ok=False)
+    two = new_project(tmp_path / "two", algorithm=None, drafts=drafts)
+    ranks = start(two, plugin=poison)
+    assert ranks.finish() == [1, 1]
+    assert "error" not in ranks.output(1)
+    said = ranks.output(0).partition("error: ")[2]
+    assert said == result.output.partition("error: ")[2]
+    assert "domino: the gradient of step 3 is not finite" in said
+    assert two.losses(two.run / "blocks") == pytest.approx(one.losses(one.run / "blocks"), rel=1e-5)
+    assert len(two.losses(two.run / "domino")) == 3
+
+
+def test_an_error_of_one_rank_ends_all_with_it(tmp_path, new_project, start):
+    """In a pass, where the other rank waits in a collective; and in a read, where they agree."""
+    project = new_project(tmp_path / "project")
+    failing = tmp_path / "failing.py"
+    failing.write_text(
+        "import os\n"
+        "from draftcore import hookimpl\n"
+        "from draftcore.errors import DraftcoreError\n"
+        "@hookimpl(wrapper=True)\n"
+        "def forward_loss(context):\n"
+        "    if context.step == 2 and os.environ['RANK'] == '1':\n"
+        "        raise DraftcoreError('this rank has had enough\\n  give it a rest')\n"
+        "    return (yield)\n"
+    )
+    ranks = start(project, plugin=failing)
+    assert ranks.finish(20) == [1, 1]
+    assert "error: this rank has had enough\n" in ranks.output(1)
+    assert "error: rank 1 failed\n  this rank has had enough\n    give it a rest" in ranks.output(0)
+    assert steps(project) == 2
+
+    other = new_project(tmp_path / "other")
+    ranks = start(other, second=[f"store=file:{tmp_path / 'elsewhere'}"])
+    assert ranks.finish(20) == [1, 1]
+    assert "is not held" in ranks.output(0)
+    assert ranks.output(1) == ""
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path, new_project, start):
+    project = new_project(tmp_path / "project")
+    project.cli("capture")
+    ranks = start(project, largest_file=50_000)
+    assert ranks.finish(20) == [1, 1]
+    assert "error: cannot write checkpoint" in ranks.output(0)
+    assert "earlier checkpoints are intact" in ranks.output(0)
+    assert ranks.output(1) == ""
+    assert not (project.run / "checkpoints" / "step-00000002").exists()
+
+
+def test_a_frozen_rank_is_given_up(tmp_path, new_project, start):
+    project = new_project(tmp_path / "project", samples=120, train={"rank_timeout": 2})
+    ranks = start(project)
+    ranks.until(lambda: steps(project) >= 3)
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    while ranks.alive(0):
+        time.sleep(0.05)
+    assert ranks.statuses[0] == 1
+    assert "error: rank 1 failed\n  it gave no sign of life for 2 s" in ranks.output(0)
+    os.kill(ranks.pids[1], signal.SIGCONT)
+    assert ranks.finish(20) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "says"),
+    [
+        ("train", ["store=memory"], ["2 ranks", "'memory'", "store=file:FOLDER"]),
+        ("capture", [], ["torchrun started 2 ranks", "without torchrun"]),
+        ("train", ["train.device=cuda:0"], ["cuda:0"]),
+    ],
+)
+def test_what_ranks_cannot_do_is_said_once(project, start, verb, arguments, says):
+    ranks = start(project, *arguments, verb=verb)
+    assert ranks.finish(30) == [2, 2]
+    for text in says:
+        assert text in ranks.output(0) + ranks.output(1)
+
+
+def test_ranks_that_do_not_come_together_say_so(project, server, tmp_path):
+    ranks = Ranks(server, tmp_path)
+    ranks.start(["train", str(project.yaml), "train.rank_timeout=1"], 0, 2, free_port())
+    assert ranks.finish(20) == [1]
+    assert "2 ranks did not come together within 1 s" in ranks.output(0)
