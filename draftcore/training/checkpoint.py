@@ -182,7 +182,10 @@ def _complete(root: Path) -> list[Path]:
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, file)
+    """Write tensors. safetensors refuses shared memory, so a weight of two names is written twice."""
+    written: dict[int, str] = {t.untyped_storage().data_ptr(): name for name, t in tensors.items()}
+    owners = set(written.values())
+    save_file({name: t if name in owners else t.clone() for name, t in tensors.items()}, file)
     _sync(file)
 
 

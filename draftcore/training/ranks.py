@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.target import resolve_device
-from draftcore.training.watch import Failure, Watch
+from draftcore.training.watch import RESUME, Failure, Watch
 
 if TYPE_CHECKING:
     from draftcore.config import TrainConfig
@@ -297,11 +297,9 @@ class Group(Ranks):
         payload = json.dumps(data).encode() if self.rank == source else b""
         length = torch.tensor([len(payload)])
         dist.broadcast(length, source, group=self.talk)
-        buffer = torch.empty(int(length), dtype=torch.uint8)
-        if self.rank == source:
-            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        dist.broadcast(buffer, source, group=self.talk)
-        return json.loads(buffer.numpy().tobytes())
+        buffer = bytearray(payload or int(length))
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), source, group=self.talk)
+        return data if self.rank == source else json.loads(buffer)
 
     def _raise_told(self, message: Mapping[str, Any]) -> None:
         """Raise the error in another rank's message, if it holds one."""
@@ -352,7 +350,7 @@ class Group(Ranks):
         for name, shape, dtype in self.first(describe):
             if self.rank:
                 held[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            dist.broadcast(held[name], 0, group=self.talk)
+            dist.broadcast(held[name].reshape(-1).view(torch.uint8), 0, group=self.talk)
         return held
 
     def shard(self, value: Tensor, like: Tensor) -> Tensor:
@@ -403,33 +401,31 @@ class Group(Ranks):
         dist.destroy_process_group()
 
     def leave(self, error: BaseException) -> None:
-        """Part after an error. Rank 0 and a rank that failed by itself say why, the others exit.
+        """Part after an error, which the caller raises where it is this rank's to tell.
 
-        Raises DraftcoreError in place of an error that only came from another rank's end.
+        Raises SystemExit in its place where another rank tells it, or another failed before.
         """
+        code = getattr(error, "exit_code", 1)
         if self.agreed(error):
             self.close()
             if self.rank:
-                raise SystemExit(getattr(error, "exit_code", 1)) from error
+                raise SystemExit(code)
             return
         # torchrun ends the others as soon as one is gone; there is something to say first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        text = (
-            str(error) if isinstance(error, DraftcoreError) else f"{type(error).__name__}: {error}"
-        )
-        own = Failure(self.rank, text, getattr(error, "exit_code", 1))
+        explained = isinstance(error, DraftcoreError)
+        text = str(error) if explained else f"{type(error).__name__}: {error}"
+        broken = isinstance(error, Exception) and not explained  # perhaps by another rank's end
         try:
-            alone = isinstance(error, DraftcoreError) or not isinstance(error, Exception)
-            culprit = (None if alone else self.watch.culprit()) or self.watch.post(own)
+            first = (self.watch.culprit() if broken else None) or self.watch.post(text, code)
         except dist.DistError:
-            culprit = Failure(0, "the ranks' common store is gone: rank 0 or its host was lost")
-        if culprit.rank == self.rank:
-            sys.stdout.flush()
-            time.sleep(2 * self.watch.interval)  # or the store may be gone before all have read it
-        elif self.watch.speaks_for(culprit) and culprit.text != own.text:
-            raise DraftcoreError(str(culprit)) from error
-        else:
-            raise SystemExit(culprit.code) from error
+            first = Failure(0, f"it kept the ranks' common store, which is gone\n{RESUME}")
+        if first.text != text:
+            self.watch.report(first)
+        elif first.rank == self.rank:
+            time.sleep(2 * self.watch.interval)  # for all to read it: the store may go with us
+            return
+        raise SystemExit(first.code)
 
 
 def _packed(error: DraftcoreError) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class ShardedForward(Forward):
         self.ranks = ranks
         self.copied = _copy(draft) if evaluated and ranks.rank == 0 else draft
         module = draft.module
-        _require_shapes(module)
+        _require_shardable(draft)
         before = dict(module.named_parameters(remove_duplicate=False))
         names = {parameter: name for name, parameter in before.items()}
         frozen = {before[name] for name in draft.frozen if name in before}
@@ -90,10 +90,19 @@ def _copy(draft: Draft) -> Draft:
     return copy.deepcopy(draft, {id(buffer): buffer for buffer in draft.module.buffers()})
 
 
-def _require_shapes(module: nn.Module) -> None:
-    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
-    if scalars:
+def _require_shardable(draft: Draft) -> None:
+    """Raise DraftcoreError for weights that FSDP cannot shard, before it does so in its own words."""
+    units: dict[Tensor, set[str]] = {}
+    for name, parameter in draft.module.named_parameters(remove_duplicate=False):
+        around = [unit for unit in draft.wrap_units if name.startswith(f"{unit}.")]
+        units.setdefault(parameter, set()).add(max(around, key=len, default=""))
+        if parameter.ndim == 0:
+            raise DraftcoreError(
+                f"parameter {name} has no dimension and cannot be sharded over ranks\n"
+                "  give it one, of length 1, in the algorithm's module"
+            )
+    if shared := [sorted(names) for names in units.values() if len(names) > 1]:
         raise DraftcoreError(
-            f"parameters without a dimension cannot be sharded over ranks: {', '.join(scalars)}\n"
-            "  give them one, of length 1, in the algorithm's module"
+            f"a weight is shared by the wrap units {' and '.join(map(repr, shared[0]))}\n"
+            "  name a unit that holds all of it in the draft's wrap_units, or none of them"
         )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import DraftBatch, PlannedStep, Sample, StepContext, StepOutput
+from draftcore.records import DataSummary, DraftBatch, PlannedStep, Sample, StepContext, StepOutput
 from draftcore.run import DraftRun, Run, read_summary, summary_data
 from draftcore.training import checkpoint
 from draftcore.training.metrics import MetricsLog, ratios, totals
@@ -52,10 +52,11 @@ FREE_TRAIN_KEYS = {
 
 def prepare(run: Run) -> list[Trainer]:
     """Build the trainers of the run's drafts, each from its own last checkpoint."""
-    run.require_shared_store()
-    run.samples  # noqa: B018  read by rank 0 for all, so all must ask before one is alone with it
-    held_out = HeldOut(run) if run.config.train.eval_every else None
-    return [Trainer(draft, held_out) for draft in run.drafts]
+    with run.ranks.together():
+        run.require_shared_store()
+        held_out = HeldOut(run) if run.config.train.eval_every else None
+    summary = run.samples.summary  # all ranks ask here, before rank 0 does so by itself
+    return [Trainer(draft, summary, held_out) for draft in run.drafts]
 
 
 def train(run: Run, trainers: Sequence[Trainer]) -> str:
@@ -105,7 +106,7 @@ def train(run: Run, trainers: Sequence[Trainer]) -> str:
 class Trainer:
     """One draft in training, from wherever it stands."""
 
-    def __init__(self, draft: DraftRun, held_out: HeldOut | None) -> None:
+    def __init__(self, draft: DraftRun, summary: DataSummary, held_out: HeldOut | None) -> None:
         self.draft, self.run, self.config = draft, draft.run, draft.config.train
         self.ranks = ranks = draft.run.ranks
         self.checkpoints = draft.folder / "checkpoints"
@@ -113,7 +114,7 @@ class Trainer:
             self.checkpoints, ranks, lambda found: require_same_run(found, draft)
         )
         self.hook, self.device = draft.algorithm.hook, ranks.device(self.config.device)
-        self.summary = read_summary(last.state["data"]) if last else self.run.samples.summary
+        self.summary = read_summary(last.state["data"]) if last else summary
         self.built = draft.build(self.summary)
         self.built.module.to(self.device)
         if last is not None:

@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+BROKEN = "the connection to it broke: it was killed, or its host is lost"
+SILENT = "it gave no sign of life for {:g} s: it was killed or frozen, or its host is lost"
 RESUME = "start the same command again: the run goes on from its last checkpoint"
-GRACE = 10.0  # seconds for a main thread to end by itself once the run has failed
+GRACE = 5.0  # seconds for a main thread to end by itself once the run has failed
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,10 @@ class Watch(threading.Thread):
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         super().__init__(name="draftcore-watch", daemon=True)
         self.rank, self.size, self.timeout = rank, size, timeout
-        self.interval = min(1.0, timeout / 4)
+        self.interval = min(0.5, timeout / 4)
         self.store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
         self.ending = threading.Event()
+        self.mutex, self.reported = threading.Lock(), False
         self.beats = 0
         self.beat()
 
@@ -55,7 +58,7 @@ class Watch(threading.Thread):
                 if now != seen:
                     seen, since = now, time.monotonic()
                 elif time.monotonic() - since > self.timeout:
-                    self.post(self.silent(peer))
+                    self.post(f"{SILENT.format(self.timeout)}\n{RESUME}", rank=peer)
                 failure = self.failure()
             except DistError as error:  # the store's host is gone, or this rank is cut off from it
                 failure = Failure(0, f"the ranks' common store does not answer: {error}\n{RESUME}")
@@ -63,16 +66,18 @@ class Watch(threading.Thread):
                 self.end(failure)
 
     def end(self, failure: Failure) -> None:
-        """End this process, unless it was ending already."""
-        if self.ending.wait(GRACE):
-            return
-        if self.speaks_for(failure):
-            print(f"error: {failure}", file=sys.stderr, flush=True)
-        os._exit(failure.code)
+        """End this process where its main thread does not: it may wait for the rank that failed."""
+        if failure.rank != self.rank:
+            self.report(failure)
+        if not self.ending.wait(GRACE):
+            os._exit(failure.code)
 
-    def speaks_for(self, failure: Failure) -> bool:
-        """Say whether this rank reports a failure of another: one does, or all would."""
-        return self.rank == (1 if failure.rank == 0 else 0)
+    def report(self, failure: Failure) -> None:
+        """Print why the run ends, once: of the ranks that did not fail one does, or all would."""
+        with self.mutex:
+            if self.rank == (1 if failure.rank == 0 else 0) and not self.reported:
+                print(f"error: {failure}", file=sys.stderr, flush=True)
+            self.reported = True
 
     # ------------------------------------------------------------ the store
 
@@ -83,16 +88,13 @@ class Watch(threading.Thread):
     def beat_of(self, rank: int) -> str:
         return str(self.store.get(f"beat/{rank}").decode())
 
-    def post(self, failure: Failure) -> Failure:
-        """Say that the run failed; returns the failure that was posted first."""
+    def post(self, text: str, code: int = 1, rank: int | None = None) -> Failure:
+        """Say that this rank failed, or another; returns the failure that was posted first."""
+        failure = Failure(self.rank if rank is None else rank, text, code)
         return _parse(self.store.compare_set("failure", "", json.dumps(asdict(failure))))
 
     def failure(self) -> Failure | None:
         return _parse(self.store.get("failure")) if self.store.check(["failure"]) else None
-
-    def silent(self, rank: int) -> Failure:
-        text = f"it gave no sign of life for {self.timeout:g} s: it was killed or frozen, or its host is lost"
-        return Failure(rank, f"{text}\n{RESUME}")
 
     def culprit(self) -> Failure | None:
         """Who else failed, now that a collective broke: one that said so, or one that is silent."""
@@ -103,8 +105,7 @@ class Watch(threading.Thread):
                 return failure
             time.sleep(self.interval / 4)
         gone = [r for r in before if r != self.rank and self.beat_of(r) == before[r]]
-        text = f"the connection to it broke: it was killed, or its host is lost\n{RESUME}"
-        return self.post(Failure(gone[0], text)) if gone else None
+        return self.post(f"{BROKEN}\n{RESUME}", rank=gone[0]) if gone else None
 
 
 def _parse(data: bytes) -> Failure:

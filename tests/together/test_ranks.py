@@ -1,0 +1,344 @@
+"""Several ranks: the update that one would have made, and an end to the run when one ends.
+
+Ranks are real processes, forked from one that has imported everything; one test starts torchrun.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ODD = Path(__file__).with_name("odd_algorithm.py")
+BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
+DRAFTS = {
+    "eagle": {
+        "algorithm": {
+            "name": "eagle3",
+            "options": {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2},
+        }
+    },
+    "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}},
+    "domino": {
+        "algorithm": {"name": "domino", "options": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8}}
+    },
+    "odd": {"algorithm": {"name": "odd"}},
+}
+SERVER = """
+import json, os, resource, sys
+import transformers.models.qwen3.modeling_qwen3, torch.distributed.fsdp
+import draftcore.training.trainer, draftcore.cli
+for line in sys.stdin:
+    order = json.loads(line)
+    if "poll" in order:
+        pid, status = os.waitpid(order["poll"], os.WNOHANG)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+    elif pid := os.fork():
+        print(pid, flush=True)
+    else:
+        os.environ.update(order["env"])
+        output = os.open(order["output"], os.O_CREAT | os.O_WRONLY)
+        os.dup2(output, 1), os.dup2(output, 2)
+        if order["largest_file"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (order["largest_file"],) * 2)
+        draftcore.cli.main(order["argv"])
+"""
+
+
+@dataclass
+class Ranks:
+    """The ranks of a run: their processes, what they printed, how they ended."""
+
+    server: subprocess.Popen
+    folder: Path
+    pids: list[int] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+
+    def ask(self, **order):
+        self.server.stdin.write(json.dumps(order) + "\n")
+        self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
+
+    def start(self, argv, rank, size, port, largest_file=None):
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        output = str(self.folder / f"output.{rank}")
+        env = {name: str(value) for name, value in env.items()}
+        self.pids.append(self.ask(argv=argv, env=env, output=output, largest_file=largest_file))
+
+    def alive(self, rank):
+        if rank not in self.statuses:
+            status = self.ask(poll=self.pids[rank])
+            if status is not None:
+                self.statuses[rank] = status
+        return rank not in self.statuses
+
+    def until(self, condition, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.output(0) + self.output(1)
+            assert all(map(self.alive, range(len(self.pids)))), self.output(0) + self.output(1)
+            time.sleep(0.002)
+
+    def finish(self, seconds=60):
+        """Wait for all ranks; returns their exit statuses."""
+        deadline = time.monotonic() + seconds
+        while any([self.alive(rank) for rank in range(len(self.pids))]):
+            assert time.monotonic() < deadline, self.output(0) + self.output(1)
+            time.sleep(0.01)
+        return [self.statuses[rank] for rank in range(len(self.pids))]
+
+    def output(self, rank):
+        return (self.folder / f"output.{rank}").read_text()
+
+
+@pytest.fixture(scope="module")
+def server():
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SERVER], env=env, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def start(server, tmp_path):
+    """Start two ranks of `train`; `second` are the arguments of rank 1 where they differ."""
+    started = []
+
+    def start(project, *arguments, plugin=None, second=None, verb="train", largest_file=None):
+        loose = ["--plugin", str(plugin)] if plugin else []
+        folder = tmp_path / f"ranks-{len(started)}"
+        folder.mkdir()
+        ranks, port = Ranks(server, folder), free_port()
+        started.append(ranks)
+        for rank in range(2):
+            own = arguments if second is None or rank == 0 else second
+            ranks.start(
+                [*loose, verb, str(project.yaml), *own],
+                rank,
+                2,
+                port,
+                None if rank else largest_file,
+            )
+        return ranks
+
+    yield start
+    for ranks in started:
+        for rank, pid in enumerate(ranks.pids):
+            if ranks.alive(rank):
+                os.kill(pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def steps(project, label=""):
+    file = project.run / label / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def tensors(folder, step, file="draft"):
+    return load_file(folder / f"checkpoints/step-{step:08d}/{file}.safetensors")
+
+
+def evaluations(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["evaluation"] for line in lines if "evaluation" in line]
+
+
+def test_two_ranks_give_the_update_of_one(tmp_path, new_project, start):
+    """Of steps of 5 samples, and one of a single sample, rank 1 lacks some or all."""
+    changes = {"algorithm": None, "drafts": DRAFTS, "samples": 26}
+    whole = {"batch": 5, "eval_every": 3, "eval_samples": 3, "eval_prompts": 0}
+    one = new_project(tmp_path / "one", **changes, train=whole)
+    one.cli("train", plugin=ODD)
+    two = new_project(tmp_path / "two", **changes, train={**whole, "batch": 1, "accumulate": 5})
+    ranks = start(two, plugin=ODD)
+    assert ranks.finish() == [0, 0], ranks.output(0)
+    assert "odd: complete: step 6 of 6, 26 samples" in ranks.output(0)
+    assert ranks.output(1) == ""
+    for label in DRAFTS:
+        ours, theirs = two.run / label, one.run / label
+        assert two.losses(ours) == pytest.approx(one.losses(theirs), rel=1e-5)
+        for ours_at, theirs_at in zip(evaluations(ours), evaluations(theirs), strict=True):
+            assert ours_at == pytest.approx(theirs_at, rel=1e-5)
+        for file in ("draft", "optimizer"):
+            found, wanted = tensors(ours, 6, file), tensors(theirs, 6, file)
+            for name in wanted.keys() - {"rng.cpu"}:
+                # Updates are lr-sized, and Adam's division makes noise of near-zero gradients.
+                torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=3e-5)
+
+
+def test_a_stopped_or_killed_run_resumes_to_the_same_bits(tmp_path, new_project, start):
+    """Each rank's random numbers too. SIGINT to one rank stops both; so does the death of one."""
+    dropout = tmp_path / "dropout.py"
+    dropout.write_text(ODD.read_text().replace("DROPOUT = 0.0", "DROPOUT = 0.5"))
+    changes = {"samples": 80, "algorithm": {"name": "odd", "options": {}}}
+    train = {"batch": 2, "accumulate": 2, "rank_timeout": 30}
+    straight = new_project(tmp_path / "straight", **changes, train={**train, "eval_every": 9})
+    ranks = start(straight, "train.eval_prompts=0", plugin=dropout)
+    assert ranks.finish() == [0, 0], ranks.output(0) + ranks.output(1)
+
+    broken = new_project(tmp_path / "broken", **changes, train=train)
+    ranks = start(broken, plugin=dropout)
+    ranks.until(lambda: steps(broken) >= 5)
+    os.kill(ranks.pids[1], signal.SIGINT)
+    assert ranks.finish() == [130, 130], ranks.output(0)
+    stopped = steps(broken)
+    assert stopped < 20, "the run ended before it was stopped"
+    assert f"interrupted: step {stopped} of 20" in ranks.output(0)
+    assert tensors(broken.run, stopped)
+
+    ranks = start(broken, plugin=dropout)
+    ranks.until(lambda: steps(broken) >= stopped + 4)
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    assert ranks.finish() == [1, -signal.SIGKILL], ranks.output(0)
+    assert time.monotonic() - began < 20
+    assert f"resuming from step {stopped} of 20" in ranks.output(0)
+    assert "error: rank 1 failed\n  the connection to it broke: it was killed" in ranks.output(0)
+    assert steps(broken) < 20, "the run ended before it was killed"
+
+    ranks = start(broken, plugin=dropout)
+    assert ranks.finish() == [0, 0], ranks.output(0)
+    assert broken.losses() == straight.losses()
+    for file in ("draft", "optimizer"):
+        ours, theirs = tensors(broken.run, 20, file), tensors(straight.run, 20, file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    states = tensors(broken.run, 20, "optimizer")
+    assert not torch.equal(states["rng.cpu"], states["rng.cpu.1"])
+
+
+def test_another_number_of_ranks_resumes(tmp_path, new_project):
+    """One rank, two of torchrun's own making, then one again."""
+    constant = {"schedule": "constant", "checkpoint_every": 500}
+    alone = new_project(tmp_path / "alone", train=constant)
+    alone.cli("train")
+    project = new_project(tmp_path / "changing", train=constant)
+    project.cli("train", "train.max_steps=2")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--master-port", str(free_port()), "-m", "draftcore", "train", str(project.yaml)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*torchrun, "train.max_steps=4"], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resuming from step 2 of 4" in done.stdout
+    assert "resuming from step 4 of 6" in project.cli("train").output
+    assert project.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    for name, tensor in tensors(alone.run, 6).items():
+        torch.testing.assert_close(tensors(project.run, 6)[name], tensor, rtol=1e-4, atol=3e-5)
+
+
+def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(tmp_path, new_project, start):
+    """The sample at fault is named, whichever rank has it."""
+    poison = tmp_path / "poison.py"
+    poison.write_text(
+        "import dataclasses\n"
+        "from draftcore import hookimpl\n"
+        "@hookimpl(wrapper=True)\n"
+        "def forward_loss(draft, batch, context):\n"
+        "    output = yield\n"
+        "    marked_B = batch.loss_mask_BT.any(-1) & (batch.token_ids_BT.sum(-1) % 3 == 0)\n"
+        "    if hasattr(draft.module, 'prefix_gru') and context.step == 3 and marked_B.any():\n"
+        "        return dataclasses.replace(output, numerator=output.numerator * float('inf'))\n"
+        "    return output\n"
+    )
+    drafts = {label: DRAFTS[label] for label in ("blocks", "domino")}
+    one = new_project(tmp_path / "one", algorithm=None, drafts=drafts)
+    result = one.cli("train", plugin=poison, ok=False)
+    two = new_project(tmp_path / "two", algorithm=None, drafts=drafts)
+    ranks = start(two, plugin=poison)
+    assert ranks.finish() == [1, 1]
+    assert "error" not in ranks.output(1)
+    said = ranks.output(0).partition("error: ")[2]
+    assert said == result.output.partition("error: ")[2]
+    assert "domino: the gradient of step 3 is not finite" in said
+    assert two.losses(two.run / "blocks") == pytest.approx(one.losses(one.run / "blocks"), rel=1e-5)
+    assert len(two.losses(two.run / "domino")) == 3
+
+
+def test_an_error_of_one_rank_ends_all_with_it(tmp_path, new_project, start):
+    """In a pass, where the other rank waits in a collective; and in a read, where they agree."""
+    project = new_project(tmp_path / "project")
+    failing = tmp_path / "failing.py"
+    failing.write_text(
+        "import os\n"
+        "from draftcore import hookimpl\n"
+        "from draftcore.errors import DraftcoreError\n"
+        "@hookimpl(wrapper=True)\n"
+        "def forward_loss(context):\n"
+        "    if context.step == 2 and os.environ['RANK'] == '1':\n"
+        "        raise DraftcoreError('this rank has had enough\\n  give it a rest')\n"
+        "    return (yield)\n"
+    )
+    ranks = start(project, plugin=failing)
+    assert ranks.finish(20) == [1, 1]
+    assert "error: this rank has had enough\n" in ranks.output(1)
+    assert "error: rank 1 failed\n  this rank has had enough\n    give it a rest" in ranks.output(0)
+    assert steps(project) == 2
+
+    other = new_project(tmp_path / "other")
+    ranks = start(other, second=[f"store=file:{tmp_path / 'elsewhere'}"])
+    assert ranks.finish(20) == [1, 1]
+    assert "is not held" in ranks.output(0)
+    assert ranks.output(1) == ""
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path, new_project, start):
+    project = new_project(tmp_path / "project")
+    project.cli("capture")
+    ranks = start(project, largest_file=50_000)
+    assert ranks.finish(20) == [1, 1]
+    assert "error: cannot write checkpoint" in ranks.output(0)
+    assert "earlier checkpoints are intact" in ranks.output(0)
+    assert ranks.output(1) == ""
+    assert not (project.run / "checkpoints" / "step-00000002").exists()
+
+
+def test_a_frozen_rank_is_given_up(tmp_path, new_project, start):
+    project = new_project(tmp_path / "project", samples=120, train={"rank_timeout": 2})
+    ranks = start(project)
+    ranks.until(lambda: steps(project) >= 3)
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    while ranks.alive(0):
+        time.sleep(0.05)
+    assert ranks.statuses[0] == 1
+    assert "error: rank 1 failed\n  it gave no sign of life for 2 s" in ranks.output(0)
+    os.kill(ranks.pids[1], signal.SIGCONT)
+    assert ranks.finish(20) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "says"),
+    [
+        ("train", ["store=memory"], ["2 ranks", "'memory'", "store=file:FOLDER"]),
+        ("capture", [], ["torchrun started 2 ranks", "without torchrun"]),
+        ("train", ["train.device=cuda:0"], ["cuda:0"]),
+    ],
+)
+def test_what_ranks_cannot_do_is_said_once(project, start, verb, arguments, says):
+    ranks = start(project, *arguments, verb=verb)
+    assert ranks.finish(30) == [2, 2]
+    for text in says:
+        assert text in ranks.output(0) + ranks.output(1)
+
+
+def test_ranks_that_do_not_come_together_say_so(project, server, tmp_path):
+    ranks = Ranks(server, tmp_path)
+    ranks.start(["train", str(project.yaml), "train.rank_timeout=1"], 0, 2, free_port())
+    assert ranks.finish(20) == [1]
+    assert "2 ranks did not come together within 1 s" in ranks.output(0)
