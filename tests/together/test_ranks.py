@@ -325,7 +325,7 @@ def test_a_frozen_rank_is_given_up(tmp_path, new_project, start):
 @pytest.mark.parametrize(
     ("verb", "arguments", "says"),
     [
-        ("train", ["store=memory"], ["2 ranks", "'memory'", "store=file:FOLDER"]),
+        ("train", ["store=memory"], ["several processes", "'memory'", "store=file:FOLDER"]),
         ("capture", [], ["torchrun started 2 ranks", "without torchrun"]),
         ("train", ["train.device=cuda:0"], ["cuda:0"]),
     ],
