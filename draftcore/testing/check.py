@@ -204,8 +204,8 @@ def suite(
     said["loose"] = Path(loose) if loose else None
     if uri:
         said[f"{kind}_uri"] = _uri_fixture(uri)
-    if kind == "store":
-        said["alter"] = _skip_alter
+    if own := {"store": "alter", "channel": "garble"}.get(kind):
+        said[own] = _only_by_hand(base, own)
     return type("TestSuite", (base,), said)
 
 
@@ -217,8 +217,13 @@ def _uri_fixture(uri: str) -> Any:
     return fixture
 
 
-def _skip_alter(self: Suite, uri: str) -> None:
-    pytest.skip("only a test file can say how: a subclass of StoreSuite with `alter`")
+def _only_by_hand(base: type[Suite], method: str) -> Any:
+    """Stand in for a method of a suite that only a subclass can write: its test is skipped."""
+
+    def skip(self: Suite, *arguments: Any) -> None:
+        pytest.skip(f"only a test file can say how: a subclass of {base.__name__} with `{method}`")
+
+    return skip
 
 
 def _result(
