@@ -325,7 +325,8 @@ class Draft:
 
     `config` is JSON data from which the algorithm rebuilds the same draft; `frozen` names the
     tensors that come from the target and are left out of checkpoints; `wrap_units` names the
-    submodules that FSDP wraps, innermost first.
+    submodules that FSDP wraps, innermost first. Ranks wait for each other in every one of them: a
+    loss calls the same units, and carries a gradient to the same weights, whatever the batch.
     """
 
     module: torch.nn.Module

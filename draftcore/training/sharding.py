@@ -51,7 +51,7 @@ class ShardedForward(Forward):
         self.ranks = ranks
         self.copied = _copy(draft) if evaluated and ranks.rank == 0 else draft
         module = draft.module
-        _require_shardable(draft)
+        require_shardable(draft)
         before = dict(module.named_parameters(remove_duplicate=False))
         names = {parameter: name for name, parameter in before.items()}
         frozen = {before[name] for name in draft.frozen if name in before}
@@ -90,7 +90,7 @@ def _copy(draft: Draft) -> Draft:
     return copy.deepcopy(draft, {id(buffer): buffer for buffer in draft.module.buffers()})
 
 
-def _require_shardable(draft: Draft) -> None:
+def require_shardable(draft: Draft) -> None:
     """Raise DraftcoreError for weights that FSDP cannot shard, before it does so in its own words."""
     units: dict[Tensor, set[str]] = {}
     for name, parameter in draft.module.named_parameters(remove_duplicate=False):

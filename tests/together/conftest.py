@@ -54,6 +54,19 @@ class Project:
         assert process.returncode == 0, output
         return output
 
+    def torchrun(self, *arguments: str, plugin: Path | None = None, ok: bool = True) -> str:
+        """Train on two ranks that torchrun starts; returns what they printed."""
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        loose = ["--plugin", str(plugin)] if plugin else []
+        verb = ["-m", "draftcore", *loose, "train", str(self.yaml), *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(
+            [*launch, "--local-addr", "127.0.0.1", "--nproc-per-node", "2", *verb],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+        )  # fmt: skip
+        assert (done.returncode == 0) is ok, done.stdout
+        return done.stdout
+
     def losses(self, run: Path | None = None) -> dict[int, float]:
         """Per-step loss, exactly as written."""
         lines = ((run or self.run) / "metrics.jsonl").read_text().splitlines()

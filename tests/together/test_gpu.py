@@ -1,6 +1,7 @@
 """The pipeline on a CUDA device: `nox -s gpu`."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -11,6 +12,15 @@ from draftcore.target import TargetModel, TargetSpec
 pytestmark = pytest.mark.gpu
 
 CUDA = ("target.device=cuda", "train.device=cuda")
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
+DRAFTS = {
+    "eagle": {"algorithm": {"name": "eagle3", "options": {"ttt_length": 2}}},
+    "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}},
+    "domino": {
+        "algorithm": {"name": "domino", "options": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8}}
+    },
+}
 
 
 @pytest.mark.parametrize("store", ["file", "memory"])
@@ -51,3 +61,48 @@ def test_features_on_cuda_are_those_of_the_cpu(target_folder):
         for row, length in enumerate(lengths_B.tolist()):
             here, there = found["cpu"][name][row, :length], found["cuda"][name][row, :length].cpu()
             torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)
+
+
+@two_devices
+def test_two_devices_give_the_update_of_one(tmp_path, new_project):
+    """Over NCCL; then one device goes on from their checkpoint, and two from its own."""
+    changes = {"algorithm": None, "drafts": DRAFTS, "samples": 26}
+    train = {"batch": 2, "accumulate": 3, "schedule": "constant", "eval_every": 2}
+    one = new_project(tmp_path / "one", **changes, train=train)
+    one.cli("train", *CUDA)
+    two = new_project(tmp_path / "two", **changes, train=train)
+    two.torchrun(*CUDA, "train.max_steps=2")
+    assert "eagle: resuming from step 2 of 3" in two.cli("train", *CUDA, "train.max_steps=3").output
+    assert "eagle: complete: step 5 of 5, 26 samples" in two.torchrun(*CUDA)
+    for label in DRAFTS:
+        ours, theirs = two.losses(two.run / label), one.losses(one.run / label)
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@two_devices
+def test_two_devices_train_in_bf16(project):
+    halves = ("target.dtype=bfloat16", "train.precision=bf16")
+    project.torchrun(*CUDA, *halves)
+    assert len(project.losses()) == 6
+    assert all(loss > 0 for loss in project.losses().values())
+
+
+@two_devices
+def test_an_error_on_one_device_ends_the_other(tmp_path, project):
+    """Whose main thread waits in a collective that nothing will end."""
+    failing = tmp_path / "failing.py"
+    failing.write_text(
+        "import os\n"
+        "from draftcore import hookimpl\n"
+        "from draftcore.errors import DraftcoreError\n"
+        "@hookimpl(wrapper=True)\n"
+        "def forward_loss(context):\n"
+        "    if context.step == 2 and os.environ['RANK'] == '1':\n"
+        "        raise DraftcoreError('this rank has had enough')\n"
+        "    return (yield)\n"
+    )
+    began = time.monotonic()
+    output = project.torchrun(*CUDA, plugin=failing, ok=False)
+    assert "error: this rank has had enough" in output
+    assert "error: rank 1 failed" in output
+    assert time.monotonic() - began < 90
