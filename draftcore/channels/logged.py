@@ -306,6 +306,12 @@ class LoggedChannel(ABC):
     def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
         self._other_end("reject")
 
+    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+        self._other_end("evict")
+
+    def wait_for_room(self, task: CaptureTask) -> None:
+        self._other_end("wait_for_room")
+
     def announce(self, about: Mapping[str, str]) -> None:
         self._other_end("announce")
 
@@ -414,6 +420,10 @@ class TrainerEnd(LoggedChannel):
         self._require_open()
         return self._books.reject(refs, reason)
 
+    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+        self._require_open()
+        return self._books.evict(step)
+
     def announce(self, about: Mapping[str, str]) -> None:
         self._require_open()
         self._about = dict(about)
@@ -493,6 +503,8 @@ class TrainerEnd(LoggedChannel):
             self._books.publish(task, DraftcoreError(reason))
         elif kind == "returned":
             self._books.give_back(task)
+        elif kind == "full":
+            self._books.wait_for_room(task)
         else:
             raise ValueError(f"unknown kind {kind!r}")
 
@@ -641,6 +653,10 @@ class ProducerEnd(LoggedChannel):
             record |= {"kind": "published", "refs": [ref.to_json() for ref in refs]}
         self._log.append([(self._session, record)])
 
+    def wait_for_room(self, task: CaptureTask) -> None:
+        self._require_open()
+        self._log.append([(self._session, {"kind": "full", "task": task.to_json()})])
+
     def close(self, state: str = "finished") -> None:
         """Leave: what this process had claimed is handed out again. `state` is the trainer's."""
         if not self._stop():
@@ -707,7 +723,8 @@ class ProducerEnd(LoggedChannel):
         if head is None or (head.state == "failed" and head.session != self._session):
             return  # not there yet: a run that failed before this process came may be resumed
         if head.state != "running":
-            raise ChannelEnded(f"run {self.run_id} is {head.state}: nothing is left to capture")
+            ended = f"run {self.run_id} is {head.state}: nothing is left to capture"
+            raise ChannelEnded(ended, head.state)
         self._about = head.about
         if head.session != self._session:
             with self._changed:
