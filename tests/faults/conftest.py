@@ -19,16 +19,20 @@ from safetensors.torch import load_file
 from draftcore.testing.targets import conversations
 
 HERE = Path(__file__).parent
-CHANNELS = {"sqlite": "sqlite:{}/channel.db", "dir": "dir:{}/channel"}
 EPOCHS, SAMPLES = 2, 48
-LIVES = "R", "S", "D", "T"  # states of a process in /proc that is not gone
 
 
 class Drill:
     """A project whose algorithm counts uses; one command, started as often as it takes."""
 
     def __init__(
-        self, folder: Path, target: Path, *, channel: str = "", samples: int = SAMPLES, **changes: Any
+        self,
+        folder: Path,
+        target: Path,
+        *,
+        channel: str = "",
+        samples: int = SAMPLES,
+        **changes: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run, self.yaml = folder, folder / "run", folder / "run.yaml"
@@ -61,14 +65,18 @@ class Drill:
             config["channel"] = channel.format(folder)
             config["topology"] = {"producers": 2, "restarts": 40}
         for key, value in changes.items():
-            config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+            config[key] = (
+                value.format(folder) if isinstance(value, str) else {**config.get(key, {}), **value}
+            )
         self.yaml.write_text(yaml.safe_dump(config))
 
     # ------------------------------------------------------------ processes
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `train`, which supervises the rest."""
-        loose = [part for name in ("witness", "saboteur") for part in ("--plugin", HERE / f"{name}.py")]
+        loose = [
+            part for name in ("witness", "saboteur") for part in ("--plugin", HERE / f"{name}.py")
+        ]
         command = [sys.executable, "-m", "draftcore", *loose, "train", self.yaml, *arguments]
         env = {"OMP_NUM_THREADS": "1", "SABOTAGE": self.sabotage, "SABOTAGE_MARKS": str(self.marks)}
         with (self.folder / "output.log").open("a") as output:
@@ -80,7 +88,7 @@ class Drill:
                 env={**os.environ, **env},
             )
 
-    def wait(self, process: subprocess.Popen[str], seconds: float = 180) -> int:
+    def wait(self, process: subprocess.Popen[str], seconds: float = 600) -> int:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -91,10 +99,11 @@ class Drill:
 
     def finish(self, *arguments: str, code: int = 0) -> str:
         """Run the command to its end; returns what it wrote."""
-        before = len(self.output())
+        log = self.folder / "output.log"
+        before = log.stat().st_size if log.exists() else 0
         found = self.wait(self.start(*arguments))
         assert found == code, self.output()
-        return self.output()[before:]
+        return log.read_text()[before:]
 
     def output(self) -> str:
         files = [self.folder / "output.log", *sorted((self.run / "logs").glob("*"))]
@@ -128,7 +137,7 @@ class Drill:
             except ProcessLookupError:
                 continue
 
-    def until(self, condition: Callable[[], Any], process: Any = None, seconds: float = 120) -> Any:
+    def until(self, condition: Callable[[], Any], process: Any = None, seconds: float = 300) -> Any:
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             assert process is None or process.poll() is None, self.output()
@@ -167,7 +176,7 @@ class Drill:
         self.require_clean()
 
     def require_clean(self) -> None:
-        self.until(lambda: not self.processes(), seconds=20)
+        self.until(lambda: not self.processes(), seconds=60)
         run_id = json.loads((self.run / "run.json").read_text())["run_id"]
         left = [path.name for path in Path("/dev/shm").iterdir() if run_id in path.name]
         left += [str(path) for path in self.run.rglob("*.tmp")]

@@ -9,8 +9,9 @@ n-th time; a file in the folder marks what was done, so a restarted process pass
     trainer   leased, midstep, stepped (before the release), written (a checkpoint, not renamed),
               unmarked (renamed, not marked), saved, freeing, freed
 
-Other deeds strike once, too: `full:publish` and `full:stepped` leave no byte to write, `twice:publish`
-tells all again, `torn:publish` dies amid a line, `flip:published` alters a stored byte. These go on:
+Other deeds strike once, too: `full:publish` and `full:advance` leave the channel no byte to write,
+`twice:publish` tells all again, `torn:publish` dies amid a line, `flip:published` alters a stored byte.
+These go on:
 `raise:WORD` fails every group in which a sample begins with the word, `narrow:WORD` and
 `lacking:WORD` return what was not asked for, `pace:SECONDS` slows steps down.
 """
@@ -137,7 +138,7 @@ class Store(Around):
         last.asked = itertools.count(len(last))
         refs = self.inner.put_many([*items[:-1], dataclasses.replace(items[-1], tensors=last)])
         if now("flip", "published"):
-            with self.inner.get(refs[0]) as handle:
+            with self.inner.get(refs[0]) as handle:  # its tensors are views of the shared bytes
                 handle.tensors["last_hidden"].view(-1)[3] += 1
         reach("published")
         return refs
@@ -176,6 +177,12 @@ class Channel(Around):
         if now("twice", "publish"):
             self.inner.publish(task, refs)
 
+    def advance(self, step_index):
+        if now("full", "advance"):
+            with full_medium():
+                time.sleep(2.0)  # until the channel's thread had something to tell
+        return self.inner.advance(step_index)
+
     def tear(self):
         """Write half a line to the trainer, as a process does that is killed while it writes."""
         (segment,) = self.inner._log._written.values()
@@ -201,8 +208,6 @@ def forward_loss():
 
 @hookimpl
 def step_finished(step):
-    if now("full", "stepped"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     reach("stepped")
 
 
