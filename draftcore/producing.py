@@ -27,10 +27,10 @@ def produce(run: Run) -> str:
 
     Raises DraftcoreError where the trainer stays away, or the data here is not the trainer's.
     """
-    run.require_shared_store()
     captured = 0
     with stop_on_signal() as stop:
         try:
+            run.require_shared_store()
             require_same_capture(run)
             producer = run.producer
             while not stop:
@@ -46,7 +46,7 @@ def produce(run: Run) -> str:
                     raise found  # a new process may do better, where memory or a device gave out
                 captured += len(task.group.rows)
         except ChannelEnded as ended:
-            if ended.state == "finished" and not run.durable:
+            if ended.state == "finished" and "store" in run.__dict__ and not run.durable:
                 forget(run.store, run.samples.feature_ids)  # what was put too late for the trainer
             return f"{ended}; {captured} samples captured here"
     return f"interrupted; {captured} samples captured here"

@@ -222,7 +222,10 @@ class Run:
             return self.config.channel
         if self.role == "both":
             return "memory"
-        uri = f"sqlite:{quote(str(self.folder))}/channel.db"
+        # Named by where the run ends: one that is made longer finds its old channel finished.
+        train = self.config.train
+        end = f"{train.epochs}-{train.max_steps}" if train.max_steps else f"{train.epochs}"
+        uri = f"sqlite:{quote(str(self.folder))}/channel-{end}.db"
         if self.role == "producer" or (limit := self.store.stats().limit_bytes) is None:
             return uri
         return f"{uri}?limit_bytes={limit // 2}"  # what is free in a ring may lie scattered

@@ -97,7 +97,7 @@ class Channel(Protocol):
     def close(self, state: str = "finished") -> None: ...
 
 
-class ChannelEnded(DraftcoreError):  # noqa: N818  how a producer's work normally ends
+class ChannelEnded(UsageError):  # noqa: N818  how a producer's work normally ends
     """The run is over, as its trainer said: a producer has nothing left to do.
 
     `state` is `finished`, or `failed` for a run that may be resumed.

@@ -264,10 +264,11 @@ class LoggedChannel(ABC):
 
     def _require_unfinished(self, head: Head | None) -> None:
         if head is not None and head.state == "finished":
-            raise UsageError(
+            raise ChannelEnded(
                 f"the channel {self.uri!r} is of a run that is finished\n"
                 f"  channel: {head.run_id}, {head.state}; this run: {self.run_id}\n"
-                "  name another place for the channel, or remove this one"
+                "  name another place for the channel, or remove this one",
+                head.state,
             )
 
     def _require_open(self) -> None:

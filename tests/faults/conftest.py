@@ -39,7 +39,6 @@ class Drill:
         self.samples, self.sabotage = samples, ""
         self.marks = folder / "marks"
         self.marks.mkdir()
-        self.channel = folder / "channel"
         config: dict[str, Any] = {
             "run": str(self.run),
             "target": {"path": str(target), "dtype": "float32", "device": "cpu"},
@@ -180,8 +179,10 @@ class Drill:
         run_id = json.loads((self.run / "run.json").read_text())["run_id"]
         left = [path.name for path in Path("/dev/shm").iterdir() if run_id in path.name]
         left += [str(path) for path in self.run.rglob("*.tmp")]
-        left += [str(path) for path in self.channel.rglob("*.jsonl")]
         assert not left, f"left behind: {left}"
+        channels = [*self.folder.glob("channel*"), *self.run.glob("channel*")]
+        files = [file for one in channels for file in (one, *one.rglob("*"))]
+        assert sum(file.stat().st_size for file in files) < 2**20, "letters pile up"
 
 
 @pytest.fixture

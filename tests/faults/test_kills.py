@@ -103,7 +103,7 @@ def harm(run, victim, how):
 
 
 def test_ranks_may_be_killed_and_their_number_may_change(drill, undisturbed):
-    run = drill(channel=SQLITE, topology={"producers": 1, "ranks": 2})
+    run = drill(topology={"producers": 1, "ranks": 2, "restarts": 9})
     run.sabotage = "kill:midstep@4 kill:stepped@3 kill:leased@5 pace:0.05"
     run.finish("train.max_steps=13")
     assert len(list(run.marks.iterdir())) == 3
@@ -111,3 +111,4 @@ def test_ranks_may_be_killed_and_their_number_may_change(drill, undisturbed):
     assert "resuming from step 13 of 24" in run.finish("topology.ranks=1")
     run.require_done()
     assert run.losses() == pytest.approx(undisturbed, rel=1e-5)
+    assert "already trained: 24 steps" in run.finish("topology.ranks=1")
