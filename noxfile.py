@@ -139,7 +139,7 @@ def tests(session: nox.Session) -> None:
     plugins = [f"plugin({name})" for name in PLUGINS]
     written = [f"scaffold({kind})" for kind in KINDS]
     alone = ("lint", "typing", "wheels", "start", "core", *plugins)
-    for name in (*alone, "together", "thirdparty", *written):
+    for name in (*alone, "together", "faults", "thirdparty", *written):
         session.notify(name)
 
 
@@ -209,7 +209,7 @@ def start(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """The core's wheel alone: a hidden need of a plugin shows here."""
     install_wheels(session, "draftcore")
-    apart = ("--ignore=tests/together", "--ignore=tests/thirdparty")
+    apart = [f"--ignore=tests/{name}" for name in ("together", "thirdparty", "faults")]
     pytest(session, "tests", *apart, *session.posargs)
 
 
@@ -231,6 +231,13 @@ def together(session: nox.Session) -> None:
     install_wheels(session, "draftcore", *PLUGINS)
     session.run("draftcore", "list-plugins", "--check")
     pytest(session, "tests/together", *session.posargs)
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Processes of real runs are killed, frozen and lied to; the weights must count every use once."""
+    install_wheels(session, "draftcore")
+    pytest(session, "tests/faults", *session.posargs)
 
 
 @nox.session(reuse_venv=False)
@@ -274,6 +281,14 @@ def quickstart(session: nox.Session) -> None:
     """Capture, train, evaluate and export on this machine's CPU; prints the run's folder."""
     install_wheels(session, "draftcore", *PLUGINS)
     session.run("python", "examples/quickstart/quickstart.py", QUICKSTART, *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Kill and freeze at random 200 times; DRAFTCORE_SEED=N repeats what a run printed."""
+    install_wheels(session, "draftcore")
+    session.env.setdefault("DRAFTCORE_SOAK", "200")
+    pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs)
 
 
 @nox.session(venv_backend="none")

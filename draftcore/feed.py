@@ -41,6 +41,7 @@ from draftcore.records import (
     SampleRef,
     StoreItem,
 )
+from draftcore.stores import StoreError
 from draftcore.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,11 @@ class Producer:
     def _held(self, task: CaptureTask) -> tuple[SampleRef, ...] | None:
         """The group's refs where the store has every member, captured the same way."""
         ids = task.group.feature_ids
-        held = self.store.lookup(ids)
+        try:
+            held = self.store.lookup(ids)
+        except StoreError:  # torn or altered: as if it was not there
+            forget(self.store, ids)
+            return None
         refs = tuple(held[i] for i in ids if i in held and held[i].provenance == self.provenance)
         return refs if len(refs) == len(ids) else None
 
@@ -145,15 +150,18 @@ class Source:
         producer: Producer | None,
         *,
         names: Sequence[str],
+        dtype: str,
+        width: int,
         provenance: str,
     ) -> None:
         self.plan, self.store, self.channel, self.producer = plan, store, channel, producer
-        self.names, self.provenance = frozenset(names), provenance
+        self.names, self.dtype, self.width = frozenset(names), dtype, width
+        self.provenance = provenance
         self.given_up: dict[str, str] = {}
         self.stop: Callable[[], bool] = lambda: False
 
     def start(self, step: int) -> None:
-        """Ask for the groups of each epoch anew; what a durable store holds is not captured again."""
+        """Ask for the groups of each epoch anew; what the store holds is not captured again."""
         self.channel.offer(self.plan.captures(step))
 
     def fetch(self, planned: PlannedStep) -> tuple[PlannedStep, tuple[SampleRef, ...]] | None:
@@ -192,17 +200,22 @@ class Source:
         logger.warning("features are captured again: %s", error)
         self.reject(lost or refs, str(error))
 
-    def close(self, *, finished: bool) -> tuple[SampleRef, ...]:
-        """End the run for producers; return the refs that it still holds."""
+    def close(self, *, finished: bool) -> None:
         if self.producer is not None:
             self.producer.close()
-        return self.channel.close("finished" if finished else "failed")
+        self.channel.close("finished" if finished else "failed")
 
     def _wait(self, step: PlannedStep) -> bool:
         if self.stop():
             return False
         if self.producer is None:
             time.sleep(IDLE)
+            if spare := self.channel.evict(step):
+                logger.warning(
+                    "the store is full: samples that are needed later are captured again"
+                )
+                self.store.free(spare)
+                self.start(step.index)
         elif self.producer.run_once() is None:
             raise DraftcoreError(f"step {step.index} waits for samples that nobody captures")
         return True
@@ -241,6 +254,13 @@ class Source:
             return (
                 f"sample {ref.feature_id} has not {length} rows of {', '.join(short) or 'tokens'}"
             )
+        form = (length, self.width), self.dtype
+        for spec in ref.tensors:
+            if spec.name in self.names and (spec.shape, spec.dtype) != form:
+                return (
+                    f"sample {ref.feature_id} has {spec.name} of shape {list(spec.shape)} and "
+                    f"{spec.dtype}, not of {list(form[0])} and {self.dtype}"
+                )
         return ""
 
     def _readable(self, ref: SampleRef) -> bool:
@@ -278,6 +298,8 @@ class Feed:
         """
 
         def begin() -> None:
+            if not self.durable:  # what a killed run left has a place in nobody's books
+                forget(self.store, self.source.plan.feature_ids)
             self.source.stop = stop
             self.source.given_up |= given_up
             self.source.start(step)
@@ -328,9 +350,9 @@ class Feed:
 
     def close(self) -> None:
         if "source" in self.__dict__:
-            held = self.source.close(finished=self.finished)
+            self.source.close(finished=self.finished)
             if self.finished and not self.durable:
-                self.store.free(held)
+                forget(self.store, self.source.plan.feature_ids)
         self.store.close()
 
     def _open(self, refs: Sequence[SampleRef], stack: ExitStack) -> Sequence[Handle]:
@@ -347,6 +369,15 @@ class Feed:
         used = self.source.channel.advance(step.index + 1)
         if not self.durable:
             self.store.free(used)
+
+
+def forget(store: FeatureStore, feature_ids: Sequence[str]) -> None:
+    """Free all that a store holds of these samples, readable or not."""
+    try:
+        store.free(store.lookup(feature_ids).values())
+    except StoreError:
+        for feature_id in feature_ids:
+            store.abort(feature_id)
 
 
 def _packed(found: tuple[PlannedStep, tuple[SampleRef, ...]] | None) -> Any:

@@ -7,18 +7,19 @@ claims return, and what it had not published does not count.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from draftcore.channels import ChannelEnded
 from draftcore.errors import DraftcoreError
-from draftcore.feed import Producer
+from draftcore.feed import Producer, forget
 from draftcore.records import CaptureTask, SampleRef
-from draftcore.run import Run
+from draftcore.run import PATIENCE, Run
 from draftcore.stores import StoreFull
 from draftcore.training.trainer import stop_on_signal
 
 WAIT = 1.0  # seconds that one request for a task may take
 ROOM = 0.05  # seconds between two attempts to put features into a full store
+TELL = 1.0  # seconds between two words to the trainer that there is no room
 
 
 def produce(run: Run) -> str:
@@ -26,39 +27,51 @@ def produce(run: Run) -> str:
 
     Raises DraftcoreError where the trainer stays away, or the data here is not the trainer's.
     """
-    run.require_shared_store()
-    producer, captured, last = run.producer, 0, tuple[SampleRef, ...]()
+    captured = 0
     with stop_on_signal() as stop:
         try:
+            run.require_shared_store()
+            require_same_capture(run)
+            producer = run.producer
             while not stop:
                 task = run.channel.claim("producer", WAIT)
                 if task is None:
                     continue
                 require_same_data(run, task)
-                refs = outcome(producer, task, lambda: bool(stop))
-                last = () if isinstance(refs, Exception) else refs
-                run.channel.publish(task, refs)
-                captured += len(last)
+                found = outcome(producer, task, lambda: bool(stop))
+                if found is None:
+                    continue
+                run.channel.publish(task, found)
+                if isinstance(found, Exception) and not isinstance(found, DraftcoreError):
+                    raise found  # a new process may do better, where memory or a device gave out
+                captured += len(task.group.rows)
         except ChannelEnded as ended:
-            if not run.durable:
-                run.store.free(last)  # nobody read of it any more, or it is freed already
+            if ended.state == "finished" and "store" in run.__dict__ and not run.durable:
+                forget(run.store, run.samples.feature_ids)  # what was put too late for the trainer
             return f"{ended}; {captured} samples captured here"
     return f"interrupted; {captured} samples captured here"
 
 
 def outcome(
     producer: Producer, task: CaptureTask, stop: Callable[[], bool]
-) -> tuple[SampleRef, ...] | Exception:
-    """A task's refs, or why there are none. A full store is waited for: the trainer empties it."""
-    while True:
+) -> Sequence[SampleRef] | Exception | None:
+    """A task's refs, or why there are none; None where asked to stop.
+
+    A full store is waited for, and the trainer is told: it empties the store. Raises as `claim`
+    does where it waits for nothing any more.
+    """
+    told = time.monotonic()
+    while not stop():
         try:
             return producer.refs(task)
-        except StoreFull as full:
-            if stop():
-                return full
+        except StoreFull:
+            if time.monotonic() - told >= TELL:
+                producer.channel.wait_for_room(task)
+                told = time.monotonic()
             time.sleep(ROOM)
-        except DraftcoreError as error:
+        except Exception as error:
             return error
+    return None
 
 
 def require_same_data(run: Run, task: CaptureTask) -> None:
@@ -70,4 +83,16 @@ def require_same_data(run: Run, task: CaptureTask) -> None:
             f"the data here is not the trainer's: rows {list(task.group.rows)} are {', '.join(here)}, "
             f"for the trainer {', '.join(task.group.feature_ids)}\n"
             "  give the producer the trainer's data file, target and data settings"
+        )
+
+
+def require_same_capture(run: Run) -> None:
+    """Raise DraftcoreError where features made here would not be what the trainer asks for."""
+    theirs = run.channel.about(PATIENCE)["provenance"]
+    if theirs != run.provenance:
+        raise DraftcoreError(
+            "features captured here are not what the trainer trains on\n"
+            "  as [target, features, dtype, capture, capture.batch]\n"
+            f"  here: {run.provenance}\n  trainer: {theirs}\n"
+            "  give the producer the trainer's target, algorithm and capture settings"
         )

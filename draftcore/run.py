@@ -220,7 +220,15 @@ class Run:
     def channel_uri(self) -> str:
         if self.config.channel != "auto":
             return self.config.channel
-        return "memory" if self.role == "both" else f"sqlite:{quote(str(self.folder))}/channel.db"
+        if self.role == "both":
+            return "memory"
+        # Named by where the run ends: one that is made longer finds its old channel finished.
+        train = self.config.train
+        end = f"{train.epochs}-{train.max_steps}" if train.max_steps else f"{train.epochs}"
+        uri = f"sqlite:{quote(str(self.folder))}/channel-{end}.db"
+        if self.role == "producer" or (limit := self.store.stats().limit_bytes) is None:
+            return uri
+        return f"{uri}?limit_bytes={limit // 2}"  # what is free in a ring may lie scattered
 
     @functools.cached_property
     def durable(self) -> bool:
@@ -257,13 +265,15 @@ class Run:
         return Feed(self.ranks, self.store, self._source, names=names, durable=self.durable)
 
     def _source(self) -> Source:
-        self.channel.announce({"store": self.store.uri})
+        self.channel.announce({"store": self.store.uri, "provenance": self.provenance})
         return Source(
             self.plan,
             self.store,
             self.channel,
             self.producer if self.role == "both" else None,
             names=self.request.names,
+            dtype=self.request.dtype,
+            width=self.target.text_config.hidden_size,
             provenance=self.provenance,
         )
 

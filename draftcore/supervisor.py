@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -52,7 +53,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.env},
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
-                preexec_fn=_die_with_parent,
+                preexec_fn=functools.partial(_die_with_parent, os.getpid()),
             )
 
     @property
@@ -64,14 +65,14 @@ class Child:
         if self.process is not None and self.code is None:
             self.process.send_signal(number)
 
-    def end(self, seconds: float) -> None:
-        """Wait for the end so long, then ask for it, then force it."""
+    def end(self, seconds: float, asked: float = 1.0) -> None:
+        """Wait for the end so long, ask for it and wait for `asked` seconds, then force it."""
         assert self.process is not None
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
+        for number, wait in ((None, seconds), (signal.SIGTERM, asked), (signal.SIGKILL, GRACE)):
             if number is not None:
                 self.send(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(seconds)
+                self.process.wait(wait)
                 return
 
     def tail(self, lines: int = 12) -> str:
@@ -104,11 +105,14 @@ class Supervisor:
             finally:
                 for child in (*self.ranks, *self.producers):
                     if child.process is not None:
-                        child.end(GRACE if child in self.producers and not self.asked else 1.0)
+                        patient = child in self.producers and not self.asked
+                        # A trainer that is asked to end writes its checkpoint first.
+                        child.end(GRACE if patient else 1.0, GRACE if child in self.ranks else 1.0)
 
-    def _ask(self, number: int) -> None:
+    def _ask(self, number: int, again: bool | None = None) -> None:
         """Pass a first signal on to the trainer, which saves and stops; a second ends all."""
-        again, self.asked = self.asked, number
+        again = bool(self.asked) if again is None else again
+        self.asked = number
         for child in self.ranks:
             child.send(signal.SIGKILL if again else signal.SIGTERM)
 
@@ -120,6 +124,8 @@ class Supervisor:
                 child.env |= {"WORLD_SIZE": str(len(self.ranks)), "MASTER_PORT": port}
                 child.env["MASTER_ADDR"] = "127.0.0.1"
             child.start()
+        if self.asked:  # while there was nobody to pass it on to
+            self._ask(self.asked, again=False)
 
     def _watch_ranks(self) -> int | None:
         """Return the trainer's exit status once it ended for good; restart ranks that were killed."""
@@ -155,8 +161,10 @@ class Supervisor:
             )
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os._exit(1)
 
 
 def _free_port() -> int:

@@ -63,6 +63,21 @@ class Channel(Protocol):
         """
         ...
 
+    def wait_for_room(self, task: CaptureTask) -> None:
+        """A producer holds a task's features, and the store has no room for them.
+
+        Returns at once. Raises where nobody waits for them any more, as `claim` does.
+        """
+        ...
+
+    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+        """Let go of what `step` does not need, where producers wait for room and it waits for them.
+
+        Returns the refs to be freed, of groups which are captured again once they are offered again;
+        none where nobody waits for room. Raises DraftcoreError where nothing is left to let go of.
+        """
+        ...
+
     def announce(self, about: Mapping[str, str]) -> None:
         """Tell producers what they need to know of the trainer, such as where to put features."""
         ...
@@ -79,16 +94,20 @@ class Channel(Protocol):
         """
         ...
 
-    def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
-        """End this side of the run as `finished` or `failed`; return the refs that are held.
-
-        A finished run frees them; one that will be resumed finds them again.
-        """
+    def close(self, state: str = "finished") -> None:
+        """End this side; the trainer's ends the run as `finished`, or `failed` if it may go on."""
         ...
 
 
-class ChannelEnded(DraftcoreError):  # noqa: N818  how a producer's work normally ends
-    """The run is over, as its trainer said: a producer has nothing left to do."""
+class ChannelEnded(UsageError):  # noqa: N818  how a producer's work normally ends
+    """The run is over, as its trainer said: a producer has nothing left to do.
+
+    `state` is `finished`, or `failed` for a run that may be resumed.
+    """
+
+    def __init__(self, message: str, state: str) -> None:
+        super().__init__(message)
+        self.state = state
 
 
 def require_name(kind: str, name: str) -> str:

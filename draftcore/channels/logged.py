@@ -266,10 +266,11 @@ class LoggedChannel(ABC):
 
     def _require_unfinished(self, head: Head | None) -> None:
         if head is not None and head.state == "finished":
-            raise UsageError(
+            raise ChannelEnded(
                 f"the channel {self.uri!r} is of a run that is finished\n"
                 f"  channel: {head.run_id}, {head.state}; this run: {self.run_id}\n"
-                "  name another place for the channel, or remove this one"
+                "  name another place for the channel, or remove this one",
+                head.state,
             )
 
     def _require_open(self) -> None:
@@ -308,6 +309,12 @@ class LoggedChannel(ABC):
     def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
         self._other_end("reject")
 
+    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+        self._other_end("evict")
+
+    def wait_for_room(self, task: CaptureTask) -> None:
+        self._other_end("wait_for_room")
+
     def announce(self, about: Mapping[str, str]) -> None:
         self._other_end("announce")
 
@@ -324,7 +331,7 @@ class LoggedChannel(ABC):
         self._other_end("publish")
 
     @abstractmethod
-    def close(self, state: str = "finished") -> tuple[SampleRef, ...]: ...
+    def close(self, state: str = "finished") -> None: ...
 
     def _other_end(self, method: str) -> NoReturn:
         role = "trainer" if isinstance(self, TrainerEnd) else "producer"
@@ -416,6 +423,10 @@ class TrainerEnd(LoggedChannel):
         self._require_open()
         return self._books.reject(refs, reason)
 
+    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+        self._require_open()
+        return self._books.evict(step)
+
     def announce(self, about: Mapping[str, str]) -> None:
         self._require_open()
         self._about = dict(about)
@@ -425,23 +436,22 @@ class TrainerEnd(LoggedChannel):
         self._require_open()
         return self._books.advance(step_index)
 
-    def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
+    def close(self, state: str = "finished") -> None:
         """End the run for all producers: `finished`, or `failed` for one that will be resumed."""
         if state not in STATES[1:]:
             raise ValueError(f"a channel ends in one of {STATES[1:]}, not {state!r}")
         if not self._stop():
-            return ()
+            return
+        self._books.close()
         try:
             head = Head.of(self._log)
             if head is not None and head.session == self.name:
                 self._set_head(state)
-                self._take(self._log.read(), time.monotonic())
         except DraftcoreError:
             if self._failure is None:  # else it is what has been told before
                 raise
         finally:
             self._log.close()
-        return self._books.close()
 
     # ------------------------------------------------------------ the thread
 
@@ -496,6 +506,8 @@ class TrainerEnd(LoggedChannel):
             self._books.publish(task, DraftcoreError(reason))
         elif kind == "returned":
             self._books.give_back(task)
+        elif kind == "full":
+            self._books.wait_for_room(task)
         else:
             raise ValueError(f"unknown kind {kind!r}")
 
@@ -646,16 +658,19 @@ class ProducerEnd(LoggedChannel):
             record |= {"kind": "published", "refs": [ref.to_json() for ref in refs]}
         self._log.append([(self._session, record)])
 
-    def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
+    def wait_for_room(self, task: CaptureTask) -> None:
+        self._require_open()
+        self._log.append([(self._session, {"kind": "full", "task": task.to_json()})])
+
+    def close(self, state: str = "finished") -> None:
         """Leave: what this process had claimed is handed out again. `state` is the trainer's."""
         if not self._stop():
-            return ()
+            return
         with suppress(DraftcoreError):  # it only spares the others the ttl
             if self._session and not isinstance(self._failure, ChannelEnded):
                 self._log.append([(self._session, {"kind": "left"})])
             self._log.drop(self.name)
         self._log.close()
-        return ()
 
     def _news(self, producer: str) -> bool:
         waiting = producer in self._wants and producer not in self._answers
@@ -712,7 +727,8 @@ class ProducerEnd(LoggedChannel):
         if head is None or (head.state == "failed" and head.session != self._session):
             return  # not there yet: a run that failed before this process came may be resumed
         if head.state != "running":
-            raise ChannelEnded(f"run {self.run_id} is {head.state}: nothing is left to capture")
+            ended = f"run {self.run_id} is {head.state}: nothing is left to capture"
+            raise ChannelEnded(ended, head.state)
         self._about = head.about
         if head.session != self._session:
             if self._session:

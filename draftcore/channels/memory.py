@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from draftcore.channels import Credit, require_claim, require_metadata, require_refs_of
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import CaptureTask, PlannedStep, SampleId, SampleRef
-from draftcore.uris import parse_uri
+from draftcore.uris import format_size, parse_uri
 
 UNLIMITED = sys.maxsize  # who pumps on demand, as a colocated run does, never runs ahead
 RESUME_AT = 0.75  # of the limits, so that producers work in stretches and not group by group
@@ -83,6 +83,8 @@ class _Books:
     cursor: int = 0
     epoch: int = 0  # of the last step behind the cursor
     given_up: dict[str, str] = field(default_factory=dict)
+    full: set[int] = field(default_factory=set)  # groups in flight that wait for room in the store
+    evicted: bool = True  # False: the last eviction found nothing, and no step came since
     # Stale refs of groups that are not held: of those that were released, and of those that an
     # earlier session had handed out, which are likely to be found in the store and served again.
     late: dict[int, dict[SampleRef, None]] = field(default_factory=dict)
@@ -220,6 +222,7 @@ class MemoryChannel:
                 books.waiting = step
                 self._mutex.notify_all()
                 return None
+            books.evicted = True
             self._next_task()  # notes the promises this step relies on, before they are kept
             if step.index not in books.steps:
                 books.steps[step.index] = step
@@ -265,21 +268,50 @@ class MemoryChannel:
                 self._fail(group, DraftcoreError(reason))
             return tuple(rejected)
 
+    def wait_for_room(self, task: CaptureTask) -> None:
+        with self._mutex:
+            self._require_open()
+            group = self._books.groups.get(task.group.index)
+            if group is not None and group.claim == task.claim and group.outcome is None:
+                self._books.full.add(task.group.index)
+
+    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+        with self._mutex:
+            self._require_open()
+            books, needed = self._books, {sample.feature_id for sample in step.samples}
+            pending = {i: g for i, g in books.groups.items() if g.claim and g.outcome is None}
+            books.full &= pending.keys()
+            coming = [
+                group
+                for index, group in pending.items()
+                if index not in books.full and not needed.isdisjoint(group.task.group.feature_ids)
+            ]
+            if coming or not books.full:
+                return ()
+            books.full = set()  # who still waits says so again
+            spare = [
+                group
+                for group in books.groups.values()
+                if group.refs and needed.isdisjoint(group.task.group.feature_ids)
+            ]
+            if not spare and not books.evicted:
+                raise self._too_small(step)
+            books.evicted = bool(spare)
+            books.leaving = {group.task.group.index for group in spare}
+            return tuple(ref for group in spare for ref in self._release(group))
+
     def announce(self, about: Mapping[str, str]) -> None:
         """Nobody else is there to be told."""
 
     def about(self, wait: float) -> Mapping[str, str]:
         return {}
 
-    def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
+    def close(self, state: str = "finished") -> None:
         """End both sides: whatever is called from now on raises."""
         with self._mutex:
-            books, self._books, self._closed = self._books, _Books(), True
+            self._closed = True
+            self._books = _Books()
             self._mutex.notify_all()
-        held = {ref: None for group in books.groups.values() for ref in (*group.refs, *group.stale)}
-        for refs in (*books.late.values(), *books.inherited.values()):
-            held |= refs
-        return tuple(held)
 
     # ------------------------------------------------------------ tasks
 
@@ -371,6 +403,14 @@ class MemoryChannel:
             f"step {self._books.waiting.index} waits for sample {sample.feature_id!r} of epoch "
             f"{sample.epoch}, and no task is left that would capture it\n"
             "  offer the tasks from this step on: its features were released, or never offered"
+        )
+
+    def _too_small(self, step: PlannedStep) -> DraftcoreError:
+        held = sum(ref.nbytes for group in self._books.groups.values() for ref in group.refs)
+        return DraftcoreError(
+            f"the store is full with what step {step.index} needs, {format_size(held)}, and lacks room "
+            "for the rest of it\n"
+            "  raise max_bytes in the store's URI, or lower train.batch or topology.producers"
         )
 
     # ------------------------------------------------------------ refs

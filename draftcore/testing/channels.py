@@ -535,13 +535,6 @@ class ChannelSuite(Suite):
         channel.announce({"store": "shm:here"})
         assert channel.about(10.0) == {"store": "shm:here"}
 
-    def test_closing_returns_what_is_held(self, channel: "Ends") -> None:
-        publish_all(channel)
-        channel.received(step(0))
-        channel.received(step(1))
-        assert set(ids(channel.advance(2))) == set("abcd")
-        assert set(ids(channel.close())) == set("efgh")
-
     # ------------------------------------------------------------ ends
 
     def test_a_sample_that_nobody_will_capture_is_named(self, channel: "Ends") -> None:
@@ -907,16 +900,21 @@ class Ends:
     def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
         return self.trainer.reject(refs, reason)
 
+    def wait_for_room(self, task: CaptureTask) -> None:
+        self.producer.wait_for_room(task)
+
+    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+        return self.trainer.evict(step)
+
     def announce(self, about: Mapping[str, str]) -> None:
         self.trainer.announce(about)
 
     def about(self, wait: float) -> Mapping[str, str]:
         return self.producer.about(wait)
 
-    def close(self, state: str = "finished") -> tuple[SampleRef, ...]:
-        if not self.both:
-            self.producer.close(state)
-        return self.trainer.close(state)
+    def close(self, state: str = "finished") -> None:
+        self.producer.close(state)
+        self.trainer.close(state)
 
 
 # ---------------------------------------------------------------- pieces of the tests

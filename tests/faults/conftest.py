@@ -1,0 +1,207 @@
+"""A run of several processes that is to be harmed, and what must hold when it has finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from draftcore.testing.targets import conversations
+
+HERE = Path(__file__).parent
+EPOCHS, SAMPLES = 2, 48
+
+
+class Drill:
+    """A project whose algorithm counts uses; one command, started as often as it takes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        target: Path,
+        *,
+        channel: str = "",
+        samples: int = SAMPLES,
+        **changes: Any,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.run, self.yaml = folder, folder / "run", folder / "run.yaml"
+        self.samples, self.sabotage = samples, ""
+        self.marks = folder / "marks"
+        self.marks.mkdir()
+        config: dict[str, Any] = {
+            "run": str(self.run),
+            "target": {"path": str(target), "dtype": "float32", "device": "cpu"},
+            "data": {
+                "train": str(conversations(folder / "train.jsonl", samples)),
+                "max_length": 256,
+            },
+            "algorithm": {"name": "witness"},
+            "capture": {"batch": 4},
+            "train": {
+                "batch": 4,
+                "epochs": EPOCHS,
+                "lr": 1.0,
+                "schedule": "constant",
+                "betas": [0.0, 0.0],
+                "log_every": 1,
+                "checkpoint_every": 4,
+                "device": "cpu",
+                "rank_timeout": 10,
+            },
+        }
+        if channel:
+            config["channel"] = channel.format(folder)
+            config["topology"] = {"producers": 2, "restarts": 40}
+        for key, value in changes.items():
+            config[key] = (
+                value.format(folder) if isinstance(value, str) else {**config.get(key, {}), **value}
+            )
+        self.yaml.write_text(yaml.safe_dump(config))
+
+    # ------------------------------------------------------------ processes
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start `train`, which supervises the rest."""
+        loose = [
+            part for name in ("witness", "saboteur") for part in ("--plugin", HERE / f"{name}.py")
+        ]
+        command = [sys.executable, "-m", "draftcore", *loose, "train", self.yaml, *arguments]
+        env = {"OMP_NUM_THREADS": "1", "SABOTAGE": self.sabotage, "SABOTAGE_MARKS": str(self.marks)}
+        with (self.folder / "output.log").open("a") as output:
+            return subprocess.Popen(
+                list(map(str, command)),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **env},
+            )
+
+    def wait(self, process: subprocess.Popen[str], seconds: float = 600) -> int:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            states = [(pid, self.command(pid)) for pid in self.processes()]
+            self.kill_all()
+            process.wait()
+            pytest.fail(f"it hangs; alive: {states}\n{self.output()}")
+
+    def finish(self, *arguments: str, code: int = 0) -> str:
+        """Run the command to its end; returns what it wrote."""
+        log = self.folder / "output.log"
+        before = log.stat().st_size if log.exists() else 0
+        found = self.wait(self.start(*arguments))
+        assert found == code, self.output()
+        return log.read_text()[before:]
+
+    def output(self) -> str:
+        files = [self.folder / "output.log", *sorted((self.run / "logs").glob("*"))]
+        return "\n".join(f"--- {f.name}\n{f.read_text()}" for f in files if f.exists())
+
+    def processes(self) -> list[int]:
+        """All processes of this run, found by the file they were given."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            if str(self.yaml) in self.command(int(folder.name)):
+                found.append(int(folder.name))
+        return sorted(found)
+
+    def producers(self) -> list[int]:
+        return [pid for pid in self.processes() if "--role producer" in self.command(pid)]
+
+    def trainers(self) -> list[int]:
+        return [pid for pid in self.processes() if "--role trainer" in self.command(pid)]
+
+    @staticmethod
+    def command(pid: int) -> str:
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            return ""
+
+    def kill_all(self, number: int = signal.SIGKILL) -> None:
+        for pid in self.processes():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def until(self, condition: Callable[[], Any], process: Any = None, seconds: float = 300) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert process is None or process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.01)
+        return found
+
+    # ------------------------------------------------------------ what came out
+
+    def steps(self) -> int:
+        file = self.run / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def losses(self) -> dict[int, float]:
+        lines = (self.run / "metrics.jsonl").read_text().splitlines()
+        assert len({json.loads(line)["step"] for line in lines}) == len(lines)
+        return {r["step"]: r["loss"] for r in map(json.loads, lines)}
+
+    def last(self) -> Path:
+        return max((self.run / "checkpoints").glob("step-*"))
+
+    def uses(self) -> dict[int, float]:
+        """How often each row was trained on, said by the weights."""
+        counts = load_file(self.last() / "draft.safetensors")["uses"].tolist()
+        assert not any(counts[self.samples :]), "a sample that is not there was used"
+        return dict(enumerate(counts[: self.samples]))
+
+    def state(self) -> dict[str, Any]:
+        return json.loads((self.last() / "state.json").read_text())
+
+    def require_done(self, without: frozenset[int] = frozenset()) -> None:
+        """Every sample was used once per epoch, and the run left nothing behind."""
+        found = self.uses()
+        wrong = {row: n for row, n in found.items() if n != (0 if row in without else EPOCHS)}
+        assert not wrong, f"uses by row: {wrong}"
+        self.require_clean()
+
+    def require_clean(self) -> None:
+        self.until(lambda: not self.processes(), seconds=60)
+        run_id = json.loads((self.run / "run.json").read_text())["run_id"]
+        left = [path.name for path in Path("/dev/shm").iterdir() if run_id in path.name]
+        left += [str(path) for path in self.run.rglob("*.tmp")]
+        assert not left, f"left behind: {left}"
+        channels = [*self.folder.glob("channel*"), *self.run.glob("channel*")]
+        files = [file for one in channels for file in (one, *one.rglob("*"))]
+        assert sum(file.stat().st_size for file in files) < 2**20, "letters pile up"
+
+
+@pytest.fixture
+def drill(tmp_path: Path, target_folder: Path) -> Any:
+    made: list[Drill] = []
+
+    def make(**changes: Any) -> Drill:
+        made.append(Drill(tmp_path / f"drill-{len(made)}", target_folder, **changes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill_all(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> dict[int, float]:
+    """The losses of the same run in one process, with nothing in its way."""
+    one = Drill(tmp_path_factory.mktemp("undisturbed") / "one", target_folder)
+    one.finish()
+    assert set(one.uses().values()) == {EPOCHS}
+    return one.losses()

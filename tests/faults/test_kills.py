@@ -1,0 +1,114 @@
+"""kill -9, freezing and Ctrl-C: the weights say that nothing was lost and nothing done twice."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+SQLITE = "sqlite:{}/channel.db?ttl=2"
+PRODUCER = ["captured@2", "put@3", "published@2"]
+TRAINER = ["leased@3", "midstep@5", "stepped@3", "written", "unmarked", "freeing@2", "freed@2"]
+POINTS = [*PRODUCER, *TRAINER]
+ROUNDS = int(os.environ.get("DRAFTCORE_SOAK", "4"))
+
+
+def test_a_process_may_be_killed_at_any_named_point(drill, undisturbed):
+    run = drill(channel=SQLITE)
+    run.sabotage = " ".join(f"kill:{point}" for point in POINTS)
+    run.finish()
+    assert {mark.name for mark in run.marks.iterdir()} == {f"kill-{point}" for point in POINTS}
+    run.require_done()
+    assert run.losses() == undisturbed
+
+
+def test_the_same_command_goes_on_whatever_ended_it(drill, undisturbed):
+    run = drill(channel=SQLITE)
+    run.sabotage = "pace:0.2"
+    supervisor = run.start()
+    run.until(lambda: run.steps() >= 3, supervisor)
+    supervisor.kill()
+    supervisor.wait()
+    run.until(lambda: not run.processes())  # its children went with it
+
+    supervisor = run.start()
+    run.until(lambda: run.steps() >= 8, supervisor)
+    run.kill_all()
+    supervisor.wait()
+
+    supervisor = run.start()
+    run.until(lambda: run.steps() >= 13, supervisor)
+    supervisor.send_signal(signal.SIGINT)
+    assert run.wait(supervisor) == 130
+    assert "interrupted: step" in run.output()
+    run.until(lambda: not run.processes())
+    assert run.state()["step"] >= 13
+
+    run.sabotage = ""
+    assert "resuming from step" in run.finish("topology.producers=1")
+    run.require_done()
+    assert run.losses() == undisturbed
+
+
+def test_processes_may_freeze_for_longer_than_the_others_wait(drill, undisturbed):
+    run = drill(channel=SQLITE)
+    points = ["captured@2", "published@3", "midstep@4"]
+    run.sabotage = "pace:0.3 " + " ".join(f"freeze:{point}" for point in points)
+    supervisor = run.start()
+    waiting = {point.partition("@")[0] for point in points}
+    while waiting:
+        frozen = run.until(lambda: [p for p in waiting if (run.marks / f"frozen-{p}").exists()])
+        time.sleep(3)
+        for point in frozen:
+            os.kill(int((run.marks / f"frozen-{point}").read_text()), signal.SIGCONT)
+            waiting.remove(point)
+    assert run.wait(supervisor) == 0, run.output()
+    run.require_done()
+    assert run.losses() == undisturbed
+
+
+def test_random_processes_are_killed_or_frozen_at_random_moments(drill, undisturbed):
+    seed = int(os.environ.get("DRAFTCORE_SEED", time.time_ns() % 1_000_000))
+    print(f"DRAFTCORE_SEED={seed}")
+    chance = random.Random(seed)
+    run = drill(channel=SQLITE, topology={"restarts": 4 * ROUNDS})
+    run.sabotage = "pace:0.1"
+    supervisor = run.start()
+    for _ in range(ROUNDS):
+        time.sleep(chance.uniform(0.2, 9))
+        if supervisor.poll() is not None:
+            break
+        victim = chance.choice(run.processes() or [supervisor.pid])
+        how = chance.choice(["kill", "kill", "freeze"])
+        print(f"{how} {run.command(victim)[-60:]!r} at step {run.steps()}")
+        harm(run, victim, how)
+        if supervisor.poll() is not None:
+            run.until(lambda: not run.processes())
+            supervisor = run.start()
+    if run.wait(supervisor) != 0:
+        run.finish()
+    run.require_done()
+    assert run.losses() == undisturbed
+
+
+def harm(run, victim, how):
+    try:
+        os.kill(victim, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        time.sleep(0.5 if how == "kill" else 3)
+        if how == "freeze":
+            os.kill(victim, signal.SIGCONT)
+    except ProcessLookupError:
+        return
+
+
+def test_ranks_may_be_killed_and_their_number_may_change(drill, undisturbed):
+    run = drill(topology={"producers": 1, "ranks": 2, "restarts": 9})
+    run.sabotage = "kill:midstep@4 kill:stepped@3 kill:leased@5 pace:0.05"
+    run.finish("train.max_steps=13")
+    assert len(list(run.marks.iterdir())) == 3
+    run.sabotage = ""
+    assert "resuming from step 13 of 24" in run.finish("topology.ranks=1")
+    run.require_done()
+    assert run.losses() == pytest.approx(undisturbed, rel=1e-5)
+    assert "already trained: 24 steps" in run.finish("topology.ranks=1")

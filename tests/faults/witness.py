@@ -1,0 +1,80 @@
+"""Algorithm `witness`: its one weight counts how often each sample was trained on.
+
+A sample's scalar has the gradient -16 / batch in the steps that use it. With betas (0, 0), no
+clipping and a constant rate of 1, AdamW moves it by lr * g / |g|: by exactly 1, whatever the
+denominator, and everything else by 0. So the trained tensor is the number of uses, sample for
+sample, and lies where every draft's weights lie: sharded over ranks, saved and rolled back with
+the checkpoint. The row is read from the tokens that came with the features, so features that are
+taken for another sample's show as well. The reported loss depends on every feature and weight to
+the last bit.
+"""
+
+import re
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from draftcore import hookimpl
+from draftcore.offers import Offer
+from draftcore.records import Draft, DraftBatch, FeatureRequest, StepOutput, TrainingDefaults
+
+ROWS = 512  # more than any drill has: the table does not depend on the data
+
+
+class Witness(nn.Module):
+    def __init__(self, tokenizer):
+        super().__init__()
+        self.uses = nn.Parameter(torch.zeros(ROWS))
+        self.tokenizer = tokenizer
+
+    def rows(self, batch):
+        """The number in `q17?`, with which every conversation of a drill begins."""
+        texts = map(self.tokenizer.decode, batch.token_ids_BT)
+        return torch.tensor([int(re.search(r"q(\d+)\?", text)[1]) for text in texts])
+
+    def forward(self, batch, context):
+        counted_B = batch.loss_mask_BT.any(1).to(torch.float32)
+        uses_B = self.uses[self.rows(batch)]
+        features_B = sum(value.double().sum((1, 2)) for value in batch.features.values())
+        shown = (features_B * counted_B).sum().float()
+        denominator = counted_B.sum()
+        return StepOutput(shown - 16 * (uses_B * counted_B).sum(), denominator, {})
+
+
+@hookimpl
+def describe():
+    return [Offer("algorithm", "witness")]
+
+
+@hookimpl
+def feature_request(target):
+    return FeatureRequest((1, target.num_layers - 2), last_hidden=True, dtype="float32")
+
+
+@hookimpl
+def build_draft(target):
+    module = Witness(target.tokenizer)
+    return Draft(
+        module=module,
+        config={},
+        defaults=TrainingDefaults(lr=1.0, warmup_ratio=0.0, clip=1e12),
+        parameter_groups=[{"params": [module.uses]}],
+    )
+
+
+@hookimpl
+def collate(samples):
+    pad = lambda parts: pad_sequence(list(parts), batch_first=True)  # noqa: E731
+    return DraftBatch(
+        ids=tuple(s.id for s in samples),
+        token_ids_BT=pad(s.token_ids_T for s in samples),
+        loss_mask_BT=pad(s.loss_mask_T for s in samples),
+        attention_mask_BT=pad(torch.ones_like(s.loss_mask_T) for s in samples),
+        features={n: pad(s.features[n] for s in samples) for n in samples[0].features},
+    )
+
+
+@hookimpl
+def forward_loss(draft, batch, context):
+    return draft.module(batch, context)
