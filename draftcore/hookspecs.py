@@ -71,8 +71,13 @@ class Specs:
         raise AssertionError
 
     @hookspec(firstresult=True)
-    def channel(self, name: str, uri: str, run_id: str, options: Any) -> Channel:
-        """Open the control plane at `uri` for the run `run_id`; another run's is refused. First result."""
+    def channel(
+        self, name: str, uri: str, run_id: str, options: Any, role: str = "both"
+    ) -> Channel:
+        """Open the control plane at `uri` for the run `run_id`; another run's is refused. First result.
+
+        `role` is the end to open, "trainer" or "producer"; "both" where one process is both.
+        """
         raise AssertionError
 
     @hookspec(firstresult=True)

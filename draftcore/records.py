@@ -211,10 +211,23 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class CaptureTask:
-    """A group to capture, for the samples' uses in `epoch` (and later ones, if refs are kept)."""
+    """A group to capture, for the samples' uses in `epoch` (and later ones, if refs are kept).
+
+    `claim` names one handing-out of it, so that a late publication is told from a current one.
+    """
 
     epoch: int
     group: CaptureGroup
+    claim: str = field(default="", compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CaptureTask:
+        group = data["group"]
+        lists = {"rows": tuple(group["rows"]), "feature_ids": tuple(group["feature_ids"])}
+        return cls(data["epoch"], CaptureGroup(**(group | lists)), data["claim"])
 
 
 @dataclass(frozen=True)
@@ -232,8 +245,8 @@ class Channel(Protocol):
         """Set what is to be captured, in the order it is needed; consumed lazily."""
         ...
 
-    def claim(self, producer: str) -> CaptureTask | None:
-        """Hand out the next task, or None when there is none or credit is used up."""
+    def claim(self, producer: str, wait: float = 0.0) -> CaptureTask | None:
+        """Hand out the next task; None when, for `wait` seconds, there is none or no credit."""
         ...
 
     def publish(self, task: CaptureTask, refs: Sequence[SampleRef] | Exception) -> None:
@@ -248,12 +261,20 @@ class Channel(Protocol):
         """
         ...
 
-    def credit(self) -> Credit: ...
-    def advance(self, step_index: int) -> tuple[SampleRef, ...]:
-        """Forget the steps before `step_index` and return the refs they alone have used."""
+    @property
+    def given_up(self) -> Mapping[str, str]:
+        """The samples whose last attempt at a capture failed, by feature id, with the reason."""
         ...
 
-    def close(self) -> None: ...
+    def credit(self) -> Credit: ...
+    def advance(self, step_index: int) -> tuple[SampleRef, ...]:
+        """Forget the steps before `step_index`; return the refs that nobody is going to use.
+
+        Free them before the next `receive`: until then their groups are not handed out.
+        """
+        ...
+
+    def close(self, state: str = "finished") -> None: ...
 
 
 # ---------------------------------------------------------------- data and drafts

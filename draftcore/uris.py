@@ -47,6 +47,16 @@ class Uri:
             )
         return int(text)
 
+    def seconds(self, option: str, default: float) -> float:
+        """Return an option as a number of seconds above zero."""
+        text = self.options.get(option, str(default))
+        if re.fullmatch(r"\d+(\.\d+)?", text) is None or float(text) == 0:
+            raise UsageError(
+                f"{option}={text} in {self.text!r} is not a time\n"
+                f"  write seconds above zero, for example {option}=30"
+            )
+        return float(text)
+
 
 def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> Uri:
     """Split a URI and check its options.

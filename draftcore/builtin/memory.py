@@ -28,9 +28,9 @@ def feature_store(name: str, uri: str) -> MemoryStore | None:
 
 
 @hookimpl
-def channel(name: str, uri: str, run_id: str) -> MemoryChannel | None:
+def channel(name: str, uri: str, run_id: str, role: str) -> MemoryChannel | None:
     if name != "memory":
         return None
     from draftcore.channels.memory import MemoryChannel
 
-    return MemoryChannel.open(uri, run_id)
+    return MemoryChannel.open(uri, run_id, role)

@@ -13,15 +13,24 @@ epochs.
 
 Credit bounds how far capture runs ahead. It yields to need: a step that the trainer waits for is
 captured even where credit is used up, since only that step can lead to an `advance`.
+
+These are also the books of every channel between processes. So each handing-out of a task has a
+name, the claim: a task whose producer left or failed is handed out again, before anything else,
+and what comes in late under the old name is *stale*. Stale refs are never served; `advance`
+returns them to be freed, but only once no producer can have published them a second time, having
+found them in the store.
 """
 
+import bisect
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from draftcore.channels import require_metadata
-from draftcore.errors import DraftcoreError
+from draftcore.channels import require_claim, require_metadata, require_refs_of
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import CaptureTask, Credit, PlannedStep, SampleId, SampleRef
 from draftcore.uris import parse_uri
 
@@ -31,13 +40,18 @@ RESUME_AT = 0.75  # of the limits, so that producers work in stretches and not g
 
 @dataclass
 class _Group:
-    """A claimed group. `due` holds the uses that are not behind the cursor yet, `received` counts
-    the uses between the trainer and the cursor."""
+    """A group that was handed out. `due` holds the uses that are not behind the cursor yet,
+    `received` counts the uses between the trainer and the cursor, `place` is its place in order."""
 
     task: CaptureTask
     due: set[SampleId]
+    place: int
+    stale: dict[SampleRef, None]  # freed with the group; ordered, as a set is not
     outcome: tuple[SampleRef, ...] | Exception | None = None  # None while in flight
     received: int = 0
+    claim: str = ""  # empty while it waits to be handed out again
+    producer: str = ""
+    failed_by: list[str] = field(default_factory=list)  # one name per attempt
 
     def promise(self, epoch: int) -> None:
         """Serve an epoch's uses too."""
@@ -58,36 +72,60 @@ class _Books:
 
     tasks: Iterator[CaptureTask] = field(default_factory=lambda: iter(()))
     upcoming: CaptureTask | None = None  # taken from `tasks`, not claimed yet
+    exhausted: bool = False  # all of `tasks` are taken
+    returned: list[_Group] = field(default_factory=list)  # to be handed out again, in order
+    claims: int = 0
+    producers: set[str] = field(default_factory=set)
     groups: dict[int, _Group] = field(default_factory=dict)
     group_of: dict[str, _Group] = field(default_factory=dict)
     steps: dict[int, PlannedStep] = field(default_factory=dict)  # received, not behind the cursor
     waiting: PlannedStep | None = None  # the step whose receive returned None
     cursor: int = 0
     epoch: int = 0  # of the last step behind the cursor
+    given_up: dict[str, str] = field(default_factory=dict)
+    # Stale refs of groups that are not held: of those that were released, and of those that an
+    # earlier session had handed out, which are likely to be found in the store and served again.
+    late: dict[int, dict[SampleRef, None]] = field(default_factory=dict)
+    inherited: dict[int, dict[SampleRef, None]] = field(default_factory=dict)
+    leaving: set[int] = field(default_factory=set)  # groups whose refs are being freed just now
 
 
 class MemoryChannel:
     """The queue of one run. `limit_refs` and `limit_bytes` bound what is captured ahead.
 
     A claimed group counts in refs at once and in bytes when it is published, so bytes may exceed
-    their limit by one group per producer.
+    their limit by one group per producer. A group whose capture fails is handed out `attempts`
+    times, to another producer if there is one; here once, as a colocated run fails at once anyway.
+    `session` begins the names of all claims.
     """
 
     def __init__(
-        self, run_id: str, *, limit_refs: int = UNLIMITED, limit_bytes: int = UNLIMITED
+        self,
+        run_id: str,
+        *,
+        limit_refs: int = UNLIMITED,
+        limit_bytes: int = UNLIMITED,
+        attempts: int = 1,
+        session: str = "",
     ) -> None:
-        self.run_id = run_id
+        self.run_id, self.attempts = run_id, attempts
+        self.session = session or uuid.uuid4().hex
         self.limit = Credit(limit_refs, limit_bytes)
         self._used = Credit(0, 0)
         self._paused = False
         self._books = _Books()
         self._closed = False
-        self._mutex = threading.Lock()
+        self._mutex = threading.Condition(threading.Lock())
 
     @classmethod
-    def open(cls, uri: str, run_id: str) -> "MemoryChannel":
+    def open(cls, uri: str, run_id: str, role: str = "both") -> "MemoryChannel":
         """Open `memory:` or `memory:?limit_refs=1024&limit_bytes=4GiB`."""
         parsed = parse_uri(uri, known=["limit_refs", "limit_bytes"])
+        if role != "both":
+            raise UsageError(
+                f"the channel {uri!r} has no {role}'s end: it does not leave its process\n"
+                "  set channel to sqlite:FILE for processes of one host, or to dir:FOLDER"
+            )
         return cls(
             run_id,
             limit_refs=parsed.count("limit_refs", UNLIMITED),
@@ -102,44 +140,63 @@ class MemoryChannel:
             self._require_open()
             books = self._books
             books.tasks, books.upcoming, books.waiting = iter(tasks), None, None
+            books.exhausted, books.leaving = False, set()
             books.cursor = books.epoch = 0
+            self._mutex.notify_all()
 
-    def claim(self, producer: str) -> CaptureTask | None:
-        """Hand out the next task whose group is not held, or None.
+    def claim(self, producer: str, wait: float = 0.0) -> CaptureTask | None:
+        """Hand out a task that came back, else the next one whose group is not held, or None.
 
         Raises DraftcoreError where the trainer waits for a sample that no task will bring.
         """
         with self._mutex:
-            self._require_open()
-            missing = self._missing()
-            task = self._next_task()
-            if task is None:
-                if missing:
-                    raise self._starved(missing[0])
-                return None
-            if not missing and not self._has_credit(len(task.group.rows)):
-                return None
-            self._books.upcoming = None
-            self._start(task)
+            task = self._claim(producer)
+            deadline = time.monotonic() + wait if wait and task is None else 0.0
+            while task is None and (left := deadline - time.monotonic()) > 0:
+                self._mutex.wait(left)
+                task = self._claim(producer)
             return task
 
     def publish(self, task: CaptureTask, refs: Sequence[SampleRef] | Exception) -> None:
         with self._mutex:
             self._require_open()
+            require_claim(task)
             group = self._books.groups.get(task.group.index)
-            if group is None or group.task != task or group.outcome is not None:
-                raise DraftcoreError(
-                    f"capture group {task.group.index} was published without a claim\n"
-                    "  publish each claimed task once"
-                )
+            current = group is not None and group.claim == task.claim and group.outcome is None
             if isinstance(refs, Exception):
-                group.outcome = refs
-                self._use(refs=-len(task.group.rows), nbytes=0)
+                if group is not None and current:
+                    self._fail(group, refs)
                 return
             require_metadata(refs)
-            _require_refs_of(task, refs)
+            require_refs_of(task, refs)
+            if group is None or not current:
+                self._keep_stale(task, refs)
+                return
             group.outcome = tuple(refs)
+            if self._books.given_up:
+                for feature_id in task.group.feature_ids:
+                    self._books.given_up.pop(feature_id, None)
             self._use(refs=0, nbytes=sum(ref.nbytes for ref in refs))
+
+    def give_back(self, task: CaptureTask) -> None:
+        """Hand a claimed task out again; harmless for a claim that is published or void."""
+        with self._mutex:
+            group = self._books.groups.get(task.group.index)
+            if group is not None and group.claim == task.claim and group.outcome is None:
+                self._return(group)
+
+    def leave(self, producer: str) -> None:
+        """A producer is gone: hand its claims out again, before anything else."""
+        with self._mutex:
+            self._books.producers.discard(producer)
+            for group in self._books.groups.values():
+                if group.producer == producer and group.claim and group.outcome is None:
+                    self._return(group)
+
+    @property
+    def given_up(self) -> Mapping[str, str]:
+        with self._mutex:
+            return dict(self._books.given_up)
 
     def credit(self) -> Credit:
         with self._mutex:
@@ -156,11 +213,12 @@ class MemoryChannel:
                     f"step {step.index} is behind step {books.cursor}, to which the run advanced\n"
                     "  its features are released: offer the tasks from that step on again"
                 )
-            books.waiting = None
+            books.waiting, books.leaving = None, set()
             refs = [self._ref(sample) for sample in step.samples]
             published = tuple(ref for ref in refs if ref is not None)
             if len(published) < len(refs):
                 books.waiting = step
+                self._mutex.notify_all()
                 return None
             self._next_task()  # notes the promises this step relies on, before they are kept
             if step.index not in books.steps:
@@ -170,7 +228,7 @@ class MemoryChannel:
             return published
 
     def advance(self, step_index: int) -> tuple[SampleRef, ...]:
-        """Move the cursor to a step and release the groups that no later step is due to use."""
+        """Move the cursor to a step; release the groups that no later step is due to use."""
         with self._mutex:
             self._require_open()
             books = self._books
@@ -186,15 +244,68 @@ class MemoryChannel:
                     touched[group.task.group.index] = group
             books.cursor = max(books.cursor, step_index)
             done = [group for group in touched.values() if not group.due and not group.received]
-            return tuple(ref for group in done for ref in self._release(group))
+            books.leaving = {group.task.group.index for group in done}
+            released = [ref for group in done for ref in self._release(group)]
+            if books.late or (books.inherited and books.exhausted):
+                released += self._stale_of_no_group()
+            self._mutex.notify_all()
+            return tuple(released)
 
-    def close(self) -> None:
+    def close(self, state: str = "finished") -> None:
         """End both sides: whatever is called from now on raises."""
         with self._mutex:
             self._closed = True
             self._books = _Books()
+            self._mutex.notify_all()
 
     # ------------------------------------------------------------ tasks
+
+    def _claim(self, producer: str) -> CaptureTask | None:
+        self._require_open()
+        books = self._books
+        books.producers.add(producer)
+        group = self._returned_for(producer) if books.returned else None
+        if group is None:
+            missing = self._missing()
+            task = self._next_task()
+            if task is None:
+                if missing:
+                    raise self._starved(missing[0])
+                return None
+            if task.group.index in books.leaving:
+                return None  # or the producer would find in the store what is being freed
+            if not missing and not self._has_credit(len(task.group.rows)):
+                return None
+            books.upcoming = None
+            group = self._start(task)
+        books.claims += 1
+        group.claim, group.producer = f"{self.session}.{books.claims}", producer
+        return CaptureTask(group.task.epoch, group.task.group, group.claim)
+
+    def _returned_for(self, producer: str) -> _Group | None:
+        """Take the first returned group, but one that this producer failed only if all others did.
+
+        A returned group has kept its credit.
+        """
+        for at, group in enumerate(self._books.returned):
+            if producer not in group.failed_by or self._books.producers <= set(group.failed_by):
+                return self._books.returned.pop(at)
+        return None
+
+    def _return(self, group: _Group) -> None:
+        group.claim = ""
+        bisect.insort(self._books.returned, group, key=lambda group: group.place)
+        self._mutex.notify_all()
+
+    def _fail(self, group: _Group, error: Exception) -> None:
+        group.failed_by.append(group.producer)
+        if len(group.failed_by) < self.attempts:
+            self._return(group)
+            return
+        group.outcome = error
+        self._books.given_up |= dict.fromkeys(group.task.group.feature_ids, str(error))
+        self._use(refs=-len(group.task.group.rows), nbytes=0)
+        self._mutex.notify_all()
 
     def _next_task(self) -> CaptureTask | None:
         """Peek at the next task, passing over those whose group is in flight or published."""
@@ -203,6 +314,7 @@ class MemoryChannel:
             if books.upcoming is None:
                 books.upcoming = next(books.tasks, None)
             if books.upcoming is None:
+                books.exhausted = True
                 return None
             held = books.groups.get(books.upcoming.group.index)
             if held is None or held.failed:
@@ -210,12 +322,14 @@ class MemoryChannel:
             held.promise(books.upcoming.epoch)
             books.upcoming = None
 
-    def _start(self, task: CaptureTask) -> None:
-        group = _Group(task, due=set())
+    def _start(self, task: CaptureTask) -> _Group:
+        books, index = self._books, task.group.index
+        stale = books.late.pop(index, {}) | books.inherited.pop(index, {})
+        group = books.groups[index] = _Group(task, set(), books.claims, stale)
         group.promise(task.epoch)
-        self._books.groups[task.group.index] = group
-        self._books.group_of.update(dict.fromkeys(task.group.feature_ids, group))
+        books.group_of.update(dict.fromkeys(task.group.feature_ids, group))
         self._use(refs=len(task.group.rows), nbytes=0)
+        return group
 
     def _missing(self) -> list[SampleId]:
         """The samples of the step that the trainer waits for which are not even in flight."""
@@ -264,7 +378,26 @@ class MemoryChannel:
         if not group.failed:
             nbytes = sum(ref.nbytes for ref in group.refs)
             self._use(refs=-len(group.refs), nbytes=-nbytes)
-        return group.refs
+        return (*group.refs, *(ref for ref in group.stale if ref not in group.refs))
+
+    def _keep_stale(self, task: CaptureTask, refs: Sequence[SampleRef]) -> None:
+        """Note refs of a void claim, or of a second publication, until they can be freed."""
+        books, index = self._books, task.group.index
+        group, ours = books.groups.get(index), task.claim.startswith(f"{self.session}.")
+        if group is None:
+            kept = (books.late if ours else books.inherited).setdefault(index, {})
+        else:
+            kept = group.stale
+        kept |= dict.fromkeys(refs)
+
+    def _stale_of_no_group(self) -> list[SampleRef]:
+        """Take the stale refs of groups that are not held, and are not about to be captured."""
+        books = self._books
+        stale, books.late = books.late, {}
+        if books.exhausted:
+            stale, books.inherited = stale | books.inherited, {}
+        books.leaving |= stale.keys()
+        return [ref for refs in stale.values() for ref in refs]
 
     # ------------------------------------------------------------ credit
 
@@ -292,15 +425,3 @@ class MemoryChannel:
             raise DraftcoreError(
                 f"the channel of run {self.run_id} is closed\n  open a new one to go on"
             )
-
-
-def _require_refs_of(task: CaptureTask, refs: Sequence[SampleRef]) -> None:
-    """Raise DraftcoreError unless the refs are the group's members, in its order."""
-    ids = tuple(ref.feature_id for ref in refs)
-    if ids != task.group.feature_ids:
-        raise DraftcoreError(
-            f"capture group {task.group.index} was published with other samples than its own\n"
-            f"  published: {', '.join(ids) or 'none'}\n"
-            f"  the group: {', '.join(task.group.feature_ids)}\n"
-            "  publish one ref per member, in the group's order"
-        )
