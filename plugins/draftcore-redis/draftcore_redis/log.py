@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ START = "0-0"  # before every entry of a stream
 AT_ONCE = 1000  # entries
 PAUSES = (0.05, 1.0)  # seconds between two tries, the first and the longest
 HURRY = 2.0  # seconds to wait for the server when the channel is being closed
+NUMBER = re.compile(rb"[0-9]{1,18}")
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 T = TypeVar("T")
@@ -47,7 +49,7 @@ class RedisLog:
         self._hurried = threading.Event()
         self._appending = threading.Lock()
         self._number = 0  # of the last letter written
-        self._incarnation = ""  # of the server, whose head was seen last
+        self._incarnation = ""  # of the server under which this process knows the head
         self._renewed = time.monotonic()
         self._position = START
         self._fetched: list[Entry] = []
@@ -86,11 +88,13 @@ class RedisLog:
         return text, about["run_id"]
 
     def set_head(self, head: Mapping[str, Any]) -> None:
-        def replace(client: redis.Redis) -> None:
-            record = {**head, "server": client.info("server")["run_id"]}
-            client.set(self._head, json.dumps(record), px=self._lifetime)
+        def replace(client: redis.Redis) -> str:
+            incarnation = client.info("server")["run_id"]
+            record = json.dumps({**head, "server": incarnation})
+            client.set(self._head, record, px=self._lifetime)
+            return str(incarnation)
 
-        self._call(replace)
+        self._incarnation = self._call(replace)
 
     # ------------------------------------------------------------ letters
 
@@ -120,7 +124,9 @@ class RedisLog:
     def trim(self) -> None:
         time_part, _, count = self._position.partition("-")
         following = f"{time_part}-{int(count) + 1}"
-        self._call(lambda client: client.xtrim(self._key(self.name), minid=following, approximate=False))
+        self._call(
+            lambda client: client.xtrim(self._key(self.name), minid=following, approximate=False)
+        )
 
     def drop(self, name: str) -> None:
         self._call(lambda client: client.delete(self._key(name)))
@@ -146,7 +152,7 @@ class RedisLog:
     def _letter(self, entry: Mapping[bytes, bytes]) -> Letter | None:
         writer = entry.get(b"writer", b"").decode("ascii", "replace")
         number = entry.get(b"number", b"")
-        if not number.isdigit():
+        if NUMBER.fullmatch(number) is None:
             report(writer[:64], f"no number, but {number[:80]!r}")
             return None
         if int(number) <= self._known.get(writer, 0):

