@@ -113,7 +113,7 @@ class SampleRef:
     provenance: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {**vars(self), "tensors": [{**vars(spec)} for spec in self.tensors]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SampleRef:

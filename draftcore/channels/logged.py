@@ -13,8 +13,9 @@ What keeps both ends right, whoever is killed or frozen at whatever moment:
 
 - A request is part of every beat until it is answered, and is answered once per number. An answer
   that nobody waits for any more is returned.
-- Times are arrivals on the own monotonic clock, read *before* the log is: what came in while this
-  process was frozen counts as heard now. Clocks of two machines are never compared.
+- Clocks of two machines are never compared: times are arrivals, on the own monotonic clock. Silence
+  is judged by the time *before* the log was read and arrivals get the time after, so that a process
+  that was frozen, wherever, first hears what came in meanwhile.
 - A producer that was declared dead and is not simply goes on: its old claims are void, and what
   it publishes under them is stale, by the claim's name.
 - A trainer whose session was replaced while it was frozen reads its own mailbox only, and ends.
@@ -32,6 +33,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -225,9 +227,9 @@ class LoggedChannel(ABC):
     def _hear(self, writer: str, record: Mapping[str, Any], now: float) -> None:
         """Deal with one record; KeyError, TypeError and ValueError mean that it is malformed."""
 
-    def _read(self, now: float) -> bool:
+    def _read(self) -> bool:
         letters = self._log.read()
-        self._take(letters, now)
+        self._take(letters, time.monotonic())
         self._unread += len(letters)
         if self._unread >= TRIM_AFTER:
             self._trim()
@@ -421,7 +423,7 @@ class TrainerEnd(LoggedChannel):
 
     def _pass(self) -> bool:
         now = time.monotonic()
-        heard = self._read(now)
+        heard = self._read()
         for name in [name for name, peer in self._peers.items() if self._dead(peer, now)]:
             logger.warning("producer %s is silent: its claims are handed out again", name)
             self._bury(name)
@@ -515,10 +517,12 @@ class TrainerEnd(LoggedChannel):
 
 def _requests(record: Mapping[str, Any]) -> dict[str, int]:
     requests = record["wants"]
+    if not isinstance(requests, dict):
+        raise ValueError(f"not requests: {requests!r:.80}")
     for claimant, request in requests.items():
         if NAME.fullmatch(claimant) is None or type(request) is not int:
             raise ValueError(f"not a request: {claimant!r:.80}, {request!r:.80}")
-    return dict(requests)
+    return requests
 
 
 def _task(record: Mapping[str, Any]) -> CaptureTask:
@@ -606,12 +610,11 @@ class ProducerEnd(LoggedChannel):
         """Leave: what this process had claimed is handed out again. `state` is the trainer's."""
         if not self._stop():
             return
-        try:
-            if self._session and self._failure is None:
+        with suppress(DraftcoreError):  # it only spares the others the ttl
+            if self._session and not isinstance(self._failure, ChannelEnded):
                 self._log.append([(self._session, {"kind": "left"})])
             self._log.drop(self.name)
-        finally:
-            self._log.close()
+        self._log.close()
 
     def _news(self, producer: str) -> bool:
         waiting = producer in self._wants and producer not in self._answers
@@ -621,7 +624,7 @@ class ProducerEnd(LoggedChannel):
 
     def _pass(self) -> bool:
         now = time.monotonic()
-        heard = self._read(now)
+        heard = self._read()
         if now - self._looked >= LOOK_EVERY:
             self._looked = now
             self._look(now)
@@ -670,8 +673,9 @@ class ProducerEnd(LoggedChannel):
         if head.state != "running":
             raise ChannelEnded(f"run {self.run_id} is {head.state}: nothing is left to capture")
         if head.session != self._session:
+            if self._session:
+                self._log.drop(self._session)
             with self._changed:
-                self._log.drop(self._session) if self._session else None
                 self._session, self._ttl, self._heard = head.session, head.ttl, now
                 self._answers.clear()
                 self._changed.notify_all()

@@ -26,6 +26,7 @@ from draftcore.uris import parse_uri
 
 POLL = 0.005  # seconds between two reads of an idle process; a read takes 20 µs
 BUSY = 60.0  # seconds to wait for the others' commits
+WAL_PAGES = 256  # 1 MiB; what is read is deleted, so little else would bound the file
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS head (one INTEGER PRIMARY KEY CHECK (one = 1), body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS letters (
@@ -122,6 +123,7 @@ class SqliteLog:
         try:
             _enter_wal(connection)
             connection.execute("PRAGMA synchronous = FULL")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
             connection.executescript(SCHEMA)
         except BaseException:
             connection.close()

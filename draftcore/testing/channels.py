@@ -790,19 +790,22 @@ class ChannelSuite(Suite):
         assert len(skipped) == len(bodies), skipped
 
     def test_a_long_run_does_not_grow_the_log(self, open_end: OpenEnd, channel_uri: str) -> None:
-        tasks, claimants = 2000, 40
+        tasks, claimants, padding = 2000, 40, "p" * 2000
         trainer, producer = open_end("trainer", ttl=30), open_end("producer")
-        trainer.offer(task(epoch, epoch % 4) for epoch in range(tasks))
-        padding = "p" * 2000
-        written = done = 0
-        while done < tasks:
-            for claimant in range(claimants):
-                claim = producer.claim(f"c{claimant}")
-                if claim is not None:
-                    refs = [dataclasses.replace(r, provenance=padding) for r in refs_of(claim)]
-                    producer.publish(claim, refs)
-                    written += len(json.dumps([r.to_json() for r in refs]))
-                    done += 1
+        trainer.offer(
+            CaptureTask(
+                0, CaptureGroup(index, (2 * index, 2 * index + 1), (f"a{index}", f"b{index}"), 8)
+            )
+            for index in range(tasks)
+        )
+        written = 0
+        for number in range(tasks):
+            claim = producer.claim(f"c{number % claimants}", wait=SOON)
+            assert claim is not None
+            refs = [dataclasses.replace(ref, provenance=padding) for ref in refs_of(claim)]
+            producer.publish(claim, refs)
+            producer.claim(f"c{number % claimants}")  # asks for what the next round fetches
+            written += len(json.dumps([ref.to_json() for ref in refs]))
         assert written > 8e6
         eventually(lambda: self.footprint(channel_uri) < written / 2)
 
@@ -976,8 +979,13 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env=self.environment(),
         )
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """Let a child import what this process can, such as a plugin next to the tests."""
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
     def ask(self, command: str) -> str:
         """Give `obey` a command and return its answer."""

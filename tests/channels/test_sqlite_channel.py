@@ -1,12 +1,15 @@
-"""The channel `sqlite`: the conformance suite, and what is its own."""
+"""The channel `sqlite`: the conformance suite, durability, and files that it cannot use."""
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from draftcore.channels.logged import Head
 from draftcore.channels.sqlite import SqliteLog
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.testing.channels import ChannelSuite
 
 
@@ -24,3 +27,55 @@ class TestSqliteChannel(ChannelSuite):
                 "INSERT INTO letters (recipient, writer, body) VALUES (?, 'vandal', ?)",
                 [(head.session, body) for body in bodies],
             )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "channel.db"
+
+
+@pytest.fixture
+def log(file: Path) -> Iterator[SqliteLog]:
+    log = SqliteLog(file, "reader")
+    yield log
+    log.close()
+
+
+def test_the_file_is_in_wal_mode_and_commits_are_durable(log: SqliteLog) -> None:
+    for pragma, value in (("journal_mode", "wal"), ("synchronous", 2)):
+        assert log._connection.execute(f"PRAGMA {pragma}").fetchone() == (value,)
+
+
+def test_records_come_once_in_order_and_in_one_commit(log: SqliteLog, file: Path) -> None:
+    writer = SqliteLog(file, "writer")
+    writer.append([("reader", {"n": 1}), ("other", {"n": 0}), ("reader", {"n": 2})])
+    with pytest.raises(TypeError):
+        writer.append([("reader", {"n": 3}), ("reader", {"n": object()})])
+    assert log.read() == [("writer", {"n": 1}), ("writer", {"n": 2})]
+    log.trim()
+    writer.append([("reader", {"n": 4})])  # its number is new, though older rows are gone
+    assert log.read() == [("writer", {"n": 4})]
+    assert log.read() == []
+    writer.close()
+
+
+def test_a_file_that_is_no_database_is_refused_and_left_alone(file: Path) -> None:
+    file.write_text("precious " * 1000)
+    with pytest.raises(UsageError, match=r"(?s)cannot use the file .*not a database.*name a file"):
+        SqliteLog(file, "reader")
+    assert file.read_text().startswith("precious")
+
+
+def test_another_heads_content_is_refused(log: SqliteLog) -> None:
+    for head in ({}, {"run_id": "../up", "session": "s", "state": "running", "ttl": 1}):
+        log.set_head(head)
+        with pytest.raises(UsageError, match="not the head of a channel"):
+            Head.of(log)
+
+
+def test_a_removed_file_is_reported(file: Path) -> None:
+    log = SqliteLog(file, "reader")
+    log._connection.execute("DROP TABLE letters")
+    with pytest.raises(DraftcoreError, match=r"(?s)cannot be read: no such table.*start again"):
+        log.read()
+    log.close()
