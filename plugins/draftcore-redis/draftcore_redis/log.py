@@ -142,7 +142,7 @@ class RedisLog:
         return {"writer": self.name, "number": self._number, "record": json.dumps(dict(record))}
 
     def _fetch(self, wait_ms: int | None = None) -> list[Entry]:
-        streams = {self._key(self.name): self._position}
+        streams: dict[Any, Any] = {self._key(self.name): self._position}
         answer: Any = self._call(lambda client: client.xread(streams, AT_ONCE, wait_ms))
         entries: list[Entry] = answer[0][1] if answer else []
         if entries:
