@@ -201,6 +201,8 @@ class DirLog:
             self._read.pop(name, None)
             shutil.rmtree(self._mailbox(name), ignore_errors=True)
 
+    def hurry(self) -> None: ...
+
     def close(self) -> None:
         with self._mutex:
             for segment in self._written.values():

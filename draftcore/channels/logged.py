@@ -18,6 +18,8 @@ What keeps both ends right, whoever is killed or frozen at whatever moment:
   that was frozen, wherever, first hears what came in meanwhile.
 - A producer that was declared dead and is not simply goes on: its old claims are void, and what
   it publishes under them is stale, by the claim's name.
+- Where the medium has lost the head, nobody knows which letters went with it: the trainer voids all
+  claims and goes on with its books in a new session. Waiting for the medium is nobody's silence.
 - A trainer whose session was replaced while it was frozen reads its own mailbox only, and ends.
 """
 
@@ -75,7 +77,10 @@ class Log(Protocol):
     """
 
     def head(self) -> dict[str, Any] | None:
-        """Return what `set_head` wrote last, by whichever process; None where nobody did."""
+        """Return what `set_head` wrote last, by whichever process; None where nobody did.
+
+        None also where the medium may have lost letters since: the trainer then begins anew.
+        """
         ...
 
     def set_head(self, head: Mapping[str, Any]) -> None:
@@ -103,6 +108,13 @@ class Log(Protocol):
 
     def drop(self, name: str) -> None:
         """A process is gone: forget its mailbox and what it wrote here. It may come back."""
+        ...
+
+    def hurry(self) -> None:
+        """The channel is closing: wait for a medium that is away no longer than seconds.
+
+        May be called by another thread, also while that one waits.
+        """
         ...
 
     def close(self) -> None: ...
@@ -204,6 +216,7 @@ class LoggedChannel(ABC):
     ) -> None:
         self.uri, self.run_id, self.settings, self.name = uri, run_id, settings, name
         self._changed = threading.Condition()
+        self._ttl = settings.ttl
         self._closed = threading.Event()
         self._failure: Exception | None = None
         self._unread = 0  # letters read and not trimmed
@@ -216,8 +229,12 @@ class LoggedChannel(ABC):
     def _serve(self) -> None:
         try:
             while not self._closed.is_set():
+                began = time.monotonic()
                 if not self._pass():
                     self._log.wait(PASS)
+                away = time.monotonic() - began
+                if away > self._ttl / 2:  # less is no reason to take anybody for dead
+                    self._excuse(away)
         except Exception as error:
             with self._changed:
                 self._failure = error
@@ -230,6 +247,10 @@ class LoggedChannel(ABC):
     @abstractmethod
     def _hear(self, writer: str, record: Mapping[str, Any], now: float) -> None:
         """Deal with one record; KeyError, TypeError and ValueError mean that it is malformed."""
+
+    @abstractmethod
+    def _excuse(self, seconds: float) -> None:
+        """So long nobody could be heard: it does not count as silence."""
 
     def _read(self) -> bool:
         letters = self._log.read()
@@ -288,6 +309,7 @@ class LoggedChannel(ABC):
         with self._changed:
             self._closed.set()
             self._changed.notify_all()
+        self._log.hurry()
         self._thread.join()
         return True
 
@@ -356,8 +378,9 @@ class TrainerEnd(LoggedChannel):
     """The books, and a thread that answers producers from them."""
 
     def __init__(self, uri: str, run_id: str, settings: Settings, open_log: OpenLog) -> None:
-        session = f"trainer-{uuid.uuid4().hex[:16]}"
+        session = _new_session()
         super().__init__(uri, run_id, settings, session, open_log)
+        self._open_log = open_log
         self._books = MemoryChannel(
             run_id,
             limit_refs=settings.limit_refs,
@@ -376,7 +399,7 @@ class TrainerEnd(LoggedChannel):
             self._require_unfinished(before)
             self._set_head("running")
             if before is not None:
-                self._inherit(before.session, open_log)
+                self._inherit(before.session)
         except BaseException:
             self._log.close()
             raise
@@ -386,9 +409,9 @@ class TrainerEnd(LoggedChannel):
         head = {"run_id": self.run_id, "session": self.name, "state": state}
         self._log.set_head({**head, "ttl": self.settings.ttl, "about": dict(self._about)})
 
-    def _inherit(self, session: str, open_log: OpenLog) -> None:
-        """Read what the trainer before did not: refs that are stale now, to be freed in time."""
-        log = open_log(session)
+    def _inherit(self, session: str) -> None:
+        """Read what the session before did not: refs that are stale now, to be freed in time."""
+        log = self._open_log(session)
         try:
             unread = [letter for letter in log.read() if letter[1].get("kind") == "published"]
             self._take(unread, self._heard)
@@ -445,7 +468,7 @@ class TrainerEnd(LoggedChannel):
         self._books.close()
         try:
             head = Head.of(self._log)
-            if head is not None and head.session == self.name:
+            if head is None or head.session == self.name:
                 self._set_head(state)
         except DraftcoreError:
             if self._failure is None:  # else it is what has been told before
@@ -531,11 +554,30 @@ class TrainerEnd(LoggedChannel):
 
     def _require_own_session(self) -> None:
         head = self._head()
-        if head is None or head.session != self.name:
+        if head is None:
+            self._begin_anew()
+        elif head.session != self.name:
             raise DraftcoreError(
                 f"another trainer has taken over the channel {self.uri!r} of run {self.run_id}\n"
                 "  end this one: two trainers of one run overwrite each other's checkpoints"
             )
+
+    def _begin_anew(self) -> None:
+        """The medium has lost letters: void all claims, and go on in a new session."""
+        logger.warning("the channel %r has lost its messages: a new session begins", self.uri)
+        for name in list(self._peers):
+            self._bury(name)
+        before, self.name = self.name, _new_session()
+        self._log.close()
+        self._log = self._open_log(self.name)
+        self._set_head("running")
+        self._inherit(before)
+
+    def _excuse(self, seconds: float) -> None:
+        now = time.monotonic()
+        self._heard = min(self._heard + seconds, now)
+        for peer in self._peers.values():
+            peer.heard = min(peer.heard + seconds, now)
 
     def _judge_desertion(self, now: float) -> None:
         self._deserted = None
@@ -549,6 +591,10 @@ class TrainerEnd(LoggedChannel):
                 f"producer was there, in {self.uri!r}\n"
                 "  start a producer with this channel, or set the channel's patience higher"
             )
+
+
+def _new_session() -> str:
+    return f"trainer-{uuid.uuid4().hex[:16]}"
 
 
 def _requests(record: Mapping[str, Any]) -> dict[str, int]:
@@ -587,7 +633,7 @@ class ProducerEnd(LoggedChannel):
         host = re.sub(r"[^A-Za-z0-9_]", "-", socket.gethostname())[:32].lstrip("-")
         name = f"{host or 'host'}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         super().__init__(uri, run_id, settings, name, open_log)
-        self._session, self._ttl = "", settings.ttl
+        self._session = ""
         self._about: Mapping[str, str] = {}
         self._requests = 0
         self._wants: dict[str, int] = {}  # claimant: the request that is not answered yet
@@ -720,6 +766,9 @@ class ProducerEnd(LoggedChannel):
                 self._changed.notify_all()
         if not wanted and isinstance(answer, CaptureTask):
             self._log.append([(writer, {"kind": "returned", "task": answer.to_json()})])
+
+    def _excuse(self, seconds: float) -> None:
+        self._heard = min(self._heard + seconds, time.monotonic())
 
     def _look(self, now: float) -> None:
         """See whether the run has ended, or its trainer has started again."""

@@ -111,6 +111,8 @@ class SqliteLog:
         with self._explained("written"):
             self._connection.execute("DELETE FROM letters WHERE recipient = ?", [name])
 
+    def hurry(self) -> None: ...
+
     def close(self) -> None:
         with self._mutex:
             self._connection.close()

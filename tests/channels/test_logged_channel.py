@@ -1,15 +1,17 @@
 """What channels between processes share, over both transports of the core."""
 
+import sqlite3
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import cast
 
 import pytest
 
+from draftcore.channels import ChannelEnded
 from draftcore.channels.dir import DirLog
 from draftcore.channels.logged import LoggedChannel, ProducerEnd, TrainerEnd
 from draftcore.channels.sqlite import SqliteLog
@@ -224,3 +226,29 @@ def run(program: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_trainer_whose_head_is_lost_begins_a_new_session(
+    open_end: Open, scheme: str, tmp_path: Path
+) -> None:
+    """Nobody knows which letters went with it: what was claimed is claimed again."""
+    trainer, producer = open_end("trainer"), open_end("producer")
+    trainer.offer([task(0, 0), task(0, 1)])
+    void, before = claimed(producer), trainer.name
+    if scheme == "dir":
+        (tmp_path / "channel" / "head.json").unlink()
+    else:
+        with closing(sqlite3.connect(tmp_path / "channel")) as connection, connection:
+            connection.execute("DELETE FROM head")
+    eventually(lambda: trainer.name != before)
+    claims = [claimed(producer) for _ in range(2)]
+    assert claims == [task(0, 0), task(0, 1)]
+    producer.publish(void, refs_of(void, "void"))
+    for claim in claims:
+        producer.publish(claim, refs_of(claim, "new"))
+    for index in (0, 1):
+        assert {ref.generation for ref in received(trainer, step(index))} == {"new"}
+    assert ("a", "void") in {(ref.feature_id, ref.generation) for ref in trainer.advance(2)}
+    trainer.close()
+    with pytest.raises(ChannelEnded):
+        claimed(producer)
