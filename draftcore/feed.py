@@ -333,6 +333,7 @@ class Feed:
                 except DraftcoreError as error:
                     lost = error
                     stack.close()
+                self.ranks.wait()  # until nobody holds what may be freed now
                 self.ranks.first(functools.partial(self._unreadable, refs, lost))
             yield Fetched(
                 step,
