@@ -285,9 +285,9 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Kill and freeze at random 200 times; DRAFTCORE_SEED=N repeats what a run printed."""
+    """Kill and freeze at random in 50 runs; DRAFTCORE_SEED=N repeats the moments that one printed."""
     install_wheels(session, "draftcore")
-    session.env.setdefault("DRAFTCORE_SOAK", "200")
+    session.env.setdefault("DRAFTCORE_SOAK", "50")
     pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs)
 
 

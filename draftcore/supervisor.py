@@ -89,7 +89,6 @@ class Supervisor:
     def __init__(self, ranks: Sequence[Child], producers: Sequence[Child], restarts: int) -> None:
         self.ranks, self.producers, self.restarts = ranks, producers, restarts
         self.asked = 0  # the signal that asked us to stop
-        self.ending = False
 
     def run(self) -> int:
         """Run until the trainer ends. Raises DraftcoreError where a child cannot be kept alive."""
@@ -147,9 +146,13 @@ class Supervisor:
 
     def _watch_producers(self) -> None:
         for child in self.producers:
-            if child.code == 0 or child.code is None:  # 0: the channel ended
+            code = child.code
+            if code is None or self.asked:
                 continue
-            self._count(child, f"{child.name} ended with {child.code}")
+            if code == 0 and not self.ranks[0].restarts:  # the run is over
+                continue
+            if code:  # else a rank that survived another had ended the run before it began again
+                self._count(child, f"{child.name} ended with {code}")
             child.start()
 
     def _count(self, child: Child, what: str) -> None:

@@ -102,7 +102,7 @@ class Drill:
         before = log.stat().st_size if log.exists() else 0
         found = self.wait(self.start(*arguments))
         assert found == code, self.output()
-        return log.read_text()[before:]
+        return log.read_bytes()[before:].decode(errors="replace")
 
     def output(self) -> str:
         files = [self.folder / "output.log", *sorted((self.run / "logs").glob("*"))]
