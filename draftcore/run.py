@@ -319,6 +319,12 @@ class Run:
                 f"{self.store_uri!r} is reached by one only\n"
                 "  set store=file:FOLDER, or another store that `draftcore list-plugins` shows as shared"
             )
+        producers = self.config.topology.producers
+        if producers > 1 and "one-writer" in self._store_binding.capabilities:
+            raise UsageError(
+                f"{producers} producers put features into the store, and {self.store_uri!r} lets one "
+                "process write\n  set topology.producers=1, or store=auto"
+            )
 
     def write_manifest(self, *, complete: bool) -> None:
         """Describe a durable store's content, so that another host can train from it alone."""

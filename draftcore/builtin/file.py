@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("store", "file", frozenset({"durable", "shared"}))]
+    return [Offer("store", "file", frozenset({"durable", "one-writer", "shared"}))]
 
 
 @hookimpl

@@ -91,7 +91,7 @@ LOSES_FIELDS = """
 """
 
 TAKES_ANY_MEMBERS = """
-    Channel.publish = without("_require_refs_of")
+    Channel.publish = without("require_refs_of")
 """
 
 TAKES_TENSORS = """

@@ -91,6 +91,10 @@ def test_two_epochs_capture_again_and_count_every_sample_once_each(run):
     [
         (["store=memory"], ["several processes", "'memory'", "shared"]),
         (["channel=memory"], ["processes of their own", "'memory'", "sqlite"]),
+        (
+            ["store=file:features", "topology.producers=2"],
+            ["2 producers", "'file:features'", "one process"],
+        ),
         (["topology.producer=2"], ["topology.producer", "producers"]),
     ],
 )
