@@ -238,7 +238,7 @@ def test_another_number_of_ranks_resumes(tmp_path, new_project):
 
 def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(tmp_path, new_project, start):
     """The sample at fault is named, whichever rank has it."""
-    poison = tmp_path / "poison.py"
+    poison = tmp_path / "poison_one_draft.py"
     poison.write_text(
         "import dataclasses\n"
         "from draftcore import hookimpl\n"
