@@ -13,6 +13,7 @@ from draftcore.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGS = [*ROOT.glob("examples/quickstart/*.yaml"), *ROOT.glob("benchmarks/*.yaml")]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 
 
@@ -25,7 +26,7 @@ def blocks(language: str, skipped: Collection[str] = ()) -> list[str]:
     return [block for text in texts for block in fence.findall(text)]
 
 
-@pytest.mark.parametrize("block", blocks("yaml"))
+@pytest.mark.parametrize("block", [*blocks("yaml"), *(file.read_text() for file in CONFIGS)])
 def test_every_yaml_is_a_valid_configuration(block):
     RunConfig.model_validate(yaml.safe_load(block))
 
