@@ -393,6 +393,7 @@ class TrainerEnd(LoggedChannel):
         self._starved: DraftcoreError | None = None  # what a producer was told last
         self._deserted: DraftcoreError | None = None
         self._about: Mapping[str, str] = {}
+        self._announcing = False
         self._heard = time.monotonic()
         try:
             before = self._head()
@@ -452,8 +453,7 @@ class TrainerEnd(LoggedChannel):
 
     def announce(self, about: Mapping[str, str]) -> None:
         self._require_open()
-        self._about = dict(about)
-        self._set_head("running")
+        self._about, self._announcing = dict(about), True  # the thread alone writes the head
 
     def advance(self, step_index: int) -> tuple[SampleRef, ...]:
         self._require_open()
@@ -491,9 +491,12 @@ class TrainerEnd(LoggedChannel):
             self._trim()
         if letters:
             self._log.append(letters)
-        if now - self._looked >= LOOK_EVERY:
+        if self._announcing or now - self._looked >= LOOK_EVERY:
             self._looked = now
             self._require_own_session()
+            if self._announcing:
+                self._announcing = False
+                self._set_head("running")
         self._judge_desertion(now)
         return heard or bool(letters)
 

@@ -1,7 +1,10 @@
 """Channel `redis`: mailboxes of processes on several hosts, in Redis Streams.
 
-    PREFIX:head          who runs here, as JSON; with the server's own run id
-    PREFIX:RUN:NAME      the mailbox of a process, a stream: writer, number, record (JSON)
+    PREFIX:head              who runs here, as JSON; with the server's own run id
+    PREFIX:mailbox:NAME      the mailbox of a process, a stream: writer, number, record (JSON)
+
+A prefix belongs to one run at a time, and names of processes are not used twice; so the run's name
+is in no key, and a producer may open the channel of a run whose name it does not know.
 
 A server that is away is waited for. Whoever got no answer does not know whether it was heard, and
 says it again; letters are numbered by their writer, and its reader passes over what it has read.
@@ -42,15 +45,15 @@ logger = logging.getLogger(__name__)
 class RedisLog:
     """A mailbox in a stream; see `draftcore.channels.logged.Log`. Making one does no I/O."""
 
-    def __init__(self, server: Server, run_id: str, name: str) -> None:
+    def __init__(self, server: Server, name: str) -> None:
         self.server, self.name = server, name
-        self._prefix = f"{server.prefix}:{require_name('run', run_id)}"
         self._client = server.client()
         self._hurried = threading.Event()
         self._gone: DraftcoreError | None = None  # how waiting for the server has ended
         self._appending = threading.Lock()
         self._number = 0  # of the last letter written
-        self._incarnation = ""  # of the server under which this process knows the head
+        self._incarnation = ""  # of the server, under which this process knows the head
+        self._void = False  # the head, as the server was restarted
         self._renewed = time.monotonic()
         self._position = START
         self._fetched: list[Entry] = []
@@ -60,9 +63,8 @@ class RedisLog:
     def open(cls, uri: str, run_id: str, role: str) -> LoggedChannel:
         """Open one end of a channel; see `server` for the URI. Raises UsageError within seconds."""
         server, parsed = Server.parse(uri)
-        require_name("run", run_id)
         server.check()
-        return open_end(parsed, run_id, role, lambda name: cls(server, run_id, name))
+        return open_end(parsed, run_id, role, lambda name: cls(server, name))
 
     # ------------------------------------------------------------ the head
 
@@ -71,7 +73,8 @@ class RedisLog:
         text, incarnation = self._call(self._look)
         record = None if text is None else parse_record("head", text) or {}
         if self._incarnation not in ("", incarnation):
-            if record is None or record.get("server") != incarnation:
+            self._void = record is None or record.get("server") != incarnation
+            if self._void:
                 return None
             self._position = START  # of a stream that was perhaps begun anew
         self._incarnation = incarnation
@@ -89,13 +92,16 @@ class RedisLog:
         return text, about["run_id"]
 
     def set_head(self, head: Mapping[str, Any]) -> None:
+        """As `Log.set_head`. A restart that this process does not know yet leaves the head void."""
+
         def replace(client: redis.Redis) -> str:
-            incarnation = client.info("server")["run_id"]
+            known = "" if self._void else self._incarnation
+            incarnation = known or str(client.info("server")["run_id"])
             record = json.dumps({**head, "server": incarnation})
             client.set(self._head, record, px=self._lifetime)
-            return str(incarnation)
+            return incarnation
 
-        self._incarnation = self._call(replace)
+        self._incarnation, self._void = self._call(replace), False
 
     # ------------------------------------------------------------ letters
 
@@ -175,7 +181,7 @@ class RedisLog:
         return int(1000 * self.server.expire)
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}:{require_name('mailbox', name)}"
+        return f"{self.server.prefix}:mailbox:{require_name('mailbox', name)}"
 
     # ------------------------------------------------------------ a server that is away
 

@@ -49,19 +49,17 @@ class RedisServer:
 
     def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
-        port = (
-            ("--port", "0", "--tls-port", str(self.port))
-            if self.tls
-            else ("--port", str(self.port))
-        )
+        plain, tls = (0, self.port) if self.tls else (self.port, None)
+        port = ["--port", str(plain)] + (["--tls-port", str(tls)] if tls else [])
         kept = ("--dir", str(self.folder), "--appendonly", "yes", "--save", "")
         command = (self.binary, "--bind", "127.0.0.1", *port, *kept, *self.settings)
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + SOON
         while b"Ready to accept connections" not in self.log[self.log.rfind(b"oO0OoO0OoO0Oo") :]:
-            alive = self.process.poll() is None and time.monotonic() < deadline
-            assert alive, self.log.decode(errors="replace")
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(self.log.decode(errors="replace"))
             time.sleep(0.01)
 
     @property

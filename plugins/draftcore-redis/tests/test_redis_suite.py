@@ -25,13 +25,13 @@ class TestRedisChannel(ChannelSuite):
 
     def garble(self, uri: str, bodies: Sequence[bytes]) -> None:
         server, _ = Server.parse(uri)
-        with closing(RedisLog(server, "suite", "vandal")) as log:
+        with closing(RedisLog(server, "vandal")) as log:
             head = Head.of(log)
         assert head is not None
         with server.client() as client:
             for number, body in enumerate(bodies, 1):
                 entry = {"writer": "vandal", "number": number, "record": body}
-                client.xadd(f"{server.prefix}:suite:{head.session}", entry)
+                client.xadd(f"{server.prefix}:mailbox:{head.session}", entry)
 
     def footprint(self, uri: str) -> int:
         server, _ = Server.parse(uri)
