@@ -252,3 +252,12 @@ def test_a_trainer_whose_head_is_lost_begins_a_new_session(
     trainer.close()
     with pytest.raises(ChannelEnded):
         claimed(producer)
+
+
+def test_a_replaced_trainers_announcement_is_not_heard(open_end: Open) -> None:
+    old, new = open_end("trainer"), open_end("trainer")
+    old.announce({"store": "old:"})  # it has not noticed yet
+    with pytest.raises(DraftcoreError, match="another trainer has taken over"):
+        eventually(lambda: old.receive(step(0)) is not None)
+    new.announce({"store": "new:"})
+    assert open_end("producer").about(SOON) == {"store": "new:"}
