@@ -178,12 +178,11 @@ class Source:
                 if not self._wait(step):
                     return None
                 continue
-            wrong = [
-                ref for row, ref in zip(step.rows, refs, strict=True) if self._misfit(row, ref)
-            ]
+            pairs = zip(step.rows, refs, strict=True)
+            wrong = {ref: why for row, ref in pairs if (why := self._misfit(row, ref))}
             if not wrong:
                 return step, refs
-            self.reject(wrong, self._misfit(self.plan.row_of(wrong[0].feature_id), wrong[0]))
+            self.reject(tuple(wrong), next(iter(wrong.values())))
 
     def reject(self, refs: Sequence[SampleRef], reason: str) -> None:
         """Free refs that cannot be trained on, and have their groups captured again."""

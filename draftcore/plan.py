@@ -100,10 +100,6 @@ class Plan:
         """Return the tokens of a row."""
         return int(self._lengths[row])
 
-    def row_of(self, feature_id: str) -> int:
-        """Return the row of a feature id."""
-        return self.feature_ids.index(feature_id)
-
     def samples_before(self, index: int) -> int:
         """Return how many sample uses the steps before this one have."""
         epoch, position = divmod(index, self.steps_per_epoch)

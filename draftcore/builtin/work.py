@@ -20,6 +20,7 @@ from draftcore import hookimpl
 from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
+    from draftcore.config import RunConfig
     from draftcore.plugins import Registry
     from draftcore.run import DraftRun, Run
 
@@ -94,10 +95,11 @@ def train(
     """
     from draftcore.config import load_config
 
-    topology = load_config(config, overrides).topology
+    settings = load_config(config, overrides)
+    topology = settings.topology
     several = topology.producers > 0 or topology.ranks > 1
     if role is None and several and "WORLD_SIZE" not in os.environ:
-        ctx.exit(supervise(ctx, config, overrides))
+        ctx.exit(supervise(ctx, settings, config, overrides))
     if role == "producer":
         with open_run(registry, config, overrides, role=role) as run:
             from draftcore.producing import produce
@@ -128,12 +130,12 @@ def train(
         raise click.exceptions.Exit(130)
 
 
-def supervise(ctx: click.Context, config: Path, overrides: Sequence[str]) -> int:
+def supervise(
+    ctx: click.Context, settings: RunConfig, config: Path, overrides: Sequence[str]
+) -> int:
     """Run the processes of a topology on this machine; returns the trainer's exit status."""
-    from draftcore.config import load_config
     from draftcore.supervisor import Child, Supervisor
 
-    settings = load_config(config, overrides)
     topology = settings.topology
     files = [part for file in ctx.find_root().params["plugin"] for part in ("--plugin", str(file))]
     verb = [sys.executable, "-m", "draftcore", *files, "train", str(config), *overrides]
