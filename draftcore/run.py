@@ -30,6 +30,7 @@ from draftcore.data.dataset import DataOptions, Dataset, build_dataset
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.feed import Feed, Producer, Source
 from draftcore.hookspecs import Specs
+from draftcore.locks import hold
 from draftcore.plan import Plan
 from draftcore.plugins import Plugin, Registry
 from draftcore.records import (
@@ -78,6 +79,7 @@ class Run:
     ) -> None:
         self.config, self.registry, self.folder = config, registry, config.run
         self.ranks, self.role = ranks, role
+        self._lock: int | None = None
 
     # ------------------------------------------------------------ drafts and plugins
 
@@ -356,6 +358,14 @@ class Run:
         write_atomic(self.folder / "run.json", json.dumps({"run_id": run_id}))
         return run_id
 
+    def hold_folder(self) -> None:
+        """Be the one trainer of this folder until `close`. Raises DraftcoreError beside another."""
+        self._lock = hold(
+            self.folder / ".lock",
+            f"trains in {self.folder}",
+            "wait for it to end, or set another run folder: two would overwrite each other's work",
+        )
+
     def _known_run_id(self) -> str:
         """The run's id if the folder has it; '' for a producer elsewhere, which is told it."""
         file = self.folder / "run.json"
@@ -363,14 +373,14 @@ class Run:
 
     def close(self) -> None:
         """Close what was opened, in the order of use."""
-        if "feed" in self.__dict__:
-            self.feed.close()
-            return
-        if "producer" in self.__dict__:
-            self.producer.close()
-        for part in ("channel", "store"):
-            if part in self.__dict__:
-                getattr(self, part).close()
+        parts = ("feed",) if "feed" in self.__dict__ else ("producer", "channel", "store")
+        try:
+            for part in parts:
+                if part in self.__dict__:
+                    getattr(self, part).close()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
 
 
 class DraftRun:
