@@ -20,13 +20,13 @@ def run(tmp_path, new_project):
     """Train a project with some topology, in processes of its own; nothing may be left of it."""
 
     def train(name, **changes):
-        before = set(SHM.iterdir())
         project = new_project(
             tmp_path / name,
             **{"algorithm": {"name": "dflash", "options": BLOCKS}, "store": "auto", **changes},
         )
         project.finish("train")
-        assert {path for path in SHM.iterdir() if path.name.startswith("draftcore")} <= before
+        run_id = json.loads((project.run / "run.json").read_text())["run_id"]
+        assert not [path for path in SHM.iterdir() if run_id in path.name]
         return project
 
     return train
