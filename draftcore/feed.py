@@ -80,13 +80,13 @@ class Producer:
 
     def refs(self, task: CaptureTask) -> tuple[SampleRef, ...]:
         """The refs of a task's samples: those that the store holds, or captured ones."""
-        return self._held(task) or self._captured(task)
+        return self.held(task) or self.store.put_many(self.captured(task))
 
     def close(self) -> None:
         if self.capture is not None:
             self.capture.close()
 
-    def _held(self, task: CaptureTask) -> tuple[SampleRef, ...] | None:
+    def held(self, task: CaptureTask) -> tuple[SampleRef, ...] | None:
         """The group's refs where the store has every member, captured the same way."""
         ids = task.group.feature_ids
         try:
@@ -97,7 +97,8 @@ class Producer:
         refs = tuple(held[i] for i in ids if i in held and held[i].provenance == self.provenance)
         return refs if len(refs) == len(ids) else None
 
-    def _captured(self, task: CaptureTask) -> tuple[SampleRef, ...]:
+    def captured(self, task: CaptureTask) -> list[StoreItem]:
+        """Capture the group; the items are not in the store yet."""
         if self.capture is None:
             self.capture = self.open_capture()
         rows = task.group.rows
@@ -115,7 +116,7 @@ class Producer:
             items.append(
                 StoreItem(feature_id, {**features, **text}, len(text["token_ids"]), self.provenance)
             )
-        return self.store.put_many(items)
+        return items
 
     def _require_whole(
         self, feature_id: str, length: int, features: Mapping[str, torch.Tensor]
@@ -159,6 +160,7 @@ class Source:
         self.provenance = provenance
         self.given_up: dict[str, str] = {}
         self.stop: Callable[[], bool] = lambda: False
+        self._warned = False  # that the store is too small for what is captured ahead
 
     def start(self, step: int) -> None:
         """Ask for the groups of each epoch anew; what the store holds is not captured again."""
@@ -209,15 +211,21 @@ class Source:
             return False
         if self.producer is None:
             time.sleep(IDLE)
-            if spare := self.channel.evict(step):
-                logger.warning(
-                    "the store is full: samples that are needed later are captured again"
-                )
+            if spare := self.channel.evict(step, self.plan.captures(step.index)):
                 self.store.free(spare)
-                self.start(step.index)
+                self._warn_of_full_store()
         elif self.producer.run_once() is None:
             raise DraftcoreError(f"step {step.index} waits for samples that nobody captures")
         return True
+
+    def _warn_of_full_store(self) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "the store is full: features that are needed later are dropped and captured again\n"
+            "  raise max_bytes in the store's URI; in a new run, train.window may be lower"
+        )
 
     def _remaining(self, step: PlannedStep) -> PlannedStep:
         if not any(sample.feature_id in self.given_up for sample in step.samples):

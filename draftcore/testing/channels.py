@@ -900,11 +900,11 @@ class Ends:
     def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
         return self.trainer.reject(refs, reason)
 
-    def wait_for_room(self, task: CaptureTask) -> None:
-        self.producer.wait_for_room(task)
+    def wait_for_room(self, task: CaptureTask, wait: float) -> bool:
+        return self.producer.wait_for_room(task, wait)
 
-    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
-        return self.trainer.evict(step)
+    def evict(self, step: PlannedStep, tasks: Iterable[CaptureTask]) -> tuple[SampleRef, ...]:
+        return self.trainer.evict(step, tasks)
 
     def announce(self, about: Mapping[str, str]) -> None:
         self.trainer.announce(about)
