@@ -127,5 +127,30 @@ def test_a_store_that_just_holds_each_step_serves_them_all(case: int) -> None:
             shop.work()
         rounds.append(shop.serve(step))
         shop.store.free(shop.channel.advance(step.index + 1))
-    print(rounds, shop.captures, len(plan.groups))
+    # Each producer may bring in one group that is not needed; the last round empties the store.
     assert max(rounds) <= 2 + len(shop.hands)
+    held = {task.group.index for task, _ in filter(None, shop.hands.values())}
+    assert shop.channel._books.groups.keys() <= held  # no use was counted twice
+
+
+def test_a_smaller_window_needs_less_store() -> None:
+    assert peak(window=4) < peak(window=16) / 2 < peak(window=64) / 4
+
+
+def peak(window: int) -> int:
+    """The samples held at once by a run that captures nothing ahead."""
+    ids, lengths = [f"s{row}" for row in range(1000)], [5 + row * 37 % 200 for row in range(1000)]
+    plan = Plan(ids, lengths, capture_batch=4, batch=4, seed=0, window=window)
+    channel, held, most = MemoryChannel("run"), 0, 0
+    channel.offer(plan.captures(0))
+    for index in range(plan.total_steps):
+        while channel.receive(plan.step(index)) is None:
+            task = channel.claim("local")
+            assert task is not None
+            channel.publish(
+                task, [SampleRef(i, "1", "x:", (), 1, 1) for i in task.group.feature_ids]
+            )
+            held += len(task.group.rows)
+        most = max(most, held)
+        held -= len(channel.advance(index + 1))
+    return most
