@@ -56,10 +56,11 @@ class Channel(Protocol):
         """The samples whose last attempt at a capture failed, by feature id, with the reason."""
         ...
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
-        """Take back refs that cannot be used: their groups are captured again, as after a failure.
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
+        """Take back refs that cannot be used, by reason: their groups are captured again, whole.
 
-        Returns all refs of these groups, to be freed.
+        After the last attempt just these samples are given up, and the others of their groups are
+        served. Returns the refs to be freed before the next `receive`.
         """
         ...
 

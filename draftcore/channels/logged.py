@@ -333,7 +333,7 @@ class LoggedChannel(ABC):
     def given_up(self) -> Mapping[str, str]:
         self._other_end("given_up")
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
         self._other_end("reject")
 
     def evict(self, step: PlannedStep, tasks: Iterable[CaptureTask]) -> tuple[SampleRef, ...]:
@@ -449,9 +449,9 @@ class TrainerEnd(LoggedChannel):
     def given_up(self) -> Mapping[str, str]:
         return self._books.given_up
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
         self._require_open()
-        return self._books.reject(refs, reason)
+        return self._books.reject(wrong)
 
     def evict(self, step: PlannedStep, tasks: Iterable[CaptureTask]) -> tuple[SampleRef, ...]:
         self._require_open()

@@ -56,13 +56,15 @@ class _Group:
     producer: str = ""
     failed_by: list[str] = field(default_factory=list)  # one name per attempt
     promised: int = -1  # the last epoch whose uses were added to `due`
+    spoilt: dict[str, str] = field(default_factory=dict)  # members that are given up: reason
     tried: int = 0  # the round in which its features were put last, by a thread of this process
 
     def promise(self, epoch: int) -> None:
         """Serve an epoch's uses too; those that are over do not come back."""
         if epoch > self.promised:
             self.promised = epoch
-            self.due |= {SampleId(feature_id, epoch) for feature_id in self.task.group.feature_ids}
+            kept = [i for i in self.task.group.feature_ids if i not in self.spoilt]
+            self.due |= {SampleId(feature_id, epoch) for feature_id in kept}
 
     def serves(self, needed: Collection[str]) -> bool:
         return any(feature_id in needed for feature_id in self.task.group.feature_ids)
@@ -278,17 +280,22 @@ class MemoryChannel:
             self._mutex.notify_all()
             return tuple(released)
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
         with self._mutex:
             self._require_open()
-            rejected: dict[SampleRef, None] = {}
-            for ref in refs:
+            rejected: list[SampleRef] = []
+            for ref, reason in wrong.items():
                 group = self._books.group_of.get(ref.feature_id)
                 if group is None or ref not in group.refs:
                     continue  # captured again already, with another one of its refs
-                rejected |= dict.fromkeys(group.refs)
+                last = len(group.failed_by) + 1 >= self.attempts
+                gone = (ref,) if last and len(group.refs) > 1 else group.refs
+                rejected += gone
+                self._use(refs=0, nbytes=-sum(member.nbytes for member in gone))
+                if gone != group.refs:
+                    self._spoil(group, ref, reason)
+                    continue
                 self._books.leaving.add(group.task.group.index)
-                self._use(refs=0, nbytes=-sum(member.nbytes for member in group.refs))
                 group.outcome = None
                 self._fail(group, DraftcoreError(reason))
             self._books.freeing |= bool(rejected)
@@ -425,6 +432,12 @@ class MemoryChannel:
         self._use(refs=-len(group.task.group.rows), nbytes=0)
         self._mutex.notify_all()
 
+    def _spoil(self, group: _Group, ref: SampleRef, reason: str) -> None:
+        """Give up one member after the last attempt; the others' features are as good as ever."""
+        group.outcome = tuple(other for other in group.refs if other != ref)
+        group.due = {sample for sample in group.due if sample.feature_id != ref.feature_id}
+        group.spoilt[ref.feature_id] = self._books.given_up[ref.feature_id] = reason
+
     def _next_task(self) -> CaptureTask | None:
         """Peek at the next task, passing over those whose group is in flight or published."""
         books = self._books
@@ -453,14 +466,18 @@ class MemoryChannel:
         return group
 
     def _missing(self) -> list[SampleId]:
-        """The samples of the step that the trainer waits for which are not even in flight."""
+        """The samples of the step that the trainer waits for which are not even in flight.
+
+        Not those whose capture has just failed: the trainer is about to hear of that.
+        """
         if self._books.waiting is None:
             return []
         held = self._books.group_of
         return [
             sample
             for sample in self._books.waiting.samples
-            if sample.feature_id not in held or held[sample.feature_id].failed
+            if (group := held.get(sample.feature_id)) is None
+            or (group.failed and sample not in group.due)
         ]
 
     def _starved(self, sample: SampleId) -> DraftcoreError:
@@ -520,8 +537,9 @@ class MemoryChannel:
             return None
         if isinstance(group.outcome, Exception) and sample in group.due:
             raise group.outcome
-        members = zip(group.task.group.feature_ids, group.refs, strict=False)
-        return next((ref for member, ref in members if member == sample.feature_id), None)
+        if sample.feature_id in group.spoilt:
+            raise DraftcoreError(group.spoilt[sample.feature_id])
+        return next((ref for ref in group.refs if ref.feature_id == sample.feature_id), None)
 
     def _end_epochs_before(self, epoch: int) -> dict[int, _Group]:
         """Forget uses that never came: those before the step at which a run was resumed."""

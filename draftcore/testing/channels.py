@@ -509,23 +509,31 @@ class ChannelSuite(Suite):
             channel.publish(claim, refs_of(claim))
         refs = channel.received(step(0))
         bad = [ref for ref in refs if ref.feature_id == "a"]
-        assert ids(channel.reject(bad, "its seal is broken")) == "ab"
-        assert channel.reject(bad, "once more") == ()  # it is on its way already
+        assert ids(channel.reject(dict.fromkeys(bad, "its seal is broken"))) == "ab"
+        assert channel.reject(dict.fromkeys(bad, "once more")) == ()  # it is on its way already
         assert channel.receive(step(0)) is None
         again = claimed(channel)
         assert again.group.index == 0
         channel.publish(again, refs_of(again, "2"))
         assert [ref.generation for ref in channel.received(step(0))] == ["2", "1"]
 
-    def test_what_is_rejected_to_the_last_attempt_is_given_up(self, channel: "Ends") -> None:
+    def test_what_is_rejected_to_the_last_attempt_is_given_up_and_no_other_sample(
+        self, channel: "Ends"
+    ) -> None:
+        """The others come from the same forward pass of the whole group, and are served."""
         channel.offer([task(0, 0), task(0, 1)])
         for _ in range(2):
             claim = claimed(channel)
             channel.publish(claim, refs_of(claim))
-        channel.reject(channel.received(step(0))[:1], "its seal is broken")
+        bad = channel.received(step(0))[:1]
+        assert channel.reject({bad[0]: "its seal is broken"}) == bad
         with pytest.raises(DraftcoreError, match="its seal is broken"):
             channel.receive(step(0))
-        assert set(channel.given_up) == set("ab")
+        assert channel.given_up == {"a": "its seal is broken"}
+        assert ids(channel.received(step(1))) == "db"
+        without_a = dataclasses.replace(step(0), samples=step(0).samples[1:], rows=step(0).rows[1:])
+        assert ids(channel.received(without_a)) == "c"
+        assert sorted(ids(channel.advance(2))) == list("bcd")
 
     def test_a_producer_learns_what_the_trainer_announced(self, channel: "Ends") -> None:
         if channel.both:
@@ -637,6 +645,18 @@ class ChannelSuite(Suite):
         claimed(channel), claimed(channel)
         assert channel.receive(step(0)) is None
         assert channel.claim("another") is None
+
+    def test_a_failure_that_the_step_is_to_hear_of_is_no_reason_to_complain(
+        self, channel: "Ends"
+    ) -> None:
+        channel.offer([task(0, 0), task(0, 1)])
+        first, second = claimed(channel), claimed(channel)
+        channel.publish(second, refs_of(second))
+        assert channel.receive(step(0)) is None
+        channel.publish(first, DraftcoreError("broken"))
+        assert channel.claim("another") is None
+        with pytest.raises(DraftcoreError, match="broken"):
+            channel.receive(step(0))
 
     def test_publishing_without_a_claim_is_refused(self, channel: "Ends") -> None:
         channel.offer([task(0, 0)])
@@ -1007,8 +1027,8 @@ class Ends:
     def given_up(self) -> Mapping[str, str]:
         return self.trainer.given_up
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
-        return self.trainer.reject(refs, reason)
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
+        return self.trainer.reject(wrong)
 
     def wait_for_room(self, task: CaptureTask, wait: float = NEVER) -> bool:
         return self.producer.wait_for_room(task, 0.0 if self.both else wait)

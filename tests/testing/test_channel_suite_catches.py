@@ -217,6 +217,21 @@ NEVER_GIVES_UP = """
     Channel.evict = stubborn
 """
 
+GIVES_UP_WHOLE_GROUPS = """
+    def spoil(self, group, ref, reason):
+        group.outcome = None
+        self._fail(group, DraftcoreError(reason))
+    Channel._spoil = spoil
+"""
+
+COMPLAINS_EARLY = """
+    def strict(self):
+        waiting, held = self._books.waiting, self._books.group_of
+        samples = waiting.samples if waiting else ()
+        return [s for s in samples if s.feature_id not in held or held[s.feature_id].failed]
+    Channel._missing = strict
+"""
+
 STAYS_OPEN = """
     Channel.close = lambda self: None
 """
@@ -308,6 +323,14 @@ CAUGHT = {
     "never_gives_up": (
         NEVER_GIVES_UP,
         "test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words",
+    ),
+    "gives_up_whole_groups": (
+        GIVES_UP_WHOLE_GROUPS,
+        "test_what_is_rejected_to_the_last_attempt_is_given_up_and_no_other_sample",
+    ),
+    "complains_early": (
+        COMPLAINS_EARLY,
+        "test_a_failure_that_the_step_is_to_hear_of_is_no_reason_to_complain",
     ),
     "stays_open": (STAYS_OPEN, "test_a_closed_channel_says_so"),
     "is_right": ("", ""),
