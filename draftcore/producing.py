@@ -6,7 +6,6 @@ claims return, and what it had not published does not count.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from draftcore.channels import ChannelEnded
@@ -17,9 +16,7 @@ from draftcore.run import PATIENCE, Run
 from draftcore.stores import StoreFull
 from draftcore.training.trainer import stop_on_signal
 
-WAIT = 1.0  # seconds that one request for a task may take
-ROOM = 0.05  # seconds between two attempts to put features into a full store
-TELL = 1.0  # seconds between two words to the trainer that there is no room
+WAIT = 1.0  # seconds that one request for a task, or for room, may take
 
 
 def produce(run: Run) -> str:
@@ -55,20 +52,23 @@ def produce(run: Run) -> str:
 def outcome(
     producer: Producer, task: CaptureTask, stop: Callable[[], bool]
 ) -> Sequence[SampleRef] | Exception | None:
-    """A task's refs, or why there are none; None where asked to stop.
+    """A task's refs, or why there are none; None where asked to stop, or not needed any more.
 
     A full store is waited for, and the trainer is told: it empties the store. Raises as `claim`
     does where it waits for nothing any more.
     """
-    told = time.monotonic()
+    try:
+        if (held := producer.held(task)) is not None:
+            return held
+        items = producer.captured(task)
+    except Exception as error:
+        return error
     while not stop():
         try:
-            return producer.refs(task)
+            return producer.store.put_many(items)
         except StoreFull:
-            if time.monotonic() - told >= TELL:
-                producer.channel.wait_for_room(task)
-                told = time.monotonic()
-            time.sleep(ROOM)
+            if not producer.channel.wait_for_room(task, WAIT):
+                return None
         except Exception as error:
             return error
     return None

@@ -212,6 +212,7 @@ class Run:
             seed=train.seed,
             epochs=train.epochs,
             max_steps=train.max_steps,
+            window=train.window,
         )
 
     # ------------------------------------------------------------ stores and channels
