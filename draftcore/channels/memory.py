@@ -330,6 +330,8 @@ class MemoryChannel:
         with self._mutex:
             self._require_open()
             books, needed = self._books, frozenset(sample.feature_id for sample in step.samples)
+            if not books.full:
+                return ()
             flying = {i: g for i, g in books.groups.items() if g.claim and g.outcome is None}
             books.full &= flying.keys()
             coming = any(g.serves(needed) for i, g in flying.items() if i not in books.full)
@@ -503,8 +505,7 @@ class MemoryChannel:
         if group is None:
             return None
         if not self._is_wanted(task.group):
-            if stale := self._set_aside(group):
-                books.late[task.group.index] = dict.fromkeys(stale)
+            self._return(group)
             return None
         if tried == books.round:
             books.full.add(task.group.index)

@@ -68,6 +68,9 @@ class Shop:
             if self.draw.random() < 0.7:  # else it dawdles between the put and the word
                 self.channel.publish(task, refs)
                 self.hands[name] = None
+        elif self.draw.random() < 0.05:  # it dies, and is started again
+            self.channel.leave(name)
+            self.hands[name] = None
         elif not self.channel.wait_for_room(task, 0.0):
             self.hands[name] = None
 
