@@ -4,7 +4,7 @@ A `Producer` satisfies capture tasks: from what a durable store already holds (a
 one in which it holds everything), else by running the target. A `Source` asks the channel for the
 samples of a step: in a colocated run it pumps the producer until they are there, else it waits for
 producers elsewhere. A `Feed` opens them for reading: on several ranks each has one and opens its own
-share, and rank 0 alone a source.
+share, and rank 0 alone a source. While a step is trained on, a thread of its own opens the next.
 
 What producers elsewhere send is checked before it is trained on; what does not fit, or cannot be
 read, is freed and captured again. A sample that fails to the last attempt is *given up*: left out
@@ -18,7 +18,8 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -129,6 +130,16 @@ class Producer:
 
 
 @dataclass(frozen=True)
+class Opening:
+    """A step that is being opened: its refs, and this rank's positions with what opens them."""
+
+    step: PlannedStep
+    refs: tuple[SampleRef, ...]
+    own: range
+    handles: Callable[[], Sequence[Handle]]
+
+
+@dataclass(frozen=True)
 class Fetched:
     """A step as it can be trained, without samples that were given up, and this rank's samples."""
 
@@ -164,24 +175,34 @@ class Source:
         """Ask for the groups of each epoch anew; what the store holds is not captured again."""
         self.channel.offer(self.plan.captures(step))
 
-    def fetch(self, planned: PlannedStep) -> tuple[PlannedStep, tuple[SampleRef, ...]] | None:
-        """Return a step without the samples that were given up, and its refs; None when stopped."""
+    def fetch(
+        self, planned: PlannedStep, *, wait: bool = True
+    ) -> tuple[PlannedStep, tuple[SampleRef, ...]] | None:
+        """Return a step without the samples that were given up, and its refs; None when stopped.
+
+        Without `wait` it does not wait for others, frees nothing and meets no error of theirs: it
+        returns None, and the next call does all that.
+        """
         while True:
             step = self._remaining(planned)
             try:
                 refs = self.channel.receive(step)
             except DraftcoreError:
-                if not self._give_up(step):
+                if self._give_up(step):
+                    continue
+                if wait or self.producer:
                     raise
-                continue
+                return None
             if refs is None:
-                if not self._wait(step):
+                if not self._wait(step, wait):
                     return None
                 continue
             pairs = zip(step.rows, refs, strict=True)
             wrong = {ref: why for row, ref in pairs if (why := self._misfit(row, ref))}
             if not wrong:
                 return step, refs
+            if not wait:
+                return None
             self.reject(tuple(wrong), next(iter(wrong.values())))
 
     def reject(self, refs: Sequence[SampleRef], reason: str) -> None:
@@ -204,8 +225,8 @@ class Source:
             self.producer.close()
         self.channel.close("finished" if finished else "failed")
 
-    def _wait(self, step: PlannedStep) -> bool:
-        if self.stop():
+    def _wait(self, step: PlannedStep, wait: bool) -> bool:
+        if self.stop() or not (wait or self.producer):
             return False
         if self.producer is None:
             time.sleep(IDLE)
@@ -271,7 +292,10 @@ class Source:
 
 
 class Feed:
-    """The samples of each step for the ranks of a run. `open_source` is called on rank 0 alone."""
+    """The samples of each step for the ranks of a run. `open_source` is called on rank 0 alone.
+
+    `ahead` says that a step may be fetched while the one before is trained on.
+    """
 
     def __init__(
         self,
@@ -281,10 +305,13 @@ class Feed:
         *,
         names: Sequence[str],
         durable: bool,
+        ahead: bool,
     ) -> None:
         self.ranks, self.store, self.open_source = ranks, store, open_source
-        self.durable, self.names = durable, (*names, *TEXT)
+        self.durable, self.ahead, self.names = durable, ahead, (*names, *TEXT)
         self.finished = False  # said by who trains: the run needs no features any more
+        self._next: Opening | None = None
+        self._worker = ThreadPoolExecutor(1, "feed") if ahead else None
 
     @functools.cached_property
     def source(self) -> Source:
@@ -318,29 +345,36 @@ class Feed:
         """
         with ExitStack() as stack:
             while True:
-                found = self.ranks.first(
-                    lambda: self.source.fetch(planned), pack=_packed, unpack=_unpacked
-                )
-                if found is None:
+                opening = self._take(planned) or self._fetch(planned)
+                if opening is None:
                     yield None
                     return
-                step, refs = found
-                own = (self.ranks.own(len(refs)) or range(1)) if refs else range(0)
                 try:
-                    handles = self._open([refs[at] for at in own], stack)
+                    with self.ranks.together():
+                        handles = [stack.enter_context(handle) for handle in opening.handles()]
                     break
                 except DraftcoreError as error:
                     lost = error
                     stack.close()
                 self.ranks.wait()  # until nobody holds what may be freed now
-                self.ranks.first(functools.partial(self._unreadable, refs, lost))
+                self.ranks.first(functools.partial(self._unreadable, opening.refs, lost))
+            step = opening.step
             yield Fetched(
                 step,
                 {
                     at: _sample(step.samples[at], dict(handle.tensors))
-                    for at, handle in zip(own, handles, strict=True)
+                    for at, handle in zip(opening.own, handles, strict=True)
                 },
             )
+
+    def prefetch(self, planned: PlannedStep) -> None:
+        """Begin to open a step whose features are there already, for the next call of `samples`."""
+        if self._worker is None:
+            return
+        self._next = self._fetch(planned, wait=False)
+        if self._next is not None:
+            handles = self._worker.submit(self._next.handles).result
+            self._next = dataclasses.replace(self._next, handles=handles)
 
     def release(self, step: PlannedStep) -> None:
         """A step is done: a volatile store drops what only it needed; a durable one keeps it."""
@@ -349,18 +383,41 @@ class Feed:
         self.ranks.first(lambda: self._release(step))
 
     def close(self) -> None:
+        self._drop_next()
+        if self._worker is not None:
+            self._worker.shutdown()
         if "source" in self.__dict__:
             self.source.close(finished=self.finished)
             if self.finished and not self.durable:
                 forget(self.store, self.source.plan.feature_ids)
         self.store.close()
 
-    def _open(self, refs: Sequence[SampleRef], stack: ExitStack) -> Sequence[Handle]:
-        with self.ranks.together():
-            handles = self.store.get_many(refs, names=self.names)
-            for handle in handles:
-                stack.enter_context(handle)
-        return handles
+    def _fetch(self, planned: PlannedStep, *, wait: bool = True) -> Opening | None:
+        """Return what opens this rank's samples of a step, once all refs are there."""
+        found = self.ranks.first(
+            lambda: self.source.fetch(planned, wait=wait), pack=_packed, unpack=_unpacked
+        )
+        if found is None:
+            return None
+        step, refs = found
+        own = (self.ranks.own(len(refs)) or range(1)) if refs else range(0)
+        mine = [refs[at] for at in own]
+        return Opening(step, refs, own, lambda: self.store.get_many(mine, names=self.names))
+
+    def _take(self, planned: PlannedStep) -> Opening | None:
+        """Return the prefetched step if it is this one; it is given once."""
+        if self._next is None or self._next.step.index != planned.index:
+            self._drop_next()
+            return None
+        opening, self._next = self._next, None
+        return opening
+
+    def _drop_next(self) -> None:
+        opening, self._next = self._next, None
+        if opening is not None:
+            with suppress(DraftcoreError):
+                for handle in opening.handles():
+                    handle.close()
 
     def _unreadable(self, refs: Sequence[SampleRef], error: DraftcoreError) -> None:
         self.source.unreadable(refs, error)

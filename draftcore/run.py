@@ -262,7 +262,11 @@ class Run:
         """The features of every step, from this store, this channel and, if needed, this target."""
         self.check_store()
         names = self.request.names
-        return Feed(self.ranks, self.store, self._source, names=names, durable=self.durable)
+        # Features in this process's memory, and those captured on demand, are not waited for.
+        ahead = self.durable or self.role == "trainer"
+        return Feed(
+            self.ranks, self.store, self._source, names=names, durable=self.durable, ahead=ahead
+        )
 
     def _source(self) -> Source:
         self.channel.announce({"store": self.store.uri, "provenance": self.provenance})

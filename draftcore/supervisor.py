@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftcore.errors import DraftcoreError
+from draftcore.errors import DraftcoreError, UsageError
 
 PR_SET_PDEATHSIG = 1
 LOOK_EVERY = 0.1  # seconds between two looks at the children
 GRACE = 30.0  # seconds in which a child may end by itself after it was asked to
-INTERRUPTED = 130
+REFUSED, INTERRUPTED = 2, 130  # exit statuses
 
 
 @dataclass
@@ -65,16 +65,6 @@ class Child:
         if self.process is not None and self.code is None:
             self.process.send_signal(number)
 
-    def end(self, seconds: float, asked: float = 1.0) -> None:
-        """Wait for the end so long, ask for it and wait for `asked` seconds, then force it."""
-        assert self.process is not None
-        for number, wait in ((None, seconds), (signal.SIGTERM, asked), (signal.SIGKILL, GRACE)):
-            if number is not None:
-                self.send(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(wait)
-                return
-
     def tail(self, lines: int = 12) -> str:
         """The last lines of its log, for an error."""
         if self.log is None or not self.log.exists():
@@ -93,6 +83,7 @@ class Supervisor:
     def run(self) -> int:
         """Run until the trainer ends. Raises DraftcoreError where a child cannot be kept alive."""
         with _signals(self._ask):
+            code: int | None = None
             try:
                 self._start_ranks()
                 for child in self.producers:
@@ -102,11 +93,8 @@ class Supervisor:
                     time.sleep(LOOK_EVERY)
                 return code
             finally:
-                for child in (*self.ranks, *self.producers):
-                    if child.process is not None:
-                        patient = child in self.producers and not self.asked
-                        # A trainer that is asked to end writes its checkpoint first.
-                        child.end(GRACE if patient else 1.0, GRACE if child in self.ranks else 1.0)
+                end(self.ranks, 1.0, GRACE)  # a trainer that is asked to end saves first
+                end(self.producers, GRACE if code == 0 else 1.0)
 
     def _ask(self, number: int, again: bool | None = None) -> None:
         """Pass a first signal on to the trainer, which saves and stops; a second ends all."""
@@ -135,11 +123,9 @@ class Supervisor:
         if not ended:
             return None
         if self.asked or not any(code < 0 for code in ended):  # it said itself why it ended
-            for child in self.ranks:
-                child.end(GRACE)
+            end(self.ranks, GRACE)
             return INTERRUPTED if self.asked else max(ended)
-        for child in self.ranks:
-            child.end(1.0)
+        end(self.ranks, 1.0)
         self._count(self.ranks[0], "the trainer was killed")
         self._start_ranks()
         return None
@@ -151,6 +137,8 @@ class Supervisor:
                 continue
             if code == 0 and not self.ranks[0].restarts:  # the run is over
                 continue
+            if code == REFUSED:  # it would be refused again
+                raise UsageError(f"{child.name} cannot work for this run\n{child.tail()}")
             if code:  # else a rank that survived another had ended the run before it began again
                 self._count(child, f"{child.name} ended with {code}")
             child.start()
@@ -162,6 +150,19 @@ class Supervisor:
                 f"{what}, {child.restarts} times by now\n{child.tail()}\n".replace("\n\n", "\n")
                 + "  mend the cause, or raise topology.restarts; the same command goes on"
             )
+
+
+def end(children: Sequence[Child], seconds: float, asked: float = 1.0) -> None:
+    """Wait so long until all have ended, ask for it and wait for `asked` seconds, then force it."""
+    processes = [child.process for child in children if child.process is not None]
+    for number, wait in ((None, seconds), (signal.SIGTERM, asked), (signal.SIGKILL, GRACE)):
+        for process in processes:
+            if number is not None and process.poll() is None:
+                process.send_signal(number)
+        deadline = time.monotonic() + wait
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def _die_with_parent(parent: int) -> None:

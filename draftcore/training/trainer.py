@@ -79,6 +79,8 @@ def train(run: Run, trainers: Sequence[Trainer]) -> str:
                     if fetched is None:  # asked to stop while it waited for features
                         break
                     waited = time.perf_counter() - began
+                    if at + 1 < total:
+                        feed.prefetch(run.plan.step(at + 1))
                     for trainer in [t for t in active if t.step == at]:
                         try:
                             trainer.advance(fetched.step, fetched.samples, waited)

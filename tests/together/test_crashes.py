@@ -74,7 +74,7 @@ def test_a_killed_capture_goes_on_without_doing_a_sample_twice(tmp_path, new_pro
     process = project.start("capture")
     wait_for(lambda: len(list(features.glob("shard-*.safetensors"))) >= 10, process)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     first = set(features.glob("shard-*.safetensors"))
     assert len(first) < 100, "the capture ended before it was killed"
     output = project.finish("capture")
@@ -106,7 +106,7 @@ def test_metrics_of_steps_after_the_checkpoint_are_written_once(tmp_path, new_pr
     process = project.start("train", "train.checkpoint_every=4")
     wait_for(lambda: steps(project) >= 6, process)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     project.finish("train", "train.checkpoint_every=4")
     lines = [
         json.loads(line)["step"]
