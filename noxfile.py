@@ -24,6 +24,7 @@ BASE = ROOT / ".nox" / "base"
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "store", "capture", "channel")
+SERVED = ("draftcore-mooncake", "draftcore-redis")  # plugins whose servers a run depends on
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
 GROUPS = ("lint", "typing", "test", "release")
@@ -88,6 +89,13 @@ def install_debian_packages(session: nox.Session, project: Path) -> None:
         if "ok installed" not in str(found):
             session.run_install("apt-get", "-qq", "update", external=True)
             session.run_install("apt-get", "-qq", "install", "-y", package, external=True)
+
+
+def install_for_faults(session: nox.Session) -> None:
+    """Install the core's wheel and those of stores and channels, with the servers they talk to."""
+    for name in SERVED:
+        install_debian_packages(session, ROOT / "plugins" / name)
+    install_wheels(session, "draftcore", *SERVED)
 
 
 _built = False
@@ -236,7 +244,7 @@ def together(session: nox.Session) -> None:
 @nox.session
 def faults(session: nox.Session) -> None:
     """Processes of real runs are killed, frozen and lied to; the weights must count every use once."""
-    install_wheels(session, "draftcore")
+    install_for_faults(session)
     pytest(session, "tests/faults", *session.posargs)
 
 
@@ -286,7 +294,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """Kill and freeze at random in 50 runs; DRAFTCORE_SEED=N repeats the moments that one printed."""
-    install_wheels(session, "draftcore")
+    install_for_faults(session)
     session.env.setdefault("DRAFTCORE_SOAK", "50")
     pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs)
 

@@ -6,17 +6,24 @@ claims return, and what it had not published does not count.
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from draftcore.channels import ChannelEnded
 from draftcore.errors import DraftcoreError
 from draftcore.feed import Producer, forget
 from draftcore.records import CaptureTask, SampleRef
 from draftcore.run import PATIENCE, Run
-from draftcore.stores import StoreFull
+from draftcore.stores import StoreAway, StoreFull
 from draftcore.training.trainer import stop_on_signal
 
 WAIT = 1.0  # seconds that one request for a task, or for room, may take
+AWAY = 0.5  # seconds between two attempts to reach a store that is away
+
+T = TypeVar("T")
 
 
 def produce(run: Run) -> str:
@@ -26,16 +33,14 @@ def produce(run: Run) -> str:
     """
     captured = 0
     with stop_on_signal() as stop:
+        stopped = functools.partial(bool, stop)
         try:
-            run.require_shared_store()
-            require_same_capture(run)
-            producer = run.producer
             while not stop:
+                patiently(lambda: follow_trainer(run), stopped)
                 task = run.channel.claim("producer", WAIT)
                 if task is None:
                     continue
-                require_same_data(run, task)
-                found = outcome(producer, task, lambda: bool(stop))
+                found = patiently(functools.partial(work, run, task, stopped), stopped)
                 if found is None:
                     continue
                 run.channel.publish(task, found)
@@ -44,9 +49,48 @@ def produce(run: Run) -> str:
                 captured += len(task.group.rows)
         except ChannelEnded as ended:
             if ended.state == "finished" and "store" in run.__dict__ and not run.durable:
-                forget(run.store, run.samples.feature_ids)  # what was put too late for the trainer
+                with suppress(StoreAway):  # or it went with the trainer, and all that it held
+                    # What was put too late for the trainer.
+                    forget(run.store, run.samples.feature_ids)
             return f"{ended}; {captured} samples captured here"
     return f"interrupted; {captured} samples captured here"
+
+
+def patiently(attempt: Callable[[], T], stop: Callable[[], bool]) -> T | None:
+    """Return what an attempt returns, which is repeated while the store is away; None if stopped."""
+    began = time.monotonic()
+    while not stop():
+        try:
+            return attempt()
+        except StoreAway:
+            if time.monotonic() - began > PATIENCE:
+                raise
+            time.sleep(AWAY)
+    return None
+
+
+def follow_trainer(run: Run) -> None:
+    """Be ready for the trainer's tasks. One that began again may have another store."""
+    told = run.channel.about(PATIENCE)
+    if "producer" not in run.__dict__:
+        run.require_shared_store()
+        require_same_capture(run)
+        _ = run.producer
+    elif "store" not in run.__dict__ or told["store"] != run.store_uri:
+        require_same_capture(run)
+        run.change_store()
+
+
+def work(
+    run: Run, task: CaptureTask, stop: Callable[[], bool]
+) -> Sequence[SampleRef] | Exception | None:
+    """A task's outcome, with the store of now. Raises StoreAway where that does not answer."""
+    follow_trainer(run)
+    require_same_data(run, task)
+    found = outcome(run.producer, task, stop)
+    if isinstance(found, StoreAway):
+        raise found
+    return found
 
 
 def outcome(

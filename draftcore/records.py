@@ -161,7 +161,7 @@ class FeatureStore(Protocol):
 
     def put(self, item: StoreItem) -> SampleRef: ...
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
-        """Store samples, all or none; a re-put supersedes. Raises `StoreFull` when over its limit."""
+        """Store samples, all or none; a re-put supersedes. Raises `StoreFull`, or `StoreAway` for now."""
         ...
 
     def get(

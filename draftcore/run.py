@@ -270,8 +270,26 @@ class Run:
 
     @functools.cached_property
     def store(self) -> FeatureStore:
-        name, uri, binding = self.store_name, self.store_uri, self._store_binding
+        """Unless it is durable, rank 0 makes it, and all ranks must ask for it at the same time."""
+        uri = self.store_uri
+        if self.durable:
+            return self._open_store(uri)
+        return self.ranks.first(
+            lambda: self._open_store(uri), pack=lambda store: store.uri, unpack=self._open_store
+        )
+
+    def _open_store(self, uri: str) -> FeatureStore:
+        name, binding = _scheme(uri), self._store_binding
         return binding.hook.feature_store(name=name, uri=uri, options=binding.options({}))
+
+    def change_store(self) -> None:
+        """Leave a producer's store for the one of a trainer that began again."""
+        if "store" in self.__dict__:  # else it did not answer when this was tried before
+            self.store.close()
+        for part in ("store", "durable", "_store_binding", "store_name", "store_uri"):
+            self.__dict__.pop(part, None)
+        self.require_shared_store()
+        self.producer.store = self.store
 
     @functools.cached_property
     def channel(self) -> Channel:

@@ -25,6 +25,10 @@ class StoreError(DraftcoreError):
     """A sample cannot be read as its ref says: stale, freed, torn or altered."""
 
 
+class StoreAway(StoreError):  # noqa: N818  a state that producers wait out
+    """The store does not answer now, and may again: whether it holds a sample is not known."""
+
+
 class StoreFull(DraftcoreError):  # noqa: N818  a state that producers wait out
     """A put would exceed the store's bytes. Nothing was stored; free samples and put again.
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from draftcore.testing.loopback import only_loopback
 from draftcore.testing.targets import conversations
 
 HERE = Path(__file__).parent
@@ -116,6 +120,15 @@ class Drill:
                 found.append(int(folder.name))
         return sorted(found)
 
+    def servants(self) -> list[int]:
+        """All processes that this run's processes started, found by what they inherit from them."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"SABOTAGE_MARKS={self.marks}\0".encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+        return sorted(set(found) - set(self.processes()))
+
     def producers(self) -> list[int]:
         return [pid for pid in self.processes() if "--role producer" in self.command(pid)]
 
@@ -175,7 +188,7 @@ class Drill:
         self.require_clean()
 
     def require_clean(self) -> None:
-        self.until(lambda: not self.processes(), seconds=60)
+        self.until(lambda: not self.processes() and not self.servants(), seconds=60)
         run_id = json.loads((self.run / "run.json").read_text())["run_id"]
         left = [path.name for path in Path("/dev/shm").iterdir() if run_id in path.name]
         left += [str(path) for path in self.run.rglob("*.tmp")]
@@ -183,6 +196,80 @@ class Drill:
         channels = [*self.folder.glob("channel*"), *self.run.glob("channel*")]
         files = [file for one in channels for file in (one, *one.rglob("*"))]
         assert sum(file.stat().st_size for file in files) < 2**20, "letters pile up"
+
+
+class Server:
+    """A server that a run talks to and did not start. It may be killed, frozen and started again."""
+
+    def __init__(self, command: Sequence[str | Path], folder: Path, port: int) -> None:
+        self.command, self.folder, self.port = list(map(str, command)), folder, port
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(self.command, stdout=quiet, stderr=quiet, cwd=self.folder)
+        deadline = time.monotonic() + 30
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            assert self.process.poll() is None, f"{self.command} does not start"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def kill(self, *, forget: bool = False) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        if forget:
+            shutil.rmtree(self.folder)
+
+    def freeze(self, seconds: float) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nobody_else() -> Iterator[None]:
+    with only_loopback():
+        yield
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Server]:
+    """A Redis that keeps what it is told; without its folder it has forgotten everything."""
+    port = free_port()
+    place = ["--bind", "127.0.0.1", "--port", str(port)]
+    binary = shutil.which("redis-server")
+    assert binary, "no redis-server: apt-get install redis-server"
+    server = Server([binary, *place, "--appendonly", "yes", "--save", ""], tmp_path / "redis", port)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Server]:
+    """A Mooncake master that takes a lender for dead which it has not heard for 3 seconds."""
+    from draftcore_mooncake.engine import package_folder
+    from draftcore_mooncake.master import FLAGS
+
+    port, metrics = free_port(), free_port()
+    place = [f"--rpc_port={port}", f"--metrics_port={metrics}", "--client_ttl=3"]
+    server = Server(
+        [package_folder() / "mooncake_master", *FLAGS, *place], tmp_path / "master", port
+    )
+    server.metrics = metrics  # type: ignore[attr-defined]
+    yield server
+    server.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -196,6 +283,8 @@ def drill(tmp_path: Path, target_folder: Path) -> Any:
     yield make
     for one in made:
         one.kill_all(signal.SIGKILL)
+        for pid in one.servants():
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

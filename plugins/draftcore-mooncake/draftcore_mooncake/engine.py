@@ -3,7 +3,11 @@
 Most of the library's methods end the process when called before `setup` or after `close`; after a
 fork they hang, and so would a new client in the child. So an `Engine` is made only by a successful
 setup, counts the calls in progress, closes once and after them, and knows its process. Calls
-return codes per key: what they mean stands in `CODES`, and a lost master raises here.
+return codes per key: what they mean stands in `CODES`, and a lost master raises StoreAway here.
+
+A master that starts again knows nothing: until it has heard of those who lend memory, a second or
+two, it has none, and says the same as a full one. So a lender keeps a small object in its segment,
+the *pennant*, and puts it again when it is gone: where it is not, nothing is full.
 
 The library reads its environment once, at its first import, which is why it is set in `load`.
 """
@@ -13,24 +17,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftcore.errors import UsageError
-from draftcore.stores import StoreError
+from draftcore.stores import StoreAway, StoreError
 from draftcore_mooncake.master import LOOPBACK, answers
 from draftcore_mooncake.settings import Settings
 
 Piece = tuple[int, int]  # the address and the bytes of a part of an object
+T = TypeVar("T")
 
 ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",  # else it tells its life on stderr
@@ -71,6 +78,7 @@ CODES = {
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 POPULATE_STEP = 32 << 20
 PROBE_SECONDS = 2.0
+LOOK_EVERY = 0.25  # seconds between two looks for a master that is away, and for the pennant
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _first_process: int | None = None  # that made an engine; one forked from it must not
@@ -78,6 +86,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _shared: dict[Settings, Engine] = {}
 _shared_mutex = threading.RLock()
 _abandoned: list[Any] = []  # clients without a master, which end with the process
+logger = logging.getLogger(__name__)
 
 
 def explain(code: int) -> str:
@@ -151,7 +160,7 @@ def _builds() -> list[str]:
 class Engine:
     """A connected client; `address` is that of its master. Thread-safe.
 
-    Raises StoreError for a master that does not answer, and UsageError for refused settings.
+    Raises StoreAway for a master that does not answer, and UsageError for refused settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -165,12 +174,12 @@ class Engine:
         self.settings, self.address = settings, settings.address
         self._asked = f"{LOOPBACK}:{settings.resident}" if settings.resident else self.address
         self._process = os.getpid()
-        self._users, self._calls, self._closed = 1, 0, False
+        self._users, self._calls, self._closed, self._lost = 1, 0, False, False
         self._quiet = threading.Condition()
         self._store = library.MooncakeDistributedStore()
         local = answers(self._asked, seconds=PROBE_SECONDS)
         if not local:
-            raise StoreError(self._silence("nothing answers there"))
+            raise StoreAway(self._silence("nothing answers there"))
         _first_process = os.getpid()
         code = self._set_up(settings.host or local)
         if code:
@@ -188,10 +197,11 @@ class Engine:
         if self.segment:
             self._config.preferred_segments = [self.segment]
         _engines.add(self)
-        self._populating: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._lending: threading.Thread | None = None
         if settings.segment_bytes:
-            self._populating = threading.Thread(target=self._populate, daemon=True)
-            self._populating.start()
+            self._lending = threading.Thread(target=self._lend, daemon=True)
+            self._lending.start()
 
     @classmethod
     def share(cls, settings: Settings) -> Engine:
@@ -244,11 +254,12 @@ class Engine:
                 return
             if _shared.get(self.settings) is self:
                 del _shared[self.settings]
+        self._closing.set()
         with self._quiet:
             self._closed = True
             self._quiet.wait_for(lambda: self._calls == 0)
-        if self._populating is not None:
-            self._populating.join()
+        if self._lending is not None:
+            self._lending.join()
         if self.master_answers():
             self._store.close()
         else:  # it would try for up to 17 s to tell the master, and no thread could run meanwhile
@@ -260,7 +271,7 @@ class Engine:
         """Store objects, each the concatenation of its pieces; return a code per key.
 
         A key that exists keeps what it holds, and its code is 0 all the same. A master that does
-        not answer raises; then some of the keys may exist.
+        not answer raises at once, as some of the keys may exist then, and only others may be tried.
         """
         with self._call() as store:
             if self.raw:
@@ -328,6 +339,28 @@ class Engine:
 
     # ------------------------------------------------------------ how calls are made
 
+    def patiently(self, attempt: Callable[[], T]) -> T:
+        """Return what an attempt returns; repeat it while the master is away.
+
+        Raises StoreAway where that takes longer than the URI's `patience`.
+        """
+        began, told, patience = time.monotonic(), False, self.settings.patience
+        while True:
+            try:
+                answer = attempt()
+            except StoreAway as error:
+                if time.monotonic() - began >= patience:
+                    raise
+                if not told:
+                    problem = str(error).partition("\n")[0]
+                    logger.warning("%s; it is waited for up to %.0f s", problem, patience)
+                told = True
+                self._closing.wait(LOOK_EVERY)
+            else:
+                if told:
+                    logger.warning("Mooncake is back after %.0f s", time.monotonic() - began)
+                return answer
+
     @contextlib.contextmanager
     def _call(self) -> Iterator[Any]:
         self.require_process()  # before the lock, which a fork may have left held
@@ -336,6 +369,9 @@ class Engine:
                 raise StoreError(f"the connection to {self._asked} is closed\n  open it again")
             self._calls += 1
         try:
+            if self._lost and not self.master_answers():  # the library would try for 4 s
+                raise StoreAway(self._silence("nothing answers there"))
+            self._lost = False
             yield self._store
         finally:
             with self._quiet:
@@ -344,16 +380,18 @@ class Engine:
 
     def _again(self, call: Callable[[Any], list[int]]) -> list[int]:
         """Make a call that may be repeated; a connection that broke is renewed by the library."""
-        with self._call() as store:
-            codes = call(store)
-            if any(code in UNREACHABLE for code in codes) and self.master_answers():
-                codes = call(store)
-        return self._require_master(codes)
+
+        def attempt() -> list[int]:
+            with self._call() as store:
+                return self._require_master(call(store))
+
+        return self.patiently(attempt)
 
     def _require_master(self, codes: Sequence[int]) -> list[int]:
         for code in codes:
             if code in UNREACHABLE:
-                raise StoreError(self._silence(explain(code)))
+                self._lost = True
+                raise StoreAway(self._silence(explain(code)))
         return list(codes)
 
     def _silence(self, why: str) -> str:
@@ -398,24 +436,37 @@ class Engine:
 
     # ------------------------------------------------------------ the memory that is lent
 
-    def _populate(self) -> None:
+    def has_lender(self) -> bool:
+        """Say whether the segment that takes what is put here is there, as far as can be told."""
+        return not self.segment or self.exist([self._pennant]) == [True]
+
+    @property
+    def _pennant(self) -> str:
+        return f"draftcore/lender/{self.segment}"
+
+    def _lend(self) -> None:
         """Touch the lent memory, so that no put waits for the kernel: 12 times as slow as a copy.
 
-        The library does not tell where the segment lies, but where an object in it does.
+        Then look after the pennant.
         """
-        with contextlib.suppress(
-            StoreError
-        ):  # closed, or the master is gone: somebody else says so
-            self._touch(*self._lent_range())
+        touched = False
+        while not touched or not self._closing.wait(LOOK_EVERY):
+            with contextlib.suppress(StoreError):  # the master is away, or this client is closed
+                self._hoist()
+                if not touched:
+                    self._touch(*self._lent_range())
+            touched = True
+
+    def _hoist(self) -> None:
+        with self._call() as store:
+            there = self._require_master(store.batch_is_exist([self._pennant]))
+        if there != [1]:
+            self.put([self._pennant], [[(PENNANT.ctypes.data, PENNANT.nbytes)]])
 
     def _lent_range(self) -> tuple[int, int]:
-        probe = np.ones(1, dtype=np.uint8)
-        key = f"draftcore/populate/{self.segment}"
-        if self.put([key], [[(probe.ctypes.data, 1)]]) != [0]:
-            return 0, 0
+        """Where the segment lies the library does not tell, but where an object in it does."""
         with self._call() as store:
-            replicas = store.get_replica_desc(key)
-        self.remove([key])
+            replicas = store.get_replica_desc(self._pennant)
         if not replicas:
             return 0, 0
         return _mapping(replicas[0].get_memory_descriptor().buffer_descriptor.buffer_address)
@@ -430,6 +481,7 @@ class Engine:
 
 
 SMALLEST_LOCAL = 16 << 20
+PENNANT = np.ones(1, dtype=np.uint8)
 
 
 def _mapping(address: int) -> tuple[int, int]:

@@ -1,12 +1,14 @@
 """A master of our own on loopback, for runs on one machine: started, and stopped by its pid.
 
 It dies with this process even on kill -9. Odd: Linux ties a child's life to the *thread* that
-started it, so a thread of its own starts the master and stays until the master ends.
+started it, so a thread of its own starts the master and stays. Where the master ends by itself or
+is killed, that thread starts another one on the same port: empty, but all clients find it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from draftcore.stores import StoreError
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 10
+PAUSE_SECONDS = 0.1  # before another master, where one has ended
 FLAGS = (
     f"--rpc_address={LOOPBACK}",
     f"--metrics_host={LOOPBACK}",
@@ -33,6 +36,7 @@ FLAGS = (
 )
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+logger = logging.getLogger(__name__)
 
 
 class Master:
@@ -59,20 +63,36 @@ class Master:
         self._thread.join()
 
     def _start(self) -> bool:
-        self._ending, started = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
+        self._ending, self._serves = threading.Event(), False
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._keep, args=(started,), daemon=True)
         self._thread.start()
         started.wait()
         limit = time.monotonic() + START_SECONDS
         while time.monotonic() < limit and self._thread.is_alive():
             if answers(self.address, seconds=0.2):
+                self._serves = True
                 return True
             time.sleep(0.01)
         self.stop()
         return False
 
-    def _run(self, started: threading.Event) -> None:
-        command = [str(self._binary), f"--rpc_port={self.port}", *FLAGS]
+    def _keep(self, started: threading.Event) -> None:
+        """Run a master; and, once one has served, another one whenever it ends."""
+        while True:
+            code = self._run(started)
+            if self._ending.wait(PAUSE_SECONDS) or not self._serves:
+                return
+            logger.warning(
+                "the Mooncake master on port %d ended with %s: another one is started, and what it "
+                "held is captured again",
+                self.port,
+                code,
+            )
+
+    def _run(self, started: threading.Event) -> int | None:
+        """Run a master to its end, and return its exit status; None where it did not start."""
+        command, code = [str(self._binary), f"--rpc_port={self.port}", *FLAGS], None
         with tempfile.TemporaryFile() as log:
             try:
                 with subprocess.Popen(
@@ -84,7 +104,7 @@ class Master:
                         pass
                     process.terminate()
                     try:
-                        process.wait(5)
+                        code = process.wait(5)
                     except subprocess.TimeoutExpired:
                         process.kill()
             except OSError as error:
@@ -94,6 +114,7 @@ class Master:
             log.seek(0)
             lines = log.read().decode(errors="replace").splitlines()
         self._last_words = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return code
 
 
 def answers(address: str, *, seconds: float) -> str:

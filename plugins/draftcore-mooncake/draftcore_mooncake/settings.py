@@ -5,7 +5,8 @@ keeps the samples of several runs apart on one master.
 
 The memory is lent by whoever says `max_bytes`; that alone decides the placement. Odd: a URI that
 another process is to open, `Settings.joining`, therefore never has `max_bytes`, and names the
-lender's segment instead, so that what is put goes to the process that will read it.
+lender's segment instead, so that what is put goes to the process that will read it. Nor does it
+wait long for a master that is away: whoever gave the URI may have begun again, with another one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ PEER_TO_PEER = "P2PHANDSHAKE"
 OWN_MASTER_BYTES = 2 << 30
 SEGMENT_UNIT = 16 << 20  # the engine refuses a segment below this
 PROTOCOLS = ("tcp", "rdma")
+JOINED_PATIENCE = 1.0  # seconds
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -38,6 +40,7 @@ class Settings:
     metadata: str = PEER_TO_PEER
     resident: int | None = None  # the port of the mooncake_client on this machine
     segment: str = ""  # the segment that takes what is put here; '' leaves it to the master
+    patience: float = 60.0  # seconds that a master may be away
 
     @classmethod
     def parse(cls, text: str) -> Settings:
@@ -55,6 +58,7 @@ class Settings:
             metadata=options.get("metadata", PEER_TO_PEER),
             resident=uri.count("resident", 1) if "resident" in options else None,
             segment=options.get("segment", ""),
+            patience=uri.seconds("patience", cls.patience),
         )
         found._check(text)
         return found if address else replace(found, max_bytes=found.max_bytes or OWN_MASTER_BYTES)
@@ -69,7 +73,8 @@ class Settings:
 
     def joining(self) -> str:
         """Return the URI with which another process opens this store, lending no memory."""
-        said = {name: getattr(self, name) for name in PASSED_ON}
+        passed = replace(self, patience=JOINED_PATIENCE)
+        said = {name: getattr(passed, name) for name in PASSED_ON}
         default = {name: getattr(Settings, name) for name in PASSED_ON}
         options = {name: value for name, value in said.items() if value != default[name]}
         query = f"?{urlencode(options, safe=':,/[]')}" if options else ""
@@ -106,4 +111,4 @@ def _address(uri: Uri) -> str:
 
 
 OPTIONS = tuple(name for name in Settings.__dataclass_fields__ if name not in ("address", "name"))
-PASSED_ON = ("protocol", "devices", "metadata", "resident", "segment")
+PASSED_ON = ("protocol", "devices", "metadata", "resident", "segment", "patience")

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from draftcore.records import SampleRef, StoreItem, StoreStats
 from draftcore.stores import (
     Key,
     OpenHandle,
+    StoreAway,
     StoreError,
     StoreFull,
     describe_items,
@@ -36,7 +38,15 @@ from draftcore.stores import (
     select_names,
 )
 from draftcore_mooncake.buffers import BufferPool
-from draftcore_mooncake.engine import FULL, NOT_FOUND, Engine, explain, load, package_folder
+from draftcore_mooncake.engine import (
+    FULL,
+    NOT_FOUND,
+    TRANSFER,
+    Engine,
+    explain,
+    load,
+    package_folder,
+)
 from draftcore_mooncake.master import Master
 from draftcore_mooncake.objects import Record, tensors_in
 from draftcore_mooncake.settings import Settings
@@ -94,10 +104,10 @@ class MooncakeStore:
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
         """Store samples, all or none.
 
-        Raises StoreFull when `max_bytes` or the lent memory is used up, and StoreError when the
-        master, or the process that lends the memory, does not answer.
+        Raises StoreFull when `max_bytes` or the lent memory is used up, and StoreAway when for
+        longer than `patience` the master, or the process that lends the memory, did not answer.
         """
-        refs = describe_items(items, new_generation(), self.uri)
+        refs = self._describe(items)
         self._require_usable()
         self._remove_doomed()
         self._reserve(refs)
@@ -222,7 +232,11 @@ class MooncakeStore:
             self._reserved_bytes += _total(refs)
 
     def _write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[_Held]:
-        """Write samples; after a failed transfer anew, under keys that nothing was written to."""
+        """Write samples; after a failed attempt anew, under keys that nothing was written to."""
+        attempts = chain([refs], iter(lambda: self._describe(items), None))
+        return self._engine.patiently(lambda: self._try_to_write(items, next(attempts)))
+
+    def _try_to_write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[_Held]:
         for left in reversed(range(TRIES)):
             try:
                 older = self._transfer.write(items, refs)
@@ -230,19 +244,34 @@ class MooncakeStore:
             except TransferError as error:
                 self._doom(refs)
                 self._remove_doomed()
+                if error.code in (FULL, TRANSFER) and not self._engine.has_lender():
+                    raise self._without_lender(error.code) from None
                 if error.code == FULL:
                     raise self._full(refs) from None
                 if not left:
-                    raise StoreError(
-                        f"{len(refs)} samples cannot be stored: {explain(error.code)}\n"
-                        "  check the processes that lend memory to the store, then go on"
-                    ) from None
+                    raise self._unstored(refs, error.code) from None
             except BaseException:
                 self._doom(refs)
                 raise
             time.sleep(PAUSE_SECONDS)
-            refs = describe_items(items, new_generation(), self.uri)
+            refs = self._describe(items)
         raise AssertionError
+
+    def _describe(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        return describe_items(items, new_generation(), self.uri)
+
+    def _without_lender(self, code: int) -> StoreAway:
+        return StoreAway(
+            f"the memory of the store {self.uri} is not there: {explain(code)}\n"
+            "  the process that opened it with max_bytes lends it: start that, or wait for it"
+        )
+
+    def _unstored(self, refs: Sequence[SampleRef], code: int) -> StoreError:
+        kind = StoreAway if code == TRANSFER else StoreError
+        return kind(
+            f"{len(refs)} samples cannot be stored: {explain(code)}\n"
+            "  check the processes that lend memory to the store, then go on"
+        )
 
     def _full(self, refs: Sequence[SampleRef]) -> StoreFull:
         with self._mutex:

@@ -6,13 +6,9 @@ Mooncake's clients listen on all interfaces and cannot be told not to. So, where
 the tests run in a network namespace that has only loopback, and what they start does as well.
 """
 
-import ctypes
 import itertools
 import os
-import socket
-import struct
 from collections.abc import Iterator
-from fcntl import ioctl
 from pathlib import Path
 
 import pytest
@@ -20,22 +16,16 @@ from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master
 from draftcore_mooncake.store import MooncakeStore
 
-CLONE_NEWNET = 0x40000000
-SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+from draftcore.testing.loopback import only_loopback
+
 LENT_BYTES = 160 << 20
 names = itertools.count()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def only_loopback() -> Iterator[None]:
-    libc = ctypes.CDLL(None)
-    before = os.open("/proc/self/ns/net", os.O_RDONLY)
-    if libc.unshare(CLONE_NEWNET) == 0:
-        with socket.socket() as any_socket:
-            ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
-    yield
-    libc.setns(before, CLONE_NEWNET)
-    os.close(before)
+def nobody_else() -> Iterator[None]:
+    with only_loopback():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 from draftcore_mooncake import engine
-from draftcore_mooncake.master import Master
+from draftcore_mooncake.master import FLAGS, answers
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_mooncake.transfer import Transfer
 
 from draftcore.errors import UsageError
 from draftcore.records import SampleRef, StoreItem
-from draftcore.stores import StoreError, StoreFull
+from draftcore.stores import StoreAway, StoreError
 from draftcore.testing.stores import child_environment, numbered
 
 MiB = 1 << 20
@@ -112,58 +113,90 @@ def test_a_killed_process_takes_its_master_along() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_killed_master_is_said_in_seconds() -> None:
-    """Killed during puts and gets."""
-    first = Master(engine.package_folder())
-    lender = MooncakeStore.open(f"mooncake://{first.address}/run?max_bytes=32MiB")
-    ref = lender.put(sized("a", MiB))
-
-    def work(step: Callable[[], object]) -> tuple[str, float]:
-        while True:
-            began = time.monotonic()
-            try:
-                step()
-            except StoreError as error:
-                return str(error), time.monotonic() - began
-
-    with ThreadPoolExecutor(2) as pool:
-        waits = [
-            pool.submit(work, lambda: lender.put(sized("b", MiB))),
-            pool.submit(work, lambda: lender.get(ref).close()),
-        ]
-        time.sleep(0.1)
-        os.kill(first.pid, signal.SIGKILL)
-        for wait in waits:
-            said, seconds = wait.result(timeout=30)
-            assert f"no Mooncake master at {first.address}" in said
-            assert seconds < 12
-    with within(5):
-        lender.close()
-    first.stop()
-
-
-def test_a_restarted_master_is_empty_and_serves_again() -> None:
-    first = Master(engine.package_folder())
-    lender = MooncakeStore.open(f"mooncake://{first.address}/run?max_bytes=32MiB")
-    ref = lender.put(sized("a", MiB))
-    os.kill(first.pid, signal.SIGKILL)
-    first.stop()
-    again = Master(engine.package_folder(), port=first.port)
-    limit = time.monotonic() + 30
-    new = None
-    while new is None:
+@contextmanager
+def another_master() -> "Iterator[tuple[subprocess.Popen[bytes], str]]":
+    """A master that nobody starts again, and its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [engine.package_folder() / "mooncake_master", f"--rpc_port={port}", *FLAGS]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    address, limit = f"127.0.0.1:{port}", time.monotonic() + 30
+    while not answers(address, seconds=1):
         assert time.monotonic() < limit
-        try:
-            new = lender.put(sized("a", MiB, 8))
-        except (StoreError, StoreFull):  # until the lender has found the new master
+        time.sleep(0.05)
+    yield process, address
+    process.kill()
+    process.wait()
+
+
+def test_a_master_that_is_killed_and_stays_away_is_said_after_the_patience() -> None:
+    """Killed during puts and gets; whoever joins a store waits for no more than a second."""
+    with another_master() as (master, address):
+        lender = MooncakeStore.open(f"mooncake://{address}/run?max_bytes=32MiB&patience=3")
+        ref = lender.put(sized("a", MiB))
+        producer = MooncakeStore.open(lender.uri)
+
+        def work(step: Callable[[], object]) -> tuple[str, float]:
+            while True:
+                began = time.monotonic()
+                try:
+                    step()
+                except StoreAway as error:
+                    return str(error), time.monotonic() - began
+
+        steps = [lambda: lender.put(sized("b", MiB)), lambda: lender.get(ref).close()]
+        with ThreadPoolExecutor(3) as pool:
+            waits = [pool.submit(work, step) for step in steps]
+            joined = pool.submit(work, lambda: producer.put(sized("c", MiB)))
             time.sleep(0.1)
-    with pytest.raises(StoreError, match="'a'"):
-        lender.get(ref)
-    with lender.get(new) as handle:
-        assert handle.tensors["x"].unique().tolist() == [8]
-    assert lender.stats().samples == 1
+            master.kill()
+            for wait in waits:
+                said, seconds = wait.result(timeout=30)
+                assert f"no Mooncake master at {address}" in said
+                assert 2.9 < seconds < 12
+            assert joined.result()[1] < 10
+        with within(10):
+            producer.close()
+            lender.close()
+
+
+def test_a_master_of_our_own_that_is_killed_is_started_again_empty_and_nobody_calls_it_full() -> (
+    None
+):
+    lender = MooncakeStore.open("mooncake://?max_bytes=32MiB")
+    producer = MooncakeStore.open(lender.uri)
+    ref, master = lender.put(sized("a", MiB)), lender._master
+    assert master is not None
+    for number in (8, 9):
+        os.kill(master.pid, signal.SIGKILL)
+        with within(20):
+            new = None
+            while new is None:
+                try:
+                    new = producer.put(sized("a", MiB, number))
+                except StoreAway:  # StoreFull would have the trainer evict samples, and then end
+                    time.sleep(0.01)
+        with pytest.raises(StoreError, match="'a'"):
+            lender.get(ref)
+        with lender.get(new) as handle:
+            assert handle.tensors["x"].unique().tolist() == [number]
+        ref = new
+    producer.close()
     lender.close()
-    again.stop()
+
+
+def test_a_lender_waits_for_its_master_by_itself() -> None:
+    lender = MooncakeStore.open("mooncake://?max_bytes=32MiB")
+    lender.put(sized("a", MiB))
+    assert lender._master is not None
+    os.kill(lender._master.pid, signal.SIGKILL)
+    with within(20):
+        ref = lender.put(sized("b", MiB))
+        assert list(lender.lookup(["a", "b"])) == ["b"]
+    assert lender.stats().samples == 1
+    lender.free([ref])
+    lender.close()
 
 
 def test_a_wrong_address_takes_seconds_not_ninety() -> None:
@@ -325,7 +358,8 @@ def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(store_uri: st
             store = MooncakeStore.open(sys.argv[1])
             ref = store.put(numbered("a", 1))
             stores = [store]
-            store._engine._populating.join()  # its frame would keep the library's client
+            while not store._engine.has_lender():  # until its thread, whose frame would keep the
+                pass  # library's client, waits
 
             def child():
                 for use in (lambda: stores[0].get(ref), lambda: stores[0].put(numbered("b", 1)),

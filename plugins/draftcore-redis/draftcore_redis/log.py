@@ -29,7 +29,7 @@ import redis
 from draftcore.channels import require_name
 from draftcore.channels.logged import Letter, LoggedChannel, open_end, parse_record, report
 from draftcore.errors import DraftcoreError
-from draftcore_redis.server import TIMEOUT, Server, passes
+from draftcore_redis.server import TIMEOUT, Server, ServerAway, passes
 
 START = "0-0"  # before every entry of a stream
 AT_ONCE = 1000  # entries
@@ -61,9 +61,16 @@ class RedisLog:
 
     @classmethod
     def open(cls, uri: str, run_id: str, role: str) -> LoggedChannel:
-        """Open one end of a channel; see `server` for the URI. Raises UsageError within seconds."""
+        """Open one end of a channel; see `server` for the URI. Raises UsageError within seconds.
+
+        A producer that is started while the server is away waits for it, as it does for a trainer.
+        """
         server, parsed = Server.parse(uri)
-        server.check()
+        try:
+            server.check()
+        except ServerAway:
+            if role != "producer":
+                raise
         return open_end(parsed, run_id, role, lambda name: cls(server, name))
 
     # ------------------------------------------------------------ the head

@@ -39,6 +39,10 @@ PASSING_WORDS = ("MISCONF", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS
 IN_PIPELINE = re.compile(r"Command # \d+ \(.*?\) of pipeline caused error: ", re.DOTALL)
 
 
+class ServerAway(UsageError):  # noqa: N818  a state that a producer waits out
+    """The server does not answer now, and may again."""
+
+
 @dataclass(frozen=True)
 class Server:
     """A parsed and checked URI; times in seconds. A run's keys go away `expire` after its end."""
@@ -104,12 +108,16 @@ class Server:
         )
 
     def check(self) -> None:
-        """Raise UsageError unless the server answers, is new enough and keeps what it is told."""
+        """Raise UsageError unless the server answers, is new enough and keeps what it is told.
+
+        ServerAway is the UsageError where it may answer later.
+        """
         client = self.client()
         try:
             about = client.info("server") | client.info("memory")
         except redis.RedisError as error:
-            raise self.explain(error) from error
+            explained = self.explain(error)
+            raise (ServerAway(str(explained)) if passes(error) else explained) from error
         finally:
             client.close()
         version = str(about["redis_version"])

@@ -15,7 +15,7 @@ from draftcore_redis.server import Server
 
 from draftcore.channels import ChannelEnded
 from draftcore.channels.logged import LoggedChannel
-from draftcore.errors import DraftcoreError
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import CaptureGroup, CaptureTask, PlannedStep, SampleId, SampleRef
 
 SOON = 30.0  # seconds within which what must come has come, on a busy machine
@@ -249,6 +249,25 @@ def test_a_refusal_that_somebody_may_mend_is_waited_for(
         client.execute_command(*accept.split())
         said.join()
         assert log.read() == [("one", {"text": "x"})]
+
+
+def test_a_producer_that_starts_while_the_server_is_away_waits_for_it(
+    new_server: Callable[..., Any],
+) -> None:
+    """Else a supervisor that starts a killed one again would take it for refused."""
+    server = new_server()
+    with closing(open_end(uri_on(server), "trainer")) as trainer:
+        trainer.offer([task(0)])
+        server.kill()
+        ends: list[LoggedChannel] = []
+        opening = threading.Thread(target=lambda: ends.append(open_end(uri_on(server), "producer")))
+        opening.start()
+        with pytest.raises(UsageError, match="does not answer"):
+            open_end(uri_on(server), "trainer")
+        server.start()
+        opening.join(SOON)
+        assert ends[0].claim("one", wait=SOON) is not None
+        ends[0].close()
 
 
 # ---------------------------------------------------------------- the run ends

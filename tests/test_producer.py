@@ -1,0 +1,73 @@
+"""A producer and a store that holds, or seems to hold, what it is to capture."""
+
+import numpy as np
+import pytest
+import torch
+
+from draftcore.channels.memory import MemoryChannel
+from draftcore.feed import Producer
+from draftcore.plan import Plan
+from draftcore.records import CapturedGroup
+from draftcore.stores import StoreError
+from draftcore.stores.shm import ShmStore
+
+LENGTH = 3
+
+
+class Counting:
+    """A capture backend, and the samples' tokens: row, row, row."""
+
+    def __init__(self):
+        self.captured = 0
+
+    def features(self, groups):
+        for group in groups:
+            self.captured += 1
+            rows = [torch.full((LENGTH, 4), float(tokens[0])) for tokens in group.token_ids]
+            yield CapturedGroup(group.group, tuple({"hidden.1": row} for row in rows))
+
+    def tokens(self, row):
+        return np.full(LENGTH, row)
+
+    def loss_mask(self, row):
+        return np.ones(LENGTH, dtype=np.bool_)
+
+
+@pytest.fixture
+def producer(tmp_path):
+    capture, channel = Counting(), MemoryChannel("run")
+    channel.offer(Plan(["s0", "s1"], [LENGTH] * 2, capture_batch=2, batch=2, seed=0).captures(0))
+    store = ShmStore(f"/dev/shm/{tmp_path.name}", max_bytes=1 << 20)
+    yield Producer(lambda: capture, capture, store, channel, "p")
+    store.free(store.lookup(["s0", "s1"]).values())
+    store.close()
+
+
+def test_what_the_store_holds_is_not_captured_again(producer):
+    task = producer.channel.claim("one")
+    assert producer.refs(task) == producer.refs(task)
+    assert producer.capture.captured == 1
+
+
+def test_what_a_lookup_finds_torn_is_captured_again(producer):
+    """Else every attempt of every producer would fail, and the sample be given up."""
+    task = producer.channel.claim("one")
+    producer.refs(task)
+    table = producer.store._segment.table
+    table.map[table.blocks_at + int(table.start[0])] ^= 255  # of the seal of its description
+    with pytest.raises(StoreError, match="torn or altered"):
+        producer.store.lookup(task.group.feature_ids)
+    again = producer.refs(task)
+    assert producer.capture.captured == 2
+    for ref, row in zip(again, task.group.rows, strict=True):
+        with producer.store.get(ref) as handle:
+            assert handle.tensors["hidden.1"].unique().tolist() == [row]
+
+
+def test_what_was_captured_in_another_way_is_captured_again(producer):
+    task = producer.channel.claim("one")
+    producer.provenance = "another target"
+    producer.refs(task)
+    producer.provenance = "p"
+    assert {ref.provenance for ref in producer.refs(task)} == {"p"}
+    assert producer.capture.captured == 2

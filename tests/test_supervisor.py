@@ -1,0 +1,105 @@
+"""The supervisor with children that take milliseconds: who is started again, asked, and waited for."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from draftcore.errors import DraftcoreError
+from draftcore.supervisor import INTERRUPTED, Child, Supervisor
+
+TOOLS = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+def note(name):
+    (here / f"{name}-{os.getpid()}").touch()
+def count(name):
+    return len(list(here.glob(f"{name}-*")))
+def until(holds):
+    deadline = time.monotonic() + 20
+    while not holds():
+        if time.monotonic() > deadline:
+            sys.exit(3)
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    def make(name, program, kind=Child):
+        return kind(name, [sys.executable, "-c", TOOLS + program, str(tmp_path)])
+
+    return make
+
+
+def test_a_producer_that_had_ended_is_started_again_when_the_ranks_are(child, tmp_path):
+    """A rank that survived another had told it that the run failed."""
+    rank = child(
+        "rank 0",
+        """
+note("rank")
+if count("rank") == 1:
+    until(lambda: count("ended"))
+    time.sleep(0.5)  # for the supervisor to see that
+    os.kill(os.getpid(), signal.SIGKILL)
+until(lambda: count("producer") == 2)
+note("done")
+""",
+    )
+    producer = child(
+        "producer 0",
+        """
+note("producer")
+if count("producer") == 1:
+    note("ended")
+else:
+    until(lambda: count("done"))
+""",
+    )
+    assert Supervisor([rank], [producer], restarts=1).run() == 0
+    assert (rank.restarts, producer.restarts) == (1, 0)
+
+
+class Hasty(Child):
+    """Ctrl-C comes just before it is started."""
+
+    def start(self):
+        signal.raise_signal(signal.SIGINT)
+        super().start()
+
+
+def test_a_signal_that_comes_while_ranks_start_reaches_them(child):
+    rank = child("rank 0", "time.sleep(5)", Hasty)
+    assert Supervisor([rank], [], restarts=0).run() == INTERRUPTED
+    assert rank.code == -signal.SIGTERM
+
+
+def test_a_trainer_whose_run_ends_gets_the_time_to_write_its_checkpoint(child, tmp_path):
+    rank = child(
+        "rank 0",
+        """
+def save(*_):
+    time.sleep(2)
+    note("saved")
+    sys.exit(1)
+signal.signal(signal.SIGTERM, save)
+note("ready")
+until(lambda: False)
+""",
+    )
+    producer = child("producer 0", 'until(lambda: count("ready")); sys.exit(1)')
+    with pytest.raises(DraftcoreError, match="producer 0 ended with 1, 1 times by now"):
+        Supervisor([rank], [producer], restarts=0).run()
+    assert list(tmp_path.glob("saved-*"))
+
+
+def test_a_child_whose_supervisor_died_before_it_could_be_told_ends(tmp_path):
+    """The kernel signals a parent's death only to who asked for that while the parent lived."""
+    program = (
+        "import sys; from draftcore.supervisor import _die_with_parent as f; f(int(sys.argv[1]))"
+    )
+    for parent, code in ((os.getpid(), 0), (os.getppid(), 1)):
+        command = [sys.executable, "-c", program, str(parent)]
+        assert subprocess.run(command, check=False).returncode == code
