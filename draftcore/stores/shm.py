@@ -49,6 +49,7 @@ from draftcore.stores import (
     not_held,
     select_names,
 )
+from draftcore.stores.seals import bytes_of, copy_sealed
 from draftcore.stores.segment import (
     ALIGN,
     FREE,
@@ -202,9 +203,10 @@ class ShmStore:
     def _write(self, item: StoreItem, ref: SampleRef, block: _Block, start: int) -> None:
         seals = []
         for spec, at in zip(ref.tensors, block.starts, strict=True):
-            view = self._view(spec, start + at)
-            view.copy_(item.tensors[spec.name].detach())
-            seals.append(_seal(view))
+            digest, place = xxhash.xxh3_64(), self._segment.table.blocks_at + start + at
+            room = memoryview(self._segment.table.map)[place : place + _nbytes(spec)]
+            copy_sealed(room, item.tensors[spec.name], digest)
+            seals.append(digest.intdigest())
         rest = COUNTS.pack(len(block.text), len(seals)) + block.text
         rest += struct.pack(f"<{len(seals)}Q", *seals)
         head = SEAL.pack(xxhash.xxh3_64_intdigest(rest)) + rest
@@ -388,4 +390,4 @@ def _nbytes(spec: TensorSpec) -> int:
 
 
 def _seal(tensor: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_intdigest(bytes_of(tensor))
