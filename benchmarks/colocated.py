@@ -91,7 +91,7 @@ def copied(sample: Sample) -> Sample:
 
 
 def settings(folder: Path, epochs: int) -> RunConfig:
-    options = {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 3}
+    options = {"layers": [1, 2, 4], "draft_vocab_size": 240}
     return RunConfig.model_validate(
         {
             "run": str(folder / "run"),

@@ -422,8 +422,8 @@ class MemoryChannel:
             return None
         if isinstance(group.outcome, Exception) and sample in group.due:
             raise group.outcome
-        members = zip(group.task.group.feature_ids, group.refs, strict=False)
-        return next((ref for member, ref in members if member == sample.feature_id), None)
+        refs = group.refs
+        return refs[group.task.group.feature_ids.index(sample.feature_id)] if refs else None
 
     def _end_epochs_before(self, epoch: int) -> dict[int, _Group]:
         """Forget uses that never came: those before the step at which a run was resumed."""
