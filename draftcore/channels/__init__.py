@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,7 +161,7 @@ def _foreign(value: Any) -> tuple[str, Any] | None:
     """Return what is no plain data in `value`, and its place. Runs over all that is published."""
     if isinstance(value, PLAIN):
         return None
-    names = _field_names(type(value))
+    names = getattr(type(value), "__dataclass_fields__", None)  # `dataclasses.fields` takes 3 us
     if names is not None:
         keyed: Iterable[tuple[Any, Any]] = ((name, getattr(value, name)) for name in names)
         form = ".{}"
@@ -177,11 +175,3 @@ def _foreign(value: Any) -> tuple[str, Any] | None:
         if not isinstance(item, PLAIN) and (found := _foreign(item)) is not None:
             return form.format(key) + found[0], found[1]
     return None
-
-
-@functools.cache
-def _field_names(kind: type) -> tuple[str, ...] | None:
-    """The names of a dataclass's fields; None for other types."""
-    if not dataclasses.is_dataclass(kind):
-        return None
-    return tuple(field.name for field in dataclasses.fields(kind))

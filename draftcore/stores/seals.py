@@ -5,6 +5,8 @@ core's cache a tenth. So a copy that is sealed goes in pieces that fit there, ea
 as it is copied. It is as fast as a plain copy, which for large tensors bypasses the cache.
 """
 
+from typing import Any
+
 import torch
 import xxhash
 from torch import Tensor
@@ -14,7 +16,8 @@ PIECE = 512 << 10  # bytes; 128 KiB to 1 MiB do as well where the L2 cache has 1
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a view of a contiguous CPU tensor's bytes."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def lies_plain(tensor: Tensor) -> bool:
@@ -33,7 +36,11 @@ def copy_sealed(room: memoryview, source: Tensor, digest: xxhash.xxh3_64) -> Non
             torch.frombuffer(room, dtype=source.dtype).view(source.shape).copy_(source.detach())
         digest.update(room)
         return
-    given = bytes_of(source)
+    copy_bytes_sealed(room, bytes_of(source), digest)
+
+
+def copy_bytes_sealed(room: memoryview, given: memoryview, digest: xxhash.xxh3_64) -> None:
+    """Copy bytes to a room of their size; `digest` takes in what then lies there."""
     for start in range(0, len(room), PIECE):
         piece = room[start : start + PIECE]
         piece[:] = given[start : start + PIECE]
