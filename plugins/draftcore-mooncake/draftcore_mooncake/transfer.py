@@ -1,7 +1,7 @@
 """Moving samples between tensors and the store: packing, writing, reading, and checking.
 
-Nothing is serialised and nothing is copied that need not be: contiguous CPU tensors go to the wire
-from where they lie; all others, and everything for RDMA or a resident client, through a pooled
+Nothing is serialised and nothing is copied that need not be: large contiguous CPU tensors go to the
+wire from where they lie; all others, and everything for RDMA or a resident client, through a pooled
 buffer. A read goes into a pooled buffer, of which the tensors are views. What lies in memory that
 this process lends is copied there by itself, as it checks the seal while the bytes are in the cache.
 """
@@ -9,7 +9,8 @@ this process lends is copied there by itself, as it checks the seal while the by
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -46,6 +47,10 @@ from draftcore_mooncake.objects import (
 TRIES = 3
 PAUSE_SECONDS = 0.02
 RECORDS_AT_ONCE = 64
+BATCH_BYTES = 16 << 20
+PIECE_BYTES = (
+    256 << 10
+)  # less is copied together: the wire takes 0.1 ms for each piece of an object
 NOTHING_WAS_READ = (NOT_FOUND, NOT_READY, INVALID)
 
 
@@ -79,22 +84,39 @@ class Transfer:
     def write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[tuple[str, ...]]:
         """Write samples and their records; return the generations that each one superseded.
 
-        Raises TransferError, after which the caller removes what was written.
+        While one batch is on the wire the next one is sealed. Raises TransferError, after which the
+        caller removes what was written.
         """
-        keys: list[str] = []
-        objects: list[list[Piece]] = []
+        if not refs:
+            return []
         buffers: list[Tensor] = []
+        *early, last = _batches(refs)
         try:
-            for item, ref in zip(items, refs, strict=True):
-                buffer, pieces, record = self._pack(item, ref)
-                buffers.append(buffer)
-                keys += [self.key(ref), record_key(self._name, ref.feature_id)]
-                objects += [pieces, [record]]
-            _require_success(self._engine.put(keys, objects) if keys else [])
+            with ThreadPoolExecutor(1) as wire:
+                sent = [
+                    wire.submit(self._engine.put, *self._objects(items[some], refs[some], buffers))
+                    for some in early
+                ]
+                keys, objects = self._objects(items[last], refs[last], buffers)
+                codes = [code for one in sent for code in one.result()]
+                _require_success(codes + self._engine.put(keys, objects))
         finally:
             for buffer in buffers:
                 self._pool.give(buffer)
         return self._make_current(refs)
+
+    def _objects(
+        self, items: Sequence[StoreItem], refs: Sequence[SampleRef], buffers: list[Tensor]
+    ) -> tuple[list[str], list[list[Piece]]]:
+        """Return the keys and pieces of samples and records; `buffers` gets what they lie in."""
+        keys: list[str] = []
+        objects: list[list[Piece]] = []
+        for item, ref in zip(items, refs, strict=True):
+            buffer, pieces, record = self._pack(item, ref)
+            buffers.append(buffer)
+            keys += [self.key(ref), record_key(self._name, ref.feature_id)]
+            objects += [pieces, [record]]
+        return keys, objects
 
     def _pack(self, item: StoreItem, ref: SampleRef) -> tuple[Tensor, list[Piece], Piece]:
         """Return a buffer, the pieces of the sample's object, and its record in the buffer."""
@@ -116,10 +138,10 @@ class Transfer:
         tail = torch.frombuffer(bytearray(end + record), dtype=torch.uint8)
         buffer[start : start + len(tail)] = tail
         at = buffer.data_ptr() + start
-        return buffer, [*pieces, (at, len(end))], (at + len(end), len(record))
+        return buffer, _joined([*pieces, (at, len(end))]), (at + len(end), len(record))
 
     def _goes_as_it_is(self, tensor: Tensor) -> bool:
-        return self._engine.in_place and lies_plain(tensor)
+        return self._engine.in_place and tensor.nbytes >= PIECE_BYTES and lies_plain(tensor)
 
     def _make_current(self, refs: Sequence[SampleRef]) -> list[tuple[str, ...]]:
         """Replace records of earlier generations, which the put has left as they were."""
@@ -310,6 +332,28 @@ def _require_success(codes: Sequence[int]) -> None:
 def _require_current(ref: SampleRef, record: Record | None) -> None:
     if record is not None and record.ref.generation != ref.generation:
         raise _unreadable(ref, "was put again since")
+
+
+def _batches(refs: Sequence[SampleRef]) -> Iterator[slice]:
+    """Cut samples into batches that each take the wire longer than a call does."""
+    start, nbytes = 0, 0
+    for at, ref in enumerate(refs, 1):
+        nbytes += ref.nbytes
+        if nbytes >= BATCH_BYTES or at == len(refs):
+            yield slice(start, at)
+            start, nbytes = at, 0
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Make one piece of those that lie one behind the other."""
+    joined = [pieces[0]]
+    for start, nbytes in pieces[1:]:
+        last, last_bytes = joined[-1]
+        if start == last + last_bytes:
+            joined[-1] = (last, last_bytes + nbytes)
+        else:
+            joined.append((start, nbytes))
+    return joined
 
 
 def _size(ref: SampleRef) -> int:
