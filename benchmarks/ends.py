@@ -88,6 +88,9 @@ class Producer:
     def naive(self, address: str, segment: int) -> None:
         self.client = Naive(address, segment)
 
+    def naive_close(self) -> None:
+        self.client.close()
+
     def naive_put(self, key: str) -> float:
         return self.client.put(key, self._next())
 
@@ -210,3 +213,6 @@ class Naive:
 
     def remove(self, key: str) -> None:
         self.store.remove_by_regex(f"^{key}", True)
+
+    def close(self) -> None:
+        self.store.close()

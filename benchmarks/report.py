@@ -1,7 +1,8 @@
 """How the transport benchmarks print: one figure a line, with what it aims at."""
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 
 def report(what: str, measured: str, aim: str = "no aim", met: bool | None = None) -> None:
@@ -12,3 +13,9 @@ def report(what: str, measured: str, aim: str = "no aim", met: bool | None = Non
 def ms(seconds: Sequence[float]) -> float:
     """The median, in milliseconds."""
     return 1e3 * statistics.median(seconds)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -30,7 +30,7 @@ from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master, _free_port
 from draftcore_mooncake.store import MooncakeStore
 from ends import LOOPBACK, Link, Naive, faults, give_large_memory_back, producing
-from report import ms, report
+from report import ms, report, seconds
 from xxhash import xxh3_64_digest
 
 from draftcore.records import SampleRef
@@ -80,8 +80,8 @@ def shm(rounds: int) -> None:
         with producing(uri, size) as producer:
             for _ in range(SETTLE + rounds * (SAMPLE // size)):
                 copies.append(producer("copy"))
-                seconds, refs = producer("put")
-                puts.append(seconds)
+                taken, refs = producer("put")
+                puts.append(taken)
                 gets.append(read(store, refs))
         store.close()
         copied, put, got = (ms(values[SETTLE:]) for values in (copies, puts, gets))
@@ -143,8 +143,8 @@ def small(name: str, store: Store, producer: Link, rounds: int) -> None:
     for count in (1, 8, 64):
         puts, gets = list[float](), list[float]()
         for _ in range(10 * rounds):
-            seconds, refs = producer("put", count)
-            puts.append(seconds / count)
+            taken, refs = producer("put", count)
+            puts.append(taken / count)
             gets.append(read(store, refs) / count)
         put, got = ms(puts), ms(gets)
         measured = f"{put + got:.3f} ms: put {put:.3f}, get and free {got:.3f}"
@@ -177,6 +177,8 @@ def compare(lender: str, rounds: int) -> list[list[float]]:
         with lent(lender) as (store, uri), producing(uri, SAMPLE) as producer:
             producer("naive", master.address, RING - here)
             times = [one_round(client, store, producer, turn) for turn in range(SETTLE + rounds)]
+            producer("naive_close")
+            client.close()
     finally:
         master.stop()
     return [list(values) for values in zip(*times[SETTLE:], strict=True)]
@@ -295,12 +297,6 @@ def read(store: Store, refs: Sequence[SampleRef]) -> float:
     for handle in store.get_many(refs):
         handle.close()
     store.free(refs)
-    return time.perf_counter() - began
-
-
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
     return time.perf_counter() - began
 
 

@@ -161,9 +161,8 @@ def _foreign(value: Any) -> tuple[str, Any] | None:
     """Return what is no plain data in `value`, and its place. Runs over all that is published."""
     if isinstance(value, PLAIN):
         return None
-    names = getattr(type(value), "__dataclass_fields__", None)  # `dataclasses.fields` takes 3 us
-    if names is not None:
-        keyed: Iterable[tuple[Any, Any]] = ((name, getattr(value, name)) for name in names)
+    if hasattr(type(value), "__dataclass_fields__"):
+        keyed: Iterable[tuple[Any, Any]] = vars(value).items()
         form = ".{}"
     elif isinstance(value, Mapping):
         keyed, form = value.items(), "[{!r}]"
@@ -172,6 +171,6 @@ def _foreign(value: Any) -> tuple[str, Any] | None:
     else:
         return "", value
     for key, item in keyed:
-        if not isinstance(item, PLAIN) and (found := _foreign(item)) is not None:
+        if type(item) not in PLAIN and (found := _foreign(item)) is not None:
             return form.format(key) + found[0], found[1]
     return None
