@@ -20,7 +20,7 @@ from draftcore.run import Run
 from draftcore.testing.targets import conversations, tiny_target
 from draftcore.training.trainer import Trainer, prepare
 
-BATCH, SAMPLES = 16, 64
+BATCH, SAMPLES, TOKENS = 4, 16, 250
 
 
 def colocated(rounds: int) -> None:
@@ -36,7 +36,7 @@ def colocated(rounds: int) -> None:
     measured = f"{step / alone - 1:+.1%}: {step:.2f} ms beside {alone:.2f} ms"
     report("colocated: a step beside a bare loop's", measured, "within 1 %", step <= 1.01 * alone)
     share = around / 1e3 / alone
-    measured = f"{around:.0f} us, {share:.2%} of a step: {BATCH} samples opened, closed, released"
+    measured = f"{around:.0f} us, {share:.2%} of a step: {BATCH} samples of some {TOKENS} tokens"
     report("colocated: control plane of a step", measured, "<= 1 % of a step", share <= 0.01)
 
 
@@ -95,14 +95,15 @@ def copied(sample: Sample) -> Sample:
 
 
 def settings(folder: Path, epochs: int) -> RunConfig:
+    answers = [chr(97 + row) * TOKENS for row in range(SAMPLES)]
     options = {"layers": [1, 2, 4], "draft_vocab_size": 240}
     return RunConfig.model_validate(
         {
             "run": str(folder / "run"),
             "target": {"path": str(tiny_target(folder / "target")), "device": "cpu"},
-            "data": {"train": str(conversations(folder / "train.jsonl", SAMPLES))},
+            "data": {"train": str(conversations(folder / "train.jsonl", answers))},
             "algorithm": {"name": "eagle3", "options": options},
-            "capture": {"batch": 8},
+            "capture": {"batch": BATCH},
             "train": {"batch": BATCH, "epochs": epochs, "device": "cpu"},
         }
     )
