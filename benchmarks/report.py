@@ -15,6 +15,16 @@ def ms(seconds: Sequence[float]) -> float:
     return 1e3 * statistics.median(seconds)
 
 
+def against(what: str, base: Sequence[float], took: Sequence[float], aim: float, of: str) -> None:
+    """Report how fast something is beside what bounds it.
+
+    The medians decide. The best round of each tells what other processes beside these have cost.
+    """
+    share, best = ms(base) / ms(took), min(base) / min(took)
+    measured = f"{share:.0%}, best rounds {best:.0%}: {ms(took):.2f} ms beside {ms(base):.2f} ms"
+    report(what, measured, f">= {aim:.0%} of {of}", share >= aim)
+
+
 def seconds(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()

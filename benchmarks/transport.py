@@ -30,7 +30,7 @@ from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master, _free_port
 from draftcore_mooncake.store import MooncakeStore
 from ends import LOOPBACK, Link, Naive, faults, give_large_memory_back, producing
-from report import ms, report, seconds
+from report import against, ms, report, seconds
 from xxhash import xxh3_64_digest
 
 from draftcore.records import SampleRef
@@ -72,25 +72,26 @@ def main() -> None:
 
 
 def shm(rounds: int) -> None:
-    """A put against a copy of the same tensors into memory that is used already."""
+    """A put against a copy of the same tensors into memory that is used already; a get as well."""
     for size in (8 * MIB, SAMPLE):
         uri = f"shm:bench-{os.getpid()}?max_bytes={RING}"
         store = ShmStore.open(uri)
-        copies, puts, gets = list[float](), list[float](), list[float]()
         with producing(uri, size) as producer:
-            for _ in range(SETTLE + rounds * (SAMPLE // size)):
-                copies.append(producer("copy"))
-                taken, refs = producer("put")
-                puts.append(taken)
-                gets.append(read(store, refs))
+            for count in (1, 4):
+                against_memcpy(size, count, store, producer, rounds * SAMPLE // size // count)
         store.close()
-        copied, put, got = (ms(values[SETTLE:]) for values in (copies, puts, gets))
-        ratio = copied / put
-        measured = f"{ratio:.0%} of memcpy: {put:.2f} ms beside {copied:.2f} ms"
-        report(f"shm: put of {size // MIB} MiB", measured, ">= 85 %", ratio >= 0.85)
-        ratio = copied / got
-        measured = f"{ratio:.0%} of memcpy: {got:.2f} ms"
-        report(f"shm: get of {size // MIB} MiB, a view", measured, ">= 85 %", ratio >= 0.85)
+
+
+def against_memcpy(size: int, count: int, store: ShmStore, producer: Link, rounds: int) -> None:
+    copies, puts, gets = list[float](), list[float](), list[float]()
+    for _ in range(SETTLE + rounds):
+        copies.append(producer("copy"))
+        taken, refs = producer("put", count)
+        puts.append(taken / count)
+        gets.append(read(store, refs) / count)
+    for what, took in (("put", puts), ("get, which copies nothing,", gets)):
+        what = f"shm: {what} of {size // MIB} MiB, {count} in a call"
+        against(what, copies[SETTLE:], took[SETTLE:], 0.85, "memcpy")
 
 
 def write(rounds: int) -> None:
@@ -123,7 +124,8 @@ def trainer(rounds: int) -> None:
             copies.append(seconds(lambda at=at: room[at].copy_(given[at])))
             digests.append(seconds(lambda at=at: xxh3_64_digest(bytes_of(given[at]))))
     cost, copy, digest = (ms(values[SETTLE:]) for values in (costs, copies, digests))
-    measured = f"{cost:.2f} ms; a bare copy takes {copy:.2f} ms"
+    best, best_copy = 1e3 * min(costs), 1e3 * min(copies)
+    measured = f"{cost:.2f} ms, best {best:.2f}; a bare copy takes {copy:.2f}, best {best_copy:.2f}"
     report("mooncake: trainer's cost of 64 MiB, copied", measured, "<= 5 ms", cost <= 5)
     measured = f"not offered: to check its seal alone takes {digest:.2f} ms"
     report("mooncake: trainer's cost of 64 MiB, viewed", measured, "<= 0.1 ms", False)
@@ -147,7 +149,8 @@ def small(name: str, store: Store, producer: Link, rounds: int) -> None:
             puts.append(taken / count)
             gets.append(read(store, refs) / count)
         put, got = ms(puts), ms(gets)
-        measured = f"{put + got:.3f} ms: put {put:.3f}, get and free {got:.3f}"
+        best = 1e3 * (min(puts) + min(gets))
+        measured = f"{put + got:.3f} ms: put {put:.3f}, get and free {got:.3f}; best {best:.3f}"
         what = f"{name}: control overhead of a sample, {count} in a call"
         report(what, measured, "<= 0.25 ms", put + got <= 0.25)
 
@@ -284,11 +287,7 @@ def against_a_stream(
             taken, refs = producer("put", count)
             puts.append(taken / count)
             read(store, refs)
-        put, stream = ms(puts[SETTLE:]), ms(streams[SETTLE:])
-        measured = f"{stream / put:.1%}: {put:.1f} ms beside {stream:.1f} ms"
-        report(
-            f"{what}, {count} in a call", measured, f">= {aim:.0%} of a stream", stream / put >= aim
-        )
+        against(f"{what}, {count} in a call", streams[SETTLE:], puts[SETTLE:], aim, "a stream")
 
 
 def read(store: Store, refs: Sequence[SampleRef]) -> float:
