@@ -299,6 +299,17 @@ def soak(session: nox.Session) -> None:
     pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs)
 
 
+@nox.session(name="bench-transport")
+def bench_transport(session: nox.Session) -> None:
+    """Measure stores and channels against their aims; `-- --only shm,write` measures some."""
+    names = ("draftcore-mooncake", "draftcore-redis", "draftcore-eagle3")
+    for name in names:
+        install_debian_packages(session, ROOT / "plugins" / name)
+    install_wheels(session, "draftcore", *names)
+    env = {"OMP_WAIT_POLICY": "PASSIVE"}
+    session.run("python", "benchmarks/transport.py", *session.posargs, env=env)
+
+
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Everything that runs without a GPU: the tests, another project's loader, the quickstart."""

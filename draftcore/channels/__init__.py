@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,22 +153,29 @@ def require_metadata(record: Any) -> None:
 
     Features travel through a store: a tensor in here would be copied to every process that looks.
     """
-    _walk(record, type(record).__name__)
-
-
-def _walk(value: Any, place: str) -> None:
-    if isinstance(value, PLAIN):
-        return
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _walk(getattr(value, field.name), f"{place}.{field.name}")
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _walk(item, f"{place}[{key!r}]")
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for at, item in enumerate(value):
-            _walk(item, f"{place}[{at}]")
-    else:
+    found = _foreign(record)
+    if found is not None:
+        place, value = found
         raise TypeError(
-            f"{place} is a {type(value).__name__}; the control plane carries plain data"
+            f"{type(record).__name__}{place} is a {type(value).__name__}; the control plane carries "
+            "plain data"
         )
+
+
+def _foreign(value: Any) -> tuple[str, Any] | None:
+    """Return what is no plain data in `value`, and its place. Runs over all that is published."""
+    if isinstance(value, PLAIN):
+        return None
+    if hasattr(type(value), "__dataclass_fields__"):
+        keyed: Iterable[tuple[Any, Any]] = vars(value).items()
+        form = ".{}"
+    elif isinstance(value, Mapping):
+        keyed, form = value.items(), "[{!r}]"
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        keyed, form = enumerate(value), "[{}]"
+    else:
+        return "", value
+    for key, item in keyed:
+        if type(item) not in PLAIN and (found := _foreign(item)) is not None:
+            return form.format(key) + found[0], found[1]
+    return None

@@ -106,8 +106,10 @@ class MemoryStore:
         self, ref: SampleRef, device: str, names: Sequence[str] | None
     ) -> Mapping[str, Tensor]:
         held = self._tensors[ref.feature_id, ref.generation]
-        own = self._ledger.held[ref.feature_id]
-        return {name: held[name].to(device) for name in select_names(own, names)}
+        chosen = select_names(self._ledger.held[ref.feature_id], names)
+        if device == "cpu":  # `to` would return the tensor itself, in 2 us
+            return {name: held[name] for name in chosen}
+        return {name: held[name].to(device) for name in chosen}
 
     def _require_open(self) -> None:
         if self._closed:

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -198,6 +198,8 @@ class Engine:
             self._config.preferred_segments = [self.segment]
         _engines.add(self)
         self._closing = threading.Event()
+        self._flag = np.frombuffer(os.urandom(32), dtype=np.uint8)  # what the pennant holds
+        self._lent: _Lent | None = None
         self._lending: threading.Thread | None = None
         if settings.segment_bytes:
             self._lending = threading.Thread(target=self._lend, daemon=True)
@@ -294,6 +296,24 @@ class Engine:
     def get(self, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
         """Read objects into memory at least as large; return the object's bytes or a code each."""
         return self._again(lambda store: self._get(store, keys, pieces))
+
+    @contextlib.contextmanager
+    def lying_here(self, keys: Sequence[str]) -> Iterator[dict[str, memoryview]]:
+        """The bytes of those objects that lie in the memory lent by this process, where they lie.
+
+        They are the object's only as long as nobody removes it, and stay readable inside the block.
+        """
+        lent = self._lent
+        if lent is None or not keys:
+            yield {}
+            return
+        with self._call() as store:
+            found = {
+                key: lent.view(replicas[0])
+                for key, replicas in store.batch_get_replica_desc(list(keys)).items()
+                if replicas
+            }
+            yield {key: view for key, view in found.items() if view is not None}
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Say which objects are there and complete."""
@@ -449,27 +469,32 @@ class Engine:
 
         Then look after the pennant.
         """
-        touched = False
-        while not touched or not self._closing.wait(LOOK_EVERY):
+        began = False
+        while not began or not self._closing.wait(LOOK_EVERY):
             with contextlib.suppress(StoreError):  # the master is away, or this client is closed
                 self._hoist()
-                if not touched:
-                    self._touch(*self._lent_range())
-            touched = True
+                if self._lent is None and (lent := self._find_lent()) is not None:
+                    self._lent = lent
+                    self._touch(lent.start, lent.end)
+            began = True
 
     def _hoist(self) -> None:
         with self._call() as store:
             there = self._require_master(store.batch_is_exist([self._pennant]))
         if there != [1]:
-            self.put([self._pennant], [[(PENNANT.ctypes.data, PENNANT.nbytes)]])
+            self.put([self._pennant], [[(self._flag.ctypes.data, self._flag.nbytes)]])
 
-    def _lent_range(self) -> tuple[int, int]:
+    def _find_lent(self) -> _Lent | None:
         """Where the segment lies the library does not tell, but where an object in it does."""
         with self._call() as store:
             replicas = store.get_replica_desc(self._pennant)
         if not replicas:
-            return 0, 0
-        return _mapping(replicas[0].get_memory_descriptor().buffer_descriptor.buffer_address)
+            return None
+        found = replicas[0].get_memory_descriptor().buffer_descriptor
+        lent = _Lent(found.transport_endpoint, *_mapping(found.buffer_address))
+        view = lent.view(replicas[0])
+        # It may lie in another process, at an address that is used here too.
+        return lent if view is not None and bytes(view) == self._flag.tobytes() else None
 
     def _touch(self, start: int, end: int) -> None:
         for step in range(start, end, POPULATE_STEP):
@@ -480,15 +505,34 @@ class Engine:
                 return  # an older kernel: memory is touched as it is used
 
 
+@dataclass(frozen=True)
+class _Lent:
+    """The memory that this process lends, and the endpoint by which others reach it."""
+
+    endpoint: str
+    start: int
+    end: int
+
+    def view(self, replica: Any) -> memoryview | None:
+        """Return an object's bytes if they lie in this memory."""
+        if not replica.is_memory_replica():
+            return None
+        place = replica.get_memory_descriptor().buffer_descriptor
+        start, end = place.buffer_address, place.buffer_address + place.size
+        if place.transport_endpoint != self.endpoint or start < self.start or end > self.end:
+            return None
+        return memoryview(_view((start, place.size)))
+
+
 SMALLEST_LOCAL = 16 << 20
-PENNANT = np.ones(1, dtype=np.uint8)
 
 
 def _mapping(address: int) -> tuple[int, int]:
-    """Return the range of this process's memory mapping that holds an address."""
+    """Return the range of this process's mapping that holds an address; none if it is read-only."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(text, 16) for text in line.split()[0].split("-"))
-        if start <= address < end:
+        place, rights = line.split()[:2]
+        start, end = (int(text, 16) for text in place.split("-"))
+        if start <= address < end and rights.startswith("rw"):
             return start, end
     return 0, 0
 

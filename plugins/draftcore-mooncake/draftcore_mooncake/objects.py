@@ -16,7 +16,6 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 from urllib.parse import quote
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from draftcore.records import SampleRef, TensorSpec
 from draftcore.stores import StoreError
+from draftcore.stores.seals import copy_bytes_sealed
 
 SEAL = struct.Struct("<8s16sQQ")
 MAGIC = b"drafts01"
@@ -48,7 +48,7 @@ def seal(generation: str, parts: Iterable[memoryview | bytes]) -> bytes:
     for part in parts:
         digest.update(part)
         length += len(part)
-    return SEAL.pack(MAGIC, bytes.fromhex(generation), length, digest.intdigest())
+    return _seal(generation, length, digest)
 
 
 def seal_holds(generation: str, data: memoryview) -> bool:
@@ -59,10 +59,16 @@ def seal_holds(generation: str, data: memoryview) -> bool:
     return found == seal(generation, [body])
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a view of a contiguous CPU tensor's bytes."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+def copy_whole(generation: str, room: memoryview, data: memoryview) -> bool:
+    """Copy an object with its seal to a room of its size; say whether what arrived is whole."""
+    digest, length = xxhash.xxh3_64(), len(room) - SEAL.size
+    copy_bytes_sealed(room[:length], data[:length], digest)
+    room[length:] = data[length:]
+    return bytes(room[length:]) == _seal(generation, length, digest)
+
+
+def _seal(generation: str, length: int, digest: xxhash.xxh3_64) -> bytes:
+    return SEAL.pack(MAGIC, bytes.fromhex(generation), length, digest.intdigest())
 
 
 # ---------------------------------------------------------------- tensors in an object

@@ -1,22 +1,26 @@
 """Moving samples between tensors and the store: packing, writing, reading, and checking.
 
-Nothing is serialised and nothing is copied that need not be: contiguous CPU tensors go to the wire
-from where they lie; all others, and everything for RDMA or a resident client, through a pooled
-buffer. A read goes into a pooled buffer, of which the tensors are views.
+Nothing is serialised and nothing is copied that need not be: large contiguous CPU tensors go to the
+wire from where they lie; all others, and everything for RDMA or a resident client, through a pooled
+buffer. A read goes into a pooled buffer, of which the tensors are views. What lies in memory that
+this process lends is copied there by itself, as it checks the seal while the bytes are in the cache.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftcore.records import SampleRef, StoreItem
 from draftcore.stores import StoreError
+from draftcore.stores.seals import bytes_of, lies_plain
 from draftcore_mooncake.buffers import BufferPool
 from draftcore_mooncake.engine import (
     INVALID,
@@ -32,7 +36,7 @@ from draftcore_mooncake.objects import (
     SEAL,
     Place,
     Record,
-    bytes_of,
+    copy_whole,
     object_key,
     places,
     record_key,
@@ -43,7 +47,19 @@ from draftcore_mooncake.objects import (
 TRIES = 3
 PAUSE_SECONDS = 0.02
 RECORDS_AT_ONCE = 64
+BATCH_BYTES = 16 << 20
+PIECE_BYTES = (
+    256 << 10
+)  # less is copied together: the wire takes 0.1 ms for each piece of an object
 NOTHING_WAS_READ = (NOT_FOUND, NOT_READY, INVALID)
+
+
+class _Read(NamedTuple):
+    """What became of a sample's read: the codes of its object and its record."""
+
+    code: int
+    whole: bool  # it has its full size and passes its seal
+    record_code: int
 
 
 class TransferError(Exception):
@@ -68,22 +84,39 @@ class Transfer:
     def write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[tuple[str, ...]]:
         """Write samples and their records; return the generations that each one superseded.
 
-        Raises TransferError, after which the caller removes what was written.
+        While one batch is on the wire the next one is sealed. Raises TransferError, after which the
+        caller removes what was written.
         """
-        keys: list[str] = []
-        objects: list[list[Piece]] = []
+        if not refs:
+            return []
         buffers: list[Tensor] = []
+        *early, last = _batches(refs)
         try:
-            for item, ref in zip(items, refs, strict=True):
-                buffer, pieces, record = self._pack(item, ref)
-                buffers.append(buffer)
-                keys += [self.key(ref), record_key(self._name, ref.feature_id)]
-                objects += [pieces, [record]]
-            _require_success(self._engine.put(keys, objects) if keys else [])
+            with ThreadPoolExecutor(1) as wire:
+                sent = [
+                    wire.submit(self._engine.put, *self._objects(items[some], refs[some], buffers))
+                    for some in early
+                ]
+                keys, objects = self._objects(items[last], refs[last], buffers)
+                codes = [code for one in sent for code in one.result()]
+                _require_success(codes + self._engine.put(keys, objects))
         finally:
             for buffer in buffers:
                 self._pool.give(buffer)
         return self._make_current(refs)
+
+    def _objects(
+        self, items: Sequence[StoreItem], refs: Sequence[SampleRef], buffers: list[Tensor]
+    ) -> tuple[list[str], list[list[Piece]]]:
+        """Return the keys and pieces of samples and records; `buffers` gets what they lie in."""
+        keys: list[str] = []
+        objects: list[list[Piece]] = []
+        for item, ref in zip(items, refs, strict=True):
+            buffer, pieces, record = self._pack(item, ref)
+            buffers.append(buffer)
+            keys += [self.key(ref), record_key(self._name, ref.feature_id)]
+            objects += [pieces, [record]]
+        return keys, objects
 
     def _pack(self, item: StoreItem, ref: SampleRef) -> tuple[Tensor, list[Piece], Piece]:
         """Return a buffer, the pieces of the sample's object, and its record in the buffer."""
@@ -105,11 +138,10 @@ class Transfer:
         tail = torch.frombuffer(bytearray(end + record), dtype=torch.uint8)
         buffer[start : start + len(tail)] = tail
         at = buffer.data_ptr() + start
-        return buffer, [*pieces, (at, len(end))], (at + len(end), len(record))
+        return buffer, _joined([*pieces, (at, len(end))]), (at + len(end), len(record))
 
     def _goes_as_it_is(self, tensor: Tensor) -> bool:
-        plain = tensor.device.type == "cpu" and tensor.is_contiguous()
-        return self._engine.in_place and plain and not (tensor.is_conj() or tensor.is_neg())
+        return self._engine.in_place and tensor.nbytes >= PIECE_BYTES and lies_plain(tensor)
 
     def _make_current(self, refs: Sequence[SampleRef]) -> list[tuple[str, ...]]:
         """Replace records of earlier generations, which the put has left as they were."""
@@ -170,7 +202,7 @@ class Transfer:
         return copy, record
 
     def _read_unique(self, refs: Sequence[SampleRef]) -> list[tuple[Tensor, Record | None]]:
-        buffers = [self._pool.take(ref.nbytes + SEAL.size) for ref in refs]
+        buffers = [self._pool.take(_size(ref)) for ref in refs]
         records: list[Record | None] = [None] * len(refs)
         waiting = list(range(len(refs)))
         try:
@@ -196,17 +228,17 @@ class Transfer:
         """Read `which` of the samples; return those whose transfer failed."""
         table = self._pool.take(RECORD_BYTES * len(which))
         try:
-            codes = self._get(refs, which, buffers, table)
-            for at, (code, _) in zip(which, codes, strict=True):
-                if code < 0 and code not in NOTHING_WAS_READ:
+            found = self._get(refs, which, buffers, table)
+            for at, one in zip(which, found, strict=True):
+                if one.code < 0 and one.code not in NOTHING_WAS_READ:
                     self._pool.set_aside(buffers[at])
-                    buffers[at] = self._pool.take(refs[at].nbytes + SEAL.size)
+                    buffers[at] = self._pool.take(_size(refs[at]))
             failed = []
-            for row, (at, (code, record_code)) in enumerate(zip(which, codes, strict=True)):
-                if self._judge(refs[at], buffers[at], code, left):
+            for row, (at, one) in enumerate(zip(which, found, strict=True)):
+                if self._judge(refs[at], one, left):
                     failed.append(at)
                     continue
-                records[at] = _record_in(table, row, refs[at].feature_id, record_code)
+                records[at] = _record_in(table, row, refs[at].feature_id, one.record_code)
                 _require_current(refs[at], records[at])
             return failed
         finally:
@@ -214,25 +246,47 @@ class Transfer:
 
     def _get(
         self, refs: Sequence[SampleRef], which: Sequence[int], buffers: list[Tensor], table: Tensor
-    ) -> list[tuple[int, int]]:
-        """Read objects and records in one call; return the two codes of each sample."""
-        keys = [self.key(refs[at]) for at in which]
+    ) -> list[_Read]:
+        """Read objects and records; all in one call but what lies in this process's own memory."""
+        whole = self._copy_from_here({at: refs[at] for at in which}, buffers)
+        far = [at for at in which if at not in whole]
+        keys = [self.key(refs[at]) for at in far]
         keys += [record_key(self._name, refs[at].feature_id) for at in which]
-        pieces = [(buffers[at].data_ptr(), refs[at].nbytes + SEAL.size) for at in which]
+        pieces = [(buffers[at].data_ptr(), _size(refs[at])) for at in far]
         pieces += [(table.data_ptr() + RECORD_BYTES * r, RECORD_BYTES) for r in range(len(which))]
         codes = self._engine.get(keys, pieces) if keys else []
-        return list(zip(codes[: len(which)], codes[len(which) :], strict=True))
+        code_of = dict(zip(far, codes[: len(far)], strict=True))
+        for at, code in code_of.items():
+            size = _size(refs[at])
+            if code == size:
+                whole[at] = seal_holds(refs[at].generation, bytes_of(buffers[at][:size]))
+        return [
+            _Read(code_of.get(at, _size(refs[at])), whole.get(at, False), record_code)
+            for at, record_code in zip(which, codes[len(far) :], strict=True)
+        ]
 
-    def _judge(self, ref: SampleRef, buffer: Tensor, code: int, left: int) -> bool:
+    def _copy_from_here(
+        self, refs: Mapping[int, SampleRef], buffers: list[Tensor]
+    ) -> dict[int, bool]:
+        """Copy the objects that this process lends the memory for; say of each if it is whole."""
+        whole = {}
+        with self._engine.lying_here([self.key(ref) for ref in refs.values()]) as here:
+            for at, ref in refs.items():
+                data, size = here.get(self.key(ref)), _size(ref)
+                if data is not None and len(data) == size:
+                    whole[at] = copy_whole(ref.generation, bytes_of(buffers[at][:size]), data)
+        return whole
+
+    def _judge(self, ref: SampleRef, found: _Read, left: int) -> bool:
         """Say whether a read is to be tried again. Raises StoreError if that is hopeless."""
-        size = ref.nbytes + SEAL.size
+        size, code = _size(ref), found.code
+        if found.whole:
+            return False
         if code == size:
-            if seal_holds(ref.generation, bytes_of(buffer[:size])):
-                return False
             raise _unreadable(ref, "is torn: it was removed while it was read")
         if code >= 0 or code == INVALID:
-            found = f"{code} bytes" if code >= 0 else f"more than {size} bytes"
-            raise _unreadable(ref, f"has an object of {found} instead of {size}")
+            held = f"{code} bytes" if code >= 0 else f"more than {size} bytes"
+            raise _unreadable(ref, f"has an object of {held} instead of {size}")
         if code == NOT_FOUND:
             raise _unreadable(ref, "is not held: freed or lost")
         if not left:
@@ -278,6 +332,32 @@ def _require_success(codes: Sequence[int]) -> None:
 def _require_current(ref: SampleRef, record: Record | None) -> None:
     if record is not None and record.ref.generation != ref.generation:
         raise _unreadable(ref, "was put again since")
+
+
+def _batches(refs: Sequence[SampleRef]) -> Iterator[slice]:
+    """Cut samples into batches that each take the wire longer than a call does."""
+    start, nbytes = 0, 0
+    for at, ref in enumerate(refs, 1):
+        nbytes += ref.nbytes
+        if nbytes >= BATCH_BYTES or at == len(refs):
+            yield slice(start, at)
+            start, nbytes = at, 0
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Make one piece of those that lie one behind the other."""
+    joined = [pieces[0]]
+    for start, nbytes in pieces[1:]:
+        last, last_bytes = joined[-1]
+        if start == last + last_bytes:
+            joined[-1] = (last, last_bytes + nbytes)
+        else:
+            joined.append((start, nbytes))
+    return joined
+
+
+def _size(ref: SampleRef) -> int:
+    return ref.nbytes + SEAL.size
 
 
 def _record_in(table: Tensor, at: int, feature_id: str, code: int) -> Record | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from draftcore_mooncake import engine as engine_module
+from draftcore_mooncake import transfer
 from draftcore_mooncake.buffers import BufferPool
 from draftcore_mooncake.engine import RAW, package_folder
 from draftcore_mooncake.master import Master, answers
@@ -59,6 +60,47 @@ def test_the_lent_memory_fills_pushes_back_and_recovers(lender: MooncakeStore) -
     alone.free([*held, *refs])
     assert alone.stats().samples == 0
     alone.close()
+    own.close()
+
+
+def test_a_put_of_several_batches_is_all_or_none(
+    lender: MooncakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "BATCH_BYTES", 1)
+    own = MooncakeStore.open(f"{lender.uri.partition('?')[0]}-batches?max_bytes=20MiB")
+    alone = MooncakeStore.open(own.uri)
+    same = sized("", 8 * MiB).tensors
+    many = [StoreItem(f"s{at}", same, 1) for at in range(30)]  # more than all lenders have
+    with pytest.raises(StoreFull):
+        alone.put_many(many)
+    assert alone.lookup([item.feature_id for item in many]) == {}
+    items = [sized(name, 4 * MiB, at) for at, name in enumerate("abcd")]
+    for ref, item in zip(alone.put_many(items), items, strict=True):
+        with own.get(ref) as handle:
+            require_same(handle.tensors, item.tensors)
+    alone.close()
+    own.close()
+
+
+def test_a_lender_reads_its_own_memory_in_place_and_notices_altered_bytes(
+    lender: MooncakeStore,
+) -> None:
+    own = MooncakeStore.open(f"{lender.uri.partition('?')[0]}-own?max_bytes=20MiB")
+    writer = MooncakeStore.open(own.uri)
+    ref = writer.put(StoreItem("a", BYTES, 1))
+    key = own._transfer.key(ref)
+    limit = time.monotonic() + 20
+    while own._engine._lent is None and time.monotonic() < limit:
+        time.sleep(0.01)
+    with own.get(ref) as handle:
+        require_same(handle.tensors, BYTES)
+    with own._engine.lying_here([key]) as here:
+        here[key][5] ^= 1
+    with pytest.raises(StoreError, match=r"sample 'a' .* is torn"):
+        own.get(ref)
+    with writer._engine.lying_here([key]) as here:
+        assert here == {}
+    writer.close()
     own.close()
 
 
