@@ -45,6 +45,7 @@ from draftcore.records import (
 )
 from draftcore.stores import StoreError
 from draftcore.training.ranks import Ranks
+from draftcore.uris import format_size
 
 logger = logging.getLogger(__name__)
 IDLE = 0.002  # seconds between two looks for features that others capture
@@ -341,6 +342,15 @@ class Feed:
     def given_up(self) -> Mapping[str, str]:
         """The samples that are left out, with the reason; known on rank 0."""
         return self.source.given_up if "source" in self.__dict__ else {}
+
+    def capturing(self) -> str:
+        """Say how capture elsewhere stands, on rank 0; nothing where a step captures for itself."""
+        source = self.__dict__.get("source")
+        if source is None or source.producer is not None:
+            return ""
+        now = source.channel.standing()
+        held = f"{now.refs} samples, {format_size(now.nbytes)}"
+        return f"producers {now.producers}, captured {now.captured}, held {held}"
 
     @contextmanager
     def samples(self, planned: PlannedStep) -> Iterator[Fetched | None]:

@@ -27,6 +27,20 @@ class Credit:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Standing:
+    """How capture stands, as the trainer knows it: who captures, what was published, what is held.
+
+    `captured` counts samples since this trainer began; `refs` and `nbytes` are what the store holds
+    for it now, groups in flight included in `refs`.
+    """
+
+    producers: int
+    captured: int
+    refs: int
+    nbytes: int
+
+
 class Channel(Protocol):
     """The queue between producers and the trainer: metadata only, rebuildable at any time."""
 
@@ -91,6 +105,7 @@ class Channel(Protocol):
         ...
 
     def credit(self) -> Credit: ...
+    def standing(self) -> Standing: ...
     def advance(self, step_index: int) -> tuple[SampleRef, ...]:
         """Forget the steps before `step_index`; return the refs that nobody is going to use.
 

@@ -41,13 +41,14 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 from draftcore.channels import (
     NAME,
     ChannelEnded,
     Credit,
+    Standing,
     require_claim,
     require_metadata,
     require_name,
@@ -329,6 +330,9 @@ class LoggedChannel(ABC):
     def credit(self) -> Credit:
         self._other_end("credit")
 
+    def standing(self) -> Standing:
+        self._other_end("standing")
+
     @property
     def given_up(self) -> Mapping[str, str]:
         self._other_end("given_up")
@@ -444,6 +448,9 @@ class TrainerEnd(LoggedChannel):
 
     def credit(self) -> Credit:
         return self._books.credit()
+
+    def standing(self) -> Standing:
+        return replace(self._books.standing(), producers=len(self._peers))
 
     @property
     def given_up(self) -> Mapping[str, str]:

@@ -32,7 +32,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from draftcore.channels import Credit, require_claim, require_metadata, require_refs_of
+from draftcore.channels import Credit, Standing, require_claim, require_metadata, require_refs_of
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import CaptureGroup, CaptureTask, PlannedStep, SampleId, SampleRef
 from draftcore.uris import format_size, parse_uri
@@ -87,6 +87,7 @@ class _Books:
     exhausted: bool = False  # all of `tasks` are taken
     returned: list[_Group] = field(default_factory=list)  # to be handed out again, in order
     claims: int = 0
+    captured: int = 0  # samples that were published and served
     producers: set[str] = field(default_factory=set)
     groups: dict[int, _Group] = field(default_factory=dict)
     group_of: dict[str, _Group] = field(default_factory=dict)
@@ -199,6 +200,7 @@ class MemoryChannel:
             if self._books.given_up:
                 for feature_id in task.group.feature_ids:
                     self._books.given_up.pop(feature_id, None)
+            self._books.captured += len(refs)
             self._use(refs=0, nbytes=sum(ref.nbytes for ref in refs))
 
     def give_back(self, task: CaptureTask) -> None:
@@ -224,6 +226,11 @@ class MemoryChannel:
     def credit(self) -> Credit:
         with self._mutex:
             return Credit(0, 0) if self._paused else self._left()
+
+    def standing(self) -> Standing:
+        with self._mutex:
+            books, used = self._books, self._used
+            return Standing(len(books.producers), books.captured, used.refs, used.nbytes)
 
     # ------------------------------------------------------------ the trainer's side
 

@@ -30,7 +30,7 @@ from typing import IO, Any, TypeVar, cast
 
 import pytest
 
-from draftcore.channels import Channel, ChannelEnded, Credit
+from draftcore.channels import Channel, ChannelEnded, Credit, Standing
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.plan import Plan
 from draftcore.records import (
@@ -278,6 +278,21 @@ class ChannelSuite(Suite):
         channel.advance(2)
         assert channel.claim("one") == task(0, 2)
         assert channel.credit().refs == 2  # of 4, after this claim: all had come back
+
+    def test_the_trainer_sees_how_capture_stands(self, open_channel: OpenChannel) -> None:
+        channel = open_channel()
+        channel.offer([task(0, group) for group in range(4)])
+        assert channel.standing().captured == channel.standing().refs == 0
+        claim = claimed(channel)
+        assert channel.standing() == Standing(producers=1, captured=0, refs=2, nbytes=0)
+        channel.publish(claim, refs_of(claim))
+        assert channel.standing() == Standing(producers=1, captured=2, refs=2, nbytes=2 * NBYTES)
+        claim = claimed(channel)
+        channel.publish(claim, refs_of(claim))
+        assert channel.receive(step(0)) is not None
+        assert channel.receive(step(1)) is not None
+        channel.advance(2)
+        assert channel.standing() == Standing(producers=1, captured=4, refs=0, nbytes=0)
 
     def test_a_failed_task_returns_its_credit(self, open_channel: OpenChannel) -> None:
         channel = open_channel(refs=2)
@@ -1022,6 +1037,9 @@ class Ends:
 
     def credit(self) -> Credit:
         return self.trainer.credit()
+
+    def standing(self) -> Standing:
+        return self.trainer.standing()
 
     @property
     def given_up(self) -> Mapping[str, str]:

@@ -1,20 +1,45 @@
-"""What a person sees while a run works: one line with progress, rate, loss and time left."""
+"""What a person sees while a run works: one line with progress, time left, loss and capture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+
+class Beside(ProgressColumn):
+    """What happens beside the counted work, asked anew whenever the line is drawn."""
+
+    def __init__(self, ask: Callable[[], str]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def render(self, task: Task) -> Text:
+        return Text(self.ask())
 
 
 class Progress:
     """A progress bar on standard error: live on a terminal, a final line elsewhere."""
 
     def __init__(
-        self, total: int, done: int = 0, verb: str = "training", *, shown: bool = True
+        self,
+        total: int,
+        done: int = 0,
+        verb: str = "training",
+        *,
+        shown: bool = True,
+        beside: Callable[[], str] = str,
     ) -> None:
         self.bar = RichProgress(
             TextColumn("{task.description}"),
@@ -22,6 +47,7 @@ class Progress:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
+            Beside(beside),
             console=Console(stderr=True),
             disable=not shown,
         )

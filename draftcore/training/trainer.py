@@ -71,7 +71,8 @@ def train(run: Run, trainers: Sequence[Trainer]) -> str:
     config = run.config.model_dump(mode="json")
     run.observers.run_started(run=run.folder, config=config, total_steps=total)
     try:
-        with stop_on_signal() as stop, Progress(total, at, shown=ranks.rank == 0) as progress:
+        bar = Progress(total, at, shown=ranks.rank == 0, beside=feed.capturing)
+        with stop_on_signal() as stop, bar as progress:
             given_up = {name: why for t in active for name, why in t.given_up.items()}
             feed.start(at, lambda: bool(stop), given_up)
             while at < total and active and not ranks.any(bool(stop)):

@@ -115,6 +115,14 @@ NO_CREDIT_IN_REFS = """
     Channel.open = classmethod(lambda cls, uri, run_id: cls(run_id))
 """
 
+COUNTS_CLAIMS_AS_CAPTURED = """
+    standing = Channel.standing
+    def hopeful(self):
+        now = standing(self)
+        return replace(now, captured=now.refs)
+    Channel.standing = hopeful
+"""
+
 FORGETS_CREDIT = """
     def forgetful(self, group):
         used = self._used
@@ -264,6 +272,10 @@ CAUGHT = {
     ),
     "has_no_limits": (NO_CREDIT_IN_REFS, "test_credit_in_refs_limits_what_is_claimed"),
     "forgets_to_return_credit": (FORGETS_CREDIT, "test_an_advance_returns_credit"),
+    "counts_claims_as_captured": (
+        COUNTS_CLAIMS_AS_CAPTURED,
+        "test_the_trainer_sees_how_capture_stands",
+    ),
     "keeps_the_credit_of_failures": (
         FAILURES_KEEP_CREDIT,
         "test_a_failed_task_returns_its_credit",

@@ -24,7 +24,7 @@ def run(tmp_path, new_project):
             tmp_path / name,
             **{"algorithm": {"name": "dflash", "options": BLOCKS}, "store": "auto", **changes},
         )
-        project.finish("train")
+        project.output = project.finish("train")
         run_id = json.loads((project.run / "run.json").read_text())["run_id"]
         assert not [path for path in SHM.iterdir() if run_id in path.name]
         return project
@@ -64,6 +64,8 @@ def test_producers_change_no_bit(run, alone, tmp_path, store, channel, producers
     assert project.losses() == alone
     logs = sorted((project.run / "logs").glob("producer-*.log"))
     assert len(logs) == producers
+    said = " ".join(project.output.split())  # a narrow terminal wraps it
+    assert f"producers {producers}, captured 24, held 0 samples" in said
     captured = sum(int(log.read_text().split(";")[-1].split()[0]) for log in logs)
     assert captured == 24
 
