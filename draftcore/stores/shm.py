@@ -12,9 +12,10 @@ which the seal then tells them.
 
     block = seal of the head | lengths | JSON of the ref | seal of each tensor | tensors
 
-A seal is an xxh3, which a put takes while it copies (`seals`); a tensor begins at a multiple of 64 bytes. A get checks the head and the tensors
-it hands out. That reads at 25 GB/s, so 20 MiB cost 0.8 ms beside 2.1 ms for one copy of them: little
-enough to notice every torn or altered byte. Nothing else in a get grows with the bytes.
+A seal is an xxh3, which a put takes while it copies (`seals`); a tensor begins at a multiple of 64
+bytes. A get checks the head and the tensors it hands out. That reads at 25 GB/s, so 20 MiB cost
+0.8 ms beside 2.1 ms for one copy of them: little enough to notice every torn or altered byte.
+Nothing else in a get grows with the bytes.
 
 What is held outlives its processes, so that a restarted one finds it. The last process to close an
 empty store removes it; what killed processes left goes when another store is opened, ten minutes
