@@ -2,8 +2,7 @@
 
 A digest of bytes that lie in memory takes 0.4 of the time of a copy, of bytes that lie in the
 core's cache 0.15. So a copy that is sealed goes in pieces that fit there, each digested as soon as
-it is copied. Where nobody else wants the memory that is as fast as a plain copy of all, which goes
-around the cache (docs/performance.md, 2026-11-22).
+it is copied: measured alone, as fast as a plain copy (docs/performance.md, 2026-11-22).
 """
 
 from typing import Any
