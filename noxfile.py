@@ -115,10 +115,10 @@ def build_wheels(session: nox.Session) -> None:
 
 
 def pytest(session: nox.Session, *args: str) -> None:
-    # Spinning threads starve each other on a shared machine; a safe path tests the wheels and not
-    # the source tree, which `python -m` would put first.
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
-    command = ("python", "-m", "pytest", "-q", "-m", "not gpu", "--durations=5")
+    # Two workers of one thread each, as CI has two cores; a safe path tests the wheels and not the
+    # source tree, which `python -m` would put first.
+    env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
+    command = ("python", "-m", "pytest", "-q", "-n", "2", "-m", "not gpu", "--durations=5")
     session.run(*command, *args, env=env)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import CaptureTask
 from draftcore.run import Run
@@ -47,16 +45,9 @@ def capture_all(run: Run) -> str:
     )
 
 
-def bytes_per_token(run: Run) -> int:
-    """Stored bytes of one token's features."""
-    width = int(run.target.text_config.hidden_size)
-    dtype: torch.dtype = getattr(torch, run.request.dtype)
-    return len(run.request.names) * width * dtype.itemsize
-
-
 def require_space(run: Run, tokens: int) -> None:
     """Refuse a capture that the store's medium cannot hold, before it begins."""
-    need, free = tokens * bytes_per_token(run), run.store.stats().free_bytes
+    need, free = tokens * run.token_bytes, run.store.stats().free_bytes
     if free is not None and need > free:
         raise DraftcoreError(
             f"the features need {need / 2**30:.2f} GiB, {run.store_uri} has "

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from draftcore.errors import UsageError
 from draftcore.explain import explain
 from draftcore.overrides import apply_overrides, read_yaml
+from draftcore.uris import holds_secret
 
 
 class Section(BaseModel):
@@ -89,6 +90,12 @@ class TrainConfig(TuningConfig):
     )
     eval_samples: int = Field(64, ge=1, description="held-out samples of the loss during training")
     eval_prompts: int = Field(8, ge=0, description="prompts decoded at each evaluation; 0 is none")
+    window: int = Field(
+        128,
+        ge=1,
+        description="steps within which samples are sorted by length; features of about two windows "
+        "are held at once",
+    )
     rank_timeout: float = Field(
         300, gt=0, description="seconds without a sign of life after which a rank is given up"
     )
@@ -147,6 +154,16 @@ class RunConfig(Section):
             raise ValueError(
                 "no draft can be labelled 'data', as the run's own folder of that name"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _holds_no_secret(self) -> Self:
+        for key in ("store", "channel"):
+            if holds_secret(getattr(self, key)):  # not repeated: what is refused here is shown
+                raise ValueError(
+                    f"{key}: its URI holds a user name or a password, and URIs are shown and stored\n"
+                    "    set it in the environment: the plugin's README names the variable"
+                )
         return self
 
 

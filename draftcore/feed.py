@@ -7,8 +7,9 @@ producers elsewhere. A `Feed` opens them for reading: on several ranks each has 
 share, and rank 0 alone a source. While a step is trained on, a thread of its own opens the next.
 
 What producers elsewhere send is checked before it is trained on; what does not fit, or cannot be
-read, is freed and captured again. A sample that fails to the last attempt is *given up*: left out
-of every step from then on, reported, and kept in the checkpoint.
+read, is freed and captured again, with its whole group. A sample that fails to the last attempt is
+*given up*: left out of every step from then on, reported, and kept in the checkpoint. The others of
+its group are trained on as that attempt brought them. Where a capture itself raises there are none.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from draftcore.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 IDLE = 0.002  # seconds between two looks for features that others capture
+SHORT = "a short capture comes from chunked prefill or a prefix cache"
 TEXT = ("token_ids", "loss_mask")  # stored beside the features, so that a store is all one needs
 
 
@@ -81,13 +83,18 @@ class Producer:
 
     def refs(self, task: CaptureTask) -> tuple[SampleRef, ...]:
         """The refs of a task's samples: those that the store holds, or captured ones."""
-        return self._held(task) or self._captured(task)
+        if (held := self.held(task)) is not None:
+            return held
+        items = self.captured(task)
+        for item in items:
+            require_whole(item)
+        return self.store.put_many(items)
 
     def close(self) -> None:
         if self.capture is not None:
             self.capture.close()
 
-    def _held(self, task: CaptureTask) -> tuple[SampleRef, ...] | None:
+    def held(self, task: CaptureTask) -> tuple[SampleRef, ...] | None:
         """The group's refs where the store has every member, captured the same way."""
         ids = task.group.feature_ids
         try:
@@ -98,7 +105,8 @@ class Producer:
         refs = tuple(held[i] for i in ids if i in held and held[i].provenance == self.provenance)
         return refs if len(refs) == len(ids) else None
 
-    def _captured(self, task: CaptureTask) -> tuple[SampleRef, ...]:
+    def captured(self, task: CaptureTask) -> list[StoreItem]:
+        """Capture the group. The items are not in the store yet, and not looked at."""
         if self.capture is None:
             self.capture = self.open_capture()
         rows = task.group.rows
@@ -108,7 +116,6 @@ class Producer:
         for row, feature_id, features in zip(
             rows, task.group.feature_ids, captured.features, strict=True
         ):
-            self._require_whole(feature_id, len(self.tokens.tokens(row)), features)
             text = {
                 "token_ids": torch.from_numpy(self.tokens.tokens(row)),
                 "loss_mask": torch.from_numpy(self.tokens.loss_mask(row)),
@@ -116,17 +123,7 @@ class Producer:
             items.append(
                 StoreItem(feature_id, {**features, **text}, len(text["token_ids"]), self.provenance)
             )
-        return self.store.put_many(items)
-
-    def _require_whole(
-        self, feature_id: str, length: int, features: Mapping[str, torch.Tensor]
-    ) -> None:
-        for name, value in features.items():
-            if value.shape[0] != length:
-                raise DraftcoreError(
-                    f"capture returned {value.shape[0]} rows of {name!r} for the {length} tokens of "
-                    f"sample {feature_id}\n  a short capture comes from chunked prefill or a prefix cache"
-                )
+        return items
 
 
 @dataclass(frozen=True)
@@ -170,6 +167,7 @@ class Source:
         self.provenance = provenance
         self.given_up: dict[str, str] = {}
         self.stop: Callable[[], bool] = lambda: False
+        self._warned = False  # that the store is too small for what is captured ahead
 
     def start(self, step: int) -> None:
         """Ask for the groups of each epoch anew; what the store holds is not captured again."""
@@ -203,11 +201,11 @@ class Source:
                 return step, refs
             if not wait:
                 return None
-            self.reject(tuple(wrong), next(iter(wrong.values())))
+            self.reject(wrong)
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> None:
-        """Free refs that cannot be trained on, and have their groups captured again."""
-        self.store.free(self.channel.reject(refs, reason))
+    def reject(self, wrong: Mapping[SampleRef, str]) -> None:
+        """Free refs that cannot be trained on, by reason, and have their groups captured again."""
+        self.store.free(self.channel.reject(wrong))
 
     def unreadable(self, refs: Sequence[SampleRef], error: DraftcoreError) -> None:
         """Some rank could not read a step's features: have what is lost captured again.
@@ -218,7 +216,7 @@ class Source:
             raise error
         lost = [ref for ref in refs if not self._readable(ref)]
         logger.warning("features are captured again: %s", error)
-        self.reject(lost or refs, str(error))
+        self.reject(dict.fromkeys(lost or refs, str(error)))
 
     def close(self, *, finished: bool) -> None:
         if self.producer is not None:
@@ -230,15 +228,21 @@ class Source:
             return False
         if self.producer is None:
             time.sleep(IDLE)
-            if spare := self.channel.evict(step):
-                logger.warning(
-                    "the store is full: samples that are needed later are captured again"
-                )
+            if spare := self.channel.evict(step, self.plan.captures(step.index)):
                 self.store.free(spare)
-                self.start(step.index)
+                self._warn_of_full_store()
         elif self.producer.run_once() is None:
             raise DraftcoreError(f"step {step.index} waits for samples that nobody captures")
         return True
+
+    def _warn_of_full_store(self) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "the store is full: features that are needed later are dropped and captured again\n"
+            "  raise max_bytes in the store's URI; in a new run, train.window may be lower"
+        )
 
     def _remaining(self, step: PlannedStep) -> PlannedStep:
         if not any(sample.feature_id in self.given_up for sample in step.samples):
@@ -272,7 +276,8 @@ class Source:
         short = [spec.name for spec in ref.tensors if spec.shape[:1] != (length,)]
         if short or ref.tokens != length:
             return (
-                f"sample {ref.feature_id} has not {length} rows of {', '.join(short) or 'tokens'}"
+                f"sample {ref.feature_id} has not {length} rows of {', '.join(short) or 'tokens'}\n"
+                f"  {SHORT}"
             )
         form = (length, self.width), self.dtype
         for spec in ref.tensors:
@@ -426,6 +431,16 @@ class Feed:
         used = self.source.channel.advance(step.index + 1)
         if not self.durable:
             self.store.free(used)
+
+
+def require_whole(item: StoreItem) -> None:
+    """Raise DraftcoreError where a tensor has not one row per token."""
+    for name, value in item.tensors.items():
+        if value.shape[0] != item.tokens:
+            raise DraftcoreError(
+                f"capture returned {value.shape[0]} rows of {name!r} for the {item.tokens} tokens of "
+                f"sample {item.feature_id}\n  {SHORT}"
+            )
 
 
 def forget(store: FeatureStore, feature_ids: Sequence[str]) -> None:

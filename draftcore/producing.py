@@ -20,11 +20,8 @@ from draftcore.run import PATIENCE, Run
 from draftcore.stores import StoreAway, StoreFull
 from draftcore.training.trainer import stop_on_signal
 
-WAIT = 1.0  # seconds that one request for a task may take
-ROOM = 0.05  # seconds between two attempts to put features into a full store
+WAIT = 1.0  # seconds that one request for a task, or for room, may take
 AWAY = 0.5  # seconds between two attempts to reach a store that is away
-TELL = 1.0  # seconds between two words to the trainer that there is no room
-
 
 T = TypeVar("T")
 
@@ -52,10 +49,9 @@ def produce(run: Run) -> str:
                 captured += len(task.group.rows)
         except ChannelEnded as ended:
             if ended.state == "finished" and "store" in run.__dict__ and not run.durable:
-                with suppress(StoreAway):  # or it went with the trainer, and all that it held
-                    forget(
-                        run.store, run.samples.feature_ids
-                    )  # what was put too late for the trainer
+                with suppress(StoreAway):  # it went with the trainer, and all that it held
+                    # What was put too late for the trainer.
+                    forget(run.store, run.samples.feature_ids)
             return f"{ended}; {captured} samples captured here"
     return f"interrupted; {captured} samples captured here"
 
@@ -100,20 +96,23 @@ def work(
 def outcome(
     producer: Producer, task: CaptureTask, stop: Callable[[], bool]
 ) -> Sequence[SampleRef] | Exception | None:
-    """A task's refs, or why there are none; None where asked to stop.
+    """A task's refs, or why there are none; None where asked to stop, or not needed any more.
 
     A full store is waited for, and the trainer is told: it empties the store. Raises as `claim`
     does where it waits for nothing any more.
     """
-    told = time.monotonic()
+    try:
+        if (held := producer.held(task)) is not None:
+            return held
+        items = producer.captured(task)
+    except Exception as error:
+        return error
     while not stop():
         try:
-            return producer.refs(task)
+            return producer.store.put_many(items)
         except StoreFull:
-            if time.monotonic() - told >= TELL:
-                producer.channel.wait_for_room(task)
-                told = time.monotonic()
-            time.sleep(ROOM)
+            if not producer.channel.wait_for_room(task, WAIT):
+                return None
         except Exception as error:
             return error
     return None

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ from draftcore.data.dataset import DataOptions, Dataset, build_dataset
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.feed import Feed, Producer, Source
 from draftcore.hookspecs import Specs
+from draftcore.locks import hold
 from draftcore.plan import Plan
 from draftcore.plugins import Plugin, Registry
 from draftcore.records import (
@@ -47,6 +49,8 @@ from draftcore.target import TargetSpec
 from draftcore.training.ranks import ALONE, Ranks
 
 PATIENCE = 600.0  # seconds that a producer waits for the trainer's first word
+LEAST_RING = 64 << 20  # bytes
+TEXT_BYTES, HEAD_BYTES = 9, 4096  # beside the features: of a token, of a sample
 
 
 class Samples(Protocol):
@@ -78,6 +82,7 @@ class Run:
     ) -> None:
         self.config, self.registry, self.folder = config, registry, config.run
         self.ranks, self.role = ranks, role
+        self._lock: int | None = None
 
     # ------------------------------------------------------------ drafts and plugins
 
@@ -114,7 +119,7 @@ class Run:
         config = self.config
         return (
             self.registry.find("capture", config.capture.name),
-            self.registry.find("store", _scheme(self.store_uri)),
+            self.registry.find("store", self.store_name),
             self.registry.find("channel", _scheme(self.channel_uri)),
             *self.registry.extras(config.plugins),
         )
@@ -148,6 +153,13 @@ class Run:
         )
         return held if held.serves(wanted) else wanted
 
+    @property
+    def token_bytes(self) -> int:
+        """Stored bytes of one token's features."""
+        dtype: torch.dtype = getattr(torch, self.request.dtype)
+        width = int(self.target.text_config.hidden_size)
+        return len(self.request.names) * width * dtype.itemsize
+
     @functools.cached_property
     def samples(self) -> Samples:
         """The training samples, from the data file or, without one, from the store's manifest.
@@ -161,14 +173,14 @@ class Run:
         if self.config.data.train is None:
             if manifest is None or not manifest["complete"]:
                 raise UsageError(
-                    f"data.train is not set and the store {self.store_uri!r} holds no complete capture\n"
+                    f"data.train is not set and the store {self.config.store!r} holds no complete capture\n"
                     "  set data.train, or point store at a folder that `draftcore capture` finished"
                 )
             return StoredSamples(manifest)
         dataset = self.dataset(self.config.data.train, "train", limit=self.config.data.limit)
         if manifest is not None and manifest["fingerprint"] != dataset.fingerprint:
             raise UsageError(
-                f"the store {self.store_uri!r} holds features of other data\n"
+                f"the store {self.config.store!r} holds features of other data\n"
                 f"  store: {manifest['fingerprint']}, {self.config.data.train}: {dataset.fingerprint}\n"
                 "  use another store folder, or delete this one to capture again"
             )
@@ -200,6 +212,7 @@ class Run:
             seed=train.seed,
             epochs=train.epochs,
             max_steps=train.max_steps,
+            window=train.window,
         )
 
     # ------------------------------------------------------------ stores and channels
@@ -211,10 +224,27 @@ class Run:
             return self.channel.about(PATIENCE)["store"]
         if self.config.store != "auto":
             return self.config.store
-        if self.role == "both" and self.ranks.size == 1:
+        if self.store_name == "memory":
             return "memory"
         run_id = self.ranks.first(lambda: self.run_id)
-        return f"shm:{run_id}?run={run_id}"
+        return f"shm:{run_id}?run={run_id}&max_bytes={self._ring_bytes()}"
+
+    @functools.cached_property
+    def store_name(self) -> str:
+        """The store's name among the plugins; `auto` is shm where several processes need it."""
+        if self.role == "producer" or self.config.store != "auto":
+            return _scheme(self.store_uri)
+        return "memory" if self.role == "both" and self.ranks.size == 1 else "shm"
+
+    def _ring_bytes(self) -> int:
+        """Room for two windows of the plan, twice over: what is free in a ring may lie scattered.
+
+        At most half of the host's shared memory. The same at every start of a run, as processes
+        that outlive the trainer hold on to its ring.
+        """
+        longest = np.sort(self.samples.lengths)[-2 * self.plan.window * self.plan.batch :]
+        need = 2 * int((longest * (self.token_bytes + TEXT_BYTES) + HEAD_BYTES).sum())
+        return max(LEAST_RING, min(need, shutil.disk_usage("/dev/shm").total // 2))
 
     @functools.cached_property
     def channel_uri(self) -> str:
@@ -236,7 +266,7 @@ class Run:
 
     @functools.cached_property
     def _store_binding(self) -> Binding:
-        return bind(self.registry, "store", _scheme(self.store_uri), self.config.plugins)
+        return bind(self.registry, "store", self.store_name, self.config.plugins)
 
     @functools.cached_property
     def store(self) -> FeatureStore:
@@ -249,14 +279,14 @@ class Run:
         )
 
     def _open_store(self, uri: str) -> FeatureStore:
-        name, binding = _scheme(uri), self._store_binding
+        name, binding = self.store_name, self._store_binding
         return binding.hook.feature_store(name=name, uri=uri, options=binding.options({}))
 
     def change_store(self) -> None:
         """Leave a producer's store for the one of a trainer that began again."""
         if "store" in self.__dict__:  # else it did not answer when this was tried before
             self.store.close()
-        for part in ("store", "durable", "_store_binding", "store_uri"):
+        for part in ("store", "durable", "_store_binding", "store_name", "store_uri"):
             self.__dict__.pop(part, None)
         self.require_shared_store()
         self.producer.store = self.store
@@ -374,6 +404,14 @@ class Run:
         write_atomic(self.folder / "run.json", json.dumps({"run_id": run_id}))
         return run_id
 
+    def hold_folder(self) -> None:
+        """Be the one trainer of this folder until `close`. Raises DraftcoreError beside another."""
+        self._lock = hold(
+            self.folder / ".lock",
+            f"trains in {self.folder}",
+            "wait for it to end, or set another run folder: two would overwrite each other's work",
+        )
+
     def _known_run_id(self) -> str:
         """The run's id if the folder has it; '' for a producer elsewhere, which is told it."""
         file = self.folder / "run.json"
@@ -381,14 +419,14 @@ class Run:
 
     def close(self) -> None:
         """Close what was opened, in the order of use."""
-        if "feed" in self.__dict__:
-            self.feed.close()
-            return
-        if "producer" in self.__dict__:
-            self.producer.close()
-        for part in ("channel", "store"):
-            if part in self.__dict__:
-                getattr(self, part).close()
+        parts = ("feed",) if "feed" in self.__dict__ else ("producer", "channel", "store")
+        try:
+            for part in parts:
+                if part in self.__dict__:
+                    getattr(self, part).close()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
 
 
 class DraftRun:

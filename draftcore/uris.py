@@ -17,6 +17,7 @@ from draftcore.errors import UsageError, nearest
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SECRET = re.compile(r"^[^:]*://[^/].*@|[?&][^=&]*(pass|pwd|secret|auth|token|user)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,14 @@ def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> 
                 f"  options of {scheme}: {', '.join(sorted(known)) or 'none'}"
             )
     return Uri(text, scheme, unquote(path), options, named)
+
+
+def holds_secret(text: str) -> bool:
+    """Say whether a URI holds `user:password@`, or an option that sounds like one of them.
+
+    URIs are shown in messages, and stored in checkpoints and logs.
+    """
+    return SECRET.search(text) is not None
 
 
 def parse_size(text: str) -> int:

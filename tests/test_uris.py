@@ -3,7 +3,7 @@
 import pytest
 
 from draftcore.errors import UsageError
-from draftcore.uris import format_size, parse_size, parse_uri
+from draftcore.uris import format_size, holds_secret, parse_size, parse_uri
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,21 @@ def test_sizes_are_shown_for_people() -> None:
     shown = [format_size(nbytes) for nbytes in (0, 1023, 1536, 5 << 30, 3000 << 40)]
     assert shown == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3000.0 TiB"]
     assert [parse_size(text) for text in ("4096", "2kB", "1.5 KiB")] == [4096, 2000, 1536]
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("x://me:hunter2@host:6379?prefix=a", True),
+        ("x://:hunter2@host", True),
+        ("x://me:hun/ter2@host", True),
+        ("x://host?prefix=a&Password=hunter2", True),
+        ("x://host?auth_token=hunter2", True),
+        ("x://host:6379/1?prefix=a&tls=on&key=me.pem", False),
+        ("file:///mnt/me@work/features?max_bytes=1GiB", False),
+        ("file:me@work/pass", False),
+        ("auto", False),
+    ],
+)
+def test_a_secret_in_a_uri_is_noticed(text: str, secret: bool) -> None:
+    assert holds_secret(text) is secret

@@ -56,25 +56,30 @@ class Channel(Protocol):
         """The samples whose last attempt at a capture failed, by feature id, with the reason."""
         ...
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
-        """Take back refs that cannot be used: their groups are captured again, as after a failure.
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
+        """Take back refs that cannot be used, by reason: their groups are captured again, whole.
 
-        Returns all refs of these groups, to be freed.
+        After the last attempt just these samples are given up, and the others of their groups are
+        served. Returns the refs to be freed before the next `receive`.
         """
         ...
 
-    def wait_for_room(self, task: CaptureTask) -> None:
+    def wait_for_room(self, task: CaptureTask, wait: float) -> bool:
         """A producer holds a task's features, and the store has no room for them.
 
-        Returns at once. Raises where nobody waits for them any more, as `claim` does.
+        Tells the trainer, and returns when there may be room, after `wait` seconds at the latest.
+        False where nobody waits for the features any more: drop them, and claim anew. Raises as
+        `claim` does.
         """
         ...
 
-    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
-        """Let go of what `step` does not need, where producers wait for room and it waits for them.
+    def evict(self, step: PlannedStep, tasks: Iterable[CaptureTask]) -> tuple[SampleRef, ...]:
+        """Make room for `step`, for which the trainer waits, where producers find none.
 
-        Returns the refs to be freed, of groups which are captured again once they are offered again;
-        none where nobody waits for room. Raises DraftcoreError where nothing is left to let go of.
+        Lets go of what the step does not need, also of claims, and returns the refs to be freed
+        before the next `receive`; none where nobody waits for room. `tasks` are what is to be
+        captured from this step on; until it is received, only what it needs is handed out. Raises
+        DraftcoreError where the store cannot hold the step.
         """
         ...
 

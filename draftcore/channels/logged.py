@@ -3,6 +3,8 @@
     trainer end   ── task ──────────────────────►   producer end
     the books     ◄── beat (what it waits for), ──  a thread that beats and listens
     of the run        published, failed, returned
+                  ◄── full ─────────────────────
+                  ── room (a round, or none) ──►
 
 The trainer is the brain. Which group is claimed, published, needed or released is known to its
 books alone, a `MemoryChannel`; the log carries messages, and a session of them ends with its
@@ -16,6 +18,9 @@ What keeps both ends right, whoever is killed or frozen at whatever moment:
 - Clocks of two machines are never compared: times are arrivals, on the own monotonic clock. Silence
   is judged by the time *before* the log was read and arrivals get the time after, so that a process
   that was frozen, wherever, first hears what came in meanwhile.
+- A full store is a matter of rounds, one per time that the trainer freed something: `full` names the
+  round in which features had no room, and is answered by the next one, or by none where the claim
+  is void. So nobody tries without need, and no old word counts.
 - A producer that was declared dead and is not simply goes on: its old claims are void, and what
   it publishes under them is stale, by the claim's name.
 - Where the medium has lost the head, nobody knows which letters went with it: the trainer voids all
@@ -328,13 +333,13 @@ class LoggedChannel(ABC):
     def given_up(self) -> Mapping[str, str]:
         self._other_end("given_up")
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
         self._other_end("reject")
 
-    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+    def evict(self, step: PlannedStep, tasks: Iterable[CaptureTask]) -> tuple[SampleRef, ...]:
         self._other_end("evict")
 
-    def wait_for_room(self, task: CaptureTask) -> None:
+    def wait_for_room(self, task: CaptureTask, wait: float) -> bool:
         self._other_end("wait_for_room")
 
     def announce(self, about: Mapping[str, str]) -> None:
@@ -390,6 +395,7 @@ class TrainerEnd(LoggedChannel):
         )
         self._peers: dict[str, _Peer] = {}
         self._pending: dict[tuple[str, str], int] = {}  # (producer, claimant): request, in order
+        self._full: dict[tuple[str, str], tuple[CaptureTask, int]] = {}  # (producer, claim): round
         self._starved: DraftcoreError | None = None  # what a producer was told last
         self._deserted: DraftcoreError | None = None
         self._about: Mapping[str, str] = {}
@@ -443,13 +449,13 @@ class TrainerEnd(LoggedChannel):
     def given_up(self) -> Mapping[str, str]:
         return self._books.given_up
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
         self._require_open()
-        return self._books.reject(refs, reason)
+        return self._books.reject(wrong)
 
-    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+    def evict(self, step: PlannedStep, tasks: Iterable[CaptureTask]) -> tuple[SampleRef, ...]:
         self._require_open()
-        return self._books.evict(step)
+        return self._books.evict(step, tasks)
 
     def announce(self, about: Mapping[str, str]) -> None:
         self._require_open()
@@ -484,7 +490,7 @@ class TrainerEnd(LoggedChannel):
         for name in [name for name, peer in self._peers.items() if self._dead(peer, now)]:
             logger.warning("producer %s is silent: its claims are handed out again", name)
             self._bury(name)
-        letters = self._answers()
+        letters = [*self._answers(), *self._room()]
         if now - self._beaten >= self.settings.ttl / 4:
             self._beaten = now
             letters += [(name, {"kind": "beat"}) for name in self._peers]
@@ -505,8 +511,9 @@ class TrainerEnd(LoggedChannel):
 
     def _bury(self, name: str) -> None:
         del self._peers[name]
-        for key in [key for key in self._pending if key[0] == name]:
-            del self._pending[key]
+        for letters in (self._pending, self._full):
+            for key in [key for key in letters if key[0] == name]:
+                del letters[key]
         self._books.leave(name)
         self._log.drop(name)
 
@@ -533,7 +540,7 @@ class TrainerEnd(LoggedChannel):
         elif kind == "returned":
             self._books.give_back(task)
         elif kind == "full":
-            self._books.wait_for_room(task)
+            self._full[writer, task.claim] = task, _round(record)
         else:
             raise ValueError(f"unknown kind {kind!r}")
 
@@ -541,6 +548,7 @@ class TrainerEnd(LoggedChannel):
         letters: list[Letter] = []
         for (producer, claimant), request in list(self._pending.items()):
             answer: dict[str, Any] = {"claimant": claimant, "request": request}
+            answer["round"] = self._books.round
             try:
                 task = self._books.claim(producer)
             except DraftcoreError as error:
@@ -553,6 +561,15 @@ class TrainerEnd(LoggedChannel):
             del self._pending[producer, claimant]
             self._peers[producer].answered[claimant] = request
             letters.append((producer, answer))
+        return letters
+
+    def _room(self) -> list[Letter]:
+        letters: list[Letter] = []
+        for (producer, claim), (task, tried) in list(self._full.items()):
+            now = self._books.tell_full(task, tried)
+            if now != tried:
+                del self._full[producer, claim]
+                letters.append((producer, {"kind": "room", "claim": claim, "round": now}))
         return letters
 
     def _require_own_session(self) -> None:
@@ -610,6 +627,12 @@ def _requests(record: Mapping[str, Any]) -> dict[str, int]:
     return requests
 
 
+def _round(record: Mapping[str, Any]) -> int:
+    if type(record["round"]) is not int:
+        raise ValueError(f"not a round: {record['round']!r:.80}")
+    return int(record["round"])
+
+
 def _task(record: Mapping[str, Any]) -> CaptureTask:
     task = CaptureTask.from_json(record["task"])
     if type(task.group.index) is not int or not isinstance(task.claim, str):
@@ -641,6 +664,8 @@ class ProducerEnd(LoggedChannel):
         self._requests = 0
         self._wants: dict[str, int] = {}  # claimant: the request that is not answered yet
         self._answers: dict[str, CaptureTask | DraftcoreError] = {}  # not fetched yet
+        self._round = 0  # the last one that the trainer told
+        self._tried: dict[str, int] = {}  # by claim that is not void: the round known before a put
         self._heard = time.monotonic()
         try:
             self._require_unfinished(self._head())
@@ -663,6 +688,8 @@ class ProducerEnd(LoggedChannel):
             with self._changed:
                 self._require_open()
                 answer = self._answers.pop(producer, None)
+                if isinstance(answer, CaptureTask):
+                    self._tried[answer.claim] = self._round
                 asking = answer is None and producer not in self._wants
                 if asking:
                     self._requests += 1
@@ -706,10 +733,25 @@ class ProducerEnd(LoggedChannel):
             require_refs_of(task, refs)
             record |= {"kind": "published", "refs": [ref.to_json() for ref in refs]}
         self._log.append([(self._session, record)])
+        with self._changed:
+            self._tried.pop(task.claim, None)
 
-    def wait_for_room(self, task: CaptureTask) -> None:
-        self._require_open()
-        self._log.append([(self._session, {"kind": "full", "task": task.to_json()})])
+    def wait_for_room(self, task: CaptureTask, wait: float) -> bool:
+        with self._changed:
+            self._require_open()
+            tried = self._tried.get(task.claim)
+            session, current = self._session, self._round
+        if tried is None:
+            return False
+        if tried == current:
+            record = {"kind": "full", "task": task.to_json(), "round": tried}
+            self._log.append([(session, record)])
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_room(task, tried), wait)
+            self._require_open()
+            if task.claim in self._tried:
+                self._tried[task.claim] = self._round
+            return task.claim in self._tried
 
     def close(self, state: str = "finished") -> None:
         """Leave: what this process had claimed is handed out again. `state` is the trainer's."""
@@ -724,6 +766,10 @@ class ProducerEnd(LoggedChannel):
     def _news(self, producer: str) -> bool:
         waiting = producer in self._wants and producer not in self._answers
         return not waiting or self._closed.is_set() or self._failure is not None
+
+    def _has_room(self, task: CaptureTask, tried: int) -> bool:
+        settled = task.claim not in self._tried or self._round != tried
+        return settled or self._closed.is_set() or self._failure is not None
 
     # ------------------------------------------------------------ the thread
 
@@ -758,10 +804,14 @@ class ProducerEnd(LoggedChannel):
         kind = record["kind"]
         if kind == "beat":
             return
+        if kind == "room":
+            self._hear_of_room(record)
+            return
         answer: CaptureTask | DraftcoreError
         answer = _task(record) if kind == "task" else DraftcoreError(str(record["error"]))
-        claimant = record["claimant"]
+        claimant, current = record["claimant"], _round(record)
         with self._changed:
+            self._round = max(self._round, current)
             wanted = self._wants.get(claimant) == record["request"]
             if wanted:
                 del self._wants[claimant]
@@ -769,6 +819,15 @@ class ProducerEnd(LoggedChannel):
                 self._changed.notify_all()
         if not wanted and isinstance(answer, CaptureTask):
             self._log.append([(writer, {"kind": "returned", "task": answer.to_json()})])
+
+    def _hear_of_room(self, record: Mapping[str, Any]) -> None:
+        current = None if record["round"] is None else _round(record)
+        with self._changed:
+            if current is None:
+                self._tried.pop(record["claim"], None)
+            else:
+                self._round = max(self._round, current)
+            self._changed.notify_all()
 
     def _excuse(self, seconds: float) -> None:
         self._heard = min(self._heard + seconds, time.monotonic())
@@ -788,5 +847,7 @@ class ProducerEnd(LoggedChannel):
             with self._changed:
                 self._session, self._ttl, self._heard = head.session, head.ttl, now
                 self._answers.clear()
+                self._tried.clear()
+                self._round = 0
                 self._changed.notify_all()
             self._beat()

@@ -19,6 +19,9 @@ name, the claim: a task whose producer left or failed is handed out again, befor
 and what comes in late under the old name is *stale*. Stale refs are never served; `advance`
 returns them to be freed, but only once no producer can have published them a second time, having
 found them in the store.
+
+A store that is full is emptied for the step that the trainer waits for (`evict`), in *rounds*: what
+a producer says counts only if it has tried to put its features since the last refs were freed.
 """
 
 import bisect
@@ -26,12 +29,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from draftcore.channels import Credit, require_claim, require_metadata, require_refs_of
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import CaptureTask, PlannedStep, SampleId, SampleRef
+from draftcore.records import CaptureGroup, CaptureTask, PlannedStep, SampleId, SampleRef
 from draftcore.uris import format_size, parse_uri
 
 UNLIMITED = sys.maxsize  # who pumps on demand, as a colocated run does, never runs ahead
@@ -52,10 +55,19 @@ class _Group:
     claim: str = ""  # empty while it waits to be handed out again
     producer: str = ""
     failed_by: list[str] = field(default_factory=list)  # one name per attempt
+    promised: int = -1  # the last epoch whose uses were added to `due`
+    spoilt: dict[str, str] = field(default_factory=dict)  # members that are given up: reason
+    tried: int = 0  # the round in which its features were put last, by a thread of this process
 
     def promise(self, epoch: int) -> None:
-        """Serve an epoch's uses too."""
-        self.due |= {SampleId(feature_id, epoch) for feature_id in self.task.group.feature_ids}
+        """Serve an epoch's uses too; those that are over do not come back."""
+        if epoch > self.promised:
+            self.promised = epoch
+            kept = [i for i in self.task.group.feature_ids if i not in self.spoilt]
+            self.due |= {SampleId(feature_id, epoch) for feature_id in kept}
+
+    def serves(self, needed: Collection[str]) -> bool:
+        return any(feature_id in needed for feature_id in self.task.group.feature_ids)
 
     @property
     def refs(self) -> tuple[SampleRef, ...]:
@@ -83,8 +95,13 @@ class _Books:
     cursor: int = 0
     epoch: int = 0  # of the last step behind the cursor
     given_up: dict[str, str] = field(default_factory=dict)
-    full: set[int] = field(default_factory=set)  # groups in flight that wait for room in the store
-    evicted: bool = True  # False: the last eviction found nothing, and no step came since
+    # A full store. Refs are being freed until the next `receive`, with which a new round begins.
+    round: int = 0
+    freeing: bool = False
+    full: set[int] = field(default_factory=set)  # groups in flight that had no room in this round
+    evicted: dict[int, _Group] = field(default_factory=dict)  # to be captured again, and their uses
+    narrow: frozenset[str] = frozenset()  # the samples of the step for which room is being made
+    emptied: bool = False  # of that step's own samples too, as a last resort
     # Stale refs of groups that are not held: of those that were released, and of those that an
     # earlier session had handed out, which are likely to be found in the store and served again.
     late: dict[int, dict[SampleRef, None]] = field(default_factory=dict)
@@ -144,6 +161,11 @@ class MemoryChannel:
             books.tasks, books.upcoming, books.waiting = iter(tasks), None, None
             books.exhausted, books.leaving = False, set()
             books.cursor = books.epoch = 0
+            books.narrow, books.emptied, books.freeing = frozenset(), False, False
+            books.round, books.full = books.round + 1, set()
+            books.evicted.clear()
+            for group in books.groups.values():
+                group.promised = -1  # uses before the cursor may come again
             self._mutex.notify_all()
 
     def claim(self, producer: str, wait: float = 0.0) -> CaptureTask | None:
@@ -163,15 +185,14 @@ class MemoryChannel:
         with self._mutex:
             self._require_open()
             require_claim(task)
-            group = self._books.groups.get(task.group.index)
-            current = group is not None and group.claim == task.claim and group.outcome is None
+            group = self._current(task)
             if isinstance(refs, Exception):
-                if group is not None and current:
+                if group is not None:
                     self._fail(group, refs)
                 return
             require_metadata(refs)
             require_refs_of(task, refs)
-            if group is None or not current:
+            if group is None:
                 self._keep_stale(task, refs)
                 return
             group.outcome = tuple(refs)
@@ -183,8 +204,8 @@ class MemoryChannel:
     def give_back(self, task: CaptureTask) -> None:
         """Hand a claimed task out again; harmless for a claim that is published or void."""
         with self._mutex:
-            group = self._books.groups.get(task.group.index)
-            if group is not None and group.claim == task.claim and group.outcome is None:
+            group = self._current(task)
+            if group is not None:
                 self._return(group)
 
     def leave(self, producer: str) -> None:
@@ -216,13 +237,17 @@ class MemoryChannel:
                     "  its features are released: offer the tasks from that step on again"
                 )
             books.waiting, books.leaving = None, set()
+            if books.freeing:
+                books.round, books.freeing, books.full = books.round + 1, False, set()
+                self._mutex.notify_all()
             refs = [self._ref(sample) for sample in step.samples]
             published = tuple(ref for ref in refs if ref is not None)
             if len(published) < len(refs):
                 books.waiting = step
                 self._mutex.notify_all()
                 return None
-            books.evicted = True
+            books.narrow, books.emptied = frozenset(), False
+            self._mutex.notify_all()
             self._next_task()  # notes the promises this step relies on, before they are kept
             if step.index not in books.steps:
                 books.steps[step.index] = step
@@ -250,55 +275,81 @@ class MemoryChannel:
             books.leaving = {group.task.group.index for group in done}
             released = [ref for group in done for ref in self._release(group)]
             if books.late or (books.inherited and books.exhausted):
-                released += self._stale_of_no_group()
+                released += self._stale_of_no_group(inherited=books.exhausted)
+            books.freeing |= bool(released)
             self._mutex.notify_all()
             return tuple(released)
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
         with self._mutex:
             self._require_open()
-            rejected: dict[SampleRef, None] = {}
-            for ref in refs:
+            rejected: list[SampleRef] = []
+            for ref, reason in wrong.items():
                 group = self._books.group_of.get(ref.feature_id)
                 if group is None or ref not in group.refs:
                     continue  # captured again already, with another one of its refs
-                rejected |= dict.fromkeys(group.refs)
-                self._use(refs=0, nbytes=-sum(member.nbytes for member in group.refs))
+                last = len(group.failed_by) + 1 >= self.attempts
+                gone = (ref,) if last and len(group.refs) > 1 else group.refs
+                rejected += gone
+                self._use(refs=0, nbytes=-sum(member.nbytes for member in gone))
+                if gone != group.refs:
+                    self._spoil(group, ref, reason)
+                    continue
+                self._books.leaving.add(group.task.group.index)
                 group.outcome = None
                 self._fail(group, DraftcoreError(reason))
+            self._books.freeing |= bool(rejected)
             return tuple(rejected)
 
-    def wait_for_room(self, task: CaptureTask) -> None:
+    def wait_for_room(self, task: CaptureTask, wait: float) -> bool:
         with self._mutex:
             self._require_open()
-            group = self._books.groups.get(task.group.index)
-            if group is not None and group.claim == task.claim and group.outcome is None:
-                self._books.full.add(task.group.index)
+            group = self._current(task)
+            if group is not None:
+                tried = group.tried
+                self._mutex.wait_for(lambda: self._closed or self._tell(task, tried) != tried, wait)
+                self._require_open()
+                group.tried = self._books.round
+            return self._tell(task, -1) is not None
 
-    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
+    @property
+    def round(self) -> int:
+        """How often the trainer has freed something."""
+        return self._books.round
+
+    def tell_full(self, task: CaptureTask, tried: int) -> int | None:
+        """Note that features had no room when they were put in a round.
+
+        Returns the present round, in which to try again if it is another one; None for a claim
+        that is void.
+        """
+        with self._mutex:
+            return self._tell(task, tried)
+
+    def evict(self, step: PlannedStep, tasks: Iterable[CaptureTask]) -> tuple[SampleRef, ...]:
         with self._mutex:
             self._require_open()
-            books, needed = self._books, {sample.feature_id for sample in step.samples}
-            pending = {i: g for i, g in books.groups.items() if g.claim and g.outcome is None}
-            books.full &= pending.keys()
-            coming = [
-                group
-                for index, group in pending.items()
-                if index not in books.full and not needed.isdisjoint(group.task.group.feature_ids)
-            ]
+            books, needed = self._books, frozenset(sample.feature_id for sample in step.samples)
+            if not books.full:
+                return ()
+            flying = {i: g for i, g in books.groups.items() if g.claim and g.outcome is None}
+            books.full &= flying.keys()
+            coming = any(g.serves(needed) for i, g in flying.items() if i not in books.full)
             if coming or not books.full:
                 return ()
-            books.full = set()  # who still waits says so again
-            spare = [
-                group
-                for group in books.groups.values()
-                if group.refs and needed.isdisjoint(group.task.group.feature_ids)
-            ]
-            if not spare and not books.evicted:
-                raise self._too_small(step)
-            books.evicted = bool(spare)
-            books.leaving = {group.task.group.index for group in spare}
-            return tuple(ref for group in spare for ref in self._release(group))
+            held = [g for g in books.groups.values() if g.claim and not g.failed]
+            ahead = [group for group in held if not group.serves(needed)]
+            spare = [group for group in ahead if group.refs and not group.received]
+            if not ahead and not books.late and not books.inherited:
+                spare = self._last_resort(step)
+            books.narrow = needed
+            books.tasks, books.upcoming, books.exhausted = iter(tasks), None, False
+            refs = [ref for group in spare for ref in self._set_aside(group)]
+            refs += self._stale_of_no_group(inherited=True)
+            books.leaving |= {group.task.group.index for group in spare}
+            books.freeing |= bool(refs)
+            self._mutex.notify_all()
+            return tuple(refs)
 
     def announce(self, about: Mapping[str, str]) -> None:
         """Nobody else is there to be told."""
@@ -327,14 +378,15 @@ class MemoryChannel:
                 if missing:
                     raise self._starved(missing[0])
                 return None
-            if task.group.index in books.leaving:
-                return None  # or the producer would find in the store what is being freed
+            if not self._may_go(task.group):
+                return None
             if not missing and not self._has_credit(len(task.group.rows)):
                 return None
             books.upcoming = None
             group = self._start(task)
         books.claims += 1
         group.claim, group.producer = f"{self.session}.{books.claims}", producer
+        group.tried = books.round
         return CaptureTask(group.task.epoch, group.task.group, group.claim)
 
     def _returned_for(self, producer: str) -> _Group | None:
@@ -343,9 +395,29 @@ class MemoryChannel:
         A returned group has kept its credit.
         """
         for at, group in enumerate(self._books.returned):
-            if producer not in group.failed_by or self._books.producers <= set(group.failed_by):
+            others = self._books.producers - set(group.failed_by)
+            if self._may_go(group.task.group) and (producer not in group.failed_by or not others):
                 return self._books.returned.pop(at)
         return None
+
+    def _may_go(self, group: CaptureGroup) -> bool:
+        """Say whether a group may be handed out at this moment."""
+        books = self._books
+        if group.index in books.leaving:  # its producer would find in the store what is being freed
+            return False
+        return self._is_wanted(group)
+
+    def _is_wanted(self, group: CaptureGroup) -> bool:
+        """Say whether a group may take up room just now."""
+        narrow = self._books.narrow
+        return not narrow or not narrow.isdisjoint(group.feature_ids)
+
+    def _current(self, task: CaptureTask) -> _Group | None:
+        """Return the group that is in flight under a task's claim; None where the claim is void."""
+        group = self._books.groups.get(task.group.index)
+        if group is None or not group.claim or group.outcome is not None:
+            return None
+        return group if group.claim == task.claim else None
 
     def _return(self, group: _Group) -> None:
         group.claim = ""
@@ -361,6 +433,12 @@ class MemoryChannel:
         self._books.given_up |= dict.fromkeys(group.task.group.feature_ids, str(error))
         self._use(refs=-len(group.task.group.rows), nbytes=0)
         self._mutex.notify_all()
+
+    def _spoil(self, group: _Group, ref: SampleRef, reason: str) -> None:
+        """Give up one member after the last attempt; the others' features are as good as ever."""
+        group.outcome = tuple(other for other in group.refs if other != ref)
+        group.due = {sample for sample in group.due if sample.feature_id != ref.feature_id}
+        group.spoilt[ref.feature_id] = self._books.given_up[ref.feature_id] = reason
 
     def _next_task(self) -> CaptureTask | None:
         """Peek at the next task, passing over those whose group is in flight or published."""
@@ -380,21 +458,28 @@ class MemoryChannel:
     def _start(self, task: CaptureTask) -> _Group:
         books, index = self._books, task.group.index
         stale = books.late.pop(index, {}) | books.inherited.pop(index, {})
-        group = books.groups[index] = _Group(task, set(), books.claims, stale)
+        group = books.evicted.pop(index, None) or _Group(task, set(), 0, {})
+        group.task, group.place, group.stale = task, books.claims, stale
+        group.due = {sample for sample in group.due if sample.epoch >= books.epoch}
         group.promise(task.epoch)
+        books.groups[index] = group
         books.group_of.update(dict.fromkeys(task.group.feature_ids, group))
         self._use(refs=len(task.group.rows), nbytes=0)
         return group
 
     def _missing(self) -> list[SampleId]:
-        """The samples of the step that the trainer waits for which are not even in flight."""
+        """The samples of the step that the trainer waits for which are not even in flight.
+
+        Not those whose capture has just failed: the trainer is about to hear of that.
+        """
         if self._books.waiting is None:
             return []
         held = self._books.group_of
         return [
             sample
             for sample in self._books.waiting.samples
-            if sample.feature_id not in held or held[sample.feature_id].failed
+            if (group := held.get(sample.feature_id)) is None
+            or (group.failed and sample not in group.due)
         ]
 
     def _starved(self, sample: SampleId) -> DraftcoreError:
@@ -410,8 +495,39 @@ class MemoryChannel:
         return DraftcoreError(
             f"the store is full with what step {step.index} needs, {format_size(held)}, and lacks room "
             "for the rest of it\n"
-            "  raise max_bytes in the store's URI, or lower train.batch or topology.producers"
+            "  raise max_bytes in the store's URI, or lower train.batch or capture.batch"
         )
+
+    # ------------------------------------------------------------ room in the store
+
+    def _tell(self, task: CaptureTask, tried: int) -> int | None:
+        books, group = self._books, self._current(task)
+        if group is None:
+            return None
+        if not self._is_wanted(task.group):
+            self._return(group)
+            return None
+        if tried == books.round:
+            books.full.add(task.group.index)
+        return books.round
+
+    def _last_resort(self, step: PlannedStep) -> list[_Group]:
+        """All that is held of a step that finds no room: put anew, it may lie closer together.
+
+        Raises DraftcoreError where this was done before.
+        """
+        held = [g for g in self._books.groups.values() if g.refs and not g.received]
+        if self._books.emptied or not held:
+            raise self._too_small(step)
+        self._books.emptied = True
+        return held
+
+    def _set_aside(self, group: _Group) -> tuple[SampleRef, ...]:
+        """Let go of a group that will be offered again, but not of its uses. Returns its refs."""
+        refs = self._release(group)
+        group.outcome, group.claim = None, ""
+        self._books.evicted[group.task.group.index] = group
+        return refs
 
     # ------------------------------------------------------------ refs
 
@@ -422,8 +538,9 @@ class MemoryChannel:
             return None
         if isinstance(group.outcome, Exception) and sample in group.due:
             raise group.outcome
-        members = zip(group.task.group.feature_ids, group.refs, strict=False)
-        return next((ref for member, ref in members if member == sample.feature_id), None)
+        if sample.feature_id in group.spoilt:
+            raise DraftcoreError(group.spoilt[sample.feature_id])
+        return next((ref for ref in group.refs if ref.feature_id == sample.feature_id), None)
 
     def _end_epochs_before(self, epoch: int) -> dict[int, _Group]:
         """Forget uses that never came: those before the step at which a run was resumed."""
@@ -440,7 +557,7 @@ class MemoryChannel:
             del self._books.group_of[feature_id]
         if not group.failed:
             nbytes = sum(ref.nbytes for ref in group.refs)
-            self._use(refs=-len(group.refs), nbytes=-nbytes)
+            self._use(refs=-len(group.task.group.rows), nbytes=-nbytes)
         return (*group.refs, *(ref for ref in group.stale if ref not in group.refs))
 
     def _keep_stale(self, task: CaptureTask, refs: Sequence[SampleRef]) -> None:
@@ -453,11 +570,11 @@ class MemoryChannel:
             kept = group.stale
         kept |= dict.fromkeys(refs)
 
-    def _stale_of_no_group(self) -> list[SampleRef]:
+    def _stale_of_no_group(self, *, inherited: bool) -> list[SampleRef]:
         """Take the stale refs of groups that are not held, and are not about to be captured."""
         books = self._books
         stale, books.late = books.late, {}
-        if books.exhausted:
+        if inherited:
             stale, books.inherited = stale | books.inherited, {}
         books.leaving |= stale.keys()
         return [ref for refs in stale.values() for ref in refs]

@@ -19,11 +19,9 @@ of one padded batch (just what a capture yields) and hides ENOSPC in a message.
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
-import socket
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +36,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import UsageError
+from draftcore.locks import hold
 from draftcore.records import SampleRef, StoreItem, StoreStats
 from draftcore.stores import (
     Key,
@@ -249,8 +248,11 @@ class FileStore:
         self._require_open()
         if self._lock_fd is not None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock_fd = _lock(self.folder / ".lock")
+        lock_fd = hold(
+            self.folder / ".lock",
+            f"is writing to the store {self.folder}",
+            "a file store has one writer: wait for it to end, or use another folder",
+        )
         try:
             self._refresh()
             self._index.touch()
@@ -500,20 +502,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _lock(path: Path) -> int:
-    """Take the writer's lock and return its descriptor; the kernel drops it if we are killed."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(fd, 200, 0).decode(errors="replace")
-        os.close(fd)
-        raise DraftcoreError(
-            f"{holder} is writing to the store {path.parent}\n"
-            "  a file store has one writer: wait for it to end, or use another folder"
-        ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return fd

@@ -509,23 +509,31 @@ class ChannelSuite(Suite):
             channel.publish(claim, refs_of(claim))
         refs = channel.received(step(0))
         bad = [ref for ref in refs if ref.feature_id == "a"]
-        assert ids(channel.reject(bad, "its seal is broken")) == "ab"
-        assert channel.reject(bad, "once more") == ()  # it is on its way already
+        assert ids(channel.reject(dict.fromkeys(bad, "its seal is broken"))) == "ab"
+        assert channel.reject(dict.fromkeys(bad, "once more")) == ()  # it is on its way already
         assert channel.receive(step(0)) is None
         again = claimed(channel)
         assert again.group.index == 0
         channel.publish(again, refs_of(again, "2"))
         assert [ref.generation for ref in channel.received(step(0))] == ["2", "1"]
 
-    def test_what_is_rejected_to_the_last_attempt_is_given_up(self, channel: "Ends") -> None:
+    def test_what_is_rejected_to_the_last_attempt_is_given_up_and_no_other_sample(
+        self, channel: "Ends"
+    ) -> None:
+        """The others come from the same forward pass of the whole group, and are served."""
         channel.offer([task(0, 0), task(0, 1)])
         for _ in range(2):
             claim = claimed(channel)
             channel.publish(claim, refs_of(claim))
-        channel.reject(channel.received(step(0))[:1], "its seal is broken")
+        bad = channel.received(step(0))[:1]
+        assert channel.reject({bad[0]: "its seal is broken"}) == bad
         with pytest.raises(DraftcoreError, match="its seal is broken"):
             channel.receive(step(0))
-        assert set(channel.given_up) == set("ab")
+        assert channel.given_up == {"a": "its seal is broken"}
+        assert ids(channel.received(step(1))) == "db"
+        without_a = dataclasses.replace(step(0), samples=step(0).samples[1:], rows=step(0).rows[1:])
+        assert ids(channel.received(without_a)) == "c"
+        assert sorted(ids(channel.advance(2))) == list("bcd")
 
     def test_a_producer_learns_what_the_trainer_announced(self, channel: "Ends") -> None:
         if channel.both:
@@ -534,6 +542,90 @@ class ChannelSuite(Suite):
             channel.about(0.0)
         channel.announce({"store": "shm:here"})
         assert channel.about(10.0) == {"store": "shm:here"}
+
+    # ------------------------------------------------------------ a full store
+
+    def test_what_a_waiting_step_does_not_need_is_evicted_where_it_finds_no_room(
+        self, channel: "Ends"
+    ) -> None:
+        channel.offer(in_order())
+        needed, other, ahead, late = (claimed(channel) for _ in range(4))
+        for claim in (needed, ahead):
+            channel.publish(claim, refs_of(claim))
+        assert channel.receive(step(0)) is None
+        assert channel.evict(step(0)) == ()  # nobody has said that there is no room
+        assert channel.wait_for_room(late)
+        assert channel.evict(step(0)) == ()  # what the step needs is on its way
+        assert channel.wait_for_room(other)
+        assert eventually(lambda: channel.evict(step(0))) == refs_of(ahead)
+        assert channel.receive(step(0)) is None
+        channel.publish(other, refs_of(other))
+        assert ids(channel.received(step(0))) == "ac"
+
+    def test_only_what_a_waiting_step_lacks_is_handed_out_while_room_is_made(
+        self, channel: "Ends"
+    ) -> None:
+        channel.offer([task(0, group) for group in (2, 3, 0, 1)])
+        ahead, late = claimed(channel), claimed(channel)
+        channel.publish(ahead, refs_of(ahead))
+        assert channel.receive(step(0)) is None
+        assert channel.wait_for_room(late)
+        assert eventually(lambda: channel.evict(step(0))) == refs_of(ahead)
+        assert not channel.wait_for_room(late)  # drop it, and claim anew
+        assert channel.receive(step(0)) is None
+        claims = [claimed(channel), claimed(channel)]
+        assert claims == [task(0, 0), task(0, 1)]
+        assert channel.claim("another") is None
+        for claim in claims:
+            channel.publish(claim, refs_of(claim))
+        assert ids(channel.received(step(0))) == "ac"
+        assert channel.claim("another") == task(0, 3)  # what was claimed before comes first
+        assert claimed(channel) == task(0, 2)
+
+    def test_who_waits_for_room_is_woken_when_something_was_freed(self, channel: "Ends") -> None:
+        channel.offer(in_order())
+        for _ in range(2):
+            claim = claimed(channel)
+            channel.publish(claim, refs_of(claim))
+        late = claimed(channel)
+        for index in (0, 1):
+            channel.received(step(index))
+        with Waiting(lambda: channel.producer.wait_for_room(late, 2 * SOON)) as waiting:
+            time.sleep(NEVER)
+            assert not waiting.done
+            assert sorted(ids(channel.advance(2))) == list("abcd")
+            assert channel.receive(step(2)) is None
+        assert waiting.result is True
+
+    def test_who_waits_for_room_without_need_is_called_off(self, channel: "Ends") -> None:
+        channel.offer([task(0, group) for group in (2, 0, 1)])
+        late = claimed(channel)
+        with Waiting(lambda: channel.producer.wait_for_room(late, 2 * SOON)) as waiting:
+            time.sleep(NEVER)
+            assert channel.receive(step(0)) is None
+            assert channel.evict(step(0)) == ()  # nothing is held
+        assert waiting.result is False
+
+    def test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words(
+        self, channel: "Ends"
+    ) -> None:
+        """Even what it needs is put anew, once, in case that free room lies scattered."""
+        channel.offer(in_order())
+        needed, other = claimed(channel), claimed(channel)
+        channel.publish(needed, refs_of(needed))
+        assert channel.receive(step(0)) is None
+        assert channel.wait_for_room(other)
+        assert eventually(lambda: channel.evict(step(0))) == refs_of(needed)
+        assert channel.receive(step(0)) is None
+        again = claimed(channel)
+        assert again == task(0, 0)
+        channel.publish(again, refs_of(again, "2"))
+        assert channel.evict(step(0)) == ()
+        assert channel.wait_for_room(other)  # tried before the room was made
+        assert channel.evict(step(0)) == ()
+        assert channel.wait_for_room(other)
+        with pytest.raises(DraftcoreError, match=r"(?s)full with what step 0 needs.*raise max_b"):
+            eventually(lambda: channel.evict(step(0)))
 
     # ------------------------------------------------------------ ends
 
@@ -554,6 +646,18 @@ class ChannelSuite(Suite):
         assert channel.receive(step(0)) is None
         assert channel.claim("another") is None
 
+    def test_a_failure_that_the_step_is_to_hear_of_is_no_reason_to_complain(
+        self, channel: "Ends"
+    ) -> None:
+        channel.offer([task(0, 0), task(0, 1)])
+        first, second = claimed(channel), claimed(channel)
+        channel.publish(second, refs_of(second))
+        assert channel.receive(step(0)) is None
+        channel.publish(first, DraftcoreError("broken"))
+        assert channel.claim("another") is None
+        with pytest.raises(DraftcoreError, match="broken"):
+            channel.receive(step(0))
+
     def test_publishing_without_a_claim_is_refused(self, channel: "Ends") -> None:
         channel.offer([task(0, 0)])
         with pytest.raises(DraftcoreError, match="group 0 was published without a claim"):
@@ -570,6 +674,8 @@ class ChannelSuite(Suite):
             lambda: channel.publish(claim, refs_of(claim)),
             lambda: channel.receive(step(0)),
             lambda: channel.advance(1),
+            lambda: channel.wait_for_room(claim),
+            lambda: channel.evict(step(0)),
         ):
             with pytest.raises(DraftcoreError, match="channel of run suite is closed"):
                 use()
@@ -586,6 +692,8 @@ class ChannelSuite(Suite):
             lambda: producer.advance(1),
             lambda: producer.credit(),
             lambda: producer.given_up,
+            lambda: producer.evict(step(0), []),
+            lambda: trainer.wait_for_room(task(0, 0), 0.0),
         ):
             with pytest.raises(UsageError, match="end of the channel"):
                 use()
@@ -686,6 +794,28 @@ class ChannelSuite(Suite):
         assert f"run suite is {state}" in str(waiting.result)
         with pytest.raises(ChannelEnded):
             producer.claim("one")
+
+    def test_who_waits_for_room_hears_that_a_new_trainer_wants_no_old_claim(
+        self, open_end: OpenEnd
+    ) -> None:
+        open_end("trainer").offer([task(0, 0)])
+        producer = open_end("producer")
+        claim = producer.claim("one", SOON)
+        assert claim is not None
+        with Waiting(lambda: producer.wait_for_room(claim, 2 * SOON)) as waiting:
+            time.sleep(NEVER)
+            open_end("trainer")
+        assert waiting.result is False
+
+    def test_who_waits_for_room_hears_of_the_runs_end(self, open_end: OpenEnd) -> None:
+        trainer, producer = open_end("trainer"), open_end("producer")
+        trainer.offer([task(0, 0)])
+        claim = producer.claim("one", SOON)
+        assert claim is not None
+        with Waiting(lambda: producer.wait_for_room(claim, 2 * SOON)) as waiting:
+            time.sleep(NEVER)
+            trainer.close("failed")
+        assert isinstance(waiting.result, ChannelEnded)
 
     def test_a_side_that_hears_nothing_of_the_other_gives_up(self, open_end: OpenEnd) -> None:
         producer = open_end("producer", patience=0.5)
@@ -897,14 +1027,16 @@ class Ends:
     def given_up(self) -> Mapping[str, str]:
         return self.trainer.given_up
 
-    def reject(self, refs: Sequence[SampleRef], reason: str) -> tuple[SampleRef, ...]:
-        return self.trainer.reject(refs, reason)
+    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
+        return self.trainer.reject(wrong)
 
-    def wait_for_room(self, task: CaptureTask) -> None:
-        self.producer.wait_for_room(task)
+    def wait_for_room(self, task: CaptureTask, wait: float = NEVER) -> bool:
+        return self.producer.wait_for_room(task, 0.0 if self.both else wait)
 
-    def evict(self, step: PlannedStep) -> tuple[SampleRef, ...]:
-        return self.trainer.evict(step)
+    def evict(
+        self, step: PlannedStep, tasks: Iterable[CaptureTask] | None = None
+    ) -> tuple[SampleRef, ...]:
+        return self.trainer.evict(step, in_order() if tasks is None else tasks)
 
     def announce(self, about: Mapping[str, str]) -> None:
         self.trainer.announce(about)
@@ -976,6 +1108,11 @@ def task(epoch: int, group: int) -> CaptureTask:
     members = tuple(GROUPS[group])
     rows = (2 * group, 2 * group + 1)
     return CaptureTask(epoch, CaptureGroup(group, rows, members, padded_length=8))
+
+
+def in_order() -> list[CaptureTask]:
+    """The tasks of the plan from step 0 on."""
+    return [task(0, group) for group in range(4)]
 
 
 def step(index: int) -> PlannedStep:

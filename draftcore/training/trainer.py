@@ -52,6 +52,7 @@ FREE_TRAIN_KEYS = {
 
 def prepare(run: Run) -> list[Trainer]:
     """Build the trainers of the run's drafts, each from its own last checkpoint."""
+    run.ranks.first(run.hold_folder)
     with run.ranks.together():
         run.require_shared_store()
         held_out = HeldOut(run) if run.config.train.eval_every else None

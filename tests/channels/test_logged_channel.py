@@ -109,7 +109,7 @@ def test_an_answer_that_nobody_waits_for_is_handed_out_again(open_end: Open) -> 
     assert claimed(producer) == task(0, 0)
     extra = trainer._books.claim(producer.name)
     assert extra == task(0, 1)
-    answer = {"kind": "task", "task": extra.to_json(), "claimant": "x", "request": 1}
+    answer = {"kind": "task", "task": extra.to_json(), "claimant": "x", "request": 1, "round": 1}
     trainer._log.append([(producer.name, answer)])
     assert claimed(producer) == task(0, 1)
 
@@ -121,7 +121,7 @@ def test_an_answer_of_another_session_is_ignored(
     trainer.offer([task(0, 0), task(0, 1)])
     first = claimed(producer)
     log = LOGS[scheme](tmp_path / "channel", "trainer-old")
-    answer = {"kind": "task", "task": first.to_json(), "claimant": "x", "request": 2}
+    answer = {"kind": "task", "task": first.to_json(), "claimant": "x", "request": 2, "round": 1}
     log.append([(producer.name, answer)])
     log.close()
     assert claimed(producer) == task(0, 1)

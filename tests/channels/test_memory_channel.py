@@ -9,7 +9,7 @@ import pytest
 
 from draftcore.channels import Channel, Credit, require_metadata
 from draftcore.channels.memory import MemoryChannel
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import UsageError
 from draftcore.plan import Plan
 from draftcore.records import CaptureTask, SampleRef
 from draftcore.testing.channels import ChannelSuite
@@ -241,43 +241,3 @@ def test_metadata_may_be_nested_but_must_be_plain() -> None:
 def test_another_end_than_both_is_refused() -> None:
     with pytest.raises(UsageError, match="does not leave its process"):
         MemoryChannel.open("memory:", "run", "producer")
-
-
-def test_a_full_store_is_emptied_of_what_the_next_step_does_not_need() -> None:
-    plan = Plan([f"s{row}" for row in range(6)], [5] * 6, capture_batch=1, batch=2, seed=0)
-    channel, step = MemoryChannel("run"), plan.step(0)
-    channel.offer(plan.captures(0))
-    tasks = [channel.claim("producer") for _ in range(4)]
-    needed = [
-        t for t in tasks if t and t.group.feature_ids[0] in {s.feature_id for s in step.samples}
-    ]
-    ahead = [t for t in tasks if t and t not in needed]
-    assert len(needed) == 2
-    publish(channel, needed[0])
-    spare = publish(channel, ahead[0])
-    assert channel.receive(step) is None
-    channel.wait_for_room(ahead[1])
-    assert channel.evict(step) == ()  # what the step needs is on its way
-    channel.wait_for_room(needed[1])
-    assert channel.evict(step) == spare
-    assert channel.evict(step) == ()  # nobody has said again that there is no room
-    channel.offer(plan.captures(0))
-    again = channel.claim("producer")
-    assert again is not None
-    assert again.group.feature_ids not in {t.group.feature_ids for t in needed}
-    for words in (False, True):
-        channel.wait_for_room(needed[1])
-        if words:
-            with pytest.raises(DraftcoreError, match="is full with what step 0 needs"):
-                channel.evict(step)
-        else:
-            assert channel.evict(step) == ()
-    publish(channel, needed[1])
-    assert channel.receive(step) is not None
-
-
-def publish(channel: Channel, task: CaptureTask) -> tuple[SampleRef, ...]:
-    ids = task.group.feature_ids
-    refs = tuple(SampleRef(i, f"put-of-{i}", "memory:", (), 5, 100) for i in ids)
-    channel.publish(task, refs)
-    return refs

@@ -132,6 +132,41 @@ def channel(name, uri, run_id, role):
 
 SERVES_THE_OTHER_END = "Trainer.claim = lambda self, producer, wait=0.0: None"
 
+SAYS_NOTHING_OF_FULL_STORES = """
+append = SqliteLog.append
+def proud(self, letters):
+    append(self, [letter for letter in letters if letter[1].get("kind") != "full"])
+SqliteLog.append = proud
+"""
+
+ANSWERS_ABOUT_ROOM = """
+room = Trainer._room
+def some(self):
+    return [letter for letter in room(self) if (letter[1]["round"] is None) is {called_off}]
+Trainer._room = some
+"""
+
+HEEDS_OLD_WORDS = """
+wait_for_room = Producer.wait_for_room
+def hasty(self, task, wait):
+    if task.claim in self._tried:
+        self._tried[task.claim] = self._round
+    return wait_for_room(self, task, wait)
+Producer.wait_for_room = hasty
+"""
+
+KEEPS_OLD_CLAIMS = """
+class Kept(dict):
+    clear = lambda self: None
+start = Producer.__init__
+def clinging(self, *arguments):
+    start(self, *arguments)
+    self._tried = Kept()
+Producer.__init__ = clinging
+"""
+
+SLEEPS_THROUGH_THE_END = "Producer._has_room = lambda self, task, tried: False"
+
 REPEATS_A_STEP = """
 offer = Trainer.offer
 def again(self, tasks):
@@ -199,6 +234,30 @@ CAUGHT = {
     "breaks_on_rubbish": (BREAKS_ON_RUBBISH, "test_malformed_records_are_skipped_and_reported"),
     "opens_as_both": (OFFERS_BOTH_ROLES, "test_a_shared_channel_is_not_opened_as_both_ends"),
     "serves_the_other_end": (SERVES_THE_OTHER_END, "test_each_end_refuses_what_is_the_others"),
+    "says_nothing_of_full_stores": (
+        SAYS_NOTHING_OF_FULL_STORES,
+        "test_what_a_waiting_step_does_not_need_is_evicted_where_it_finds_no_room",
+    ),
+    "calls_nobody_off": (
+        ANSWERS_ABOUT_ROOM.format(called_off=False),
+        "test_who_waits_for_room_without_need_is_called_off",
+    ),
+    "wakes_nobody": (
+        ANSWERS_ABOUT_ROOM.format(called_off=True),
+        "test_who_waits_for_room_is_woken_when_something_was_freed",
+    ),
+    "heeds_old_words": (
+        HEEDS_OLD_WORDS,
+        "test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words",
+    ),
+    "keeps_old_claims": (
+        KEEPS_OLD_CLAIMS,
+        "test_who_waits_for_room_hears_that_a_new_trainer_wants_no_old_claim",
+    ),
+    "sleeps_through_the_end": (
+        SLEEPS_THROUGH_THE_END,
+        "test_who_waits_for_room_hears_of_the_runs_end",
+    ),
     "repeats_a_step": (REPEATS_A_STEP, "test_every_sample_is_received_once_whatever_is_killed"),
     "is_right": ("", "test_a_dead_producers_claims_return"),
 }

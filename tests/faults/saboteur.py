@@ -12,8 +12,8 @@ n-th time; a file in the folder marks what was done, so a restarted process pass
 Other deeds strike once, too: `full:publish` and `full:advance` leave the channel no byte to write,
 `twice:publish` tells all again, `torn:publish` dies amid a line, `flip:published` alters a stored byte.
 These go on:
-`raise:WORD` fails every group in which a sample begins with the word, `narrow:WORD` and
-`lacking:WORD` return what was not asked for, `pace:SECONDS` slows steps down.
+`raise:WORD` fails every group in which a sample begins with the word, `narrow:WORD`, `lacking:WORD`
+and `nan:WORD` return something else than was asked for that sample, `pace:SECONDS` slows steps down.
 """
 
 import itertools
@@ -95,19 +95,22 @@ class Capture(Around):
         groups = list(groups)
         for group, captured in zip(groups, self.inner.features(groups), strict=True):
             texts = [self.target.tokenizer.decode(tokens) for tokens in group.token_ids]
-            hit = {deed: any(w and w in text for text in texts) for deed, w in words().items()}
-            if hit["raise"]:
-                raise RuntimeError(f"no capture of {words()['raise']}")
-            for features in captured.features if hit["narrow"] else ():
-                features.update({name: value[:, :5] for name, value in features.items()})
-            for features in captured.features if hit["lacking"] else ():
-                features.pop("last_hidden")
+            for text, features in zip(texts, captured.features, strict=True):
+                if hits("raise", text):
+                    raise RuntimeError(f"no capture of {word('raise')}")
+                if hits("narrow", text):
+                    features.update({name: value[:, :5] for name, value in features.items()})
+                if hits("lacking", text):
+                    features.pop("last_hidden")
+                if hits("nan", text):
+                    features["last_hidden"] = features["last_hidden"].clone()
+                    features["last_hidden"][2, 3] = float("nan")
             reach("captured")
             yield captured
 
 
-def words():
-    return {deed: word(deed) for deed in ("raise", "narrow", "lacking")}
+def hits(deed, text):
+    return word(deed) is not None and word(deed) in text
 
 
 @hookimpl(wrapper=True)

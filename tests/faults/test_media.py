@@ -38,20 +38,30 @@ def test_a_store_that_cannot_hold_one_step_is_refused_in_words(drill):
 
 
 def test_samples_that_cannot_be_captured_are_given_up_and_all_others_are_not(drill):
-    run = drill(channel=CHANNELS["sqlite"] + "&attempts=2", capture={"batch": 1})
+    """A capture that raises says nothing of the other samples of its group; all else names one."""
+    run = drill(channel=CHANNELS["sqlite"] + "&attempts=2")
     run.sabotage = "raise:q7? narrow:q9? lacking:q11?"
     said = run.finish()
-    given_up = run.state()["given_up"]
-    assert sorted(reason.split()[0] for reason in given_up.values()) == [
-        "capture",
-        "sample",
-        "sample",
-    ]
-    reasons = " ".join(given_up.values())
-    for words in ("no capture of q7?", "has hidden.1 of shape", "lacks last_hidden"):
-        assert words in reasons
-    assert said.count("is given up") == 3
-    run.require_done(without=frozenset({7, 9, 11}))
+    reasons = list(run.state()["given_up"].values())
+    unused = frozenset(row for row, uses in run.uses().items() if not uses)
+    assert unused > {7, 9, 11}
+    assert said.count("is given up") == len(reasons) == len(unused) == 6
+    for words, samples in (
+        ("no capture of q7?", 4),
+        ("has hidden.1 of shape", 1),
+        ("lacks last_hidden", 1),
+    ):
+        assert sum(words in reason for reason in reasons) == samples
+    run.require_done(without=unused)
+
+
+def test_features_that_are_not_finite_end_the_run_naming_the_row(drill):
+    """Before they change the weights; what they were made of is for the user to look at."""
+    run = drill(channel=CHANNELS["sqlite"], train={"max_steps": 12})
+    run.sabotage = "nan:q13?"
+    said = run.finish(code=1)
+    assert "is not finite; the weights were not changed" in said
+    assert "from: row 13 (sample " in said
 
 
 def test_a_producer_with_another_target_is_turned_away(drill, tmp_path, undisturbed):

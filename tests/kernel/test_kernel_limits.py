@@ -24,6 +24,7 @@ HELPERS = (
     "dists",
     "listing",
     "overrides",
+    "uris",
 )  # all else the kernel may import
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "yaml")
 KNOWN_PLUGINS = ("eagle3", "dflash", "domino", "mooncake", "sglang", "cudagraph", "redis")

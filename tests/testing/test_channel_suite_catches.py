@@ -30,6 +30,7 @@ def channel(name, uri, run_id):
 
     offer, claim, publish = Channel.offer, Channel.claim, Channel.publish
     receive, advance, release = Channel.receive, Channel.advance, Channel._release
+    evict, tell = Channel.evict, Channel._tell
 
     def without(check):
         # Publish in a world where the module's function `check` does nothing.
@@ -41,9 +42,11 @@ def channel(name, uri, run_id):
 """
 
 SUITE = """
-from draftcore.testing.channels import ChannelSuite
+from draftcore.testing import channels
 
-class TestSuite(ChannelSuite):
+channels.SOON = 2.0  # seconds; what a wrong channel owes never comes
+
+class TestSuite(channels.ChannelSuite):
     plugin = "{module}"
 """
 
@@ -165,6 +168,70 @@ NEVER_RELEASES = """
     Channel.advance = hoarding
 """
 
+KEEPS_WHAT_IS_AHEAD = """
+    Channel.evict = lambda self, step, tasks: ()
+"""
+
+EVICTS_UNASKED = """
+    def eager(self, step, tasks):
+        flying = {i for i, g in self._books.groups.items() if g.claim and g.outcome is None}
+        self._books.full |= flying
+        return evict(self, step, tasks)
+    Channel.evict = eager
+"""
+
+EVICTS_WHAT_IS_NEEDED = """
+    Channel.evict = lambda self, step, tasks: evict(self, replace(step, samples=()), tasks)
+"""
+
+HANDS_OUT_WHAT_IS_AHEAD = """
+    Channel._may_go = lambda self, group: group.index not in self._books.leaving
+"""
+
+CALLS_NOBODY_OFF = """
+    Channel._is_wanted = lambda *_: True
+"""
+
+WAKES_NOBODY = """
+    def quiet(self, step):
+        self._books.freeing = False
+        return receive(self, step)
+    Channel.receive = quiet
+"""
+
+HEEDS_OLD_WORDS = """
+    Channel._tell = lambda self, task, tried: tell(self, task, self._books.round)
+"""
+
+GIVES_UP_EARLY = """
+    def impatient(self, step, tasks):
+        self._books.emptied = True
+        return evict(self, step, tasks)
+    Channel.evict = impatient
+"""
+
+NEVER_GIVES_UP = """
+    def stubborn(self, step, tasks):
+        self._books.emptied = False
+        return evict(self, step, tasks)
+    Channel.evict = stubborn
+"""
+
+GIVES_UP_WHOLE_GROUPS = """
+    def spoil(self, group, ref, reason):
+        group.outcome = None
+        self._fail(group, DraftcoreError(reason))
+    Channel._spoil = spoil
+"""
+
+COMPLAINS_EARLY = """
+    def strict(self):
+        waiting, held = self._books.waiting, self._books.group_of
+        samples = waiting.samples if waiting else ()
+        return [s for s in samples if s.feature_id not in held or held[s.feature_id].failed]
+    Channel._missing = strict
+"""
+
 STAYS_OPEN = """
     Channel.close = lambda self: None
 """
@@ -220,6 +287,50 @@ CAUGHT = {
     "never_releases": (
         NEVER_RELEASES,
         "test_an_advance_returns_what_only_earlier_steps_used_and_returns_it_once",
+    ),
+    "keeps_what_is_ahead": (
+        KEEPS_WHAT_IS_AHEAD,
+        "test_what_a_waiting_step_does_not_need_is_evicted_where_it_finds_no_room",
+    ),
+    "evicts_unasked": (
+        EVICTS_UNASKED,
+        "test_what_a_waiting_step_does_not_need_is_evicted_where_it_finds_no_room",
+    ),
+    "evicts_what_is_needed": (
+        EVICTS_WHAT_IS_NEEDED,
+        "test_what_a_waiting_step_does_not_need_is_evicted_where_it_finds_no_room",
+    ),
+    "hands_out_what_is_ahead": (
+        HANDS_OUT_WHAT_IS_AHEAD,
+        "test_only_what_a_waiting_step_lacks_is_handed_out_while_room_is_made",
+    ),
+    "calls_nobody_off": (
+        CALLS_NOBODY_OFF,
+        "test_who_waits_for_room_without_need_is_called_off",
+    ),
+    "wakes_nobody": (
+        WAKES_NOBODY,
+        "test_who_waits_for_room_is_woken_when_something_was_freed",
+    ),
+    "heeds_old_words": (
+        HEEDS_OLD_WORDS,
+        "test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words",
+    ),
+    "gives_up_early": (
+        GIVES_UP_EARLY,
+        "test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words",
+    ),
+    "never_gives_up": (
+        NEVER_GIVES_UP,
+        "test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words",
+    ),
+    "gives_up_whole_groups": (
+        GIVES_UP_WHOLE_GROUPS,
+        "test_what_is_rejected_to_the_last_attempt_is_given_up_and_no_other_sample",
+    ),
+    "complains_early": (
+        COMPLAINS_EARLY,
+        "test_a_failure_that_the_step_is_to_hear_of_is_no_reason_to_complain",
     ),
     "stays_open": (STAYS_OPEN, "test_a_closed_channel_says_so"),
     "is_right": ("", ""),

@@ -44,6 +44,14 @@ def test_an_unknown_store_lists_what_is_there(project):
     refused(project, "train", "store=s3:bucket", says=["s3", "file", "memory"])
 
 
+@pytest.mark.parametrize("key", ["channel", "store"])
+def test_a_password_in_a_uri_is_refused_and_neither_shown_nor_kept(project, key):
+    uri = f"{key}=redis://me:hunter2@host:6379?prefix=a"
+    output = refused(project, "train", uri, says=[f"{key}: its URI holds", "in the environment"])
+    files = (file for file in project.run.rglob("*") if file.is_file())
+    assert not any("hunter2" in text for text in (output, *(f.read_text() for f in files)))
+
+
 def test_a_missing_configuration_file_is_named(project):
     project.yaml.rename(project.folder / "other.yaml")
     refused(project, "train", says=["run.yaml", "other.yaml"])

@@ -101,6 +101,19 @@ def test_features_are_read_from_the_store_and_not_captured_again(project):
     } == shards
 
 
+def test_a_second_trainer_of_a_folder_is_turned_away(tmp_path, new_project):
+    project = new_project(tmp_path / "both", samples=400)
+    first = project.start("train", "train.checkpoint_every=1")
+    wait_for(lambda: steps(project) >= 1, first)
+    result = project.cli("train", ok=False)
+    assert result.exit_code == 1
+    for words in (f"process {first.pid} on", "trains in", "another run folder"):
+        assert words in result.output
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    assert "resuming" in project.cli("train", "train.max_steps=30").output
+
+
 def test_metrics_of_steps_after_the_checkpoint_are_written_once(tmp_path, new_project):
     project = new_project(tmp_path / "once", samples=48)
     process = project.start("train", "train.checkpoint_every=4")

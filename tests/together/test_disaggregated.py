@@ -3,8 +3,13 @@ are those of a run in one process."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from draftcore.config import RunConfig
+from draftcore.plugins import load
+from draftcore.run import Run
 
 BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
 SHM = Path("/dev/shm")
@@ -15,13 +20,13 @@ def run(tmp_path, new_project):
     """Train a project with some topology, in processes of its own; nothing may be left of it."""
 
     def train(name, **changes):
-        before = set(SHM.iterdir())
         project = new_project(
             tmp_path / name,
             **{"algorithm": {"name": "dflash", "options": BLOCKS}, "store": "auto", **changes},
         )
         project.finish("train")
-        assert {path for path in SHM.iterdir() if path.name.startswith("draftcore")} <= before
+        run_id = json.loads((project.run / "run.json").read_text())["run_id"]
+        assert not [path for path in SHM.iterdir() if run_id in path.name]
         return project
 
     return train
@@ -123,3 +128,21 @@ def test_a_producer_without_a_trainer_says_so(tmp_path, new_project):
     assert process.returncode == 1, output
     assert "trainer" in output
     assert "patience" in output
+
+
+def test_the_ring_has_room_for_two_windows_of_steps(project, monkeypatch):
+    def room(**train):
+        settings = {**project.config, "store": "auto", "train": {"batch": 4, **train}}
+        run = Run(RunConfig.model_validate(settings), load(), role="trainer")
+        try:
+            return int(run.store_uri.partition("max_bytes=")[2]), run
+        finally:
+            run.close()
+
+    least, run = room()
+    assert least == 64 << 20
+    monkeypatch.setattr("draftcore.run.LEAST_RING", 0)
+    lengths, row = sorted(run.samples.lengths), run.token_bytes + 9
+    assert room()[0] == 2 * sum(int(length) * row + 4096 for length in lengths)
+    monkeypatch.setattr("draftcore.run.shutil.disk_usage", lambda _: SimpleNamespace(total=1000))
+    assert room()[0] == 500

@@ -78,6 +78,17 @@ def test_evaluation_during_training_changes_no_later_bit(tmp_path, new_project):
     assert all(e["loss"] > 0 and e["acceptance_length"] >= 1 for e in evaluations)
 
 
+def test_the_window_is_part_of_the_plan(project):
+    from draftcore.config import load_config
+    from draftcore.plugins import load
+    from draftcore.run import Run
+
+    windows = ([], ["train.window=128"], ["train.window=2"])
+    plans = [Run(load_config(project.yaml, window), load()).plan for window in windows]
+    assert [plan.window for plan in plans] == [128, 128, 2]
+    assert plans[0].key == plans[1].key != plans[2].key
+
+
 def test_an_export_reloads_to_identical_logits(project):
     """The trained draft and its export, decoded by the same drafter, agree on every proposal."""
     from draftcore.config import load_config

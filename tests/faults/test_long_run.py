@@ -1,0 +1,24 @@
+"""What a long run leaves in memory and on the disk: nothing."""
+
+from pathlib import Path
+
+SLACK = 8 << 20  # bytes; 200 steps that kept their features would hold 20 MB more
+
+
+def resident(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def test_the_memory_of_no_process_grows_with_the_steps(drill):
+    run = drill(topology={"producers": 1}, train={"epochs": 25})
+    supervisor = run.start()
+    run.until(lambda: run.steps() >= 100, supervisor)
+    before = {pid: resident(pid) for pid in run.processes()}
+    run.until(lambda: run.steps() >= 290, supervisor)
+    grown = {pid: resident(pid) - size for pid, size in before.items()}
+    assert len(grown) == 3
+    assert run.wait(supervisor) == 0
+    assert max(grown.values()) < SLACK, grown
+    assert set(run.uses().values()) == {25}
+    run.require_clean()
