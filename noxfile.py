@@ -307,6 +307,7 @@ def bench_transport(session: nox.Session) -> None:
         install_debian_packages(session, ROOT / "plugins" / name)
     install_wheels(session, "draftcore", *names)
     env = {"OMP_WAIT_POLICY": "PASSIVE"}
+    session.run("python", "benchmarks/prefetch.py", env=env)
     session.run("python", "benchmarks/transport.py", *session.posargs, env=env)
 
 

@@ -43,7 +43,7 @@ from draftcore.records import (
     SampleRef,
     StoreItem,
 )
-from draftcore.stores import StoreError
+from draftcore.stores import StoreAway, StoreError
 from draftcore.training.ranks import Ranks
 from draftcore.uris import format_size
 
@@ -404,7 +404,8 @@ class Feed:
         if "source" in self.__dict__:
             self.source.close(finished=self.finished)
             if self.finished and not self.durable:
-                forget(self.store, self.source.plan.feature_ids)
+                with suppress(StoreAway):  # what it held went with it, and is not needed
+                    forget(self.store, self.source.plan.feature_ids)
         self.store.close()
 
     def _fetch(self, planned: PlannedStep, *, wait: bool = True) -> Opening | None:
@@ -457,6 +458,8 @@ def forget(store: FeatureStore, feature_ids: Sequence[str]) -> None:
     """Free all that a store holds of these samples, readable or not."""
     try:
         store.free(store.lookup(feature_ids).values())
+    except StoreAway:
+        raise
     except StoreError:
         for feature_id in feature_ids:
             store.abort(feature_id)
