@@ -314,7 +314,7 @@ class Feed:
         ahead: bool,
     ) -> None:
         self.ranks, self.store, self.open_source = ranks, store, open_source
-        self.durable, self.ahead, self.names = durable, ahead, (*names, *TEXT)
+        self.durable, self.names = durable, (*names, *TEXT)
         self.finished = False  # said by who trains: the run needs no features any more
         self._next: Opening | None = None
         self._worker = ThreadPoolExecutor(1, "feed") if ahead else None
