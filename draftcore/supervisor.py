@@ -26,7 +26,7 @@ from draftcore.errors import DraftcoreError, UsageError
 PR_SET_PDEATHSIG = 1
 LOOK_EVERY = 0.1  # seconds between two looks at the children
 GRACE = 30.0  # seconds in which a child may end by itself after it was asked to
-REFUSED, INTERRUPTED = 2, 130  # exit statuses
+INTERRUPTED = 130
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Supervisor:
                 continue
             if code == 0 and not self.ranks[0].restarts:  # the run is over
                 continue
-            if code == REFUSED:  # it would be refused again
+            if code == UsageError.exit_code:  # it would be refused again
                 raise UsageError(f"{child.name} cannot work for this run\n{child.tail()}")
             if code:  # else a rank that survived another had ended the run before it began again
                 self._count(child, f"{child.name} ended with {code}")
@@ -156,9 +156,9 @@ def end(children: Sequence[Child], seconds: float, asked: float = 1.0) -> None:
     """Wait so long until all have ended, ask for it and wait for `asked` seconds, then force it."""
     processes = [child.process for child in children if child.process is not None]
     for number, wait in ((None, seconds), (signal.SIGTERM, asked), (signal.SIGKILL, GRACE)):
-        for process in processes:
-            if number is not None and process.poll() is None:
-                process.send_signal(number)
+        if number is not None:
+            for child in children:
+                child.send(number)
         deadline = time.monotonic() + wait
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
