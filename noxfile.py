@@ -91,11 +91,11 @@ def install_debian_packages(session: nox.Session, project: Path) -> None:
             session.run_install("apt-get", "-qq", "install", "-y", package, external=True)
 
 
-def install_for_faults(session: nox.Session) -> None:
+def install_with_servers(session: nox.Session, *others: str) -> None:
     """Install the core's wheel and those of stores and channels, with the servers they talk to."""
     for name in SERVED:
         install_debian_packages(session, ROOT / "plugins" / name)
-    install_wheels(session, "draftcore", *SERVED)
+    install_wheels(session, "draftcore", *SERVED, *others)
 
 
 _built = False
@@ -244,7 +244,7 @@ def together(session: nox.Session) -> None:
 @nox.session
 def faults(session: nox.Session) -> None:
     """Processes of real runs are killed, frozen and lied to; the weights must count every use once."""
-    install_for_faults(session)
+    install_with_servers(session)
     pytest(session, "tests/faults", *session.posargs)
 
 
@@ -294,7 +294,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """Kill and freeze at random in 50 runs; DRAFTCORE_SEED=N repeats the moments that one printed."""
-    install_for_faults(session)
+    install_with_servers(session)
     session.env.setdefault("DRAFTCORE_SOAK", "50")
     pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs)
 
@@ -302,10 +302,7 @@ def soak(session: nox.Session) -> None:
 @nox.session(name="bench-transport")
 def bench_transport(session: nox.Session) -> None:
     """Measure stores and channels against their aims; `-- --only shm,write` measures some."""
-    names = ("draftcore-mooncake", "draftcore-redis", "draftcore-eagle3")
-    for name in names:
-        install_debian_packages(session, ROOT / "plugins" / name)
-    install_wheels(session, "draftcore", *names)
+    install_with_servers(session, "draftcore-eagle3")
     env = {"OMP_WAIT_POLICY": "PASSIVE"}
     session.run("python", "benchmarks/prefetch.py", env=env)
     session.run("python", "benchmarks/transport.py", *session.posargs, env=env)

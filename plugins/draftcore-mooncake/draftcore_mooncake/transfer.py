@@ -48,9 +48,7 @@ TRIES = 3
 PAUSE_SECONDS = 0.02
 RECORDS_AT_ONCE = 64
 BATCH_BYTES = 16 << 20
-PIECE_BYTES = (
-    256 << 10
-)  # less is copied together: the wire takes 0.1 ms for each piece of an object
+PIECE_BYTES = 256 << 10  # less is copied together: the wire takes 0.1 ms per piece of an object
 NOTHING_WAS_READ = (NOT_FOUND, NOT_READY, INVALID)
 
 
