@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from draftcore.errors import DraftcoreError
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.supervisor import INTERRUPTED, Child, Supervisor
 
 TOOLS = """
@@ -103,3 +103,11 @@ def test_a_child_whose_supervisor_died_before_it_could_be_told_ends(tmp_path):
     for parent, code in ((os.getpid(), 0), (os.getppid(), 1)):
         command = [sys.executable, "-c", program, str(parent)]
         assert subprocess.run(command, check=False).returncode == code
+
+
+def test_a_producer_that_was_refused_is_not_started_again(child, tmp_path):
+    rank = child("rank 0", "note('rank'); until(lambda: False)")
+    producer = child("producer 0", "note('producer'); sys.exit(2)")
+    with pytest.raises(UsageError, match="producer 0 cannot work for this run"):
+        Supervisor([rank], [producer], restarts=3).run()
+    assert len(list(tmp_path.glob("producer-*"))) == 1
