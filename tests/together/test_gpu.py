@@ -15,7 +15,7 @@ CUDA = ("target.device=cuda", "train.device=cuda")
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
 DRAFTS = {
-    "eagle": {"algorithm": {"name": "eagle3", "options": {"ttt_length": 2}}},
+    "eagle": {"algorithm": {"name": "eagle3", "options": {"layers": [1, 2, 3], "ttt_length": 2}}},
     "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}},
     "domino": {
         "algorithm": {"name": "domino", "options": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8}}
