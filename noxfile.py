@@ -114,11 +114,11 @@ def build_wheels(session: nox.Session) -> None:
     _built = True
 
 
-def pytest(session: nox.Session, *args: str) -> None:
+def pytest(session: nox.Session, *args: str, mark: str = "not gpu and not long") -> None:
     # Two workers of one thread each, as CI has two cores; a safe path tests the wheels and not the
     # source tree, which `python -m` would put first.
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
-    command = ("python", "-m", "pytest", "-q", "-n", "2", "-m", "not gpu", "--durations=5")
+    command = ("python", "-m", "pytest", "-q", "-n", "2", "-m", mark, "--durations=5")
     session.run(*command, *args, env=env)
 
 
@@ -311,8 +311,15 @@ def bench_transport(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Everything that runs without a GPU: the tests, another project's loader, the quickstart."""
-    for name in ("tests", "speculators", "quickstart"):
+    for name in ("tests", "drills", "speculators", "quickstart"):
         session.notify(name)
+
+
+@nox.session
+def drills(session: nox.Session) -> None:
+    """The drills of tests/faults that take too long for every change."""
+    install_with_servers(session)
+    pytest(session, "tests/faults", *session.posargs, mark="long")
 
 
 @nox.session

@@ -104,6 +104,7 @@ def harm(run, victim, how):
         return
 
 
+@pytest.mark.long
 def test_ranks_may_be_killed_and_their_number_may_change(drill, undisturbed):
     run = drill(topology={"producers": 1, "ranks": 2, "restarts": 9})
     run.sabotage = "kill:midstep@4 kill:stepped@3 kill:leased@5 pace:0.05"

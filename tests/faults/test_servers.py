@@ -22,6 +22,7 @@ def masters(run):
     return [pid for pid, name in names.items() if name == "mooncake_master"]
 
 
+@pytest.mark.long
 def test_a_master_of_ones_own_may_die_and_redis_forget_beside_any_other_process(
     drill, undisturbed, redis
 ):
