@@ -4,6 +4,7 @@ Copied beside the metadata of a dist of its own, so that a server finds it as it
 With DRAFTCORE_IDLE_LOG the hook writes down what it was called with.
 """
 
+import json
 import os
 
 from draftcore import hookimpl
@@ -39,5 +40,6 @@ def build_disagg_draft_input(batch, last_tokens):
 
     if log := os.environ.get("DRAFTCORE_IDLE_LOG"):
         with open(log, "a") as file:
-            file.write(f"{len(batch.rids)} {batch.seq_lens_B.tolist()} {last_tokens.tolist()}\n")
+            called = {"lengths": batch.seq_lens_B.tolist(), "tokens": last_tokens.tolist()}
+            file.write(json.dumps(called) + "\n")
     return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)
