@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.channels import Channel
+    from draftcore.disagg import DisaggBatch, DraftInput, DraftShape, RowField
     from draftcore.graphs import GraphBackend, GraphPlugin
     from draftcore.offers import Offer
     from draftcore.records import (
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         Draft,
         DraftBatch,
         Drafter,
-        DraftInput,
         FeatureRequest,
         FeatureStore,
         Sample,
@@ -116,14 +116,22 @@ class Specs:
         """
         raise AssertionError
 
+    # ------------------------------------------------------------ an algorithm, being served
+
+    @hookspec(firstresult=True)
+    def disagg_row(self, shape: DraftShape) -> Sequence[RowField]:
+        """Say what a prefill server must send beside the last token. Without it: nothing."""
+        raise AssertionError
+
     @hookspec(firstresult=True)
     def build_disagg_draft_input(
-        self, batch: Mapping[str, Tensor], last_tokens: Tensor, future_map: Any
+        self, batch: DisaggBatch, last_tokens: Tensor, future_map: Any
     ) -> DraftInput:
         """Build the first draft input on the decode side of prefill/decode disaggregation.
 
-        Called with keywords. An empty batch returns an empty, well-typed input; what a request
-        lacks raises an error that names request and field, before any side effect.
+        Called with keywords, after the core has checked every request against `disagg_row`. An
+        empty batch returns an empty, well-typed input. `future_map` is for reading: the core
+        publishes and stashes, once the answer has been checked.
         """
         raise AssertionError
 

@@ -383,17 +383,3 @@ class Drafter(Protocol):
     def select(self, state: Any, rows_B: Tensor) -> Any:
         """Return a state that keeps only these rows, in this order."""
         ...
-
-
-@dataclass(frozen=True)
-class DraftInput:
-    """The first draft input on the decode side of prefill/decode disaggregation.
-
-    hidden_BH: the target's features for the draft; topk_p_BK, topk_index_BK: the first proposals;
-    last_tokens_B: the token each request continues from. An empty batch has B = 0.
-    """
-
-    hidden_BH: Tensor
-    topk_p_BK: Tensor
-    topk_index_BK: Tensor
-    last_tokens_B: Tensor

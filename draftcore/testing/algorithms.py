@@ -22,11 +22,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from draftcore.disagg import HandedOver, RowError, first_draft_input, wire_row
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
-from draftcore.records import Draft, DraftBatch, DraftInput, StepOutput
+from draftcore.records import Draft, DraftBatch, StepOutput
 from draftcore.target import TargetSpec
 from draftcore.testing import Suite, hooks_of, offer_of, options_of
+from draftcore.testing.prefilled import (
+    SHAPE,
+    Log,
+    arrivals,
+    last_tokens,
+    request,
+    take_over,
+)
 from draftcore.testing.workbench import (
     GREEDY,
     LAYERS,
@@ -361,17 +370,69 @@ class AlgorithmSuite(Suite):
 
     def test_disagg_answers_an_empty_batch_with_an_empty_input(self, bench: Bench) -> None:
         bench.require("disagg")
-        none = torch.zeros(0, dtype=torch.long)
-        found = bench.hook.build_disagg_draft_input(batch={}, last_tokens=none, future_map=None)
-        assert isinstance(found, DraftInput), f"the hook returns {found!r}"
+        log = Log()
+        found = take_over(bench, [], log)
         matrices = (found.hidden_BH, found.topk_p_BK, found.topk_index_BK)
-        assert [tensor.ndim for tensor in matrices] == [2, 2, 2]
-        assert {len(tensor) for tensor in matrices} == {0}
-        assert found.last_tokens_B.shape == (0,)
-        assert found.hidden_BH.is_floating_point()
-        assert found.topk_p_BK.dtype == torch.float32
-        assert found.topk_index_BK.dtype == found.last_tokens_B.dtype == torch.int64
-        assert found.topk_p_BK.shape == found.topk_index_BK.shape
+        assert [len(tensor) for tensor in (*matrices, found.last_tokens_B)] == [0, 0, 0, 0]
+        assert log.calls == []
+
+    def test_disagg_gives_every_request_its_own_input(self, bench: Bench) -> None:
+        """A request's neighbours change nothing of it, and it goes on from its own last token."""
+        bench.require("disagg")
+        together = take_over(bench, ["a", "b", "c"])
+        for place, rid in enumerate(("a", "b", "c")):
+            alone = take_over(bench, [rid])
+            for name, tensor in vars(alone).items():
+                assert torch.equal(vars(together)[name][place : place + 1], tensor), name
+            assert torch.equal(alone.last_tokens_B, last_tokens([HandedOver(rid, {})]))
+
+    def test_disagg_needs_the_width_of_the_draft_not_of_the_target(self, bench: Bench) -> None:
+        bench.require("disagg")
+        for width in (SHAPE.hidden_size, bench.world.spec.text_config.hidden_size):
+            wire_row(bench, dataclasses.replace(SHAPE, hidden_size=width))
+
+    def test_disagg_refuses_more_proposals_than_the_wire_carries(self, bench: Bench) -> None:
+        """Cut off in silence, the last layers' proposals would be those of another request."""
+        bench.require("disagg")
+        if "topk_p" not in {field.name for field in wire_row(bench, SHAPE)}:
+            pytest.skip("the algorithm starts from no proposals")
+        with pytest.raises(UsageError, match="topk_"):
+            wire_row(bench, dataclasses.replace(SHAPE, topk=4, layers=5))
+
+    def test_disagg_names_the_request_and_the_field_that_is_missing(self, bench: Bench) -> None:
+        """Of the row that was agreed upon: prefill and decode side ask for it apart."""
+        bench.require("disagg")
+        row = wire_row(bench, SHAPE)
+        for field in row:
+            full, log = [request(rid, row) for rid in ("a", "b", "c")], Log()
+            full[1] = HandedOver("b", {**full[1].row, field.name: None})
+            tokens_B = last_tokens(full)
+            with pytest.raises(RowError, match=f"'b': {field.name} was not sent"):
+                first_draft_input(bench, arrivals(full), tokens_B, log, SHAPE, lambda found: found)
+            assert log.calls == [], "something was relayed of a batch that failed"
+        assert wire_row(bench, SHAPE) == row
+
+    def test_disagg_leaves_what_it_is_given_alone(self, bench: Bench) -> None:
+        bench.require("disagg")
+        row = wire_row(bench, SHAPE)
+        requests = [request(rid, row) for rid in ("a", "b")]
+        batch, tokens_B = arrivals(requests), last_tokens(requests)
+        first_draft_input(bench, batch, tokens_B, Log(), SHAPE, lambda found: found)
+        assert torch.equal(tokens_B, last_tokens(requests)), "the last tokens were altered"
+        untouched = arrivals(requests)
+        assert torch.equal(batch.seq_lens_B, untouched.seq_lens_B), "the lengths were altered"
+        for one in requests:
+            require_same_bits(given(one), given(request(one.rid, row)))
+
+    def test_disagg_publishes_then_stashes_and_only_with_overlap(self, bench: Bench) -> None:
+        """By the core, after the answer was checked: a hook that writes itself does it too early."""
+        bench.require("disagg")
+        log = Log()
+        found = take_over(bench, ["a", "b"], log)
+        assert log.calls == [("publish", [3, 5], [10, 11]), ("stash", [3, 5], found)]
+        log = Log()
+        take_over(bench, ["a", "b"], log, overlap=False)
+        assert log.calls == []
 
     # ------------------------------------------------------------ learning
 
@@ -612,6 +673,11 @@ def contents(fields: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies of the tensors of a sample or a batch, by field."""
     tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
     return {name: value.clone() for name, value in {**tensors, **fields["features"]}.items()}
+
+
+def given(handed: HandedOver) -> dict[str, Tensor]:
+    """The fields of a row that were sent."""
+    return {name: values for name, values in handed.row.items() if values is not None}
 
 
 def listed(value: Any) -> Any:

@@ -16,12 +16,12 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from draftcore import hookimpl
+from draftcore.disagg import DraftInput, hidden_field, topk_fields
 from draftcore.errors import UsageError
 from draftcore.offers import Offer
 from draftcore.records import (
     Draft,
     DraftBatch,
-    DraftInput,
     FeatureRequest,
     StepOutput,
     TrainingDefaults,
@@ -115,10 +115,13 @@ def forward_loss(draft, batch, context):
 
 
 @hookimpl
-def build_disagg_draft_input(batch, last_tokens):
-    rows = len(last_tokens)
-    nothing = torch.zeros(rows, 0)
-    return DraftInput(nothing, nothing, nothing.long(), last_tokens)
+def disagg_row(shape):
+    return (hidden_field(shape), *topk_fields(shape))
+
+
+@hookimpl
+def build_disagg_draft_input(batch, last_tokens, future_map):
+    return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)
 
 
 @dataclass

@@ -203,9 +203,44 @@ WRONG = {
         "test_compile_gives_one_graph_and_the_same_loss",
     ),
     "answers_none_to_disagg": (
-        "    return DraftInput(nothing, nothing, nothing.long(), last_tokens)",
-        "    return None",
+        "    return DraftInput(batch.hidden_BH, batch",
+        "    return len(last_tokens) and DraftInput(batch.hidden_BH, batch",
         "test_disagg_answers_an_empty_batch_with_an_empty_input",
+    ),
+    "sorts_what_it_takes_over": (
+        "    return DraftInput(batch.hidden_BH, batch",
+        "    return DraftInput(batch.hidden_BH.sort(0).values, batch",
+        "test_disagg_gives_every_request_its_own_input",
+    ),
+    "takes_over_states_of_the_target": (
+        "    return (hidden_field(shape), ",
+        '    return (RowField("hidden", 64, shape.dtype, 64), ',
+        "test_disagg_needs_the_width_of_the_draft_not_of_the_target",
+    ),
+    "cuts_its_proposals_to_the_wire": (
+        "    return (hidden_field(shape), *topk_fields(shape))",
+        "    k = min(16, shape.proposals)\n"
+        '    return RowField("topk_p", 16, "float32", k), RowField("topk_index", 16, "int64", k)',
+        "test_disagg_refuses_more_proposals_than_the_wire_carries",
+    ),
+    "asks_for_another_row_each_time": (
+        "    return (hidden_field(shape), *topk_fields(shape))",
+        "    ASKED.append(1)\n    return topk_fields(shape) if len(ASKED) % 2 else ()",
+        "test_disagg_names_the_request_and_the_field_that_is_missing",
+        "@dataclass\n",
+        "ASKED = []\n\n\n@dataclass\n",
+    ),
+    "shifts_the_last_tokens_in_place": (
+        "    return DraftInput(batch.hidden_BH, batch",
+        "    last_tokens += 1\n    return DraftInput(batch.hidden_BH, batch",
+        "test_disagg_leaves_what_it_is_given_alone",
+    ),
+    "publishes_before_it_has_an_input": (
+        "    return DraftInput(batch.hidden_BH, batch",
+        "    if len(last_tokens):\n"
+        "        future_map.publish(torch.arange(len(last_tokens)), batch.seq_lens_B)\n"
+        "    return DraftInput(batch.hidden_BH, batch",
+        "test_disagg_publishes_then_stashes_and_only_with_overlap",
     ),
     "climbs": (
         "        return StepOutput(numerator, denominator, counts)",
@@ -322,6 +357,7 @@ def wrong(name: str) -> str:
         "from pydantic import", "from pydantic import model_validator,"
     )
     text = text.replace("import json", "import json\nimport time")
+    text = text.replace("disagg import DraftInput,", "disagg import DraftInput, RowField,")
     before, after, _, *more = WRONG[name]
     for old, new in ((before, after), *([tuple(more)] if more else [])):
         assert old in text, f"{name}: the right algorithm has no line {old!r}"

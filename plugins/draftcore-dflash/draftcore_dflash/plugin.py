@@ -10,6 +10,9 @@ from draftcore import hookimpl
 from draftcore.offers import Offer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from draftcore.disagg import DraftInput
     from draftcore.records import (
         DataSummary,
         Draft,
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    capabilities = frozenset({"layout:serving"})
+    capabilities = frozenset({"disagg", "layout:serving", "sglang:DFLASH"})
     return [Offer("algorithm", "dflash", capabilities, "draftcore_dflash.options:DFlashOptions")]
 
 
@@ -77,6 +80,14 @@ def collate(samples: Sequence[Sample], options: BackboneOptions) -> DraftBatch:
 def forward_loss(draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
     output: StepOutput = draft.module(batch, context)
     return output
+
+
+@hookimpl
+def build_disagg_draft_input(last_tokens: Tensor) -> DraftInput:
+    """The last token is enough: the draft's states travel with the KV cache."""
+    from draftcore.disagg import nothing_to_go_on
+
+    return nothing_to_go_on(last_tokens)
 
 
 @hookimpl

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# A batch is collated, and a module called, as in DFlash: these two are our hooks as well.
-from draftcore_dflash.plugin import collate, forward_loss
+# A batch is collated, a module called and a request taken over as in DFlash: our hooks as well.
+from draftcore_dflash.plugin import build_disagg_draft_input, collate, forward_loss
 
 from draftcore import hookimpl
 from draftcore.offers import Offer
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from draftcore_domino.options import DominoOptions
 
 __all__ = [
+    "build_disagg_draft_input",
     "build_draft",
     "collate",
     "describe",
@@ -31,7 +32,8 @@ __all__ = [
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    capabilities = frozenset({"layout:serving"})
+    # sglang runs Domino as DFLASH, by what the exported config says of its projector.
+    capabilities = frozenset({"disagg", "layout:serving", "sglang:DFLASH"})
     return [Offer("algorithm", "domino", capabilities, "draftcore_domino.options:DominoOptions")]
 
 

@@ -12,6 +12,7 @@ from draftcore.offers import Offer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from draftcore.disagg import DisaggBatch, DraftInput, DraftShape, RowField
     from draftcore.records import (
         DataSummary,
         Draft,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 @hookimpl
 def describe() -> Sequence[Offer]:
     # Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
-    capabilities = frozenset({"compile", "layout:serving"})
+    capabilities = frozenset({"compile", "disagg", "layout:serving", "sglang:EAGLE3"})
     options = "draftcore_eagle3.options:Eagle3Options"
     return [Offer("algorithm", "eagle3", capabilities, options)]
 
@@ -85,6 +86,21 @@ def collate(samples: Sequence[Sample], options: Eagle3Options) -> DraftBatch:
 def forward_loss(draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
     output: StepOutput = draft.module(batch, context)
     return output
+
+
+@hookimpl
+def disagg_row(shape: DraftShape) -> Sequence[RowField]:
+    """The draft's own state (not the target's features) and its proposals, in the draft's ids."""
+    from draftcore.disagg import hidden_field, topk_fields
+
+    return (hidden_field(shape), *topk_fields(shape))
+
+
+@hookimpl
+def build_disagg_draft_input(batch: DisaggBatch, last_tokens: Tensor) -> DraftInput:
+    from draftcore.disagg import DraftInput
+
+    return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)
 
 
 @hookimpl

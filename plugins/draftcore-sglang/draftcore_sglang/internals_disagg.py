@@ -1,0 +1,203 @@
+"""What taking over requests needs of sglang's insides; belongs into `internals`.
+
+sglang asks its algorithm for a first draft input where a decode server builds a batch of requests
+that a prefill server has computed. Algorithms that sglang runs itself are told apart by name in
+some forty places, so one of these keeps its name, and only that one method goes through sglang's
+own hook registry; an algorithm with a worker of its own is registered as sglang means it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftcore.disagg import DraftInput, DraftShape
+from draftcore.errors import UsageError
+
+METHOD = "build_disagg_draft_input"
+Builder = Callable[[Any, Tensor, Any], Any]  # (batch, last_tokens, future_map) -> sglang's input
+
+# ---------------------------------------------------------------- what is called
+
+
+def builtin_algorithms() -> list[str]:
+    """The algorithms that sglang runs itself."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    return sorted(name for name in SpeculativeAlgorithm.__members__ if name != "NONE")
+
+
+def take_over_builtin(name: str, build: Builder) -> None:
+    """Let `build` answer for sglang's algorithm `name`; all else stays sglang's."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    _require_signature(SpeculativeAlgorithm)
+
+    def around(original: Any, algorithm: Any, *args: Any, **kwargs: Any) -> Any:
+        return (build if algorithm.name == name else functools.partial(original, algorithm))(
+            *args, **kwargs
+        )
+
+    target = f"{SpeculativeAlgorithm.__module__}.{SpeculativeAlgorithm.__qualname__}.{METHOD}"
+    HookRegistry.register(target, around, HookType.AROUND)
+
+
+def add_algorithm(name: str, worker: str, build: Builder) -> None:
+    """Register an algorithm that sglang does not have, run by the class at `worker`."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    spec = custom_algorithm(build)
+    try:
+        register = SpeculativeAlgorithm.register(name, supports_overlap=True, spec_class=spec)
+    except ValueError as error:
+        raise UsageError(f"{error}\n  offer the algorithm by another name") from None
+    register(lambda server_args: _resolved(worker))
+
+
+def custom_algorithm(build: Builder) -> type:
+    """Make the class that stands for an algorithm of ours.
+
+    sglang calls every method of its own algorithms on registered ones, and checks only those named
+    is_ and supports_. What its base class lacks is taken from its own algorithms, where it is
+    written in terms of these. Missing in 0.5.14 to 0.5.23: create_future_map, need_topk,
+    carries_draft_hidden_states, get_platform_worker_cls.
+    """
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+    _require_signature(CustomSpecAlgo)
+    lacking = {
+        name: method
+        for name, method in vars(SpeculativeAlgorithm).items()
+        if inspect.isfunction(method) and name[0] != "_" and not hasattr(CustomSpecAlgo, name)
+    }
+
+    def ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return build(*args, **kwargs)
+
+    return type("DraftcoreAlgorithm", (CustomSpecAlgo,), {**lacking, METHOD: ours})
+
+
+def _resolved(worker: str) -> type:
+    module, _, name = worker.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"no worker at {worker!r}: {error}\n  name it module:Class") from error
+    assert isinstance(found, type)
+    return found
+
+
+def _require_signature(owner: type) -> None:
+    expected = ["self", "batch", "last_tokens_tensor", "future_map"]
+    method = getattr(owner, METHOD, None)
+    found = list(inspect.signature(method).parameters) if method else []
+    if found != expected:
+        raise UsageError(
+            f"{owner.__name__}.{METHOD} of this sglang takes {found}, not {expected}\n"
+            "  install a release of sglang that draftcore-sglang was tested with"
+        )
+
+
+# ---------------------------------------------------------------- the batch
+
+
+def served_shape(algorithm: Any) -> DraftShape:
+    """The shape of the draft that this server runs; steps and top-k may change while it runs."""
+    from sglang.srt.runtime_context import get_spec
+
+    spec, width, dtype = get_spec(), 0, torch.float32
+    if algorithm.carries_draft_hidden_states():
+        path, revision = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
+        width, dtype = _draft_state(path, revision, algorithm)
+    layers = spec.speculative_num_steps if spec.enable_multi_layer_eagle else 1
+    name = str(dtype).removeprefix("torch.")
+    return DraftShape(width, name, spec.speculative_eagle_topk or 1, layers)
+
+
+@functools.cache
+def _draft_state(path: str, revision: str | None, algorithm: Any) -> tuple[int, torch.dtype]:
+    """Width and dtype of the state that a draft hands on: of its own config, as on the wire."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_spec_from_config
+
+    config = ModelConfig.from_server_args(
+        get_server_args(), model_path=path, model_revision=revision, is_draft_model=True
+    )
+    width, dtype = get_draft_recurrent_hidden_state_spec_from_config(config, algorithm)
+    return int(width), dtype
+
+
+def was_sent(request: Any) -> bool:
+    """Say whether a prefill server stands behind a request; none does for warm-up and health."""
+    from sglang.srt.disaggregation.utils import _is_fake_transfer
+
+    return not _is_fake_transfer(request)
+
+
+def abort(request: Any, message: str) -> None:
+    """End a request of a batch that is being built, with an error for whoever sent it."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    request.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+# ---------------------------------------------------------------- sglang's own structures
+
+
+def draft_input(found: DraftInput, batch: Any) -> Any:
+    """Make sglang's first draft input: DFlashDraftInputV2 for its family, else EagleDraftInput."""
+    from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
+
+    if batch.spec_algorithm.is_dflash_family():
+        made = make_draft_input_v2(bonus_tokens=found.last_tokens_B, new_seq_lens=batch.seq_lens)
+    else:
+        made = _eagle_input(found, batch)
+    if batch.enable_overlap:
+        made.future_indices = batch.req_pool_indices
+    return made
+
+
+def _eagle_input(found: DraftInput, batch: Any) -> Any:
+    """As sglang's own builder, but for the seed of sparse attention, which no draft of ours reads."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative import eagle_disaggregation as eagle
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+    spec, probs = get_spec(), None
+    if spec.speculative_use_rejection_sampling:
+        # The prefill side sends no distribution: what it proposes counts as certain.
+        probs = eagle.pd_first_draft_proposal(found.topk_index_BK, batch.model_config.vocab_size)
+        probs = probs if spec.enable_multi_layer_eagle else probs[:, 0]
+    needs_seed = eagle._requires_dsa_seed_for_cuda_graph(
+        batch.model_config.hf_config, spec.speculative_eagle_topk
+    )
+    return EagleDraftInput(
+        topk_p=found.topk_p_BK,
+        topk_index=found.topk_index_BK,
+        draft_probs=probs,
+        hidden_states=found.hidden_BH,
+        capture_hidden_mode=CaptureHiddenMode.LAST,
+        bonus_tokens=found.last_tokens_B,
+        cuda_graph_compatible=not needs_seed,
+    )
+
+
+def relayed(made: Any) -> Any:
+    """What the relay keeps of a draft input: of DFlash's only the token."""
+    from sglang.srt.managers.overlap_utils import RelayPayload
+    from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+    if isinstance(made, EagleDraftInput):
+        return RelayPayload.from_draft_input(made)
+    return RelayPayload(bonus_tokens=made.bonus_tokens)
