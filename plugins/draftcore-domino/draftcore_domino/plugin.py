@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from draftcore.records import DataSummary, Draft, Drafter, FeatureRequest
     from draftcore.target import TargetModel, TargetSpec
     from draftcore_domino.options import DominoOptions
+    from draftcore_domino.served import ServedDomino
 
 __all__ = [
     "build_draft",
@@ -26,12 +27,13 @@ __all__ = [
     "feature_request",
     "forward_loss",
     "import_draft",
+    "read_export",
 ]
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    capabilities = frozenset({"layout:serving"})
+    capabilities = frozenset({"layout:serving", "served:sglang"})
     return [Offer("algorithm", "domino", capabilities, "draftcore_domino.options:DominoOptions")]
 
 
@@ -89,3 +91,10 @@ def import_draft(folder: Path, target: TargetSpec, options: DominoOptions) -> Dr
     from draftcore_domino import serving
 
     return serving.load(folder, target, options)
+
+
+@hookimpl
+def read_export(folder: Path, server: str) -> ServedDomino:
+    from draftcore_domino import served
+
+    return served.read(folder, server)

@@ -1,0 +1,61 @@
+"""The commands, as a plugin's. Thin on purpose: what is heavy is imported inside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from draftcore import hookimpl
+
+if TYPE_CHECKING:
+    from draftcore.plugins import Registry
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("export", type=FOLDER)
+@click.option("--target", required=True, help="The target's folder, or its Hugging Face id.")
+@click.option(
+    "--server", default="all", show_default=True, help="A server of the algorithm, or all."
+)
+@click.option(
+    "--prompts", help="Conversations in JSONL to ask from; else a few built-in questions."
+)
+@click.option("--run", type=FOLDER, help="The run, or checkpoint, that the export was made of.")
+@click.option("--device", default="auto", show_default=True, help="As target.device of a run.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
+@click.pass_context
+def verify(
+    ctx: click.Context, export: Path, target: str, server: str, prompts: str | None,
+    run: Path | None, device: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Compare an export, as servers would read it, with the draft that was trained.
+
+    Both draft on the same prompts, in fp32. The first difference in captured layers, hidden states,
+    log-probabilities or proposals is reported with its cause, and the exit status is 1.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from draftcore_tools import verify as gate
+    from draftcore_tools.witness import training_side
+
+    registry: Registry = ctx.obj
+    with training_side(registry, export, run, target, device, prompts) as side:
+        verdicts = [gate.verify(side, export, name) for name in gate.servers_of(side, server)]
+    for verdict in verdicts:
+        for line in verdict.lines() if not as_json else ():
+            click.echo(line)
+    if as_json:
+        click.echo(json.dumps([verdict.to_json() for verdict in verdicts], indent=1))
+    if any(verdict.divergence is not None for verdict in verdicts):
+        ctx.exit(1)
+
+
+@hookimpl
+def commands() -> Sequence[click.Command]:
+    return [verify]
