@@ -159,6 +159,7 @@ def read_folder(folder: Path, architecture: str) -> tuple[dict[str, Any], dict[s
             f"config.json says architectures: {found}, and servers know this kind of draft as "
             f"{architecture!r} only\n  correct the name, or export again with draftcore"
         )
+    read_rope(config)  # for what it may raise
     try:
         tensors = {name: t for part in weights for name, t in load_file(part).items()}
     except SafetensorError as error:
@@ -169,7 +170,9 @@ def read_folder(folder: Path, architecture: str) -> tuple[dict[str, Any], dict[s
 def require_field(config: Mapping[str, Any], name: str) -> Any:
     """Return a field that a server cannot do without; raises UnservableError."""
     if config.get(name) is None:
-        raise UnservableError(f"config.json has no {name}\n  add the field, or export the draft again")
+        raise UnservableError(
+            f"config.json has no {name}\n  add the field, or export the draft again"
+        )
     return config[name]
 
 

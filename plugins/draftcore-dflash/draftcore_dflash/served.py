@@ -181,7 +181,7 @@ class ServedBackbone:
         positions_Z = torch.arange(len(both_ZH), device=x_SH.device)
         rope, attn = read_rope(self.config), "self_attn"
         query, key, value = (
-            (x @ weight[f"{attn}.{part}_proj.weight"].T).unflatten(-1, (-1, width))
+            torch.unflatten(x @ weight[f"{attn}.{part}_proj.weight"].T, -1, (-1, width))
             for part, x in (("q", x_SH), ("k", both_ZH), ("v", both_ZH))
         )
         query = rms_norm(query, weight[f"{attn}.q_norm.weight"], self._eps)
@@ -194,7 +194,7 @@ class ServedBackbone:
 
     def _sees(self, layer: int, length: int, device: torch.device) -> Tensor:
         """Which positions a row of the block attends to, [S, Z]."""
-        kinds = self.config.get("layer_types")
+        kinds = self.config.get("layer_types") or {}
         sliding = bool(kinds) and kinds[layer] == "sliding_attention"
         causal = self.config.get("is_causal")
         if causal is None and self.server == "vllm":

@@ -18,7 +18,15 @@ import torch
 from draftcore_dflash.served import ServedBackbone, backbone_shapes, read_backbone
 from torch import Tensor
 
-from draftcore.served import Host, Round, Suspect, UnservableError, require_server
+from draftcore.served import (
+    Host,
+    Round,
+    Suspect,
+    UnservableError,
+    require_field,
+    require_server,
+    require_tensors,
+)
 
 SERVERS = ("sglang",)
 FIELDS = ("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim")
@@ -75,7 +83,7 @@ def read(folder: Path, server: str) -> ServedDomino:
             f"dflash_config.projector_type is {nested.get('projector_type')!r}, and sglang knows this "
             "head as 'domino' only\n  correct the name, or export again with draftcore"
         )
-    given = {name: nested.get(name, config.get(name)) for name in FIELDS}
+    given: dict[str, Any] = {name: nested.get(name, config.get(name)) for name in FIELDS}
     if lacking := [name for name, value in given.items() if value is None]:
         raise UnservableError(f"dflash_config lacks {', '.join(lacking)}: sglang refuses the draft")
     if given["pure_draft_prefix_len"] != 1 or not isinstance(given["shift_label"], bool):
@@ -88,12 +96,13 @@ def read(folder: Path, server: str) -> ServedDomino:
             f"emb_dim is {config['emb_dim']} at the top level and {given['emb_dim']} in "
             "dflash_config: sglang refuses the draft"
         )
-    hidden, states, rank = (int(n) for n in (config["hidden_size"], given["gru_hidden_dim"],
-                                             given["emb_dim"]))  # fmt: skip
-    shapes = backbone_shapes(config) | {
+    states, rank = int(given["gru_hidden_dim"]), int(given["emb_dim"])
+    hidden = int(require_field(config, "hidden_size"))
+    head = {
         "prefix_gru.weight_ih_l0": (3 * states, hidden),
         "prefix_gru.weight_hh_l0": (3 * states, states),
         "embed_proj.0.weight": (rank, hidden + states),
         "embed_proj.2.weight": (int(config["vocab_size"]), rank),
     }
-    return ServedDomino.of(server, config, tensors, shapes)
+    require_tensors(tensors, head, "sglang refuses the draft")
+    return ServedDomino.of(server, config, tensors, backbone_shapes(config) | head)

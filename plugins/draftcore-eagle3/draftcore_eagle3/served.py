@@ -161,7 +161,7 @@ class ServedEagle3:
             -1,
         )
         query, key, value = (
-            (x @ read[f"{layer}.self_attn.{part}_proj.weight"].T).unflatten(-1, (count, width))
+            torch.unflatten(x @ read[f"{layer}.self_attn.{part}_proj.weight"].T, -1, (count, width))
             for part, count in (("q", heads), ("k", groups), ("v", groups))
         )
         rope, positions_S = read_rope(self.config), torch.arange(len(x), device=device)
@@ -195,7 +195,9 @@ def read(folder: Path, server: str) -> ServedEagle3:
     config, stored = read_folder(folder, "LlamaForCausalLMEagle3")
     for name in OTHER_KINDS:
         if config.get(name) or (config.get("eagle_config") or {}).get(name):
-            raise UnservableError(f"config.json says {name}: true, which this kind of draft never has")
+            raise UnservableError(
+                f"config.json says {name}: true, which this kind of draft never has"
+            )
     tensors = {_known_name(name): tensor for name, tensor in stored.items()}
     shapes = _shapes(config)
     if "d2t" in shapes and "d2t" not in tensors:

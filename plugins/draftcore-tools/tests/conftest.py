@@ -25,7 +25,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "num_layers": 2, "block_size": 5, "layers": [1, 4], "gru_hidden_dim": 20, "emb_dim": 16,
     },
 }  # fmt: skip
-WORDS = "red green blue one two three sky sea def return".split()
+WORDS = ["red", "green", "blue", "one", "two", "three", "sky", "sea", "def", "return"]
 
 
 def run_cli(*arguments: str | Path) -> Result:
@@ -57,7 +57,6 @@ class Exported:
         edit(config, tensors)
         file.write_text(json.dumps(config))
         save_file({n: t.contiguous() for n, t in tensors.items()}, weights)
-
 
     def ask(self, *arguments: str | Path) -> Result:
         """Verify as a person would, and return what was printed."""

@@ -88,7 +88,7 @@ MUTATIONS: dict[str, tuple[str, Edit, str, str, str]] = {
     "eagle3, ids for vllm + 1": ("eagle3", top(IDS, shifted(1)), "vllm", "captured layers", HIGH),
     "eagle3, ids for vllm - 1": ("eagle3", top(IDS, shifted(-1)), "vllm", "captured layers", LOW),
     "eagle3, d2t of ids": (
-        "eagle3", absolute, "sglang vllm", "log-probabilities", "d2t holds token ids"),
+        "eagle3", absolute, "sglang vllm", "drafting", "d2t holds token ids"),
     "eagle3, norm_output": (
         "eagle3", top("norm_output", lambda x: not x), "sglang vllm", "log-probabilities",
         "norm_output is True, and the draft was trained with False"),
@@ -166,6 +166,14 @@ def test_a_mistake_is_found_and_explained(name: str, exported: Any) -> None:
         assert found is not None, server
         assert found["check"] == check
         assert why in f"{found['what']}\n{found['cause']}"
+
+
+def test_ids_for_offsets_are_explained_where_they_pass_for_offsets(exported: Any) -> None:
+    harmed = exported("eagle3", draft_vocab_size=5)
+    harmed.change(absolute)
+    for verdict in harmed.verify(status=1):
+        assert verdict["divergence"]["check"] == "log-probabilities"
+        assert verdict["divergence"]["cause"].startswith("d2t holds token ids")
 
 
 def test_another_chat_template_is_found(exported: Any, tmp_path: Path) -> None:
