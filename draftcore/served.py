@@ -67,13 +67,15 @@ class Round:
     """Where a server stands when it drafts.
 
     tokens_T: what the target has read; last: the token it chose then; hidden: the outputs [T, H] of
-    the captured layers at these tokens, in the draft's order.
+    the captured layers at these tokens, in the draft's order; last_hidden_TH: the states after the
+    final norm, for drafts that read them.
     """
 
     host: Host
     tokens_T: Tensor
     last: int
     hidden: tuple[Tensor, ...]
+    last_hidden_TH: Tensor
 
 
 class ServedDraft(Protocol):
@@ -129,6 +131,12 @@ def proposals(draft: ServedDraft, at: Round, count: int) -> Tensor:
         best = draft.logits(at, drafts_K)[-1].argmax()
         drafts_K = torch.cat([drafts_K, best[None]])
     return drafts_K
+
+
+def lead_K(draft: ServedDraft, at: Round, drafts_K: Tensor) -> Tensor:
+    """How far each draft is from being the served draft's own greedy choice there, in nats."""
+    logits_KV = draft.logits(at, drafts_K[:-1])
+    return logits_KV.amax(-1) - logits_KV.gather(-1, drafts_K[:, None])[:, 0]
 
 
 # ---------------------------------------------------------------- reading a folder

@@ -4,7 +4,7 @@ A subclass sets `plugin`, and options where the default ones are too large to be
 run on the CPU in fp32, on a tiny random target and its own answers (`workbench`); a loose one-file
 plugin also says where it lies, so that the command line can load it.
 
-Capabilities switch tests on (`compile`, `disagg`, `layout:NAME`) and off: `split_dependent` for a
+Capabilities switch tests on (`compile`, `disagg`, `layout:NAME`, `served:NAME`) and off: `split_dependent` for a
 loss that is a mean over its micro-batch, `stop_gradient` for one whose weights depend on the draft
 and are held constant in the gradient.
 """
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.records import Draft, DraftBatch, DraftInput, StepOutput
+from draftcore.served import Host, lead_K
 from draftcore.target import TargetSpec
 from draftcore.testing import Suite, hooks_of, offer_of, options_of
 from draftcore.testing.workbench import (
@@ -523,6 +524,32 @@ class AlgorithmSuite(Suite):
             with pytest.raises(UsageError, match="no-such-layout"):
                 bench.export(trained.draft, tmp_path / "export", "no-such-layout")
             assert not any((tmp_path / "export").iterdir())
+
+    def test_servers_draft_what_the_drafter_does(
+        self, bench: Bench, trained: Trained, tmp_path: Path
+    ) -> None:
+        """An export, read anew by a server's conventions, gives the drafter's layers and tokens."""
+        for server in bench.servers:
+            folder = bench.export(trained.draft, tmp_path / server, "serving")
+            served = bench.hook.read_export(folder=folder, server=server)
+            host = Host.of(bench.world.spec)
+            with evaluating(trained.draft):
+                decoding = Decoding(bench, trained.draft, bench.world.prompts)
+                assert served.captured(host) == decoding.drafter.request.layers
+                drafts_BK, _ = decoding.propose()
+            for row, drafts_K in enumerate(drafts_BK):
+                at = bench.round(row, served.captured(host), host)
+                # Two forwards in fp32 rank tokens alike where these are further apart: our own
+                # algorithms differ by 3e-5 nats (2026-11).
+                assert float(lead_K(served, at, drafts_K).max()) < 1e-3, f"{server}, prompt {row}"
+
+    def test_an_unknown_server_is_refused(
+        self, bench: Bench, trained: Trained, tmp_path: Path
+    ) -> None:
+        if bench.servers:
+            folder = bench.export(trained.draft, tmp_path / "export", "serving")
+            with pytest.raises(UsageError, match="no-such-server"):
+                bench.hook.read_export(folder=folder, server="no-such-server")
 
     # ------------------------------------------------------------ the command line
 

@@ -39,8 +39,10 @@ from draftcore.training.trainer import prepare, train
 from draftcore_tools.verify import servers_of, verify
 from draftcore_tools.witness import training_side
 
-FIRST, RATE = 64, 2e-3  # steps before the first look, which then doubles; learning rate
-ANSWER = 97  # tokens: six rounds of blocks of 16 and the first token
+FIRST = 64  # steps before the first look; then twice as many each time
+ANSWER = 49  # tokens: three rounds of blocks of 16, and the first token
+# Learning rate times hidden size: what a matrix of random weights bears goes with its width.
+RATE = 0.5
 
 
 class Interrupted(Exception):  # noqa: N818  Ctrl-C, which is no failure
@@ -92,6 +94,7 @@ class Look:
     loss: float
     acceptance: float
     most: float
+    by_position: tuple[float, ...]
 
     @property
     def perfect(self) -> bool:
@@ -105,7 +108,7 @@ class Look:
 
 
 def learn(
-    settings: RunConfig, registry: Registry, row: int, steps: int, minutes: float,
+    settings: RunConfig, registry: Registry, row: int, limits: Limits,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Overfit one draft's configuration, and compare its export with what servers would compute.
@@ -115,7 +118,7 @@ def learn(
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        written = overfit(settings, registry, row, Limits(steps, minutes), Path(folder), say)
+        written = overfit(settings, registry, row, limits, Path(folder), say)
         if written is None:
             say("the algorithm has no export layout: the checkpoint was decoded with")
         else:
@@ -140,10 +143,11 @@ def serve(
 
 @dataclass(frozen=True)
 class Limits:
-    """When to give up; the time is that of training and decoding."""
+    """When to give up, in training and decoding, and how fast to learn; see RATE for None."""
 
     steps: int
     minutes: float
+    lr: float | None
 
 
 def overfit(
@@ -153,15 +157,17 @@ def overfit(
     """Train and look, twice as long each time; returns the export that is perfect, if it has one."""
     target = settings.target
     spec = TargetSpec(target.path, target.revision, target.dtype, target.device)
+    rate = limits.lr or RATE / int(spec.text_config.hidden_size)
+    settings = alone(settings, folder, rate)
     with stage("rendering"):
         lesson = make_lesson(settings, spec, row)
     say(f"prompt of {len(lesson.prompt)} tokens, the target's own answer has {len(lesson.answer)}")
-    with stage("capture"), opened(settings, registry, spec, lesson, folder, FIRST) as run:
+    with stage("capture"), opened(settings, registry, spec, lesson, FIRST) as run:
         capture_all(run)
     looks, began, steps = list[Look](), time.perf_counter(), FIRST
     while True:
         steps = min(steps, limits.steps)
-        with opened(settings, registry, spec, lesson, folder, steps) as run:
+        with opened(settings, registry, spec, lesson, steps) as run:
             draft = run.drafts[0]
             with stage("training"):
                 (trainer,) = prepare(run)
@@ -170,14 +176,14 @@ def overfit(
             written = write(draft, folder / f"export-{steps}")
             with stage("decoding"):
                 built = load_export(draft, written) if written else reload(draft)
-                acceptance, most = decode(draft, built, lesson)
-            looks.append(Look(steps, trainer.metrics["loss"], acceptance, most))
+                seen = decode(draft, built, lesson)
+            looks.append(Look(steps, trainer.metrics["loss"], *seen))
             say(str(looks[-1]))
             if looks[-1].perfect:
                 return written
             minutes = (time.perf_counter() - began) / 60
             if steps >= limits.steps or 2 * minutes > limits.minutes:
-                trained, _ = decode(draft, reload(draft), lesson)
+                trained, *_ = decode(draft, reload(draft), lesson)
                 raise DraftcoreError(diagnosis(looks, trained, draft))
         steps *= 2
 
@@ -203,26 +209,29 @@ def make_lesson(settings: RunConfig, target: TargetSpec, row: int) -> Lesson:
     return Lesson(prompt, answer, renderer.template_hash)
 
 
-@contextmanager
-def opened(
-    settings: RunConfig, registry: Registry, target: TargetSpec, lesson: Lesson, folder: Path,
-    steps: int,
-) -> Iterator[Run]:  # fmt: skip
-    """The run of one conversation, up to a number of steps; it resumes what is in the folder."""
-    tuning = {"epochs": steps, "max_steps": steps, "batch": 1, "accumulate": 1, "eval_every": None,
-              "schedule": "constant", "checkpoint_every": steps, "keep_checkpoints": 1}  # fmt: skip
-    rate = settings.train.lr or RATE
-    config = settings.model_copy(
+def alone(settings: RunConfig, folder: Path, rate: float) -> RunConfig:
+    """The configuration of a run on one conversation, in a folder of its own."""
+    tuning = {"batch": 1, "accumulate": 1, "lr": rate, "schedule": "cosine", "eval_every": None}
+    return settings.model_copy(
         update={
             "run": folder / "run",
             "store": f"file:{folder / 'features'}",
             "channel": "auto",
             "topology": TopologyConfig(),
             "capture": settings.capture.model_copy(update={"batch": 1}),
-            "train": settings.train.model_copy(update={**tuning, "lr": rate}),
+            "train": settings.train.model_copy(update={**tuning, "keep_checkpoints": 1}),
         }
     )
-    run = Run(config, registry)
+
+
+@contextmanager
+def opened(
+    settings: RunConfig, registry: Registry, target: TargetSpec, lesson: Lesson, steps: int
+) -> Iterator[Run]:
+    """The run up to a number of steps; it resumes what is in its folder."""
+    length = {"epochs": steps, "max_steps": steps, "checkpoint_every": steps}
+    train = settings.train.model_copy(update=length)
+    run = Run(settings.model_copy(update={"train": train}), registry)
     run.target, run.samples = target, lesson
     try:
         yield run
@@ -245,8 +254,8 @@ def reload(draft: DraftRun) -> Draft:
     return load_checkpoint(draft, find_checkpoint(draft, None))
 
 
-def decode(draft: DraftRun, built: Draft, lesson: Lesson) -> tuple[float, float]:
-    """Decode the answer; returns the acceptance length and the greatest that there could be.
+def decode(draft: DraftRun, built: Draft, lesson: Lesson) -> tuple[float, float, tuple[float, ...]]:
+    """Decode the answer; returns acceptance length, the greatest there could be, and by position.
 
     As many whole rounds are asked for as the answer has. Raises DraftcoreError where the output is
     not the target's own.
@@ -262,7 +271,11 @@ def decode(draft: DraftRun, built: Draft, lesson: Lesson) -> tuple[float, float]
     settle(model, drafter, lesson.prompt, decoded, lesson.answer[:wanted], config, Clock())
     tokens = len(decoded.tokens) - 1
     rounds = -(-tokens // block)  # of which none is cut short by a wrong draft
-    return tokens / len(decoded.accepted), tokens / rounds
+    by_position = tuple(
+        sum(count > k for count in decoded.accepted) / max(1, sum(r > k for r in decoded.room))
+        for k in range(drafter.num_drafts)
+    )
+    return tokens / len(decoded.accepted), tokens / rounds, by_position
 
 
 def diagnosis(looks: list[Look], trained: float, draft: DraftRun) -> str:
@@ -272,6 +285,7 @@ def diagnosis(looks: list[Look], trained: float, draft: DraftRun) -> str:
         f"{draft.choice.name} did not learn one conversation in {last.step} steps\n"
         f"  acceptance length {best:.2f} at best, {last.most:.2f} is possible; loss "
         f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} now\n"
+        f"  accepted by position: {'  '.join(f'{rate:.2f}' for rate in last.by_position)}\n"
     )
     if trained > last.acceptance:
         return head + (
@@ -287,7 +301,7 @@ def diagnosis(looks: list[Look], trained: float, draft: DraftRun) -> str:
         )
     return head + (
         "  stopped at: training\n"
-        "  usual causes: a learning rate that is too low or too high (train.lr), labels shifted "
+        "  usual causes: a learning rate that is too low or too high (--lr), labels shifted "
         "against\n  features, a loss mask that leaves the answer out, or a part that gets no "
         "gradient; if the loss\n  still falls, give it more --steps and --minutes"
     )

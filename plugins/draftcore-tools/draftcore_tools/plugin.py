@@ -62,32 +62,32 @@ def verify(
 @click.option("--row", default=0, show_default=True, help="Row of the training data, from 0.")
 @click.option("--steps", default=4096, show_default=True, help="Optimizer steps at most.")
 @click.option("--minutes", default=10.0, show_default=True, help="Time to train in, at most.")
+@click.option("--lr", type=float, help="Learning rate; 0.5 over the hidden size if not given.")
 @click.option("--draft", "label", help="One of the run's `drafts`; all if not given.")
 @click.pass_context
 def overfit(
     ctx: click.Context, config: Path, overrides: tuple[str, ...], row: int, steps: int,
-    minutes: float, label: str | None,
+    minutes: float, lr: float | None, label: str | None,
 ) -> None:  # fmt: skip
     """Teach a draft one conversation, until all it drafts is accepted.
 
     The conversation goes through capture, store, training, checkpoint, export and decoding in a
-    temporary folder; the learning rate is train.lr, or 2e-3. What a server would compute is
-    compared at the end. If acceptance stays behind, the stage and the usual causes are named, and the
-    exit status is 1.
+    temporary folder; what a server would compute is compared at the end. If acceptance stays behind,
+    the stage and the usual causes are named, and the exit status is 1.
     """
     from draftcore.config import load_config
 
     settings = load_config(config, overrides)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from draftcore.run import Run
-    from draftcore_tools.overfit import Interrupted, learn
+    from draftcore_tools.overfit import Interrupted, Limits, learn
 
     registry: Registry = ctx.obj
     for draft in Run(settings, registry).chosen(label):
         if draft.label:
             click.echo(f"{draft.label}:")
         try:
-            learn(draft.config, registry, row, steps, minutes, click.echo)
+            learn(draft.config, registry, row, Limits(steps, minutes, lr), click.echo)
         except Interrupted:
             raise click.exceptions.Exit(130) from None
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from draftcore.data.rendering import Renderer
 from draftcore.errors import UsageError
-from draftcore.served import Round, ServedDraft, UnservableError
+from draftcore.served import Round, ServedDraft, UnservableError, lead_K, proposals
 from draftcore_tools.witness import Side, Witness
 
 # Largest difference of log-probabilities, in nats, of tokens that either side gives FLOOR or more.
@@ -203,7 +203,7 @@ def _other_words(
 ) -> Divergence | None:
     """Log-probabilities of sampled drafts, then greedy drafts, position by position."""
     hidden = tuple(witness.states[layer + 1] for layer in side.layers)
-    at = Round(side.host, witness.tokens_T, witness.last, hidden)
+    at = Round(side.host, witness.tokens_T, witness.last, hidden, witness.states[-1])
     theirs_KV = served.logits(at, witness.drawn_K[:-1]).softmax(-1)
     ours_KV = witness.probs_KV
     gap_K = (theirs_KV.clamp_min(FLOOR).log() - ours_KV.clamp_min(FLOOR).log()).abs().amax(-1)
@@ -217,14 +217,13 @@ def _other_words(
                 f"one's {best[1]}",
             )
     verdict.gap = max(verdict.gap, float(gap_K.max()))
-    logits_KV = served.logits(at, witness.greedy_K[:-1]).log_softmax(-1)
-    for k, token in enumerate(witness.greedy_K.tolist()):
-        lead = float(logits_KV[k].max() - logits_KV[k, token])
+    for k, lead in enumerate(lead_K(served, at, witness.greedy_K).tolist()):
         if not lead <= 2 * LIMIT:  # within the limit on both sides, a choice is a tie
+            other = proposals(served, at, k + 1)[k]
             return Divergence(
                 "proposals",
-                f"{witness.where}, draft {k + 1}: trained {_token(side, token)}, served "
-                f"{_word(side, logits_KV[k])}, which leads by {lead:.2g} nats",
+                f"{witness.where}, draft {k + 1}: trained {_token(side, int(witness.greedy_K[k]))}, "
+                f"served {_token(side, int(other))}, which leads by {lead:.2g} nats",
             )
     return None
 
