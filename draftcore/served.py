@@ -28,7 +28,7 @@ from torch import Tensor
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.target import TargetSpec
 
-SERVERS = ("sglang", "vllm")
+FLOOR = 1e-6
 
 
 class UnservableError(DraftcoreError):
@@ -133,10 +133,19 @@ def proposals(draft: ServedDraft, at: Round, count: int) -> Tensor:
     return drafts_K
 
 
-def lead_K(draft: ServedDraft, at: Round, drafts_K: Tensor) -> Tensor:
-    """How far each draft is from being the served draft's own greedy choice there, in nats."""
+def leads(draft: ServedDraft, at: Round, drafts_K: Tensor) -> Tensor:
+    """How far each draft is from being the served draft's own greedy choice there, [K] in nats."""
     logits_KV = draft.logits(at, drafts_K[:-1])
     return logits_KV.amax(-1) - logits_KV.gather(-1, drafts_K[:, None])[:, 0]
+
+
+def gaps(draft: ServedDraft, at: Round, drafts_K: Tensor, probs_KV: Tensor) -> Tensor:
+    """The largest difference in log-probability from what drafts were drawn from, [K] in nats.
+
+    Of tokens that either side gives less than FLOOR, that probability is taken.
+    """
+    theirs_KV = draft.logits(at, drafts_K[:-1]).softmax(-1)
+    return (theirs_KV.clamp_min(FLOOR).log() - probs_KV.clamp_min(FLOOR).log()).abs().amax(-1)
 
 
 # ---------------------------------------------------------------- reading a folder

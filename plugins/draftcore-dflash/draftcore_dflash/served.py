@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from draftcore.served import (
-    SERVERS,
     Host,
     Round,
     Suspect,
@@ -39,6 +38,7 @@ from draftcore.served import (
     swiglu,
 )
 
+SERVERS = ("sglang", "vllm")
 ARCHITECTURE = "DFlashDraftModel"
 MASK_TOKEN = "<|MASK|>"  # what sglang looks for where a config names no mask token
 ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}

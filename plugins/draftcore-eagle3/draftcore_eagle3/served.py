@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from draftcore.served import (
-    SERVERS,
     Host,
     Round,
     Suspect,
@@ -39,6 +38,7 @@ from draftcore.served import (
     swiglu,
 )
 
+SERVERS = ("sglang", "vllm")
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Fields by which a draft of this architecture is of another kind than the one computed here.
 OTHER_KINDS = ("bias", "attention_bias", "mlp_bias", "norm_before_fc", "norm_before_residual",

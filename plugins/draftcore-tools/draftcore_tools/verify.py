@@ -24,13 +24,12 @@ from torch import Tensor
 
 from draftcore.data.rendering import Renderer
 from draftcore.errors import UsageError
-from draftcore.served import Round, ServedDraft, UnservableError, lead_K, proposals
+from draftcore.served import Round, ServedDraft, UnservableError, gaps, leads, proposals
 from draftcore_tools.witness import Side, Witness
 
-# Largest difference of log-probabilities, in nats, of tokens that either side gives FLOOR or more.
-# Both sides compute in fp32, in other orders: at most 2e-5 was seen on the tests' drafts
+# Largest difference of log-probabilities, in nats (`served.gaps`). Both sides compute in fp32, in other orders: at most 2e-5 was seen on the tests' drafts
 # (2026-11-22). The mistakes that the tests make differ by 1e-2 and more.
-LIMIT, FLOOR = 1e-3, 1e-6
+LIMIT = 1e-3
 STATES_LIMIT = 1e-3  # of the largest value; cached and uncached forwards of the target, 1e-5 seen
 
 
@@ -204,12 +203,11 @@ def _other_words(
     """Log-probabilities of sampled drafts, then greedy drafts, position by position."""
     hidden = tuple(witness.states[layer + 1] for layer in side.layers)
     at = Round(side.host, witness.tokens_T, witness.last, hidden, witness.states[-1])
-    theirs_KV = served.logits(at, witness.drawn_K[:-1]).softmax(-1)
-    ours_KV = witness.probs_KV
-    gap_K = (theirs_KV.clamp_min(FLOOR).log() - ours_KV.clamp_min(FLOOR).log()).abs().amax(-1)
+    gap_K = gaps(served, at, witness.drawn_K, witness.probs_KV)
     for k, gap in enumerate(gap_K.tolist()):
         if not gap <= LIMIT:
-            best = [_word(side, row_KV[k]) for row_KV in (ours_KV, theirs_KV)]
+            theirs_V = served.logits(at, witness.drawn_K[:k])[k]
+            best = [_word(side, scores_V) for scores_V in (witness.probs_KV[k], theirs_V)]
             return Divergence(
                 "log-probabilities",
                 f"{witness.where}, draft {k + 1}: they differ by up to {gap:.2g} nats "
@@ -217,7 +215,7 @@ def _other_words(
                 f"one's {best[1]}",
             )
     verdict.gap = max(verdict.gap, float(gap_K.max()))
-    for k, lead in enumerate(lead_K(served, at, witness.greedy_K).tolist()):
+    for k, lead in enumerate(leads(served, at, witness.greedy_K).tolist()):
         if not lead <= 2 * LIMIT:  # within the limit on both sides, a choice is a tie
             other = proposals(served, at, k + 1)[k]
             return Divergence(

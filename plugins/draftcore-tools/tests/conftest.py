@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 WORDS = ["red", "green", "blue", "one", "two", "three", "sky", "sea", "def", "return"]
 
 
-def run_cli(*arguments: str | Path) -> Result:
+def cli(*arguments: str | Path) -> Result:
     """Run the command line in this process."""
     return CliRunner().invoke(main, [str(part) for part in arguments])
 
@@ -45,7 +45,7 @@ class Exported:
     def verify(self, *arguments: str | Path, status: int | None = None) -> list[dict[str, Any]]:
         """Verify and return the verdicts; `status` is the exit status to expect."""
         asked = ("verify", self.folder, "--target", self.target, "--json", "--device", "cpu")
-        result = run_cli(*asked, *arguments)
+        result = cli(*asked, *arguments)
         assert status is None or result.exit_code == status, result.output
         verdicts: list[dict[str, Any]] = json.loads(result.stdout)
         return verdicts
@@ -61,7 +61,7 @@ class Exported:
     def ask(self, *arguments: str | Path) -> Result:
         """Verify as a person would, and return what was printed."""
         asked = ("verify", self.folder, "--target", self.target, "--device", "cpu")
-        return run_cli(*asked, *arguments)
+        return cli(*asked, *arguments)
 
 
 MakeRun = Callable[..., Exported]
@@ -92,7 +92,7 @@ def make_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> M
             }
             (folder / "run.yaml").write_text(yaml.safe_dump(config))
             for verb in ("train", "export"):
-                result = run_cli(verb, folder / "run.yaml")
+                result = cli(verb, folder / "run.yaml")
                 assert result.exit_code == 0, result.output
             run = folder / "run"
             made[key] = Exported(algorithm, run / "export", target_folder, run)
@@ -112,3 +112,8 @@ def exported(make_run: MakeRun, tmp_path: Path) -> MakeRun:
         return Exported(algorithm, folder, original.target, original.run)
 
     return copy
+
+
+@pytest.fixture
+def run_cli() -> Callable[..., Result]:
+    return cli
