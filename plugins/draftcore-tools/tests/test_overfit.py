@@ -35,6 +35,8 @@ def overfit(tmp_path: Path, target_folder: Path, run_cli: Any) -> Overfit:
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         loose = ["--plugin", plugin] if plugin else []
+        if "drafts" in run:
+            del config["algorithm"]
         return run_cli(*loose, "overfit", tmp_path / "run.yaml", *arguments)
 
     return start
@@ -71,7 +73,7 @@ def test_several_drafts_learn_one_after_the_other(overfit: Overfit) -> None:
     drafts = {
         label: {"algorithm": {"name": "dflash", "options": BACKBONE}} for label in ("one", "two")
     }
-    result = overfit("dflash", "--row", "2", algorithm=None, drafts=drafts)
+    result = overfit("dflash", "--row", "2", drafts=drafts)
     assert result.exit_code == 0, result.output
     assert [line for line in result.stdout.splitlines() if line in ("one:", "two:")] == [
         "one:",
@@ -88,13 +90,9 @@ def test_a_row_that_is_not_there_is_refused(overfit: Overfit) -> None:
 
 # ---------------------------------------------------------------- wrong algorithms
 
-WRAPPED = """
-import json
+LATE = """
 from draftcore import hookimpl
 
-{hook}
-"""
-LATE = """
 @hookimpl(wrapper=True)
 def drafter(draft, target, options):
     drafter = yield
@@ -113,6 +111,8 @@ def drafter(draft, target, options):
     return drafter
 """
 FORGETFUL = """
+from draftcore import hookimpl
+
 @hookimpl(wrapper=True)
 def import_draft(folder, target, options):
     draft = yield
@@ -127,8 +127,8 @@ def import_draft(folder, target, options):
 def test_a_wrong_algorithm_says_where_it_stopped(
     hook: str, stage: str, overfit: Overfit, tmp_path: Path
 ) -> None:
-    plugin = tmp_path / "mistake.py"
-    plugin.write_text(WRAPPED.replace("{hook}", hook))
+    plugin = tmp_path / f"mistake_{stage[-6:]}.py"
+    plugin.write_text(hook)
     result = overfit("dflash", "--steps", "256", plugin=plugin)
     assert result.exit_code == 1
     assert stage in result.output

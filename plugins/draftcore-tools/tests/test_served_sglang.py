@@ -23,6 +23,12 @@ from draftcore.target import TargetSpec
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
+# The registry's torchvision is a CUDA build; beside a CPU torch two operators lack a schema.
+SCHEMAS = torch.library.Library("torchvision", "FRAGMENT")
+if not torch.cuda.is_available():
+    for operator in ("nms", "qnms"):
+        SCHEMAS.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
 pytestmark = pytest.mark.sglang
 LIMIT = 1e-4  # of logits; two orders of summation in fp32, 2e-5 seen
 
@@ -30,10 +36,6 @@ LIMIT = 1e-4  # of logits; two orders of summation in fp32, 2e-5 seen
 @pytest.fixture(scope="module")
 def sglang() -> Iterator[Any]:
     """sglang's parallel state of one process on the CPU, as its models want it to be built."""
-    if not hasattr(torch.ops.torchvision, "nms"):  # the registry's build is CUDA: see its README
-        schemas = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            schemas.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
