@@ -29,14 +29,11 @@ def overfit(tmp_path: Path, target_folder: Path, run_cli: Any) -> Overfit:
             "run": str(tmp_path / "run"),
             "target": {"path": str(target_folder), "device": "cpu"},
             "data": {"train": str(conversations(tmp_path / "train.jsonl", 3))},
-            "algorithm": {"name": algorithm, "options": OPTIONS.get(algorithm, {})},
             "train": {"device": "cpu"},
-            **run,
+            **(run or {"algorithm": {"name": algorithm, "options": OPTIONS[algorithm]}}),
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         loose = ["--plugin", plugin] if plugin else []
-        if "drafts" in run:
-            del config["algorithm"]
         return run_cli(*loose, "overfit", tmp_path / "run.yaml", *arguments)
 
     return start

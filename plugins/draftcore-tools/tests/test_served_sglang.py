@@ -34,14 +34,14 @@ LIMIT = 1e-4  # of logits; two orders of summation in fp32, 2e-5 seen
 
 
 @pytest.fixture(scope="module")
-def sglang() -> Iterator[Any]:
+def sglang() -> Any:
     """sglang's parallel state of one process on the CPU, as its models want it to be built."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    yield SimpleNamespace(SpawnRanks=SpawnRanks, publish=publish, ServerArgs=ServerArgs)
+    return SimpleNamespace(SpawnRanks=SpawnRanks, publish=publish, ServerArgs=ServerArgs)
 
 
 @pytest.fixture(scope="module")
