@@ -224,9 +224,10 @@ def core(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("name", PLUGINS, ids=PLUGINS)
 def plugin(session: nox.Session, name: str) -> None:
-    """One plugin's wheel, the core's and those it depends on: nothing else is installed."""
+    """One plugin's wheel, the core's and those that it, or its tests, depend on; nothing else."""
     data = nox.project.load_toml(ROOT / "plugins" / name / "pyproject.toml")
-    needs = [line.split(">")[0] for line in data["project"]["dependencies"]]
+    lines = [*data["project"]["dependencies"], *data.get("dependency-groups", {}).get("test", [])]
+    needs = [line.split(">")[0] for line in lines]
     install_debian_packages(session, ROOT / "plugins" / name)
     install_wheels(session, *(n for n in needs if n.startswith("draftcore")), name)
     session.run("draftcore", "list-plugins", "--check")

@@ -82,6 +82,11 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
         hook.export_draft(draft=built, folder=aside, layout=layout)
         origin = {key: found.state[key] for key in ("step", "samples_seen", "plugins")}
         origin |= {"target": target.path, "target_fingerprint": target.fingerprint}
+        origin |= {
+            "algorithm": found.state["config"]["algorithm"],
+            "checkpoint": os.path.relpath(found.folder, folder),
+            "chat_template": found.state["data"].get("chat_template", ""),
+        }
         write_atomic(aside / "draftcore.json", json.dumps(origin, indent=1))
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StepContext,
         StepOutput,
     )
+    from draftcore.served import ServedDraft
     from draftcore.target import TargetModel, TargetSpec
 
 
@@ -153,7 +154,7 @@ class Specs:
         raise AssertionError
 
     @hookspec(firstresult=True)
-    def read_export(self, folder: Path, server: str) -> Any:
+    def read_export(self, folder: Path, server: str) -> ServedDraft:
         """Read an export by the conventions of `server`, sharing no code with `export_draft`."""
         raise AssertionError
 

@@ -242,7 +242,8 @@ class CaptureTask:
 class DataSummary:
     """What a draft may know of its training data; stored in checkpoints.
 
-    `token_counts` counts loss-masked tokens by target token id.
+    `token_counts` counts loss-masked tokens by target token id; `chat_template` is the hash of the
+    one that wrote the samples.
     """
 
     fingerprint: str
@@ -251,6 +252,7 @@ class DataSummary:
     loss_tokens: int
     max_length: int
     token_counts: Mapping[int, int] = field(repr=False)
+    chat_template: str = ""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from draftcore.records import DataSummary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 1  # part of the key: raise it when rendering or the files change
+FORMAT = 2  # part of the key: raise it when rendering or the files change
 CHUNK = 256  # rows tokenized in one call
 EXAMPLES = 20  # places named per reason
 HASH_BYTES = 16
@@ -261,7 +261,7 @@ def _write(
     meta = {
         "key": key,
         "fingerprint": writer.fingerprint,
-        "summary": writer.summary(),
+        "summary": {**writer.summary(), "chat_template": renderer.template_hash},
         "report": dataclasses.asdict(report),
     }
     with (staging / "dataset.json").open("w") as file:

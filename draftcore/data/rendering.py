@@ -93,6 +93,11 @@ class Renderer:
         parts = (self._backend.to_str(), self._template, specials, str(self._last_turn_only))
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
+    @property
+    def template_hash(self) -> str:
+        """A hash of the chat template alone."""
+        return hashlib.blake2b(self._template.encode(), digest_size=16).hexdigest()
+
     # ------------------------------------------------------------ results
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Rendered:

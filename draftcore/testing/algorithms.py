@@ -4,9 +4,9 @@ A subclass sets `plugin`, and options where the default ones are too large to be
 run on the CPU in fp32, on a tiny random target and its own answers (`workbench`); a loose one-file
 plugin also says where it lies, so that the command line can load it.
 
-Capabilities switch tests on (`compile`, `disagg`, `layout:NAME`) and off: `split_dependent` for a
-loss that is a mean over its micro-batch, `stop_gradient` for one whose weights depend on the draft
-and are held constant in the gradient.
+Capabilities switch tests on (`compile`, `disagg`, `layout:NAME`, `served:NAME`) and off:
+`split_dependent` for a loss that is a mean over its micro-batch, `stop_gradient` for one whose
+weights depend on the draft and are held constant in the gradient.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from draftcore.disagg import HandedOver, RowError, first_draft_input, wire_row
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.records import Draft, DraftBatch, StepOutput
+from draftcore.served import Host, gaps, leads
 from draftcore.target import TargetSpec
 from draftcore.testing import Suite, hooks_of, offer_of, options_of
 from draftcore.testing.prefilled import (
@@ -584,6 +585,39 @@ class AlgorithmSuite(Suite):
             with pytest.raises(UsageError, match="no-such-layout"):
                 bench.export(trained.draft, tmp_path / "export", "no-such-layout")
             assert not any((tmp_path / "export").iterdir())
+
+    def test_servers_draft_what_the_drafter_does(
+        self, bench: Bench, trained: Trained, tmp_path: Path
+    ) -> None:
+        """An export, read anew by a server's conventions, gives the drafter's layers and drafts.
+
+        Drafts are drawn, so that their distributions can be compared: our own algorithms differ by
+        3e-5 nats (2026-11). Greedy drafts are the most probable ones, or within as much of them.
+        """
+        for server in bench.servers:
+            folder = bench.export(trained.draft, tmp_path / server, "serving")
+            served = bench.hook.read_export(folder=folder, server=server)
+            host = Host.of(bench.world.spec)
+            with evaluating(trained.draft):
+                decoding = Decoding(bench, trained.draft, bench.world.prompts)
+                greedy_BK, _ = decoding.propose()
+                drawn_BK, probs_BKV = decoding.propose(temperature=1.0)
+            assert served.captured(host) == decoding.drafter.request.layers
+            assert probs_BKV is not None
+            for row, drawn_K in enumerate(drawn_BK):
+                at = bench.round(row, served.captured(host), host)
+                gap = float(gaps(served, at, drawn_K, probs_BKV[row]).max())
+                assert gap < 1e-3, f"{server}, prompt {row}: {gap:.2g} nats apart"
+                lead = float(leads(served, at, greedy_BK[row]).max())
+                assert lead < 1e-3, f"{server}, prompt {row}: another draft leads by {lead:.2g}"
+
+    def test_an_unknown_server_is_refused(
+        self, bench: Bench, trained: Trained, tmp_path: Path
+    ) -> None:
+        if bench.servers:
+            folder = bench.export(trained.draft, tmp_path / "export", "serving")
+            with pytest.raises(UsageError, match="no-such-server"):
+                bench.hook.read_export(folder=folder, server="no-such-server")
 
     # ------------------------------------------------------------ the command line
 

@@ -45,6 +45,7 @@ from draftcore.records import (
     StepContext,
     StepOutput,
 )
+from draftcore.served import Host, Round
 from draftcore.target import TargetSpec
 from draftcore.testing.targets import conversations, tiny_target
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
@@ -349,6 +350,25 @@ class Bench:
         if not names:
             pytest.skip("the algorithm declares no export layout (capability layout:NAME)")
         return [name.removeprefix("layout:") for name in names]
+
+    @property
+    def servers(self) -> list[str]:
+        """The servers as which an export can be read; skips the test where there is none."""
+        names = sorted(name for name in self.offer.capabilities if name.startswith("served:"))
+        if not names:
+            pytest.skip("the algorithm declares no server (capability served:NAME)")
+        return [name.removeprefix("served:") for name in names]
+
+    def round(self, row: int, layers: Sequence[int], host: Host) -> Round:
+        """Where a server stands after a prompt, before the first drafts."""
+        prompt, features = self.world.prompts[row], self.world.features[row]
+        return Round(
+            host,
+            torch.tensor(prompt),
+            self.world.answers[row][0],
+            tuple(features[f"hidden.{layer}"][: len(prompt)] for layer in layers),
+            features["last_hidden"][: len(prompt)],
+        )
 
     def export(self, draft: Draft, folder: Path, layout: str) -> Path:
         folder.mkdir(parents=True)

@@ -26,6 +26,7 @@ from draftcore.records import (
     StepOutput,
     TrainingDefaults,
 )
+from draftcore.served import require_server
 
 
 class Options(BaseModel):
@@ -74,7 +75,7 @@ class Chain(nn.Module):
 
 @hookimpl
 def describe():
-    capabilities = frozenset({"compile", "disagg", "layout:plain"})
+    capabilities = frozenset({"compile", "disagg", "layout:serving", "served:chat"})
     return [Offer("algorithm", "chain", capabilities, f"{__name__}:Options")]
 
 
@@ -181,8 +182,8 @@ def drafter(draft):
 
 @hookimpl
 def export_draft(draft, folder, layout):
-    if layout != "plain":
-        raise UsageError(f"no layout {layout!r}\n  there is: plain")
+    if layout != "serving":
+        raise UsageError(f"no layout {layout!r}\n  there is: serving")
     tensors = {name: tensor.detach() for name, tensor in draft.module.state_dict().items()}
     (folder / "config.json").write_text(json.dumps(draft.config))
     save_file(tensors, folder / "model.safetensors")
@@ -193,3 +194,33 @@ def import_draft(folder, target, options):
     draft = build_draft(target, options)
     draft.module.load_state_dict(load_file(folder / "model.safetensors"))
     return draft
+
+
+class ServedChain:
+    """The chain as a server named `chat` computes it: the last row alone."""
+
+    def __init__(self, layers, tensors):
+        self.layers, self.tensors = tuple(layers), tensors
+
+    def captured(self, host):
+        return self.layers
+
+    def logits(self, at, drafts_K):
+        read, logits = self.tensors, []
+        parts = [x[-1] for x in (*at.hidden, at.last_hidden_TH)]
+        state = read["join.weight"] @ torch.cat([functional.rms_norm(x, x.shape) for x in parts])
+        for token in [at.last, *drafts_K.tolist()]:
+            normed = functional.rms_norm(state, state.shape, read["norm.weight"])
+            joined = torch.cat([normed, at.host.embedding_VH[token]])
+            inner = functional.silu(read["mix.weight"] @ joined + read["mix.bias"])
+            state = state + read["out.weight"] @ inner + read["out.bias"]
+            normed = functional.rms_norm(state, state.shape, read["norm.weight"])
+            logits.append(at.host.head_VH @ normed)
+        return torch.stack(logits)
+
+
+@hookimpl
+def read_export(folder, server):
+    require_server(server, ["chat"])
+    layers = json.loads((folder / "config.json").read_text())["layers"]
+    return ServedChain(layers, load_file(folder / "model.safetensors"))

@@ -339,9 +339,24 @@ WRONG = {
         "test_exporting_changes_nothing_in_the_draft",
     ),
     "exports_any_layout": (
-        '    if layout != "plain":',
+        '    if layout != "serving":',
         "    if not layout:",
         "test_an_unknown_layout_is_refused",
+    ),
+    "is_served_other_layers": (
+        "        return self.layers",
+        "        return tuple(layer + 1 for layer in self.layers)",
+        "test_servers_draft_what_the_drafter_does",
+    ),
+    "is_served_without_a_norm": (
+        "            logits.append(at.host.head_VH @ normed)",
+        "            logits.append(at.host.head_VH @ state)",
+        "test_servers_draft_what_the_drafter_does",
+    ),
+    "knows_any_server": (
+        '    require_server(server, ["chat"])',
+        "    assert server",
+        "test_an_unknown_server_is_refused",
     ),
     "exports_untrained_weights": (
         "    tensors = {name: tensor.detach()",

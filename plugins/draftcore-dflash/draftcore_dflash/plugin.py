@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     )
     from draftcore.target import TargetModel, TargetSpec
     from draftcore_dflash.options import BackboneOptions, DFlashOptions
+    from draftcore_dflash.served import ServedBackbone
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    capabilities = frozenset({"disagg", "layout:serving", "sglang:DFLASH"})
+    capabilities = frozenset(
+        {"disagg", "layout:serving", "served:sglang", "served:vllm", "sglang:DFLASH"}
+    )
     return [Offer("algorithm", "dflash", capabilities, "draftcore_dflash.options:DFlashOptions")]
 
 
@@ -112,3 +115,10 @@ def import_draft(folder: Path, target: TargetSpec, options: DFlashOptions) -> Dr
     from draftcore_dflash import serving
 
     return serving.load(folder, target, options)
+
+
+@hookimpl
+def read_export(folder: Path, server: str) -> ServedBackbone:
+    from draftcore_dflash import served
+
+    return served.read(folder, server)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from draftcore.records import DataSummary, Draft, Drafter, FeatureRequest
     from draftcore.target import TargetModel, TargetSpec
     from draftcore_domino.options import DominoOptions
+    from draftcore_domino.served import ServedDomino
 
 __all__ = [
     "build_disagg_draft_input",
@@ -27,13 +28,14 @@ __all__ = [
     "feature_request",
     "forward_loss",
     "import_draft",
+    "read_export",
 ]
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
     # sglang runs Domino as DFLASH, by what the exported config says of its projector.
-    capabilities = frozenset({"disagg", "layout:serving", "sglang:DFLASH"})
+    capabilities = frozenset({"disagg", "layout:serving", "served:sglang", "sglang:DFLASH"})
     return [Offer("algorithm", "domino", capabilities, "draftcore_domino.options:DominoOptions")]
 
 
@@ -91,3 +93,10 @@ def import_draft(folder: Path, target: TargetSpec, options: DominoOptions) -> Dr
     from draftcore_domino import serving
 
     return serving.load(folder, target, options)
+
+
+@hookimpl
+def read_export(folder: Path, server: str) -> ServedDomino:
+    from draftcore_domino import served
+
+    return served.read(folder, server)

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from draftcore.target import TargetModel, TargetSpec
     from draftcore_eagle3.config import DraftConfig
     from draftcore_eagle3.options import Eagle3Options
+    from draftcore_eagle3.served import ServedEagle3
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
     # Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
-    capabilities = frozenset({"compile", "disagg", "layout:serving", "sglang:EAGLE3"})
+    capabilities = frozenset(
+        {"compile", "disagg", "layout:serving", "served:sglang", "served:vllm", "sglang:EAGLE3"}
+    )
     options = "draftcore_eagle3.options:Eagle3Options"
     return [Offer("algorithm", "eagle3", capabilities, options)]
 
@@ -125,6 +128,13 @@ def import_draft(folder: Path, target: TargetSpec, options: Eagle3Options) -> Dr
     from draftcore_eagle3 import serving
 
     return serving.load(folder, target, options)
+
+
+@hookimpl
+def read_export(folder: Path, server: str) -> ServedEagle3:
+    from draftcore_eagle3 import served
+
+    return served.read(folder, server)
 
 
 def _config(target: TargetSpec, options: Eagle3Options) -> DraftConfig:

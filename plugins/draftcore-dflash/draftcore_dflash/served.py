@@ -1,0 +1,302 @@
+"""An export as sglang and vLLM compute it, written from their conventions and nothing else here.
+
+It shares no code with `serving`, `model` or `drafter` (a test looks): what those have in common
+cannot hide a mistake from `draftcore verify`. Plain on purpose: no cache, context and block anew for
+every question. Another plugin whose draft has this backbone derives its reader from this one.
+
+Embedding and head are the target's. Inside a block servers take full layers for bidirectional and
+sliding ones for causal, unless `is_causal` says otherwise for all.
+
+Shape letters: T tokens of context, S rows of a block, Z = T + S, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from draftcore.served import (
+    Host,
+    Round,
+    Suspect,
+    UnservableError,
+    attend,
+    read_folder,
+    read_rope,
+    require_field,
+    require_server,
+    require_tensors,
+    rms_norm,
+    rotate,
+    square_tensors,
+    swiglu,
+)
+
+SERVERS = ("sglang", "vllm")
+ARCHITECTURE = "DFlashDraftModel"
+MASK_TOKEN = "<|MASK|>"  # what sglang looks for where a config names no mask token
+ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+
+
+@dataclass(frozen=True)
+class ServedBackbone:
+    """The draft; `shift` is for suspects: other layer ids."""
+
+    server: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    ignored: tuple[str, ...] = ()
+    shift: int = 0
+
+    @classmethod
+    def of(
+        cls, server: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> Self:  # fmt: skip
+        """Check the tensors and take those that the server fills."""
+        require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
+        ignored = tuple(sorted(tensors.keys() - shapes.keys()))
+        return cls(server, config, {name: tensors[name] for name in shapes}, ignored)
+
+    @property
+    def nested(self) -> Mapping[str, Any]:
+        return self.config.get("dflash_config") or {}
+
+    def field(self, name: str) -> Any:
+        """A field of `dflash_config`, or of the top level where that lacks it."""
+        found = self.nested.get(name)
+        return self.config.get(name) if found is None else found
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {
+            "vocab_size": self.config.get("vocab_size"),
+            "hidden_size": self.config["hidden_size"],
+            "num_target_layers": self.field("num_target_layers"),
+            "mask_token_id": self.field("mask_token_id"),
+            "rope_theta": read_rope(self.config).get("rope_theta"),
+            "dtype": self.config.get("dtype") or self.config.get("torch_dtype"),
+        }
+
+    @property
+    def block_size(self) -> int:
+        return int(self.field("block_size"))
+
+    def most(self) -> int | None:
+        return self.block_size - 1
+
+    def captured(self, host: Host) -> tuple[int, ...]:
+        ids, depth = self.field("target_layer_ids"), int(self.config["num_hidden_layers"])
+        if ids is None and depth == 1:
+            ids = [host.num_layers // 2]
+        elif ids is None:
+            span = host.num_layers - 4
+            ids = [round(1 + i * span / (depth - 1)) for i in range(depth)]
+        layers = tuple(int(layer) + self.shift for layer in ids)
+        if not all(0 <= layer < host.num_layers - 1 for layer in layers):
+            raise UnservableError(
+                f"the captured layers are the outputs {list(layers)}; of a target of "
+                f"{host.num_layers} layers the outputs 0 to {host.num_layers - 2} can be captured"
+            )
+        return layers
+
+    def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
+        """Row k of the block [last, mask, mask, ...] predicts the token at its own position."""
+        wanted = len(drafts_K) + 1
+        return self.block_hidden(at)[1 : wanted + 1] @ at.host.head_VH.T
+
+    def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
+        config = self.config
+        for shift, amount in ((-1, "one too high"), (1, "one too low")):
+            yield Suspect(
+                f"the layer ids are {amount}: {self.server} takes dflash_config.target_layer_ids for "
+                "outputs of layers, and they are written in the other convention",
+                dataclasses.replace(self, shift=shift),
+            )
+        mask, theta = trained.get("mask_token_id"), dict(trained.get("rope") or host.rope)
+        if mask is not None:
+            yield Suspect(
+                f"the mask token is {self.field('mask_token_id')}, and the draft was trained with "
+                f"{mask}",
+                self.nesting(mask_token_id=mask),
+            )
+        yield Suspect(
+            f"rope_theta is {read_rope(config).get('rope_theta')}, and the draft was trained with "
+            f"{theta.get('rope_theta')}",
+            dataclasses.replace(self, config=_with_theta(config, theta.get("rope_theta"))),
+        )
+        if size := trained.get("block_size"):
+            yield Suspect(
+                f"the block size is {self.block_size}, and the draft was trained with {size}",
+                self.nesting(block_size=size),
+            )
+        for causal in (False, True):
+            yield Suspect(
+                f"rows of a block were trained with is_causal: {str(causal).lower()}, and "
+                f"{self.server} takes its default for the layer types, or what the config says",
+                dataclasses.replace(self, config={**config, "is_causal": causal}),
+            )
+        for name in square_tensors(self.tensors):
+            turned = {**self.tensors, name: self.tensors[name].T}
+            yield Suspect(
+                f"the tensor {name} is transposed", dataclasses.replace(self, tensors=turned)
+            )
+
+    def nesting(self, **change: Any) -> Self:
+        """The draft with other fields of `dflash_config`."""
+        config = {**self.config, "dflash_config": {**self.nested, **change}}
+        return dataclasses.replace(self, config=config)
+
+    def block_hidden(self, at: Round) -> Tensor:
+        """Run the block over its context; returns normed states, [S, H]."""
+        device, size = at.tokens_T.device, self.block_size
+        read = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        tokens_S = at.tokens_T.new_full((size,), self._mask_token(at.host))
+        tokens_S[0] = at.last
+        joined_TH = torch.cat([part.float() for part in at.hidden], -1) @ read["fc.weight"].T
+        context_TH = rms_norm(joined_TH, read["hidden_norm.weight"], self._eps)
+        hidden_SH = at.host.embedding_VH[tokens_S]
+        for layer in range(int(self.config["num_hidden_layers"])):
+            sees_SZ = self._sees(layer, len(context_TH), device)
+            hidden_SH = self._layer(f"layers.{layer}", read, context_TH, hidden_SH, sees_SZ)
+        return rms_norm(hidden_SH, read["norm.weight"], self._eps)
+
+    def _layer(
+        self, name: str, read: Mapping[str, Tensor], context_TH: Tensor, hidden_SH: Tensor,
+        sees_SZ: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Queries come from the block, keys and values from the bare context and the block."""
+        _, _, width = _heads(self.config)
+        weight = {
+            n.removeprefix(f"{name}."): t for n, t in read.items() if n.startswith(f"{name}.")
+        }
+        x_SH = rms_norm(hidden_SH, weight["input_layernorm.weight"], self._eps)
+        both_ZH = torch.cat([context_TH, x_SH])
+        positions_Z = torch.arange(len(both_ZH), device=x_SH.device)
+        rope, attn = read_rope(self.config), "self_attn"
+        query, key, value = (
+            torch.unflatten(x @ weight[f"{attn}.{part}_proj.weight"].T, -1, (-1, width))
+            for part, x in (("q", x_SH), ("k", both_ZH), ("v", both_ZH))
+        )
+        query = rms_norm(query, weight[f"{attn}.q_norm.weight"], self._eps)
+        key = rms_norm(key, weight[f"{attn}.k_norm.weight"], self._eps)
+        query = rotate(query, positions_Z[len(context_TH) :], rope)
+        attended = attend(query, rotate(key, positions_Z, rope), value, sees_SZ)
+        hidden_SH = hidden_SH + attended @ weight[f"{attn}.o_proj.weight"].T
+        normed_SH = rms_norm(hidden_SH, weight["post_attention_layernorm.weight"], self._eps)
+        return hidden_SH + swiglu(normed_SH, weight, "mlp")
+
+    def _sees(self, layer: int, length: int, device: torch.device) -> Tensor:
+        """Which positions a row of the block attends to, [S, Z]."""
+        kinds = self.config.get("layer_types") or {}
+        sliding = bool(kinds) and kinds[layer] == "sliding_attention"
+        causal = self.config.get("is_causal")
+        if causal is None and self.server == "vllm":
+            causal = self.nested.get("causal")
+        causal = sliding if causal is None else bool(causal)
+        key_Z = torch.arange(length + self.block_size, device=device)
+        query_S1 = key_Z[length:, None]
+        sees_SZ = (key_Z <= query_S1) if causal else (key_Z >= 0).expand(self.block_size, -1)
+        if sliding:
+            window = int(require_field(self.config, "sliding_window"))
+            sees_SZ = sees_SZ & ((key_Z > query_S1 - window) | (key_Z >= length))
+        return sees_SZ
+
+    def _mask_token(self, host: Host) -> int:
+        token = self.field("mask_token_id")
+        if token is None:
+            name = self.field("mask_token") or MASK_TOKEN
+            token = host.tokenizer.get_vocab().get(name)
+            if token is None:
+                raise UnservableError(
+                    f"config.json names no mask_token_id, and the target has no token {name!r}\n"
+                    "  add dflash_config.mask_token_id"
+                )
+        if not 0 <= int(token) < host.vocab_size:
+            raise UnservableError(
+                f"mask_token_id is {token}, and the target's embedding has {host.vocab_size} rows"
+            )
+        return int(token)
+
+    @property
+    def _eps(self) -> float:
+        return float(self.config.get("rms_norm_eps", 1e-6))
+
+
+def read(folder: Path, server: str) -> ServedBackbone:
+    """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
+    require_server(server, SERVERS)
+    config, tensors = read_backbone(folder)
+    for name in tensors:
+        if name.startswith(("prefix_gru.", "embed_proj.")):
+            raise UnservableError(
+                f"there is a tensor {name}, and dflash_config.projector_type is "
+                f"{(config.get('dflash_config') or {}).get('projector_type')!r}\n"
+                "  servers refuse a head that the config does not name"
+            )
+    return ServedBackbone.of(server, config, tensors, backbone_shapes(config))
+
+
+def read_backbone(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json's content, and the tensors under the names that servers give them."""
+    config, stored = read_folder(folder, ARCHITECTURE)
+    if "transformer_layer_config" in config:
+        raise UnservableError(
+            "config.json is of the speculators layout, which has the same architecture name and "
+            "which no server reads here\n  export the draft with draftcore"
+        )
+    require_field({**config, **(config.get("dflash_config") or {})}, "block_size")
+    tensors = {}
+    for name, tensor in stored.items():
+        name = name.removeprefix("model.")
+        for theirs, ours in ALIASES.items():
+            name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+        tensors[name] = tensor
+    return config, tensors
+
+
+def backbone_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors that a server fills, with the shapes that config.json gives them."""
+    hidden, inner = (int(require_field(config, f"{n}_size")) for n in ("hidden", "intermediate"))
+    depth, (heads, groups, width) = int(require_field(config, "num_hidden_layers")), _heads(config)
+    nested = config.get("dflash_config") or {}
+    layers = nested.get("target_layer_ids") or config.get("target_layer_ids") or range(depth)
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(layers) * int(config.get("target_hidden_size") or hidden)),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    one: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (heads * width, hidden),
+        "self_attn.k_proj.weight": (groups * width, hidden),
+        "self_attn.v_proj.weight": (groups * width, hidden),
+        "self_attn.o_proj.weight": (hidden, heads * width),
+        "self_attn.q_norm.weight": (width,),
+        "self_attn.k_norm.weight": (width,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    return shapes | {f"layers.{i}.{name}": s for i in range(depth) for name, s in one.items()}
+
+
+def _heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Query heads, key/value heads and their width."""
+    heads = int(require_field(config, "num_attention_heads"))
+    width = config.get("head_dim") or require_field(config, "hidden_size") // heads
+    return heads, int(config.get("num_key_value_heads") or heads), int(width)
+
+
+def _with_theta(config: Mapping[str, Any], theta: Any) -> dict[str, Any]:
+    """A config of another RoPE base, in one spelling."""
+    spellings = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+    rope = {**read_rope(config), "rope_theta": theta}
+    return {n: v for n, v in config.items() if n not in spellings} | {"rope_parameters": rope}

@@ -1,0 +1,108 @@
+"""An export as sglang computes it: DFlash's served backbone, and the causal head token by token.
+
+Written from the server's conventions alone, as draftcore-dflash's `served`, on which it stands; it
+shares no code with `serving`, `model` or `drafter` (a test looks). sglang is the only server that
+knows the head, and it refuses what it does not find complete.
+
+Shape letters: S rows of a block, K drafts, H hidden, G GRU state, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from draftcore_dflash.served import ServedBackbone, backbone_shapes, read_backbone
+from torch import Tensor
+
+from draftcore.served import (
+    Host,
+    Round,
+    Suspect,
+    UnservableError,
+    require_field,
+    require_server,
+    require_tensors,
+)
+
+SERVERS = ("sglang",)
+FIELDS = ("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim")
+
+
+@dataclass(frozen=True)
+class ServedDomino(ServedBackbone):
+    """The draft."""
+
+    def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
+        """Proposal 0 is the base logits' own; from 1 on a correction of low rank is added."""
+        read = {name: tensor.to(at.tokens_T.device) for name, tensor in self.tensors.items()}
+        first = 0 if self.field("shift_label") else 1
+        rows_KH = self.block_hidden(at)[first : first + len(drafts_K) + 1]
+        base_KV = rows_KH @ at.host.head_VH.T
+        tokens = [at.last, *drafts_K.tolist()]
+        state_G = base_KV.new_zeros(int(self.field("gru_hidden_dim")))
+        final = [base_KV[0]]
+        state_G = _gru(at.host.embedding_VH[tokens[0]], state_G, read)
+        for k in range(1, len(rows_KH)):
+            state_G = _gru(at.host.embedding_VH[tokens[k]], state_G, read)
+            low = torch.nn.functional.silu(
+                read["embed_proj.0.weight"] @ torch.cat([rows_KH[k], state_G])
+            )
+            final.append(base_KV[k] + read["embed_proj.2.weight"] @ low)
+        return torch.stack(final)
+
+    def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
+        yield from super().suspects(host, trained)
+        shifted = not self.field("shift_label")
+        yield Suspect(
+            f"shift_label is {not shifted}, and the draft was trained with {shifted}: it says "
+            "whether a row predicts the token after its own position",
+            self.nesting(shift_label=shifted),
+        )
+
+
+def _gru(x_H: Tensor, state_G: Tensor, read: Mapping[str, Tensor]) -> Tensor:
+    """One step of a GRU without biases; its gates are stacked reset, update, new."""
+    reset_x, update_x, new_x = (read["prefix_gru.weight_ih_l0"] @ x_H).chunk(3)
+    reset_h, update_h, new_h = (read["prefix_gru.weight_hh_l0"] @ state_G).chunk(3)
+    reset, update = torch.sigmoid(reset_x + reset_h), torch.sigmoid(update_x + update_h)
+    new = torch.tanh(new_x + reset * new_h)
+    return (1 - update) * new + update * state_G
+
+
+def read(folder: Path, server: str) -> ServedDomino:
+    """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
+    require_server(server, SERVERS)
+    config, tensors = read_backbone(folder)
+    nested = config.get("dflash_config") or {}
+    if nested.get("projector_type") != "domino":
+        raise UnservableError(
+            f"dflash_config.projector_type is {nested.get('projector_type')!r}, and sglang knows this "
+            "head as 'domino' only\n  correct the name, or export again with draftcore"
+        )
+    given: dict[str, Any] = {name: nested.get(name, config.get(name)) for name in FIELDS}
+    if lacking := [name for name, value in given.items() if value is None]:
+        raise UnservableError(f"dflash_config lacks {', '.join(lacking)}: sglang refuses the draft")
+    if given["pure_draft_prefix_len"] != 1 or not isinstance(given["shift_label"], bool):
+        raise UnservableError(
+            "sglang serves pure_draft_prefix_len 1 and a shift_label of true or false; config.json "
+            f"has {given['pure_draft_prefix_len']!r} and {given['shift_label']!r}"
+        )
+    if config.get("emb_dim") not in (None, given["emb_dim"]):
+        raise UnservableError(
+            f"emb_dim is {config['emb_dim']} at the top level and {given['emb_dim']} in "
+            "dflash_config: sglang refuses the draft"
+        )
+    states, rank = int(given["gru_hidden_dim"]), int(given["emb_dim"])
+    hidden = int(require_field(config, "hidden_size"))
+    head = {
+        "prefix_gru.weight_ih_l0": (3 * states, hidden),
+        "prefix_gru.weight_hh_l0": (3 * states, states),
+        "embed_proj.0.weight": (rank, hidden + states),
+        "embed_proj.2.weight": (int(config["vocab_size"]), rank),
+    }
+    require_tensors(tensors, head, "sglang refuses the draft")
+    return ServedDomino.of(server, config, tensors, backbone_shapes(config) | head)

@@ -1,0 +1,316 @@
+"""One conversation through everything, until its draft is always right: `draftcore overfit`.
+
+A draft that cannot learn one answer by heart will not learn a corpus, and one that knows it by heart
+but is not accepted was trained on other positions, masks or layers than it decodes with. Both show
+here in minutes, and otherwise after days. The way is a run's own: capture into a store, train, save,
+export, read the export again, decode with it.
+
+The text to learn is the target's own greedy answer, since that is what decoding will ask for. Its
+token ids are kept as they are: written out and rendered again they could be others. One token before
+the answer counts as well: EAGLE-3's published mask supervises the first round of drafts there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftcore.capture import capture_all
+from draftcore.config import EvalConfig, RunConfig, TopologyConfig
+from draftcore.data.conversations import BadRow, read_conversations
+from draftcore.data.rendering import Renderer
+from draftcore.drafts import export, find_checkpoint, load_checkpoint, load_export
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.evaluation.decode import Clock, settle, speculate
+from draftcore.plugins import Registry
+from draftcore.records import DataSummary, Draft
+from draftcore.run import DraftRun, Run
+from draftcore.target import TargetSpec
+from draftcore.training.trainer import prepare, train
+from draftcore_tools.verify import servers_of, verify
+from draftcore_tools.witness import training_side
+
+FIRST = 64  # steps before the first look; then twice as many each time
+ANSWER = 49  # tokens: three rounds of blocks of 16, and the first token
+# Learning rate times hidden size: what a matrix of random weights bears goes with its width.
+RATE = 0.5
+
+
+class Interrupted(Exception):  # noqa: N818  Ctrl-C, which is no failure
+    """The user asked to stop."""
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The one sample of the run, in the place of a dataset."""
+
+    prompt: list[int]
+    answer: list[int]
+    chat_template: str
+
+    @cached_property
+    def _tokens(self) -> NDArray[np.int64]:
+        return np.array(self.prompt + self.answer, dtype=np.int64)
+
+    def tokens(self, row: int) -> NDArray[np.int64]:
+        return self._tokens
+
+    def loss_mask(self, row: int) -> NDArray[np.bool_]:
+        return np.arange(len(self._tokens)) >= len(self.prompt) - 1
+
+    @property
+    def feature_ids(self) -> tuple[str, ...]:
+        return (hashlib.blake2b(self._tokens.tobytes(), digest_size=12).hexdigest(),)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(self._tokens)], dtype=np.int64)
+
+    @property
+    def summary(self) -> DataSummary:
+        learned = self._tokens[self.loss_mask(0)]
+        ids, counts = np.unique(learned, return_counts=True)
+        length = len(self._tokens)
+        return DataSummary(
+            self.feature_ids[0], 1, length, len(learned), length,
+            dict(zip(ids.tolist(), counts.tolist(), strict=True)), self.chat_template,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Look:
+    """What decoding with the draft of one step showed; `most` is what it could be at best."""
+
+    step: int
+    loss: float
+    acceptance: float
+    most: float
+    by_position: tuple[float, ...]
+
+    @property
+    def perfect(self) -> bool:
+        return self.acceptance >= self.most
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step:5}: loss {self.loss:.4f}, acceptance length {self.acceptance:.2f} "
+            f"of {self.most:.2f}"
+        )
+
+
+def learn(
+    settings: RunConfig, registry: Registry, row: int, limits: Limits,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Overfit one draft's configuration, and compare its export with what servers would compute.
+
+    Raises DraftcoreError where it stops before every draft is accepted, naming the stage and the
+    usual causes, and where a server would compute another draft.
+    """
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        written = overfit(settings, registry, row, limits, Path(folder), say)
+        if written is None:
+            say("the algorithm has no export layout: the checkpoint was decoded with")
+        else:
+            serve(settings, registry, written, say)
+    say(f"every draft is accepted ({time.perf_counter() - began:.0f} s)")
+
+
+def serve(
+    settings: RunConfig, registry: Registry, written: Path, say: Callable[[str], None]
+) -> None:
+    """Hold the export against the servers that its algorithm knows; raises DraftcoreError."""
+    target = settings.target
+    with training_side(registry, written, None, target.path, target.device, None) as side:
+        if not any(name.startswith("served:") for name in side.run.algorithm.capabilities):
+            return
+        for server in servers_of(side, "all"):
+            verdict = verify(side, written, server)
+            if verdict.divergence is not None:
+                raise DraftcoreError("stopped at: serving\n" + "\n".join(verdict.lines()))
+            say("\n".join(verdict.lines()))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to give up, in training and decoding, and how fast to learn; see RATE for None."""
+
+    steps: int
+    minutes: float
+    lr: float | None
+
+
+def overfit(
+    settings: RunConfig, registry: Registry, row: int, limits: Limits, folder: Path,
+    say: Callable[[str], None],
+) -> Path | None:  # fmt: skip
+    """Train and look, twice as long each time; returns the export that is perfect, if it has one."""
+    target = settings.target
+    spec = TargetSpec(target.path, target.revision, target.dtype, target.device)
+    rate = limits.lr or RATE / int(spec.text_config.hidden_size)
+    settings = alone(settings, folder, rate)
+    with stage("rendering"):
+        lesson = make_lesson(settings, spec, row)
+    say(f"prompt of {len(lesson.prompt)} tokens, the target's own answer has {len(lesson.answer)}")
+    with stage("capture"), opened(settings, registry, spec, lesson, FIRST) as run:
+        capture_all(run)
+    looks, began, steps = list[Look](), time.perf_counter(), FIRST
+    while True:
+        steps = min(steps, limits.steps)
+        with opened(settings, registry, spec, lesson, steps) as run:
+            draft = run.drafts[0]
+            with stage("training"):
+                (trainer,) = prepare(run)
+                if train(run, [trainer]) == "interrupted":
+                    raise Interrupted
+            written = write(draft, folder / f"export-{steps}")
+            with stage("decoding"):
+                built = load_export(draft, written) if written else reload(draft)
+                seen = decode(draft, built, lesson)
+            looks.append(Look(steps, trainer.metrics["loss"], *seen))
+            say(str(looks[-1]))
+            if looks[-1].perfect:
+                return written
+            minutes = (time.perf_counter() - began) / 60
+            if steps >= limits.steps or 2 * minutes > limits.minutes:
+                trained, *_ = decode(draft, reload(draft), lesson)
+                raise DraftcoreError(diagnosis(looks, trained, draft))
+        steps *= 2
+
+
+def make_lesson(settings: RunConfig, target: TargetSpec, row: int) -> Lesson:
+    """The prompt of a row of the training data, and what the target answers to it."""
+    source = settings.data.train or settings.data.eval
+    if source is None:
+        raise UsageError("data.train is not set\n  set it to conversations in JSONL")
+    rows = list(read_conversations(source, row + 1))
+    if len(rows) <= row:
+        raise UsageError(f"{source} has {len(rows)} rows, and row {row} was asked for (from 0)")
+    if isinstance(chosen := rows[row], BadRow):
+        raise UsageError(f"{chosen}\n  choose another row with --row")
+    renderer = Renderer(target.tokenizer)
+    prompt = renderer.prompt(chosen.messages, chosen.tools)
+    (answer,) = target.model.generate([prompt], ANSWER)
+    if len(answer) < 3:
+        raise UsageError(
+            f"the target answers row {row} with {len(answer)} tokens: too few to draft\n"
+            "  choose another row with --row"
+        )
+    return Lesson(prompt, answer, renderer.template_hash)
+
+
+def alone(settings: RunConfig, folder: Path, rate: float) -> RunConfig:
+    """The configuration of a run on one conversation, in a folder of its own."""
+    tuning = {"batch": 1, "accumulate": 1, "lr": rate, "schedule": "cosine", "eval_every": None}
+    return settings.model_copy(
+        update={
+            "run": folder / "run",
+            "store": f"file:{folder / 'features'}",
+            "channel": "auto",
+            "topology": TopologyConfig(),
+            "capture": settings.capture.model_copy(update={"batch": 1}),
+            "train": settings.train.model_copy(update={**tuning, "keep_checkpoints": 1}),
+        }
+    )
+
+
+@contextmanager
+def opened(
+    settings: RunConfig, registry: Registry, target: TargetSpec, lesson: Lesson, steps: int
+) -> Iterator[Run]:
+    """The run up to a number of steps; it resumes what is in its folder."""
+    length = {"epochs": steps, "max_steps": steps, "checkpoint_every": steps}
+    train = settings.train.model_copy(update=length)
+    run = Run(settings.model_copy(update={"train": train}), registry)
+    run.target, run.samples = target, lesson
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def write(draft: DraftRun, folder: Path) -> Path | None:
+    """Export the newest checkpoint in the algorithm's first layout, if it has one."""
+    layouts = [name for name in draft.algorithm.capabilities if name.startswith("layout:")]
+    if not layouts:
+        return None
+    with stage("export"):
+        found = find_checkpoint(draft, None)
+        return export(draft, found, folder, min(layouts).removeprefix("layout:"))
+
+
+def reload(draft: DraftRun) -> Draft:
+    """The draft of the newest checkpoint."""
+    return load_checkpoint(draft, find_checkpoint(draft, None))
+
+
+def decode(draft: DraftRun, built: Draft, lesson: Lesson) -> tuple[float, float, tuple[float, ...]]:
+    """Decode the answer; returns acceptance length, the greatest there could be, and by position.
+
+    As many whole rounds are asked for as the answer has. Raises DraftcoreError where the output is
+    not the target's own.
+    """
+    model = draft.run.target.model
+    built.module.to(model.device).eval()
+    drafter = draft.drafter(built)
+    block = drafter.num_drafts + 1
+    whole = (len(lesson.answer) - 1) // block * block
+    wanted = 1 + (whole or len(lesson.answer) - 1)
+    config = EvalConfig(max_new_tokens=wanted)
+    (decoded,) = speculate(model, drafter, [lesson.prompt], config, Clock())
+    settle(model, drafter, lesson.prompt, decoded, lesson.answer[:wanted], config, Clock())
+    tokens = len(decoded.tokens) - 1
+    rounds = -(-tokens // block)  # of which none is cut short by a wrong draft
+    by_position = tuple(
+        sum(count > k for count in decoded.accepted) / max(1, sum(r > k for r in decoded.room))
+        for k in range(drafter.num_drafts)
+    )
+    return tokens / len(decoded.accepted), tokens / rounds, by_position
+
+
+def diagnosis(looks: list[Look], trained: float, draft: DraftRun) -> str:
+    """Why it may have stopped: what fell, what did not, and the usual causes."""
+    first, last, best = looks[0], looks[-1], max(look.acceptance for look in looks)
+    head = (
+        f"{draft.choice.name} did not learn one conversation in {last.step} steps\n"
+        f"  acceptance length {best:.2f} at best, {last.most:.2f} is possible; loss "
+        f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} now\n"
+        f"  accepted by position: {'  '.join(f'{rate:.2f}' for rate in last.by_position)}\n"
+    )
+    if trained > last.acceptance:
+        return head + (
+            f"  stopped at: export. The checkpoint itself decodes with {trained:.2f}, read back "
+            f"from its export with {last.acceptance:.2f}\n"
+            "  usual causes: a tensor or an option that export drops, or import reads otherwise"
+        )
+    if last.acceptance < 0.5 * (1 + last.most) and last.loss < 0.5 * first.loss:
+        return head + (
+            "  stopped at: decoding. The loss falls and acceptance does not follow\n"
+            "  usual causes: decoding differs from training in positions, attention mask, captured "
+            "layers,\n  the token that goes with a feature, or the number of drafts"
+        )
+    return head + (
+        "  stopped at: training\n"
+        "  usual causes: a learning rate that is too low or too high (--lr), labels shifted "
+        "against\n  features, a loss mask that leaves the answer out, or a part that gets no "
+        "gradient; if the loss\n  still falls, give it more --steps and --minutes"
+    )
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Say in an error at which stage it came up."""
+    try:
+        yield
+    except DraftcoreError as error:
+        raise DraftcoreError(f"stopped at: {name}\n{error}") from error

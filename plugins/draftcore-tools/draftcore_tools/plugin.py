@@ -1,0 +1,97 @@
+"""The commands, as a plugin's. Thin on purpose: what is heavy is imported inside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from draftcore import hookimpl
+
+if TYPE_CHECKING:
+    from draftcore.plugins import Registry
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("export", type=FOLDER)
+@click.option("--target", required=True, help="The target's folder, or its Hugging Face id.")
+@click.option(
+    "--server", default="all", show_default=True, help="A server of the algorithm, or all."
+)
+@click.option(
+    "--prompts", help="Conversations in JSONL to ask from; else a few built-in questions."
+)
+@click.option("--run", type=FOLDER, help="The run, or checkpoint, that the export was made of.")
+@click.option("--device", default="auto", show_default=True, help="As target.device of a run.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
+@click.pass_context
+def verify(
+    ctx: click.Context, export: Path, target: str, server: str, prompts: str | None,
+    run: Path | None, device: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Compare an export, as servers would read it, with the draft that was trained.
+
+    Both draft on the same prompts, in fp32. The first difference in captured layers, hidden states,
+    log-probabilities or proposals is reported with its cause, and the exit status is 1.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from draftcore_tools import verify as gate
+    from draftcore_tools.witness import training_side
+
+    registry: Registry = ctx.obj
+    with training_side(registry, export, run, target, device, prompts) as side:
+        verdicts = [gate.verify(side, export, name) for name in gate.servers_of(side, server)]
+    for verdict in verdicts:
+        for line in verdict.lines() if not as_json else ():
+            click.echo(line)
+    if as_json:
+        click.echo(json.dumps([verdict.to_json() for verdict in verdicts], indent=1))
+    if any(verdict.divergence is not None for verdict in verdicts):
+        ctx.exit(1)
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--row", default=0, show_default=True, help="Row of the training data, from 0.")
+@click.option("--steps", default=4096, show_default=True, help="Optimizer steps at most.")
+@click.option("--minutes", default=10.0, show_default=True, help="Time to train in, at most.")
+@click.option("--lr", type=float, help="Learning rate; 0.5 over the hidden size if not given.")
+@click.option("--draft", "label", help="One of the run's `drafts`; all if not given.")
+@click.pass_context
+def overfit(
+    ctx: click.Context, config: Path, overrides: tuple[str, ...], row: int, steps: int,
+    minutes: float, lr: float | None, label: str | None,
+) -> None:  # fmt: skip
+    """Teach a draft one conversation, until all it drafts is accepted.
+
+    The conversation goes through capture, store, training, checkpoint, export and decoding in a
+    temporary folder; what a server would compute is compared at the end. If acceptance stays behind,
+    the stage and the usual causes are named, and the exit status is 1.
+    """
+    from draftcore.config import load_config
+
+    settings = load_config(config, overrides)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from draftcore.run import Run
+    from draftcore_tools.overfit import Interrupted, Limits, learn
+
+    registry: Registry = ctx.obj
+    for draft in Run(settings, registry).chosen(label):
+        if draft.label:
+            click.echo(f"{draft.label}:")
+        try:
+            learn(draft.config, registry, row, Limits(steps, minutes, lr), click.echo)
+        except Interrupted:
+            raise click.exceptions.Exit(130) from None
+
+
+@hookimpl
+def commands() -> Sequence[click.Command]:
+    return [verify, overfit]

@@ -1,0 +1,119 @@
+"""A trained run of each algorithm on a tiny target, exported, to be read and to be harmed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftcore.cli import main
+from draftcore.testing.targets import conversations, tiny_target
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},
+    "dflash": {"num_layers": 2, "block_size": 5, "layers": [1, 4]},
+    "domino": {
+        "num_layers": 2, "block_size": 5, "layers": [1, 4], "gru_hidden_dim": 20, "emb_dim": 16,
+    },
+}  # fmt: skip
+WORDS = ["red", "green", "blue", "one", "two", "three", "sky", "sea", "def", "return"]
+
+
+def cli(*arguments: str | Path) -> Result:
+    """Run the command line in this process."""
+    return CliRunner().invoke(main, [str(part) for part in arguments])
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A run's export, in a folder of its own, and the target it is for."""
+
+    algorithm: str
+    folder: Path
+    target: Path
+    run: Path
+
+    def verify(self, *arguments: str | Path, status: int | None = None) -> list[dict[str, Any]]:
+        """Verify and return the verdicts; `status` is the exit status to expect."""
+        asked = ("verify", self.folder, "--target", self.target, "--json", "--device", "cpu")
+        result = cli(*asked, *arguments)
+        assert status is None or result.exit_code == status, result.output
+        verdicts: list[dict[str, Any]] = json.loads(result.stdout)
+        return verdicts
+
+    def change(self, edit: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> None:
+        """Edit config.json's content and the tensors in place."""
+        file, weights = self.folder / "config.json", self.folder / "model.safetensors"
+        config, tensors = json.loads(file.read_text()), load_file(weights)
+        edit(config, tensors)
+        file.write_text(json.dumps(config))
+        save_file({n: t.contiguous() for n, t in tensors.items()}, weights)
+
+    def ask(self, *arguments: str | Path) -> Result:
+        """Verify as a person would, and return what was printed."""
+        asked = ("verify", self.folder, "--target", self.target, "--device", "cpu")
+        return cli(*asked, *arguments)
+
+
+MakeRun = Callable[..., Exported]
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    return tiny_target(folder, std=0.5, num_hidden_layers=8, head_dim=12)  # o_proj is square
+
+
+@pytest.fixture(scope="session")
+def make_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> MakeRun:
+    """Train a run for a few steps and export it; each algorithm and options once."""
+    made: dict[str, Exported] = {}
+
+    def make(algorithm: str, **options: Any) -> Exported:
+        key = f"{algorithm} {options}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp(algorithm)
+            answers = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]
+            config = {
+                "run": str(folder / "run"),
+                "target": {"path": str(target_folder), "device": "cpu"},
+                "data": {"train": str(conversations(folder / "train.jsonl", answers))},
+                "algorithm": {"name": algorithm, "options": {**ALGORITHMS[algorithm], **options}},
+                "train": {"epochs": 8, "batch": 5, "lr": 0.01, "device": "cpu"},
+            }
+            (folder / "run.yaml").write_text(yaml.safe_dump(config))
+            for verb in ("train", "export"):
+                result = cli(verb, folder / "run.yaml")
+                assert result.exit_code == 0, result.output
+            run = folder / "run"
+            made[key] = Exported(algorithm, run / "export", target_folder, run)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def exported(make_run: MakeRun, tmp_path: Path) -> MakeRun:
+    """A copy of an export, which a test may harm; the manifest's path is kept right."""
+
+    def copy(algorithm: str, **options: Any) -> Exported:
+        original = make_run(algorithm, **options)
+        folder = original.run / f"export-{tmp_path.name}"
+        shutil.copytree(original.folder, folder)
+        return Exported(algorithm, folder, original.target, original.run)
+
+    return copy
+
+
+@pytest.fixture
+def run_cli() -> Callable[..., Result]:
+    return cli

@@ -1,0 +1,132 @@
+"""`draftcore overfit`: a right algorithm learns one conversation, a wrong one says where it stopped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+
+from draftcore.testing.targets import conversations
+
+Overfit = Callable[..., Result]
+BACKBONE = {"num_layers": 2, "block_size": 5, "layers": [1, 4]}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab_size": 120, "ttt_length": 4, "num_drafts": 4},
+    "dflash": BACKBONE,
+    "domino": {**BACKBONE, "gru_hidden_dim": 20, "emb_dim": 16},
+}
+
+
+@pytest.fixture
+def overfit(tmp_path: Path, target_folder: Path, run_cli: Any) -> Overfit:
+    def start(algorithm: str, *arguments: str, plugin: Path | None = None, **run: Any) -> Result:
+        config = {
+            "run": str(tmp_path / "run"),
+            "target": {"path": str(target_folder), "device": "cpu"},
+            "data": {"train": str(conversations(tmp_path / "train.jsonl", 3))},
+            "train": {"device": "cpu"},
+            **(run or {"algorithm": {"name": algorithm, "options": OPTIONS[algorithm]}}),
+        }
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        loose = ["--plugin", plugin] if plugin else []
+        return run_cli(*loose, "overfit", tmp_path / "run.yaml", *arguments)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "servers"),
+    [("eagle3", ["sglang", "vllm"]), ("dflash", ["sglang", "vllm"]), ("domino", ["sglang"])],
+)
+def test_every_algorithm_learns_one_conversation(
+    algorithm: str, servers: list[str], overfit: Overfit, tmp_path: Path
+) -> None:
+    result = overfit(algorithm)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "prompt of 22 tokens, the target's own answer has 49"
+    looks = [line for line in lines if re.match(r"step +\d+: loss", line)]
+    assert looks[-1].endswith("acceptance length 5.00 of 5.00")
+    for server in servers:
+        assert any(line.startswith(f"{server}: agrees") for line in lines)
+    assert lines[-1].startswith("every draft is accepted")
+    assert not (tmp_path / "run").exists(), "nothing is written into the run's folder"
+
+
+def test_too_few_steps_say_that_training_stopped(overfit: Overfit) -> None:
+    result = overfit("dflash", "--steps", "2", "--lr", "1e-6")
+    assert result.exit_code == 1
+    assert "dflash did not learn one conversation in 2 steps" in result.output
+    assert "stopped at: training" in result.output
+    assert "--lr" in result.output
+
+
+def test_several_drafts_learn_one_after_the_other(overfit: Overfit) -> None:
+    drafts = {
+        label: {"algorithm": {"name": "dflash", "options": BACKBONE}} for label in ("one", "two")
+    }
+    result = overfit("dflash", "--row", "2", drafts=drafts)
+    assert result.exit_code == 0, result.output
+    assert [line for line in result.stdout.splitlines() if line in ("one:", "two:")] == [
+        "one:",
+        "two:",
+    ]
+
+
+def test_a_row_that_is_not_there_is_refused(overfit: Overfit) -> None:
+    result = overfit("dflash", "--row", "3")
+    assert result.exit_code == 1
+    assert "stopped at: rendering" in result.output
+    assert "has 3 rows, and row 3 was asked for" in result.output
+
+
+# ---------------------------------------------------------------- wrong algorithms
+
+LATE = """
+from draftcore import hookimpl
+
+@hookimpl(wrapper=True)
+def drafter(draft, target, options):
+    drafter = yield
+    prefill = drafter.prefill
+
+    def late(state, tokens, lengths, features, last):
+        prefill(state, tokens, lengths, {n: x.roll(1, 1) for n, x in features.items()}, last)
+
+    drafter.prefill = late
+    accept = drafter.accept
+
+    def late_too(state, tokens, features, counts):
+        accept(state, tokens, {n: x.roll(1, 1) for n, x in features.items()}, counts)
+
+    drafter.accept = late_too
+    return drafter
+"""
+FORGETFUL = """
+from draftcore import hookimpl
+
+@hookimpl(wrapper=True)
+def import_draft(folder, target, options):
+    draft = yield
+    draft.module.fc.weight.data.zero_()
+    return draft
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "stage"), [(LATE, "stopped at: decoding"), (FORGETFUL, "stopped at: export")]
+)
+def test_a_wrong_algorithm_says_where_it_stopped(
+    hook: str, stage: str, overfit: Overfit, tmp_path: Path
+) -> None:
+    plugin = tmp_path / f"mistake_{stage[-6:]}.py"
+    plugin.write_text(hook)
+    result = overfit("dflash", "--steps", "256", plugin=plugin)
+    assert result.exit_code == 1
+    assert stage in result.output
+    assert "accepted by position" in result.output

@@ -1,0 +1,254 @@
+"""`draftcore verify`: an export agrees with its checkpoint, and each mistake has its explanation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftcore_eagle3 import plugin
+from draftcore_tools import verify as gate
+from torch import Tensor
+
+from draftcore.errors import UsageError
+from draftcore.testing.targets import tiny_target
+
+Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "servers"),
+    [
+        ("eagle3", {}, ["sglang", "vllm"]),
+        ("eagle3", {"draft_vocab_size": None}, ["sglang", "vllm"]),
+        ("eagle3", {"fc_norm": True, "norm_output": True}, ["sglang", "vllm"]),
+        ("dflash", {}, ["sglang", "vllm"]),
+        ("dflash", {"sliding_window": 6}, ["sglang", "vllm"]),
+        ("dflash", {"sliding_window": 6, "is_causal": False}, ["sglang", "vllm"]),
+        ("domino", {}, ["sglang"]),
+        ("domino", {"shift_label": False}, ["sglang"]),
+    ],
+)
+def test_an_export_agrees_with_its_checkpoint(
+    algorithm: str, options: dict[str, Any], servers: list[str], make_run: Any
+) -> None:
+    verdicts = make_run(algorithm, **options).verify(status=0)
+    assert [verdict["server"] for verdict in verdicts] == servers
+    for verdict in verdicts:
+        assert verdict["agrees"]
+        assert verdict["rounds"] == 12
+        assert verdict["notes"] == []
+        assert verdict["gap"] < gate.LIMIT / 20, "the limit is far above rounding"
+
+
+# ---------------------------------------------------------------- mutations
+
+
+def nested(name: str, section: str, change: Callable[[Any], Any]) -> Edit:
+    return lambda config, _: config[section].update({name: change(config[section][name])})
+
+
+def top(name: str, change: Callable[[Any], Any]) -> Edit:
+    return lambda config, _: config.update({name: change(config[name])})
+
+
+def shifted(by: int) -> Callable[[Any], Any]:
+    return lambda ids: [layer + by for layer in ids]
+
+
+def theta(config: dict[str, Any], _: dict[str, Tensor]) -> None:
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 100.0
+
+
+def absolute(_: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+def transpose(name: str) -> Edit:
+    return lambda _, tensors: tensors.update({name: tensors[name].T})
+
+
+def drop(name: str) -> Edit:
+    return lambda _, tensors: tensors.pop(name)
+
+
+EAGLE, DFLASH = "eagle_config", "dflash_config"
+HIGH, LOW = "the layer ids are one too high", "the layer ids are one too low"
+# algorithm, what is done to its export, the servers that notice, at which check, and why
+MUTATIONS: dict[str, tuple[str, Edit, str, str, str]] = {
+    "eagle3, ids for sglang + 1": (
+        "eagle3", nested(IDS, EAGLE, shifted(1)), "sglang", "captured layers", HIGH),
+    "eagle3, ids for sglang - 1": (
+        "eagle3", nested(IDS, EAGLE, shifted(-1)), "sglang", "captured layers", LOW),
+    "eagle3, ids for vllm + 1": ("eagle3", top(IDS, shifted(1)), "vllm", "captured layers", HIGH),
+    "eagle3, ids for vllm - 1": ("eagle3", top(IDS, shifted(-1)), "vllm", "captured layers", LOW),
+    "eagle3, d2t of ids": (
+        "eagle3", absolute, "sglang vllm", "drafting", "d2t holds token ids"),
+    "eagle3, norm_output": (
+        "eagle3", top("norm_output", lambda x: not x), "sglang vllm", "log-probabilities",
+        "norm_output is True, and the draft was trained with False"),
+    "eagle3, head": (
+        "eagle3", transpose("lm_head.weight"), "sglang vllm", "loading", "it is transposed"),
+    "eagle3, theta": (
+        "eagle3", theta, "sglang vllm", "log-probabilities",
+        "rope_theta is 100.0, and the draft was trained with 10000.0"),
+    "eagle3, one theta of two": (
+        "eagle3", top("rope_theta", lambda x: 100.0), "sglang vllm", "loading", "two values of rope_theta"),
+    "eagle3, no d2t": (
+        "eagle3", drop("d2t"), "sglang vllm", "loading", "its tokens mean nothing"),
+    "eagle3, no fc": (
+        "eagle3", drop("fc.weight"), "sglang vllm", "loading", "the tensor fc.weight [48, 144] is missing"),
+    "eagle3, a square matrix": (
+        "eagle3", transpose("midlayer.self_attn.o_proj.weight"), "sglang vllm", "log-probabilities",
+        "the tensor midlayer.self_attn.o_proj.weight is transposed"),
+    "eagle3, another eps": (
+        "eagle3", top("rms_norm_eps", lambda x: 0.5), "sglang vllm", "log-probabilities",
+        "config.json has rms_norm_eps: 0.5, a fresh export 1e-06"),
+    "dflash, ids + 1": (
+        "dflash", nested("target_layer_ids", DFLASH, shifted(1)), "sglang vllm", "captured layers", HIGH),
+    "dflash, ids - 1": (
+        "dflash", nested("target_layer_ids", DFLASH, shifted(-1)), "sglang vllm", "captured layers", LOW),
+    "dflash, mask token": (
+        "dflash", nested("mask_token_id", DFLASH, lambda x: 100), "sglang vllm", "log-probabilities",
+        "the mask token is 100, and the draft was trained with 258"),
+    "dflash, a mask token that is none": (
+        "dflash", nested("mask_token_id", DFLASH, lambda x: 9999), "sglang vllm", "config",
+        "the mask token is 9999, and the draft was trained with 258"),
+    "dflash, theta": (
+        "dflash", theta, "sglang vllm", "log-probabilities", "the draft was trained with 10000.0"),
+    "dflash, fc": ("dflash", transpose("fc.weight"), "sglang vllm", "loading", "it is transposed"),
+    "dflash, causal": (
+        "dflash", top("is_causal", lambda x: True), "sglang vllm", "log-probabilities",
+        "trained with is_causal: false"),
+    "dflash, block size": (
+        "dflash", nested("block_size", DFLASH, lambda x: 4), "sglang vllm", "block size",
+        "the block size is 4, and the draft was trained with 5"),
+    "dflash, a norm dropped": (
+        "dflash", drop("layers.1.self_attn.k_norm.weight"), "sglang vllm", "loading", "is missing"),
+    "domino, ids + 1": (
+        "domino", nested("target_layer_ids", DFLASH, shifted(1)), "sglang", "captured layers", HIGH),
+    "domino, ids - 1": (
+        "domino", nested("target_layer_ids", DFLASH, shifted(-1)), "sglang", "captured layers", LOW),
+    "domino, mask token": (
+        "domino", nested("mask_token_id", DFLASH, lambda x: 100), "sglang", "log-probabilities",
+        "the mask token is 100, and the draft was trained with 258"),
+    "domino, theta": (
+        "domino", theta, "sglang", "log-probabilities", "the draft was trained with 10000.0"),
+    "domino, no GRU": (
+        "domino", drop("prefix_gru.weight_hh_l0"), "sglang", "loading",
+        "the tensor prefix_gru.weight_hh_l0 [60, 20] is missing: sglang refuses the draft"),
+    "domino, head": (
+        "domino", transpose("embed_proj.2.weight"), "sglang", "loading", "it is transposed"),
+    "domino, shift_label": (
+        "domino", nested("shift_label", DFLASH, lambda x: not x), "sglang", "log-probabilities",
+        "shift_label is False, and the draft was trained with True"),
+    "domino, its research name": (
+        "domino", nested("projector_type", DFLASH, lambda x: "causal_v5"), "sglang", "loading",
+        "sglang knows this head as 'domino' only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mistake_is_found_and_explained(name: str, exported: Any) -> None:
+    algorithm, edit, servers, check, why = MUTATIONS[name]
+    harmed = exported(algorithm)
+    harmed.change(edit)
+    verdicts = {verdict["server"]: verdict["divergence"] for verdict in harmed.verify(status=1)}
+    for server, found in verdicts.items():
+        if server not in servers.split():
+            assert found is None
+            continue
+        assert found is not None, server
+        assert found["check"] == check
+        assert why in f"{found['what']}\n{found['cause']}"
+
+
+def test_ids_for_offsets_are_explained_where_they_pass_for_offsets(exported: Any) -> None:
+    harmed = exported("eagle3", draft_vocab_size=5)
+    harmed.change(absolute)
+    for verdict in harmed.verify(status=1):
+        assert verdict["divergence"]["check"] == "log-probabilities"
+        assert verdict["divergence"]["cause"].startswith("d2t holds token ids")
+
+
+def test_another_chat_template_is_found(exported: Any, tmp_path: Path) -> None:
+    run = exported("dflash")
+    target = shutil.copytree(run.target, tmp_path / "target")
+    template = target / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_start|>", "<|im_end|>"))
+    (verdict, _) = run.verify("--target", target, status=1)
+    assert verdict["divergence"]["check"] == "chat template"
+    assert "the template was changed after training" in verdict["divergence"]["cause"]
+
+
+def test_the_report_is_in_plain_words(exported: Any) -> None:
+    harmed = exported("eagle3")
+    harmed.change(nested(IDS, EAGLE, shifted(1)))
+    result = harmed.ask("--server", "sglang")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        "sglang: differs from the trained draft at: captured layers",
+        "  trained on the outputs of layers [1, 3, 4] (transformers' hidden_states [2, 4, 5])",
+        "  the server would feed the outputs [2, 4, 5] (transformers' hidden_states [3, 5, 6])",
+        "  cause: the layer ids are one too high: sglang takes "
+        f"eagle_config.{IDS} for outputs of layers, and they are written in the other convention",
+    ]
+
+
+def test_what_the_server_leaves_unread_is_named(exported: Any) -> None:
+    run = exported("dflash")
+    run.change(lambda _, tensors: tensors.update(d2t=torch.arange(3)))
+    for verdict in run.verify(status=0):
+        assert verdict["notes"] == ["the server leaves unread: d2t"]
+
+
+# ---------------------------------------------------------------- what is compared with what
+
+
+def test_the_run_can_be_named_and_must_be_when_it_moved(exported: Any, tmp_path: Path) -> None:
+    run = exported("dflash")
+    moved = shutil.copytree(run.folder, tmp_path / "moved")
+    alone = type(run)(run.algorithm, moved, run.target, run.run)
+    alone.verify("--run", run.run, status=0)
+    (checkpoint,) = (run.run / "checkpoints").glob("step-*")
+    alone.verify("--run", checkpoint, status=0)
+    result = alone.ask()
+    assert result.exit_code == 2
+    assert "give the run's folder, or the checkpoint's, with --run" in result.output
+
+
+def test_a_checkpoint_of_another_step_is_refused(exported: Any) -> None:
+    run = exported("dflash")
+    file = run.folder / "draftcore.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "step": 3}))
+    result = run.ask("--run", run.run)
+    assert result.exit_code == 2
+    assert "is of step 3" in result.output
+
+
+def test_another_target_is_refused(exported: Any, tmp_path: Path) -> None:
+    run = exported("dflash")
+    other = tiny_target(tmp_path / "other", seed=1, std=0.5, num_hidden_layers=8)
+    result = run.ask("--target", other)
+    assert result.exit_code == 2
+    assert "was trained for another target" in result.output
+
+
+def test_prompts_may_come_from_a_file(exported: Any) -> None:
+    run = exported("dflash")
+    (verdict, _) = run.verify("--prompts", run.run.parent / "train.jsonl", status=0)
+    assert verdict["rounds"] == 12
+
+
+def test_an_unknown_server_is_answered_with_the_known(exported: Any) -> None:
+    run = exported("domino")
+    result = run.ask("--server", "vllm")
+    assert result.exit_code == 2
+    assert "this draft can be read as: sglang" in result.output
+    with pytest.raises(UsageError, match="sglang, vllm"):
+        plugin.read_export(run.folder, "sgland")
