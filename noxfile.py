@@ -25,6 +25,7 @@ DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "store", "capture", "channel")
 SERVED = ("draftcore-mooncake", "draftcore-redis")  # plugins whose servers a run depends on
+SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
 GROUPS = ("lint", "typing", "test", "release")
@@ -98,6 +99,19 @@ def install_with_servers(session: nox.Session, *others: str) -> None:
     install_wheels(session, "draftcore", *SERVED, *others)
 
 
+def install_sglang(session: nox.Session) -> None:
+    """Install sglang and its platform for CPUs; 1.4 GB, so kept until the list changes."""
+    install_wheels(session, "draftcore", SGLANG.name)
+    needs = SGLANG / "tests" / "sglang-cpu.txt"
+    mark = Path(session.virtualenv.location) / "made-for"
+    key = hashlib.sha256(needs.read_bytes() + sys.version.encode()).hexdigest()
+    if not mark.exists() or mark.read_text() != key:
+        session.install("-q", "--no-deps", "-r", str(needs))
+        mark.write_text(key)
+    platform = str(SGLANG / "tests" / "platform")
+    session.install("-q", "--no-deps", "--no-build-isolation", "--force-reinstall", platform)
+
+
 _built = False
 
 
@@ -118,8 +132,14 @@ def pytest(session: nox.Session, *args: str) -> None:
     # Two workers of one thread each, as CI has two cores; a safe path tests the wheels and not the
     # source tree, which `python -m` would put first.
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
-    command = ("python", "-m", "pytest", "-q", "-n", "2", "-m", "not gpu", "--durations=5")
+    marks = "not gpu and not sglang"
+    command = ("python", "-m", "pytest", "-q", "-n", "2", "-m", marks, "--durations=5")
     session.run(*command, *args, env=env)
+
+
+def test_with_sglang(session: nox.Session, marks: str) -> None:
+    """Run tests of the sglang plugin in one process: each further one would import sglang anew."""
+    pytest(session, f"plugins/{SGLANG.name}/tests", "-n", "0", "-m", marks, *session.posargs)
 
 
 def describe_dists(folder: Path) -> Path:
@@ -147,7 +167,7 @@ def tests(session: nox.Session) -> None:
     plugins = [f"plugin({name})" for name in PLUGINS]
     written = [f"scaffold({kind})" for kind in KINDS]
     alone = ("lint", "typing", "wheels", "start", "core", *plugins)
-    for name in (*alone, "together", "faults", "thirdparty", *written):
+    for name in (*alone, "together", "faults", "thirdparty", "sglang", *written):
         session.notify(name)
 
 
@@ -248,6 +268,13 @@ def faults(session: nox.Session) -> None:
     pytest(session, "tests/faults", *session.posargs)
 
 
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """sglang itself on the CPU, unmodified: captures by one engine against transformers."""
+    install_sglang(session)
+    test_with_sglang(session, "sglang and smoke")
+
+
 @nox.session(reuse_venv=False)
 @nox.parametrize("kind", KINDS, ids=KINDS)
 def scaffold(session: nox.Session, kind: str) -> None:
@@ -308,10 +335,17 @@ def bench_transport(session: nox.Session) -> None:
     session.run("python", "benchmarks/transport.py", *session.posargs, env=env)
 
 
+@nox.session(name="sglang-full", venv_location=str(BASE.parent / "sglang"))
+def sglang_full(session: nox.Session) -> None:
+    """Every test that runs sglang on a CPU, in the environment of the session `sglang`."""
+    install_sglang(session)
+    test_with_sglang(session, "sglang and not gpu")
+
+
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Everything that runs without a GPU: the tests, another project's loader, the quickstart."""
-    for name in ("tests", "speculators", "quickstart"):
+    for name in ("tests", "speculators", "quickstart", "sglang-full"):
         session.notify(name)
 
 
