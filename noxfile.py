@@ -137,11 +137,6 @@ def pytest(session: nox.Session, *args: str) -> None:
     session.run(*command, *args, env=env)
 
 
-def test_with_sglang(session: nox.Session, marks: str) -> None:
-    """Run tests of the sglang plugin in one process: each further one would import sglang anew."""
-    pytest(session, f"plugins/{SGLANG.name}/tests", "-n", "0", "-m", marks, *session.posargs)
-
-
 def describe_dists(folder: Path) -> Path:
     """Write our dists' metadata, so that plugins are found in the source tree without installing."""
     for project in PROJECTS:
@@ -272,7 +267,9 @@ def faults(session: nox.Session) -> None:
 def sglang(session: nox.Session) -> None:
     """sglang itself on the CPU, unmodified: captures by one engine against transformers."""
     install_sglang(session)
-    test_with_sglang(session, "sglang and smoke")
+    # In one process: each further one would import sglang anew.
+    alone = (f"plugins/{SGLANG.name}/tests", "-n", "0", "-m", "sglang and smoke")
+    pytest(session, *alone, *session.posargs)
 
 
 @nox.session(reuse_venv=False)
@@ -335,17 +332,17 @@ def bench_transport(session: nox.Session) -> None:
     session.run("python", "benchmarks/transport.py", *session.posargs, env=env)
 
 
-@nox.session(name="sglang-full", venv_location=str(BASE.parent / "sglang"))
+@nox.session(name="sglang-full", venv_backend="none")
 def sglang_full(session: nox.Session) -> None:
-    """Every test that runs sglang on a CPU, in the environment of the session `sglang`."""
-    install_sglang(session)
-    test_with_sglang(session, "sglang and not gpu")
+    """The session `sglang` with every test that runs sglang on a CPU."""
+    session.notify("sglang", posargs=("-m", "sglang and not gpu", *session.posargs))
 
 
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Everything that runs without a GPU: the tests, another project's loader, the quickstart."""
-    for name in ("tests", "speculators", "quickstart", "sglang-full"):
+    # First, as a session is queued once: `tests` asks for `sglang` with its smoke only.
+    for name in ("sglang-full", "tests", "speculators", "quickstart"):
         session.notify(name)
 
 

@@ -216,6 +216,7 @@ class Runner:
 
     def __init__(self, settings: Settings, rank: int = 0, port: int | None = None) -> None:
         from sglang.benchmark import one_batch
+        from sglang.srt.platforms import current_platform
         from sglang.srt.plugins import load_plugins
 
         if torch.distributed.is_initialized():
@@ -223,9 +224,16 @@ class Runner:
                 "sglang needs torch.distributed for itself, and this process uses it already\n"
                 "  capture in processes of their own: set topology.producers, or --role producer"
             )
+        device = torch.device(settings.device)
+        if current_platform.device_type != device.type:
+            raise UsageError(
+                f"the target is to run on {device.type!r}, and sglang runs on "
+                f"{current_platform.device_type!r} here\n"
+                "  set target.device, or capture with capture.name=hf, which runs on any"
+            )
         logging.getLogger("sglang").setLevel(logging.ERROR)
         load_plugins()
-        gpu = (torch.device(settings.device).index or 0) + rank
+        gpu = (device.index or 0) + rank
         try:
             with _same_randomness(), redirect_stdout(io.StringIO()):
                 args, ports = _configure(settings, rank, gpu, port)
