@@ -101,7 +101,7 @@ def install_with_servers(session: nox.Session, *others: str) -> None:
 
 def install_sglang(session: nox.Session) -> None:
     """Install sglang and its platform for CPUs; 1.4 GB, so kept until the list changes."""
-    install_wheels(session, "draftcore", SGLANG.name)
+    install_wheels(session, "draftcore", "draftcore-eagle3", SGLANG.name)
     needs = SGLANG / "tests" / "sglang-cpu.txt"
     mark = Path(session.virtualenv.location) / "made-for"
     key = hashlib.sha256(needs.read_bytes() + sys.version.encode()).hexdigest()

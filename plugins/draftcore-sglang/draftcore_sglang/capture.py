@@ -27,9 +27,7 @@ from draftcore_sglang.options import SglangOptions
 class SglangCapture:
     """Runs each capture group as one batch, without padding."""
 
-    def __init__(
-        self, target: TargetSpec, request: FeatureRequest, options: SglangOptions
-    ) -> None:
+    def __init__(self, target: TargetSpec, request: FeatureRequest, options: SglangOptions) -> None:
         require_layers(target, request)
         require_text(target)
         require_sglang()
@@ -52,7 +50,9 @@ class SglangCapture:
     def _start(self, prompt: list[int]) -> None:
         expected = None
         if self.options.self_test:
-            expected = selftest.reference(self.target, replace(self.request, last_hidden=True), prompt)
+            expected = selftest.reference(
+                self.target, replace(self.request, last_hidden=True), prompt
+            )
         self.engine.start()
         try:
             found = self.engine.forward([prompt], self.request.layers)
@@ -68,7 +68,7 @@ class SglangCapture:
         prompts = [[int(token) for token in tokens] for tokens in group.token_ids]
         dtype, lengths = getattr(torch, self.request.dtype), [len(prompt) for prompt in prompts]
         taken = self.engine.forward(prompts, self.request.layers)
-        split = {name: taken[name].to(dtype).split(lengths) for name in self.request.names}
+        split = {name: torch.split(taken[name].to(dtype), lengths) for name in self.request.names}
         for row in range(len(lengths)):
             features = {name: values[row] for name, values in split.items()}
             self._require_finite(features, group, row)

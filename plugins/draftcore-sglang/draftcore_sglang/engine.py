@@ -55,9 +55,7 @@ class Engine:
 
             self._model = Ranks(self.settings)
 
-    def forward(
-        self, prompts: Sequence[Sequence[int]], layers: Sequence[int]
-    ) -> dict[str, Tensor]:
+    def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
         """As `Runner.forward`."""
         assert self._model is not None
         with self._lock:

@@ -39,7 +39,9 @@ from draftcore.errors import DraftcoreError, UsageError, nearest
 
 TESTED = SpecifierSet(">=0.5.17,<0.5.24")
 INSTALL = "pip install 'draftcore-sglang[sglang]'"
-MAX_PROMPTS = 256  # of one forward: rows of the table that maps a prompt's tokens to its cache slots
+MAX_PROMPTS = (
+    256  # of one forward: rows of the table that maps a prompt's tokens to its cache slots
+)
 
 # What is called, and the parameters that are given to it.
 SIGNATURES = {
@@ -159,7 +161,9 @@ def _moved(name: str, wanted: Sequence[str]) -> str:
     except (ImportError, AttributeError) as error:
         return f"{name}: {error}"
     parameters = inspect.signature(found).parameters
-    must = [p.name for p in parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    must = [
+        p.name for p in parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
     if list(parameters)[: len(wanted)] == list(wanted) and set(must) <= set(wanted):
         return ""
     return f"{name}({', '.join(parameters)}), where ({', '.join(wanted)}) was tested"
@@ -170,7 +174,7 @@ def require_arguments(args: Mapping[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     known = inspect.signature(ServerArgs).parameters
-    for name, value in args.items():
+    for name in args:
         if name in OURS:
             raise UsageError(
                 f"capture.options.args.{name} is set, but draftcore sets it\n  set {OURS[name]}"
@@ -255,9 +259,7 @@ class Runner:
         )
 
     @torch.no_grad()
-    def forward(
-        self, prompts: Sequence[Sequence[int]], layers: Sequence[int]
-    ) -> dict[str, Tensor]:
+    def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
         """Run prompts as one batch; return [all tokens, H] per `hidden.<k>` and `last_hidden`.
 
         Rows are in the order of the prompts, without padding. Beside them, `logits` holds the
@@ -289,7 +291,9 @@ class Runner:
         last, asked = self.num_layers - 1, sglang_layers(layers, self.num_layers)
 
         def before_logits(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            values = dict(zip(("input_ids", "hidden_states", "head", "batch", "aux"), given, strict=False))
+            values = dict(
+                zip(("input_ids", "hidden_states", "head", "batch", "aux"), given, strict=False)
+            )
             taken["last_hidden"] = values["hidden_states"]
             for layer, hidden in zip(asked, values["aux"] or (), strict=True):
                 taken[f"hidden.{layer}"] = hidden
@@ -299,7 +303,11 @@ class Runner:
             state = output[1] if isinstance(output, tuple) else given[0]
             taken[f"hidden.{last}"] = state.clone()
 
-        hooks = [self._place("logits_processor").register_forward_pre_hook(before_logits, with_kwargs=True)]
+        hooks = [
+            self._place("logits_processor").register_forward_pre_hook(
+                before_logits, with_kwargs=True
+            )
+        ]
         if last in layers:
             hooks.append(self._place("model", "norm").register_forward_hook(after_norm))
         if last > 0:
@@ -311,7 +319,9 @@ class Runner:
                 hook.remove()
 
     def _place(self, *names: str) -> nn.Module:
-        found = functools.reduce(lambda at, name: getattr(at, name, None), names, self.model)
+        found: Any = self.model
+        for name in names:
+            found = getattr(found, name, None)
         if not isinstance(found, nn.Module):
             raise UsageError(
                 f"sglang's {type(self.model).__name__} has no {'.'.join(names)} to take states from\n"

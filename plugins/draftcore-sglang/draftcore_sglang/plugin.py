@@ -31,6 +31,8 @@ def capture(
 ) -> Capture | None:
     if name == "sglang":
         from draftcore_sglang.capture import SglangCapture  # torch: keeps list-plugins quick
+        from draftcore_sglang.options import SglangOptions
 
+        assert isinstance(options, SglangOptions)
         return SglangCapture(target, request, options)
     return None

@@ -40,9 +40,7 @@ class Ranks:
             self.processes.append(process)
         self.limits: Limits = self._answers()
 
-    def forward(
-        self, prompts: Sequence[Sequence[int]], layers: Sequence[int]
-    ) -> dict[str, Tensor]:
+    def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
         """As `Runner.forward`, of which rank 0's result is returned."""
         if not self.processes:
             raise DraftcoreError("sglang's ranks have ended\n  start the run again")
@@ -94,7 +92,9 @@ class Ranks:
 
 def serve(settings: Settings, rank: int, port: int, pipe: Connection) -> None:
     """Be one rank: answer with what a forward returns until the other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the run decides what it means
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to all; the run decides what it means
     try:
         runner = Runner(settings, rank, port)
         pipe.send((False, runner.limits))

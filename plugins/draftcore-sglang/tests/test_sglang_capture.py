@@ -249,7 +249,11 @@ def test_a_function_that_moved_is_named(monkeypatch: pytest.MonkeyPatch, name: s
             if replacement is None:
                 patch.delattr(owner, last)
             else:
-                patch.setattr(owner, last, staticmethod(replacement) if inspect.isclass(owner) else replacement)
+                patch.setattr(
+                    owner,
+                    last,
+                    staticmethod(replacement) if inspect.isclass(owner) else replacement,
+                )
             internals.require_signatures.cache_clear()
             with pytest.raises(DraftcoreError, match=seen) as caught:
                 internals.require_sglang()

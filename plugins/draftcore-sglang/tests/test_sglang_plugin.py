@@ -12,14 +12,13 @@ from draftcore_sglang.internals import require_sglang, sglang_layers
 from draftcore_sglang.options import SglangOptions
 from packaging.requirements import Requirement
 
-import draftcore_sglang
 from draftcore.errors import UsageError
 from draftcore.records import FeatureRequest
 from draftcore.target import TargetSpec
 from draftcore.testing.plugins import PluginSuite
 from draftcore.testing.targets import tiny_target
 
-FOLDER = Path(draftcore_sglang.__file__).parent
+ROOT = Path(__file__).parents[3]
 REQUEST = FeatureRequest((0,), True, "float32")
 
 
@@ -42,14 +41,22 @@ def imports_sglang(source: str) -> bool:
 
 
 def test_one_module_alone_imports_sglang() -> None:
-    found = {path.name for path in FOLDER.rglob("*.py") if imports_sglang(path.read_text())}
-    assert found == {"internals.py"}
+    """Of the core and of all dists."""
+    packages = [ROOT / "draftcore", *ROOT.glob("plugins/*/draftcore_*")]
+    files = [path for package in packages for path in package.rglob("*.py")]
+    assert len(files) > 50
+    found = {path.relative_to(ROOT) for path in files if imports_sglang(path.read_text())}
+    assert found == {Path("plugins/draftcore-sglang/draftcore_sglang/internals.py")}
 
 
 @pytest.mark.parametrize(
     "source",
-    ["import sglang", "from sglang.srt import x", "def f():\n import sglang.srt.y as z"]
-    + ["import importlib\nimportlib.import_module('sglang.srt')"],
+    [
+        "import sglang",
+        "from sglang.srt import x",
+        "def f():\n import sglang.srt.y as z",
+        "import importlib\nimportlib.import_module('sglang.srt')",
+    ],
 )
 def test_that_check_sees_every_way_to_import_it(source: str) -> None:
     assert imports_sglang(source)

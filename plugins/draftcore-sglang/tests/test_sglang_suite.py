@@ -18,22 +18,23 @@ from draftcore.testing.captures import (
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 
 
-class TestSglang(CaptureSuite):
-    plugin = "draftcore_sglang.plugin"
-    name = "sglang"
-    options = {"max_tokens": 512}
+PLUGIN, NAME, OPTIONS = "draftcore_sglang.plugin", "sglang", {"max_tokens": 512}
 
-    @pytest.fixture(scope="class", autouse=True)
-    def one_engine(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        """A capture that stays open: the tests' own ones share its engine."""
-        folder = capture_target(tmp_path_factory.mktemp("sglang-suite"))
-        target, request = TargetSpec(str(folder), device="cpu"), FeatureRequest((1,), True, "float32")
-        kept = open_through(self.plugin, self.name, target, request, self.options)
-        features_of(kept, group(0))
-        type(self).folder = folder
-        yield
-        kept.close()
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The target, which a capture that stays open holds: the tests' own ones share its engine."""
+    written = capture_target(tmp_path_factory.mktemp("target"))
+    target, request = TargetSpec(str(written), device="cpu"), FeatureRequest((1,), True, "float32")
+    kept = open_through(PLUGIN, NAME, target, request, OPTIONS)
+    features_of(kept, group(0))
+    yield written
+    kept.close()
+
+
+class TestSglang(CaptureSuite):
+    plugin, name, options = PLUGIN, NAME, OPTIONS
 
     @pytest.fixture
-    def target_folder(self) -> Path:
-        return self.folder
+    def target_folder(self, folder: Path) -> Path:
+        return folder
