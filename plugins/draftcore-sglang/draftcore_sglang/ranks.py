@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.multiprocessing
 from torch import Tensor
@@ -56,23 +56,28 @@ class Ranks:
     def _answers(self) -> Any:
         """Wait for an answer of every rank and return rank 0's."""
         answers: dict[int, Any] = {}
-        while len(answers) < len(self.pipes):
-            for rank in set(range(len(self.pipes))) - set(answers):
-                if not self.pipes[rank].poll():
-                    continue
-                try:
-                    failed, answers[rank] = self.pipes[rank].recv()
-                except EOFError:
-                    self._fail(rank, "it ended without a word")
-                if failed:
-                    self._fail(rank, answers[rank])
-            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
-            wait(waiting)
+        while missing := [rank for rank in range(len(self.pipes)) if rank not in answers]:
+            ready = wait([self.pipes[rank] for rank in missing])
+            for rank in missing:
+                if self.pipes[rank] in ready:
+                    answers[rank] = self._answer(rank)
         return answers[0]
 
-    def _fail(self, rank: int, reason: str) -> None:
+    def _answer(self, rank: int) -> Any:
+        try:
+            failed, answer = self.pipes[rank].recv()
+        except (EOFError, OSError):
+            self._fail(rank, "it ended without a word")
+        if failed:
+            self._fail(rank, answer)
+        return answer
+
+    def _fail(self, rank: int, reason: str) -> NoReturn:
+        self.processes[rank].join(1)  # else its exit status would be that of being killed below
+        killed = [at for at, process in enumerate(self.processes) if (process.exitcode or 0) < 0]
+        if killed and rank not in killed:  # this one only lost its connection to that one
+            rank, reason = killed[0], "it was killed"
         process = self.processes[rank]
-        process.join(1)  # else its exit status would be that of being killed below
         self.close()
         raise DraftcoreError(
             f"rank {rank} of the target's {len(self.pipes)} failed: {reason}\n"
@@ -92,9 +97,7 @@ class Ranks:
 
 def serve(settings: Settings, rank: int, port: int, pipe: Connection) -> None:
     """Be one rank: answer with what a forward returns until the other end closes."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to all; the run decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the run decides on it
     try:
         runner = Runner(settings, rank, port)
         pipe.send((False, runner.limits))
