@@ -25,6 +25,7 @@ DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "store", "capture", "channel")
 SERVED = ("draftcore-mooncake", "draftcore-redis")  # plugins whose servers a run depends on
+SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
 GROUPS = ("lint", "typing", "test", "release")
@@ -98,6 +99,19 @@ def install_with_servers(session: nox.Session, *others: str) -> None:
     install_wheels(session, "draftcore", *SERVED, *others)
 
 
+def install_sglang(session: nox.Session) -> None:
+    """Install sglang and its platform for CPUs; 1.4 GB, so kept until the list changes."""
+    install_wheels(session, "draftcore", "draftcore-eagle3", SGLANG.name)
+    needs = SGLANG / "tests" / "sglang-cpu.txt"
+    mark = Path(session.virtualenv.location) / "made-for"
+    key = hashlib.sha256(needs.read_bytes() + sys.version.encode()).hexdigest()
+    if not mark.exists() or mark.read_text() != key:
+        session.install("-q", "--no-deps", "-r", str(needs))
+        mark.write_text(key)
+    platform = str(SGLANG / "tests" / "platform")
+    session.install("-q", "--no-deps", "--no-build-isolation", "--force-reinstall", platform)
+
+
 _built = False
 
 
@@ -147,7 +161,7 @@ def tests(session: nox.Session) -> None:
     plugins = [f"plugin({name})" for name in PLUGINS]
     written = [f"scaffold({kind})" for kind in KINDS]
     alone = ("lint", "typing", "wheels", "start", "core", *plugins)
-    for name in (*alone, "together", "faults", "thirdparty", *written):
+    for name in (*alone, "together", "faults", "thirdparty", "sglang", *written):
         session.notify(name)
 
 
@@ -249,6 +263,15 @@ def faults(session: nox.Session) -> None:
     pytest(session, "tests/faults", *session.posargs)
 
 
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """sglang itself on the CPU, unmodified: captures by one engine against transformers."""
+    install_sglang(session)
+    # In one process: each further one would import sglang anew.
+    alone = (f"plugins/{SGLANG.name}/tests", "-n", "0", "-m", "sglang and smoke")
+    pytest(session, *alone, *session.posargs)
+
+
 @nox.session(reuse_venv=False)
 @nox.parametrize("kind", KINDS, ids=KINDS)
 def scaffold(session: nox.Session, kind: str) -> None:
@@ -309,10 +332,17 @@ def bench_transport(session: nox.Session) -> None:
     session.run("python", "benchmarks/transport.py", *session.posargs, env=env)
 
 
+@nox.session(name="sglang-full", venv_backend="none")
+def sglang_full(session: nox.Session) -> None:
+    """The session `sglang` with every test that runs sglang on a CPU."""
+    session.notify("sglang", posargs=("-m", "sglang and not gpu", *session.posargs))
+
+
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
     """Everything that runs without a GPU: the tests, another project's loader, the quickstart."""
-    for name in ("tests", "drills", "speculators", "quickstart"):
+    # First, as a session is queued once: `tests` asks for `sglang` with its smoke only.
+    for name in ("sglang-full", "tests", "drills", "speculators", "quickstart"):
         session.notify(name)
 
 

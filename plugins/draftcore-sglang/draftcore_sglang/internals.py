@@ -1,0 +1,418 @@
+"""Everything this dist knows of sglang's insides: the only module that imports sglang.
+
+sglang has no interface for what capture needs, so each name used here may move with any release.
+Hence the range of versions that was tested, and a self-test of every signature before the first
+use: a name that moved is an error that says which, never a wrong tensor.
+
+A model is built and run as `sglang.benchmark.one_batch` does it, sglang's own program of one
+process without a scheduler: there is no chunked prefill, prefix cache or overlap that could shorten
+or reorder rows. Hidden states are taken where the model hands them to its logits processor.
+
+Odd: sglang keeps its configuration and process groups in globals of the process, so there is one
+runner per process at a time. And the last layer's output is not among those sglang captures, as it
+takes a state at the *next* layer's input: it is what the final norm adds up.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import inspect
+import io
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from torch import Tensor, nn
+
+from draftcore.errors import DraftcoreError, UsageError, nearest
+
+TESTED = SpecifierSet(">=0.5.17,<0.5.24")
+INSTALL = "pip install 'draftcore-sglang[sglang]'"
+MAX_PROMPTS = (
+    256  # of one forward: rows of the table that maps a prompt's tokens to its cache slots
+)
+
+# What is called, and the parameters that are given to it.
+SIGNATURES = {
+    "sglang.benchmark.one_batch:load_model": ("server_args", "port_args", "gpu_id", "tp_rank"),
+    "sglang.benchmark.one_batch:prepare_synthetic_inputs_for_latency_test": (
+        "batch_size",
+        "input_len",
+        "custom_inputs",
+    ),
+    "sglang.benchmark.one_batch:_TorchBenchRunner.extend": ("self", "reqs"),
+    "sglang.benchmark.one_batch:_TorchBenchRunner.clear": ("self",),
+    "sglang.srt.layers.logits_processor:LogitsProcessor.forward": (
+        "self",
+        "input_ids",
+        "hidden_states",
+        "lm_head",
+        "logits_metadata",
+        "aux_hidden_states",
+    ),
+    "sglang.srt.server_args:PortArgs.init_new": ("server_args",),
+    "sglang.srt.plugins:load_plugins": (),
+    "sglang.srt.distributed.parallel_state:destroy_model_parallel": (),
+    "sglang.srt.distributed.parallel_state:destroy_distributed_environment": (),
+}
+
+# What a user may not set, with the value that changes nothing and the reason.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "enable_dp_attention": (False, "with DP attention a rank holds the rows of some prompts only"),
+    "dp_size": (1, "with data parallelism a rank runs some of the prompts only"),
+    "pp_size": (1, "with pipeline parallelism no rank holds all layers"),
+    "attn_cp_size": (1, "with context parallelism a rank holds part of each prompt"),
+    "dcp_size": (1, "with context parallelism a rank holds part of each prompt"),
+    "nnodes": (1, "all ranks of this capture run on one machine"),
+    "speculative_algorithm": (None, "capture runs the target alone"),
+    "disaggregation_mode": ("null", "capture runs whole prompts in one place"),
+    "enable_two_batch_overlap": (False, "it cuts a batch in two"),
+}
+OURS = {  # what the settings below decide, and by which key of a run's configuration
+    "model_path": "target.path",
+    "revision": "target.revision",
+    "dtype": "target.dtype",
+    "device": "target.device",
+    "base_gpu_id": "target.device",
+    "tp_size": "capture.options.tp",
+    "max_total_tokens": "capture.options.max_tokens",
+    "context_length": "capture.options.max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a model is run with. Plain values: they go to the processes of other ranks.
+
+    `args` are further arguments of sglang's ServerArgs, as JSON with sorted keys.
+    """
+
+    path: str
+    revision: str | None
+    dtype: str
+    device: str
+    tp: int
+    max_tokens: int
+    context: int
+    args: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one forward may hold: tokens of the cache, in pages of so many; tokens of a prompt."""
+
+    tokens: int
+    page: int
+    context: int
+
+
+# ---------------------------------------------------------------- is it the sglang we know
+
+
+def require_sglang() -> Version:
+    """Return the version of the installed sglang.
+
+    Raises UsageError where there is none, or one outside of the tested range; DraftcoreError where
+    a function that is used here has other parameters than were tested.
+    """
+    try:
+        version = Version(metadata.version("sglang"))
+    except metadata.PackageNotFoundError:
+        raise UsageError(
+            f"sglang is not installed, and this capture runs it\n  {INSTALL}"
+        ) from None
+    if version not in TESTED:
+        raise UsageError(
+            f"sglang {version} is installed, draftcore-sglang was tested with {TESTED}\n  {INSTALL}"
+        )
+    require_signatures()
+    return version
+
+
+@functools.cache
+def require_signatures() -> None:
+    """Raise DraftcoreError naming each function of sglang that moved or takes other parameters."""
+    moved = [line for name, wanted in SIGNATURES.items() if (line := _moved(name, wanted))]
+    if moved:
+        raise DraftcoreError(
+            f"sglang {metadata.version('sglang')} is not as draftcore-sglang knows it:\n  "
+            + "\n  ".join(moved)
+            + f"\n  another build of sglang may be as tested: {INSTALL}"
+        )
+
+
+def _moved(name: str, wanted: Sequence[str]) -> str:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        return f"{name}: {error}"
+    parameters = inspect.signature(found).parameters
+    must = [
+        p.name for p in parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    if list(parameters)[: len(wanted)] == list(wanted) and set(must) <= set(wanted):
+        return ""
+    return f"{name}({', '.join(parameters)}), where ({', '.join(wanted)}) was tested"
+
+
+def require_arguments(args: Mapping[str, Any]) -> None:
+    """Raise UsageError for an argument that sglang does not know or that capture cannot have."""
+    from sglang.srt.server_args import ServerArgs
+
+    known = inspect.signature(ServerArgs).parameters
+    for name in args:
+        if name in OURS:
+            raise UsageError(
+                f"capture.options.args.{name} is set, but draftcore sets it\n  set {OURS[name]}"
+            )
+        if name not in known:
+            raise UsageError(
+                f"capture.options.args.{name}: sglang {metadata.version('sglang')} has no such "
+                f"argument{nearest(name, known)}\n  `python -m sglang.launch_server --help` lists them"
+            )
+    _require_whole_rows(args)
+
+
+def _require_whole_rows(values: Mapping[str, Any]) -> None:
+    for name, (neutral, reason) in REFUSED.items():
+        if values.get(name, neutral) != neutral:
+            raise UsageError(
+                f"sglang's {name}={values[name]!r} cannot be captured with: {reason}\n"
+                f"  leave {name} at {neutral!r}, and use capture.options.tp for several devices"
+            )
+
+
+# ---------------------------------------------------------------- which layers
+
+
+def sglang_layers(layers: Sequence[int], num_layers: int) -> list[int]:
+    """The layer ids to give to sglang for these of draftcore, in the order it returns them.
+
+    The one place where ids are converted. Both mean the output of layer k, counted from 0; sglang
+    returns each once, in the model's order, and never the last. It must capture one at least.
+    """
+    return sorted({layer for layer in layers if layer < num_layers - 1}) or [0]
+
+
+# ---------------------------------------------------------------- a model that runs
+
+
+class Runner:
+    """A target in this process, or one rank of it.
+
+    Raises UsageError where sglang refuses the settings, where torch.distributed is in use by
+    somebody else, or where the model has no such place to take states from.
+    """
+
+    def __init__(self, settings: Settings, rank: int = 0, port: int | None = None) -> None:
+        from sglang.benchmark import one_batch
+        from sglang.srt.platforms import current_platform
+        from sglang.srt.plugins import load_plugins
+
+        if torch.distributed.is_initialized():
+            raise UsageError(
+                "sglang needs torch.distributed for itself, and this process uses it already\n"
+                "  capture in processes of their own: set topology.producers, or --role producer"
+            )
+        device = torch.device(settings.device)
+        if current_platform.device_type != device.type:
+            raise UsageError(
+                f"the target is to run on {device.type!r}, and sglang runs on "
+                f"{current_platform.device_type!r} here\n"
+                "  set target.device, or capture with capture.name=hf, which runs on any"
+            )
+        logging.getLogger("sglang").setLevel(logging.ERROR)
+        load_plugins()
+        gpu = (device.index or 0) + rank
+        try:
+            with _same_randomness(), redirect_stdout(io.StringIO()):
+                args, ports = _configure(settings, rank, gpu, port)
+                self._bench, _ = one_batch.load_model(args, ports, gpu, rank)
+        except BaseException as error:
+            _leave_groups()
+            if isinstance(error, DraftcoreError) or not isinstance(error, Exception):
+                raise
+            raise DraftcoreError(
+                f"sglang cannot run target {settings.path!r}: {error}\n  see capture.options"
+            ) from error
+        self._one_batch, self._runner = one_batch, self._bench.torch_runner
+        self.model: nn.Module = self._runner.model
+        self.num_layers = int(self._runner.model_config.num_hidden_layers)
+        self.limits = Limits(
+            tokens=int(self._runner.max_total_num_tokens),
+            page=int(self._runner.page_size),
+            context=int(self._runner.model_config.context_len),
+        )
+
+    @torch.no_grad()
+    def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
+        """Run prompts as one batch; return [all tokens, H] per `hidden.<k>` and `last_hidden`.
+
+        Rows are in the order of the prompts, without padding. Beside them, `logits` holds the
+        logits [prompts, V] after each prompt's last token.
+        """
+        requests = self._one_batch.prepare_synthetic_inputs_for_latency_test(
+            len(prompts), 0, [list(prompt) for prompt in prompts]
+        )
+        with self._tap(layers) as taken:
+            try:
+                _, logits, _ = self._bench.extend(requests)
+            finally:
+                self._bench.clear()
+        names = [f"hidden.{layer}" for layer in dict.fromkeys(layers)]
+        found = {name: taken[name] for name in [*names, "last_hidden"] if name in taken}
+        total = sum(map(len, prompts))
+        short = [name for name in [*names, "last_hidden"] if len(found.get(name, ())) != total]
+        if short:
+            raise DraftcoreError(
+                f"sglang returned {[len(found.get(name, ())) for name in short]} rows of {short} "
+                f"for {total} tokens\n  capture this target with another backend (capture.name=hf)"
+            )
+        return {**found, "logits": logits}
+
+    @contextmanager
+    def _tap(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        """Collect states while a forward runs."""
+        taken: dict[str, Tensor] = {}
+        last, asked = self.num_layers - 1, sglang_layers(layers, self.num_layers)
+
+        def before_logits(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            values = dict(
+                zip(("input_ids", "hidden_states", "head", "batch", "aux"), given, strict=False)
+            )
+            taken["last_hidden"] = values["hidden_states"]
+            for layer, hidden in zip(asked, values["aux"] or (), strict=True):
+                taken[f"hidden.{layer}"] = hidden
+
+        def after_norm(_: Any, given: tuple[Any, ...], output: Any) -> None:
+            # With a residual, the norm adds first and returns the sum beside its own result.
+            state = output[1] if isinstance(output, tuple) else given[0]
+            taken[f"hidden.{last}"] = state.clone()
+
+        hooks = [
+            self._place("logits_processor").register_forward_pre_hook(
+                before_logits, with_kwargs=True
+            )
+        ]
+        if last in layers:
+            hooks.append(self._place("model", "norm").register_forward_hook(after_norm))
+        if last > 0:
+            self._set_layers()(asked)
+        try:
+            yield taken
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _place(self, *names: str) -> nn.Module:
+        found: Any = self.model
+        for name in names:
+            found = getattr(found, name, None)
+        if not isinstance(found, nn.Module):
+            raise UsageError(
+                f"sglang's {type(self.model).__name__} has no {'.'.join(names)} to take states from\n"
+                "  capture this target with another backend (capture.name=hf)"
+            )
+        return found
+
+    def _set_layers(self) -> Callable[[list[int]], None]:
+        """The model's own way to be asked for layers; the two that exist agree on explicit ids."""
+        for name in ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"):
+            if hasattr(self.model, name):
+                return getattr(self.model, name)  # type: ignore[no-any-return]
+        raise UsageError(
+            f"sglang's {type(self.model).__name__} cannot return the states of chosen layers\n"
+            "  capture this target with another backend (capture.name=hf)"
+        )
+
+    def close(self) -> None:
+        """Give back memory and process groups, so that another runner may be made."""
+        del self._bench, self._runner, self.model
+        _leave_groups()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _leave_groups() -> None:
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+def _configure(settings: Settings, rank: int, gpu: int, port: int | None) -> tuple[Any, Any]:
+    """Make sglang's configuration and install it in this process."""
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    given = {
+        "model_path": settings.path,
+        "revision": settings.revision,
+        "dtype": settings.dtype,
+        "device": torch.device(settings.device).type,
+        "tp_size": settings.tp,
+        "max_total_tokens": settings.max_tokens,
+        "mem_fraction_static": 0.9,  # of what is free, at most; max_total_tokens decides
+        "context_length": settings.context,
+        "max_running_requests": MAX_PROMPTS,
+        "disable_radix_cache": True,
+        "chunked_prefill_size": -1,
+        "disable_cuda_graph": True,
+        "grammar_backend": "none",
+        "random_seed": 0,
+        "nccl_port": port,
+        "log_level": "error",
+        **json.loads(settings.args),
+    }
+    try:
+        args = ServerArgs(**given)
+        resolved = _publish(args, rank, gpu)
+    except (ValueError, AssertionError) as error:
+        raise UsageError(f"sglang refuses its arguments: {error}\n  see capture.options") from None
+    _require_whole_rows({name: getattr(resolved, name) for name in REFUSED})
+    return args, PortArgs.init_new(args)
+
+
+def _publish(args: Any, rank: int, gpu: int) -> Any:
+    """Resolve and install the configuration; return a view of it. Here the releases differ most."""
+    from sglang.benchmark import one_batch
+
+    names = ("moe", "fp8_gemm", "bf16_gemm", "fp4_gemm")
+    found = (getattr(one_batch, f"initialize_{name}_config", None) for name in names)
+    initializers = [initialize for initialize in found if initialize]
+    if not hasattr(one_batch, "publish"):  # to 0.5.18 there is no configuration of a process
+        for initialize in initializers:
+            initialize(args)
+        return args
+    args.resolve_once()
+    ranks = {}
+    if hasattr(one_batch, "SpawnRanks"):  # from 0.5.21 on
+        place = one_batch.spawn_world_rank(args, tp_rank=rank, pp_rank=0)
+        ranks["ranks"] = one_batch.SpawnRanks(world_rank=place, gpu_id=gpu)
+    one_batch.publish(args, role="scheduler", **ranks)
+    for initialize in initializers:
+        initialize()
+    return one_batch.resolving_view(args)
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Keep the random states of this process, which sglang seeds: training draws from them."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield
+    random.setstate(python)
+    numpy.random.set_state(arrays)

@@ -1,0 +1,119 @@
+"""A target on several devices: one process per rank, all given the same prompts.
+
+No rank lives in the process of the run. A rank that dies while others wait for it inside a
+collective would take the run along, and torch.distributed has one default group per process, which
+a trainer's checkpoints must not find occupied by sglang's ranks. Rank 0 hands its tensors over where
+they are: on the device through CUDA's inter-process handles, on the CPU through shared memory.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import torch.multiprocessing
+from torch import Tensor
+
+from draftcore.errors import DraftcoreError
+from draftcore_sglang.internals import Limits, Runner, Settings
+
+
+class Ranks:
+    """The processes of all ranks. Raises DraftcoreError, and ends them, where one fails or dies."""
+
+    def __init__(self, settings: Settings) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        port = _free_port()
+        for rank in range(settings.tp):
+            here, there = context.Pipe()
+            given = (settings, rank, port, there)
+            process = context.Process(target=serve, args=given, daemon=True, name=f"sglang-{rank}")
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+        self.limits: Limits = self._answers()
+
+    def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
+        """As `Runner.forward`, of which rank 0's result is returned."""
+        if not self.processes:
+            raise DraftcoreError("sglang's ranks have ended\n  start the run again")
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send((prompts, layers))
+            except OSError:
+                self._fail(rank, "it ended without a word")
+        found: dict[str, Tensor] = self._answers()
+        # A copy: what was handed over is the rank's memory, and goes when it goes.
+        return {name: value.clone() for name, value in found.items()}
+
+    def _answers(self) -> Any:
+        """Wait for an answer of every rank and return rank 0's."""
+        answers: dict[int, Any] = {}
+        while missing := [rank for rank in range(len(self.pipes)) if rank not in answers]:
+            ready = wait([self.pipes[rank] for rank in missing])
+            for rank in missing:
+                if self.pipes[rank] in ready:
+                    answers[rank] = self._answer(rank)
+        return answers[0]
+
+    def _answer(self, rank: int) -> Any:
+        try:
+            failed, answer = self.pipes[rank].recv()
+        except (EOFError, OSError):
+            self._fail(rank, "it ended without a word")
+        if failed:
+            self._fail(rank, answer)
+        return answer
+
+    def _fail(self, rank: int, reason: str) -> NoReturn:
+        self.processes[rank].join(1)  # else its exit status would be that of being killed below
+        killed = [at for at, process in enumerate(self.processes) if (process.exitcode or 0) < 0]
+        if killed and rank not in killed:  # this one only lost its connection to that one
+            rank, reason = killed[0], "it was killed"
+        process = self.processes[rank]
+        self.close()
+        raise DraftcoreError(
+            f"rank {rank} of the target's {len(self.pipes)} failed: {reason}\n"
+            f"  (process {process.pid}, exit status {process.exitcode}); all ranks were ended"
+        )
+
+    def close(self) -> None:
+        """End all ranks, by force: they hold nothing but device memory."""
+        processes, self.processes = self.processes, []
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+def serve(settings: Settings, rank: int, port: int, pipe: Connection) -> None:
+    """Be one rank: answer with what a forward returns until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the run decides on it
+    try:
+        runner = Runner(settings, rank, port)
+        pipe.send((False, runner.limits))
+        while True:
+            prompts, layers = pipe.recv()
+            found = runner.forward(prompts, layers)
+            pipe.send((False, found if rank == 0 else None))
+    except EOFError:
+        sys.exit(0)
+    except Exception as error:
+        pipe.send((True, str(error)))
+        sys.exit(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -1,0 +1,310 @@
+"""The capture `sglang` against transformers, its limits, and what it leaves behind."""
+
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftcore_sglang import internals, selftest
+from draftcore_sglang.capture import SglangCapture
+from draftcore_sglang.options import SglangOptions
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.local_capture import LocalCapture
+from draftcore.records import FeatureRequest
+from draftcore.target import TargetSpec
+from draftcore.testing.captures import features_of, group
+from draftcore.testing.targets import tiny_target
+
+pytestmark = pytest.mark.sglang
+
+LAYERS = 4
+REQUEST = FeatureRequest(tuple(range(LAYERS)), True, "float32")
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 61)), [9] * 17]
+ATOL = 1e-5  # measured: 2.2e-6 at most, where the states' numbers go up to about 10
+Opener = Callable[..., SglangCapture]
+
+
+def qwen3(folder: Path) -> Path:
+    return tiny_target(folder, hidden_size=64, num_hidden_layers=LAYERS)
+
+
+def llama(folder: Path) -> Path:
+    """The same weights' names and tokenizer, but Llama's attention and MLP."""
+    vocab = TargetSpec(str(qwen3(folder))).vocab_size
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.08) if weight.ndim > 1 else weight.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> TargetSpec:
+    return TargetSpec(str(qwen3(tmp_path)), device="cpu")
+
+
+@pytest.fixture
+def opener() -> Iterator[Opener]:
+    opened: list[SglangCapture] = []
+
+    def open_one(
+        target: TargetSpec, request: FeatureRequest = REQUEST, **options: Any
+    ) -> SglangCapture:
+        given = SglangOptions(**{"max_tokens": 128, **options})
+        opened.append(SglangCapture(target, request, given))
+        return opened[-1]
+
+    yield open_one
+    for capture in opened:
+        capture.close()
+
+
+# ---------------------------------------------------------------- which tensors
+
+
+@pytest.mark.parametrize("shape", [qwen3, llama])
+def test_every_layer_and_the_last_state_are_those_of_transformers(
+    tmp_path: Path, opener: Opener, shape: Callable[[Path], Path]
+) -> None:
+    target = TargetSpec(str(shape(tmp_path)), device="cpu")
+    asked = group(members=PROMPTS)
+    found = features_of(opener(target), asked)
+    (expected,) = LocalCapture(target, REQUEST).features([asked])
+    for mine, theirs in zip(found, expected.features, strict=True):
+        for name in REQUEST.names:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=ATOL)
+
+
+def test_layers_come_by_name_in_whatever_order_they_were_asked_for(
+    target: TargetSpec, opener: Opener
+) -> None:
+    """sglang itself returns [2, 0] as layers 0 and 2, and a layer asked for twice once."""
+    asked = group(members=PROMPTS)
+    whole = features_of(opener(target), asked)
+    for layers in [(2, 0), (3, 1, 0), (2, 2)]:
+        some = features_of(opener(target, FeatureRequest(layers, False, "float32")), asked)
+        for features, all_of_them in zip(some, whole, strict=True):
+            for layer in layers:
+                name = f"hidden.{layer}"
+                assert torch.equal(features[name], all_of_them[name])
+
+
+def test_a_prompt_longer_than_a_chunk_or_seen_before_comes_whole(
+    target: TargetSpec, opener: Opener
+) -> None:
+    """Chunked prefill would give its last rows, a prefix cache the rows after what it has."""
+    capture = opener(target, args={"chunked_prefill_size": 8, "disable_radix_cache": False})
+    asked = group(members=[PROMPTS[2], PROMPTS[2], PROMPTS[2][:20]])
+    first, again = features_of(capture, asked), features_of(capture, asked)
+    for features in (first, again):
+        assert [len(one["hidden.1"]) for one in features] == [31, 31, 20]
+    assert torch.equal(first[0]["hidden.1"], again[0]["hidden.1"])
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"enable_dp_attention": True}, "DP attention"),
+        ({"dp_size": 2}, "data parallelism"),
+        ({"pp_size": 2}, "pipeline parallelism"),
+        ({"speculative_algorithm": "EAGLE3"}, "the target alone"),
+        ({"disaggregation_mode": "prefill"}, "whole prompts"),
+        ({"dtype": "bfloat16"}, "set target.dtype"),
+        ({"tp_size": 2}, "set capture.options.tp"),
+        ({"atention_backend": "triton"}, "did you mean 'attention_backend'"),
+    ],
+)
+def test_arguments_that_would_change_what_is_captured_are_refused_by_name(
+    target: TargetSpec, opener: Opener, args: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason) as caught:
+        opener(target, args=args)
+    assert next(iter(args)) in str(caught.value)
+
+
+def test_a_prompt_or_group_that_is_too_long_is_named_with_the_limit(
+    target: TargetSpec, opener: Opener
+) -> None:
+    capture = opener(target, max_tokens=32)
+    with pytest.raises(UsageError, match=r"row 17 .* has 33 tokens.* takes 32"):
+        list(capture.features([group(members=[[5], [7] * 33], rows=(3, 17))]))
+    with pytest.raises(UsageError, match=r"rows \[3, 17\] has 2 prompts\s.*with 40 tokens\s.* 32"):
+        list(capture.features([group(members=[[5] * 20, [7] * 20], rows=(3, 17))]))
+    assert len(features_of(capture, group(members=[[5] * 16, [7] * 16]))) == 2
+
+
+def test_a_second_target_in_the_process_is_refused_until_the_first_is_closed(
+    target: TargetSpec, opener: Opener
+) -> None:
+    first = opener(target)
+    same = opener(target, FeatureRequest((0,), False, "float32"))
+    assert same.engine is first.engine
+    with pytest.raises(UsageError, match=r"128.*\n.*64"):
+        opener(target, max_tokens=64)
+    first.close()
+    assert len(features_of(same, group(0))) == 1, "it goes on for its other user"
+    same.close()
+    assert len(features_of(opener(target, max_tokens=64), group(0))) == 1
+
+
+def test_a_process_that_is_a_rank_of_a_trainer_is_told_to_capture_elsewhere(
+    target: TargetSpec, opener: Opener, tmp_path: Path
+) -> None:
+    capture = opener(target)
+    store = torch.distributed.FileStore(str(tmp_path / "ranks"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match=r"topology\.producers"):
+            list(capture.features([group(0)]))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(features_of(capture, group(0))) == 1
+
+
+def test_a_device_that_this_sglang_does_not_run_on_is_refused(
+    target: TargetSpec, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    with pytest.raises(UsageError, match=r"'cpu'.*'cuda'"):
+        list(opener(target).features([group(0)]))
+
+
+# ---------------------------------------------------------------- the self-tests
+
+
+def test_another_layer_than_asked_for_is_found_before_anything_is_captured(
+    target: TargetSpec, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a release counted layers from their inputs."""
+    true = internals.Runner._set_layers
+
+    def shifted(runner: internals.Runner) -> Callable[[list[int]], None]:
+        return lambda layers: true(runner)([max(layer - 1, 0) for layer in layers])
+
+    monkeypatch.setattr(internals.Runner, "_set_layers", shifted)
+    request = FeatureRequest((2,), True, "float32")
+    with pytest.raises(DraftcoreError, match=r"hidden\.2 .* differs from transformers'"):
+        list(opener(target, request).features([group(0)]))
+    unchecked = opener(target, request, self_test=False)
+    assert len(features_of(unchecked, group(0))) == 1
+
+
+def test_a_model_that_scales_its_logits_is_refused(
+    tmp_path: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where transformers cannot be asked, as its model does not fit."""
+    target = TargetSpec(str(qwen3(tmp_path)), device="cpu")
+    monkeypatch.setattr(selftest, "fits", lambda _: False)
+    true = internals.Runner.forward
+
+    def scaled(runner: internals.Runner, *given: Any) -> dict[str, torch.Tensor]:
+        found = true(runner, *given)
+        return {**found, "logits": found["logits"] * 2}
+
+    monkeypatch.setattr(internals.Runner, "forward", scaled)
+    with (
+        pytest.warns(UserWarning, match="does not fit"),
+        pytest.raises(DraftcoreError, match="scale or cap"),
+    ):
+        list(opener(target).features([group(0)]))
+
+
+@pytest.mark.parametrize("name", internals.SIGNATURES)
+def test_a_function_that_moved_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Gone, and with a parameter more that must be given."""
+    module, _, path = name.partition(":")
+    owner: Any = functools.reduce(
+        getattr, path.split(".")[:-1], __import__(module, fromlist=["any"])
+    )
+    last = path.split(".")[-1]
+    true = getattr(owner, last)
+    given = list(inspect.signature(true).parameters)
+    made: dict[str, Any] = {}
+    exec(f"def other(new, {', '.join(given)}): ...", made)
+    for replacement, seen in ((made["other"], r"\(new"), (None, name)):
+        with monkeypatch.context() as patch:
+            if replacement is None:
+                patch.delattr(owner, last)
+            else:
+                patch.setattr(
+                    owner,
+                    last,
+                    staticmethod(replacement) if inspect.isclass(owner) else replacement,
+                )
+            internals.require_signatures.cache_clear()
+            with pytest.raises(DraftcoreError, match=seen) as caught:
+                internals.require_sglang()
+            assert name in str(caught.value)
+    internals.require_signatures.cache_clear()
+    internals.require_sglang()
+
+
+# ---------------------------------------------------------------- what it leaves behind
+
+
+def test_random_states_are_as_they_were(target: TargetSpec, opener: Opener) -> None:
+    """sglang seeds all of them, and training draws from them."""
+    torch.manual_seed(7)
+    random.seed(7)
+    expected = (torch.rand(3), random.random())
+    torch.manual_seed(7)
+    random.seed(7)
+    list(opener(target).features([group(0, 1)]))
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
+
+
+def test_after_the_last_capture_is_closed_torch_distributed_is_free(
+    target: TargetSpec, opener: Opener
+) -> None:
+    capture = opener(target)
+    list(capture.features([group(0)]))
+    assert torch.distributed.is_initialized()
+    capture.close()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_target_that_sglang_cannot_load_leaves_the_process_as_it_was(
+    target: TargetSpec, opener: Opener
+) -> None:
+    capture = opener(target, self_test=False, args={"load_format": "no-such-format"})
+    with pytest.raises(DraftcoreError, match="no-such-format"):
+        list(capture.features([group(0)]))
+    capture.close()
+    assert not torch.distributed.is_initialized()
+    assert len(features_of(opener(target), group(0))) == 1
+
+
+def test_transformers_computes_the_same_bits_beside_sglang(
+    target: TargetSpec, opener: Opener
+) -> None:
+    """sglang changes transformers where it is imported; not what a model of it computes."""
+    tokens = torch.tensor([PROMPTS[2]])
+    model = AutoModelForCausalLM.from_pretrained(target.path)
+    before = model(input_ids=tokens).logits
+    list(opener(target).features([group(0)]))
+    after = AutoModelForCausalLM.from_pretrained(target.path)(input_ids=tokens).logits
+    assert torch.equal(before, after)

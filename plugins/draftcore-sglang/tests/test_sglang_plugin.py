@@ -1,0 +1,113 @@
+"""What needs no sglang: the offers, refusals, and where sglang is imported."""
+
+import ast
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from draftcore_sglang import internals
+from draftcore_sglang.capture import SglangCapture
+from draftcore_sglang.internals import require_sglang, sglang_layers
+from draftcore_sglang.options import SglangOptions
+from packaging.requirements import Requirement
+
+from draftcore.errors import UsageError
+from draftcore.records import FeatureRequest
+from draftcore.target import TargetSpec
+from draftcore.testing.plugins import PluginSuite
+from draftcore.testing.targets import tiny_target
+
+ROOT = Path(__file__).parents[3]
+REQUEST = FeatureRequest((0,), True, "float32")
+
+
+class TestPlugin(PluginSuite):
+    plugin = "draftcore_sglang.plugin"
+
+
+def imports_sglang(source: str) -> bool:
+    for node in ast.walk(ast.parse(source)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names.append(node.module or "")
+        if isinstance(node, ast.Call) and any(isinstance(a, ast.Constant) for a in node.args):
+            called = ast.unparse(node.func)
+            if called.endswith(("import_module", "__import__")):
+                names.append(str(node.args[0].value))  # type: ignore[attr-defined]
+        if any(name.split(".")[0] == "sglang" for name in names):
+            return True
+    return False
+
+
+def test_one_module_alone_imports_sglang() -> None:
+    """Of the core and of all dists."""
+    packages = [ROOT / "draftcore", *ROOT.glob("plugins/*/draftcore_*")]
+    files = [path for package in packages for path in package.rglob("*.py")]
+    assert len(files) > 50
+    found = {path.relative_to(ROOT) for path in files if imports_sglang(path.read_text())}
+    assert found == {Path("plugins/draftcore-sglang/draftcore_sglang/internals.py")}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sglang",
+        "from sglang.srt import x",
+        "def f():\n import sglang.srt.y as z",
+        "import importlib\nimportlib.import_module('sglang.srt')",
+    ],
+)
+def test_that_check_sees_every_way_to_import_it(source: str) -> None:
+    assert imports_sglang(source)
+    assert not imports_sglang(source.replace("sglang", "other_sglang"))
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    true = metadata.version
+
+    def found(name: str) -> str:
+        if name != "sglang":
+            return true(name)
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", found)
+
+
+def test_without_sglang_the_pip_line_is_the_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    versions(monkeypatch, None)
+    target = TargetSpec(str(tiny_target(tmp_path)), device="cpu")
+    with pytest.raises(UsageError, match=r"pip install 'draftcore-sglang\[sglang\]'"):
+        SglangCapture(target, REQUEST, SglangOptions())
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.6.0", "0.4.9"])
+def test_a_version_that_was_not_tested_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    versions(monkeypatch, version)
+    with pytest.raises(UsageError, match=rf"{version} is installed.*0\.5\.17"):
+        require_sglang()
+
+
+def test_the_range_is_that_of_the_extra() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    (line,) = project["optional-dependencies"]["sglang"]
+    assert Requirement(line).specifier == internals.TESTED
+
+
+def test_a_vision_language_target_is_refused_by_name(tmp_path: Path) -> None:
+    target = TargetSpec(str(tiny_target(tmp_path)), device="cpu")
+    target.config.vision_config = {"hidden_size": 8}
+    with pytest.raises(UsageError, match="vision-language"):
+        SglangCapture(target, REQUEST, SglangOptions())
+
+
+def test_layers_are_asked_for_once_in_the_models_order_and_never_the_last() -> None:
+    assert sglang_layers((2, 0, 2), 4) == [0, 2]
+    assert sglang_layers((3, 1), 4) == [1]
+    assert sglang_layers((), 4) == [0]

@@ -1,0 +1,106 @@
+"""A target on two ranks: on the CPU over gloo, and on two CUDA devices (`nox -s gpu`)."""
+
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from draftcore_sglang.capture import SglangCapture
+from draftcore_sglang.options import SglangOptions
+
+from draftcore.errors import DraftcoreError
+from draftcore.local_capture import LocalCapture
+from draftcore.records import FeatureRequest
+from draftcore.target import TargetSpec
+from draftcore.testing.captures import features_of, group
+from draftcore.testing.targets import tiny_target
+
+LAYERS = 4
+REQUEST = FeatureRequest(tuple(range(LAYERS)), True, "float32")
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 61))]
+OPTIONS = SglangOptions(tp=2, max_tokens=128)
+
+
+def write_target(folder: Path, dtype: str, device: str) -> TargetSpec:
+    # Heads that two ranks can share, of a width that CUDA attention has kernels for.
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    tiny_target(folder, hidden_size=64, num_hidden_layers=LAYERS, **shape)
+    return TargetSpec(str(folder), dtype=dtype, device=device)
+
+
+def largest_gap(found: SglangCapture, target: TargetSpec) -> float:
+    """Between both captures, relative to the largest number of each feature."""
+    asked = group(members=PROMPTS)
+    (expected,) = LocalCapture(target, REQUEST).features([asked])
+    gaps = [
+        float((mine[name] - theirs[name]).abs().max() / theirs[name].abs().max())
+        for mine, theirs in zip(features_of(found, asked), expected.features, strict=True)
+        for name in REQUEST.names
+    ]
+    return max(gaps)
+
+
+@pytest.mark.sglang
+class TestOnTheCpu:
+    @pytest.fixture
+    def capture(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[tuple[SglangCapture, TargetSpec]]:
+        # sglang binds a rank to the cores of a NUMA node, or to those named here; and with ranks it
+        # compiles the embedding, which without a kernel for it takes minutes on a CPU.
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+        target = write_target(tmp_path, "float32", "cpu")
+        capture = SglangCapture(target, REQUEST, OPTIONS)
+        yield capture, target
+        capture.close()
+
+    def test_two_ranks_capture_what_transformers_does_until_one_dies(
+        self, capture: tuple[SglangCapture, TargetSpec]
+    ) -> None:
+        found, target = capture
+        assert largest_gap(found, target) < 1e-5
+        assert not torch.distributed.is_initialized(), "no rank lives in this process"
+        ranks = found.engine._model
+        assert ranks is not None
+        pids = [process.pid for process in ranks.processes]  # type: ignore[attr-defined]
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(
+            DraftcoreError, match=rf"rank 1 .* failed[\s\S]*{pids[1]}, exit status -9"
+        ):
+            features_of(found, group(members=PROMPTS))
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        with pytest.raises(DraftcoreError, match="have ended"):
+            features_of(found, group(members=PROMPTS))
+
+    def test_a_rank_that_cannot_start_ends_all_with_its_reason(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0")
+        target = write_target(tmp_path, "float32", "cpu")
+        capture = SglangCapture(target, REQUEST, OPTIONS)
+        with pytest.raises(DraftcoreError, match=r"rank \d .* failed[\s\S]*all ranks were ended"):
+            features_of(capture, group(members=PROMPTS))
+        capture.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs sglang")
+class TestOnCuda:
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_features_are_those_of_transformers_and_stay_on_the_device(
+        self, tmp_path: Path, tp: int
+    ) -> None:
+        """bf16, in which 1.4e-2 of the largest number was measured on an H200."""
+        if torch.cuda.device_count() < tp:
+            pytest.skip("needs two CUDA devices")
+        target = write_target(tmp_path, "bfloat16", "cuda")
+        capture = SglangCapture(target, REQUEST, SglangOptions(tp=tp, max_tokens=128))
+        assert largest_gap(capture, target) < 3e-2
+        for features in features_of(capture, group(members=PROMPTS)):
+            assert {value.device.type for value in features.values()} == {"cuda"}
+        capture.close()
+        assert not torch.distributed.is_initialized()

@@ -1,0 +1,40 @@
+"""The standard tests of a capture, with sglang in this process. One engine serves all of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from draftcore.records import FeatureRequest
+from draftcore.target import TargetSpec
+from draftcore.testing.captures import (
+    CaptureSuite,
+    capture_target,
+    features_of,
+    group,
+    open_through,
+)
+
+pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
+
+
+PLUGIN, NAME, OPTIONS = "draftcore_sglang.plugin", "sglang", {"max_tokens": 512}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The target, which a capture that stays open holds: the tests' own ones share its engine."""
+    written = capture_target(tmp_path_factory.mktemp("target"))
+    target, request = TargetSpec(str(written), device="cpu"), FeatureRequest((1,), True, "float32")
+    kept = open_through(PLUGIN, NAME, target, request, OPTIONS)
+    features_of(kept, group(0))
+    yield written
+    kept.close()
+
+
+class TestSglang(CaptureSuite):
+    plugin, name, options = PLUGIN, NAME, OPTIONS
+
+    @pytest.fixture
+    def target_folder(self, folder: Path) -> Path:
+        return folder
