@@ -1,0 +1,39 @@
+"""What a run may set under `capture.options`; unknown keys are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SglangOptions(BaseModel):
+    """Options of the capture `sglang`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tp: int = Field(
+        default=1,
+        ge=1,
+        description="devices that share the target, each with a process of its own; 1: this process",
+    )
+    max_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="tokens that sglang's KV pool holds: those of the longest capture group, and no more",
+    )
+    self_test: bool = Field(
+        default=True,
+        description="compare a layer and the last hidden state with transformers before the first "
+        "group, where the target fits on the device beside nothing else",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further arguments of sglang's own, by the names of its ServerArgs",
+    )
+
+
+class ServerOptions(BaseModel):
+    """Options of the capture `sglang-server`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,0 +1,36 @@
+"""The hook of the captures `sglang` and `sglang-server`; what is heavy is imported inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from draftcore import hookimpl
+from draftcore.offers import Offer
+
+if TYPE_CHECKING:
+    from draftcore.records import Capture, FeatureRequest
+    from draftcore.target import TargetSpec
+    from draftcore_sglang.options import ServerOptions, SglangOptions
+
+
+@hookimpl
+def describe() -> Sequence[Offer]:
+    return [
+        Offer("capture", "sglang", options="draftcore_sglang.options:SglangOptions"),
+        Offer("capture", "sglang-server", options="draftcore_sglang.options:ServerOptions"),
+    ]
+
+
+@hookimpl
+def capture(
+    name: str,
+    target: TargetSpec,
+    request: FeatureRequest,
+    options: SglangOptions | ServerOptions,
+) -> Capture | None:
+    if name == "sglang":
+        from draftcore_sglang.capture import SglangCapture  # torch: keeps list-plugins quick
+
+        return SglangCapture(target, request, options)
+    return None
