@@ -113,6 +113,11 @@ class TargetSpec:
         digest.update(rows.numpy().tobytes())
         return digest.hexdigest()
 
+    @property
+    def weight_bytes(self) -> int:
+        """The size of the stored weights."""
+        return sum(Path(file).stat().st_size for file in set(self._weight_files.values()))
+
     def _read(self, endings: Sequence[str]) -> Tensor:
         for name, file in self._weight_files.items():
             if any(name == ending or name.endswith("." + ending) for ending in endings):

@@ -80,9 +80,7 @@ class Desk:
             found.append((self.held.pop(rid), receipt))
         return found
 
-    def _take(
-        self, part: Slice, ask: Ask, states: Mapping[str, Tensor] | None, ready: Any
-    ) -> Any:
+    def _take(self, part: Slice, ask: Ask, states: Mapping[str, Tensor] | None, ready: Any) -> Any:
         self._require(part, ask, states)
         assert states is not None
         prompt = self._prompts.setdefault(part.rid, Prompt())

@@ -36,8 +36,7 @@ LOAD = SRT + "model_executor.model_runner.ModelRunner.load_model"
 LOGITS = SRT + "layers.logits_processor.LogitsProcessor.forward"
 COMPONENTS = SRT + "managers.scheduler_components."
 PREFILL = (
-    COMPONENTS
-    + "batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill"
+    COMPONENTS + "batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill"
 )
 STREAM = COMPONENTS + "output_streamer.SchedulerOutputStreamer.stream_output"
 TURN = SRT + "managers.scheduler.Scheduler.process_input_requests"
@@ -148,9 +147,7 @@ class Taps:
                 return
             states = {"last_hidden": hidden_states.clone()}
             inner = [k for k in self.layers if f"hidden.{k}" in self._inner]
-            for layer, state in zip(
-                inner, _one_by_one(aux_hidden_states, len(inner)), strict=True
-            ):
+            for layer, state in zip(inner, _one_by_one(aux_hidden_states, len(inner)), strict=True):
                 states[f"hidden.{layer}"] = state.clone()
             if before is not None and before[0].data_ptr() == hidden_states.data_ptr():
                 states[f"hidden.{self._last}"] = before[1]

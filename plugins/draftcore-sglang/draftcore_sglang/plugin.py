@@ -33,4 +33,8 @@ def capture(
         from draftcore_sglang.capture import SglangCapture  # torch: keeps list-plugins quick
 
         return SglangCapture(target, request, options)
+    if name == "sglang-server":
+        from draftcore_sglang.remote import ServerCapture
+
+        return ServerCapture(target, request, options)
     return None

@@ -27,7 +27,17 @@ from draftcore.errors import DraftcoreError
 from draftcore.plugins import load
 from draftcore.records import FeatureStore, SampleRef, StoreItem
 from draftcore.stores import StoreAway, StoreFull
-from draftcore_sglang.wire import AWAY, BUSY, FAILED, FULL, NOT_FINITE, REFUSED, Ask, Refusal, unpack
+from draftcore_sglang.wire import (
+    AWAY,
+    BUSY,
+    FAILED,
+    FULL,
+    NOT_FINITE,
+    REFUSED,
+    Ask,
+    Refusal,
+    unpack,
+)
 
 IDLE = 60.0  # seconds
 LENT = 600.0  # seconds that a lent sample may be read, if the client does not free it
@@ -186,6 +196,8 @@ def open_store(uri: str) -> FeatureStore:
 def _refusal(error: Exception) -> Refusal:
     if isinstance(error, Refusal):
         return error
-    kind = FULL if isinstance(error, StoreFull) else AWAY if isinstance(error, StoreAway) else FAILED
+    kind = (
+        FULL if isinstance(error, StoreFull) else AWAY if isinstance(error, StoreAway) else FAILED
+    )
     text = str(error) if isinstance(error, DraftcoreError) else f"{type(error).__name__}: {error}"
     return Refusal(kind, text)

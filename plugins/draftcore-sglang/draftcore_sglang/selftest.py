@@ -1,0 +1,98 @@
+"""Is what sglang captures what it is called? Asked once per target, with a short prompt.
+
+Two questions. Does the last hidden state times the target's head give sglang's own prediction? It
+does not where a model scales or caps its logits, and a draft trained on it would learn another
+distribution than the server samples from. And are layers and last hidden state those that
+transformers computes? This one needs the target in memory a second time: it is asked before sglang
+starts, where the weights fit on the device, and the answer is kept.
+
+Shape letters: T tokens, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftcore.errors import DraftcoreError
+from draftcore.records import FeatureRequest
+from draftcore.target import TargetModel, TargetSpec, resolve_device
+
+# Mean over tokens of |difference| / |state|, both the L2 norm over the width. Rounding over the
+# layers of a model gives 1e-6 in fp32 and up to 1.4e-2 in bf16 (an H200); another layer's output, or
+# the state before the final norm, differs by a tenth and more.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+FITS = 1.2  # weights, and what loading and a short prompt take beside them
+
+
+def reference(
+    target: TargetSpec, request: FeatureRequest, prompt: list[int]
+) -> dict[str, Tensor] | None:
+    """Return transformers' features [T, H] of a prompt, on the CPU; None where it does not fit."""
+    held = vars(target).get("model")  # loaded already, for decoding
+    if held is None and not fits(target):
+        warnings.warn(
+            f"target {target.path!r} does not fit into memory beside sglang's: its layers are not "
+            "compared with transformers'\n  capture.options.self_test=false says so without a warning",
+            stacklevel=2,
+        )
+        return None
+    model = held or TargetModel(target)
+    tokens_BT = torch.tensor([prompt], device=model.device)
+    lengths_B = torch.tensor([len(prompt)], device=model.device)
+    taken = model.features(tokens_BT, lengths_B, request)
+    found = {name: taken[name][0].cpu() for name in request.names}
+    del model, taken
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+def fits(target: TargetSpec) -> bool:
+    """Say whether the weights fit on the target's device as it is now."""
+    device = resolve_device(target.device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    return FITS * target.weight_bytes <= free
+
+
+def require_same(
+    target: TargetSpec, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    """Raise DraftcoreError for a feature that is not transformers'."""
+    for name, expected_TH in expected.items():
+        found_TH = found[name].cpu().double()
+        gap_T = (found_TH - expected_TH.double()).norm(dim=-1) / expected_TH.double().norm(dim=-1)
+        gap, bound = float(gap_T.mean()), BOUNDS[target.dtype]
+        if not gap <= bound:
+            raise DraftcoreError(
+                f"{name} of {target.path!r} as sglang computes it differs from transformers' by "
+                f"{gap:.2g} of its length\n  (bound {bound:.2g} in {target.dtype}): another state, or "
+                "other weights, for example quantised ones\n"
+                "  capture with capture.name=hf, or, where they are meant to differ, set "
+                "capture.options.self_test=false"
+            )
+
+
+def require_own_head(target: TargetSpec, found: Mapping[str, Tensor]) -> None:
+    """Raise DraftcoreError unless last hidden x head gives sglang's own log-probabilities."""
+    hidden_H, theirs_V = found["last_hidden"][-1], found["logits"][-1]
+    head_VH = target.head().to(hidden_H)
+    ours = torch.log_softmax((head_VH @ hidden_H).double(), -1)
+    theirs = torch.log_softmax(theirs_V[: len(head_VH)].double(), -1)
+    gap = float((ours - theirs).abs().max())
+    bound = 1e-3 if target.dtype == torch.float32 else 0.1
+    if not gap <= bound:
+        raise DraftcoreError(
+            f"the last hidden state times the head of {target.path!r} is not sglang's own\n"
+            f"  prediction: log-probabilities differ by {gap:.3g} (bound {bound:.3g})\n"
+            "  models that scale or cap their logits are not supported as targets"
+        )
