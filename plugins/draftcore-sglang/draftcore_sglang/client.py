@@ -104,6 +104,11 @@ class Servers:
         self.all = tuple(Server(url) for url in dict.fromkeys(urls))
         self.in_flight, self.patience, self._look = in_flight, patience, look
         self._changed = threading.Condition()
+        self._closed = False
+
+    def close(self) -> None:
+        """End all waiting: who waits for a server gets ServerAway."""
+        self._closed = True
 
     def ask(self, question: Callable[[Server], T]) -> T:
         """Put a question to a server that is well, and to others where it raises ServerAway.
@@ -114,11 +119,11 @@ class Servers:
         while True:
             with self._chosen(deadline) as server:
                 try:
-                    self.look(server)
+                    self._look_again(server)
                     answer = question(server)
                 except ServerAway as error:
                     self._failed(server, error)
-                    if time.monotonic() > deadline:
+                    if self._closed or time.monotonic() > deadline:
                         raise
                     continue
                 with self._changed:
@@ -131,6 +136,13 @@ class Servers:
             if server.about is None:
                 server.about = self._look(server)
             return server.about
+
+    def _look_again(self, server: Server) -> None:
+        """One that came back and does not fit any more is as good as away: others may be well."""
+        try:
+            self.look(server)
+        except UsageError as error:
+            raise ServerAway(str(error)) from error
 
     def look_at_all(self) -> None:
         """Look at every server. Raises where one does not fit, or none answers."""
@@ -152,6 +164,8 @@ class Servers:
         with self._changed:
             while (server := self._free()) is None:
                 now = time.monotonic()
+                if self._closed:
+                    raise ServerAway("the capture was closed while it waited for a server")
                 if now > deadline and all(server.rests_until > now for server in self.all):
                     raise ServerAway(
                         f"no sglang server answered within patience={self.patience:g} seconds: "

@@ -286,7 +286,7 @@ def _event(state: Tensor) -> Any:
     """An event after which the states are there, None where they are already."""
     if not state.is_cuda:
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
 from draftcore.offers import Offer
@@ -11,7 +11,6 @@ from draftcore.offers import Offer
 if TYPE_CHECKING:
     from draftcore.records import Capture, FeatureRequest
     from draftcore.target import TargetSpec
-    from draftcore_sglang.options import ServerOptions, SglangOptions
 
 
 @hookimpl
@@ -27,7 +26,7 @@ def capture(
     name: str,
     target: TargetSpec,
     request: FeatureRequest,
-    options: SglangOptions | ServerOptions,
+    options: Any,
 ) -> Capture | None:
     if name == "sglang":
         from draftcore_sglang.capture import SglangCapture  # torch: keeps list-plugins quick

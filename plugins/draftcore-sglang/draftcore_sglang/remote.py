@@ -18,6 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
@@ -67,6 +68,7 @@ class ServerCapture:
         self.target, self.request, self.options = target, request, options
         self._store: FeatureStore | None = None
         self._lock = threading.Lock()
+        self._warned = False
         self._expected: dict[str, Tensor] | None = None
         self._like: dict[str, Any] = {}  # what one server said of itself; the others must say so
         self.servers = Servers(options.servers, options.in_flight, options.patience, self._look)
@@ -94,10 +96,11 @@ class ServerCapture:
         """Say whether the servers put into this very store."""
         sink = self._like.get("sink")
         reached = sink is not None and place(sink) == place(store.uri)
-        if not reached:
+        if sink is not None and not reached and not self._warned:
+            self._warned = True
             logger.warning(
                 "features pass through this process: the servers' store is %s, the run's %s",
-                sink or "none",
+                sink,
                 store.uri,
             )
         return reached
@@ -123,16 +126,19 @@ class ServerCapture:
             )
             for sample, tensors in zip(ids, beside, strict=True)
         ]
+        stored: list[SampleRef] = []
         try:
             for reopen in (False, True):
                 held = to.lookup(ids) if reopen else {}
                 rows = [row for row, i in enumerate(ids) if not _is_of(held.get(i), origin)]
-                self._store_there(group, {row: replace(asks[row], reopen=reopen) for row in rows})
+                asked = {row: replace(asks[row], reopen=reopen) for row in rows}
+                self._store_there(group, asked, stored)
                 held = to.lookup(ids)
                 if all(_is_of(held.get(sample), origin) for sample in ids):
                     return tuple(held[sample] for sample in ids)
         except BaseException:
-            to.free(ref for ref in to.lookup(ids).values() if ref.provenance == origin)
+            with suppress(DraftcoreError):
+                to.free(stored)
             raise
         raise UsageError(
             f"the servers say that they stored samples in {self._like.get('sink')}, and "
@@ -141,6 +147,7 @@ class ServerCapture:
         )
 
     def close(self) -> None:
+        self.servers.close()
         self._threads.shutdown(cancel_futures=True)
         store, self._store = self._store, None
         if store is not None:
@@ -148,9 +155,14 @@ class ServerCapture:
 
     # ------------------------------------------------------------ one sample
 
-    def _store_there(self, group: CaptureInput, asks: Mapping[int, Ask]) -> None:
+    def _store_there(
+        self, group: CaptureInput, asks: Mapping[int, Ask], stored: list[SampleRef]
+    ) -> None:
+        """Have members stored; those that were are noted also where another one fails."""
         jobs = [self._threads.submit(self._captured, group, row, ask) for row, ask in asks.items()]
         wait(jobs)
+        found = [job.result() for job in jobs if job.exception() is None]
+        stored += [ref for ref in found if isinstance(ref, SampleRef)]
         for job in jobs:
             job.result()
 
@@ -278,6 +290,7 @@ class ServerCapture:
     def _look_plain(self, server: Server) -> dict[str, Any]:
         layers = plain.layers_of(server, self.options.timeout)
         plain.require_served(server, self.request, layers)
+        self._require_alike(server, {PLAIN: layers})
         logger.warning(
             "sglang server %s does not run draftcore-sglang: it sends states as text, slowly and up to "
             "max_json=%d bytes\n  install draftcore-sglang beside it",
@@ -312,12 +325,20 @@ class ServerCapture:
                 f"sglang server {server.url} does not capture {', '.join(lacking)}, only "
                 f"{', '.join(about['names'])}\n  start it with DRAFTCORE_LAYERS={layers}"
             )
+        self._require_alike(server, about)
+
+    def _require_alike(self, server: Server, about: Mapping[str, Any]) -> None:
+        """Refuse a server that stores elsewhere than the others."""
         with self._lock:
             self._like = self._like or dict(about)
-        if place(about["sink"]) != place(self._like["sink"]):
+        here, there = (
+            place(one["sink"]) if PLAIN not in one else "" for one in (about, self._like)
+        )
+        if here != there:
             raise UsageError(
-                f"sglang server {server.url} stores into {about['sink']}, another one into "
-                f"{self._like['sink']}\n  set DRAFTCORE_SINK to one store on all servers"
+                f"sglang server {server.url} stores into {here or 'nothing'}, another one into "
+                f"{there or 'nothing'}\n"
+                "  set DRAFTCORE_SINK to one store on all servers, with draftcore-sglang beside each"
             )
 
     def _test(self, server: Server) -> None:

@@ -152,7 +152,9 @@ class Writer:
             self._copy(job, tensors)
             return tensors
         if self._stream is None:
-            self._stream = torch.cuda.Stream(states[job.ask.names[0]].device)
+            self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                states[job.ask.names[0]].device
+            )
         with torch.cuda.stream(self._stream):
             self._copy(job, tensors)
         self._stream.synchronize()

@@ -35,7 +35,7 @@ REFUSED, SHORT, NOT_FINITE = "refused", "short", "not-finite"
 FULL, AWAY, BUSY, FAILED = "full", "away", "busy", "failed"
 
 
-class Refusal(DraftcoreError):
+class Refusal(DraftcoreError):  # noqa: N818  a state that some clients wait out
     """A capture that was asked for and does not happen; `kind` is the receipt's."""
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -76,7 +76,7 @@ class Ask:
         """Read an ask from outside. Raises Refusal for all that is not of this form."""
         if not isinstance(data, dict) or data.get("version") != VERSION:
             raise Refusal(REFUSED, f"this server reads version {VERSION} of the request field")
-        fields = {name: data.get(name) for name in cls.__dataclass_fields__}
+        fields: dict[str, Any] = {name: data.get(name) for name in cls.__dataclass_fields__}
         sample, names, beside = fields["sample"], fields["names"], fields["beside"]
         wrong = next(
             (
