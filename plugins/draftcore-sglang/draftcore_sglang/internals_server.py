@@ -231,7 +231,7 @@ class Taps:
             self._before_norm = None
 
     def _take(self, desk: Desk, batch: Any, result: Any) -> None:
-        if not any(_asked(req) for req in batch.reqs):
+        if all(_asked(req) is None for req in batch.reqs):
             return
         states, ready = getattr(result.logits_output, KEPT, (None, None))
         lengths = batch.extend_lens

@@ -128,14 +128,10 @@ class ServerCapture:
         ]
         stored: list[SampleRef] = []
         try:
-            for reopen in (False, True):
-                held = to.lookup(ids) if reopen else {}
-                rows = [row for row, i in enumerate(ids) if not _is_of(held.get(i), origin)]
-                asked = {row: replace(asks[row], reopen=reopen) for row in rows}
-                self._store_there(group, asked, stored)
-                held = to.lookup(ids)
-                if all(_is_of(held.get(sample), origin) for sample in ids):
-                    return tuple(held[sample] for sample in ids)
+            self._store_there(group, asks, stored)
+            held = to.lookup(ids)
+            if all(sample in held and held[sample].provenance == origin for sample in ids):
+                return tuple(held[sample] for sample in ids)
         except BaseException:
             with suppress(DraftcoreError):
                 to.free(stored)
@@ -156,10 +152,12 @@ class ServerCapture:
     # ------------------------------------------------------------ one sample
 
     def _store_there(
-        self, group: CaptureInput, asks: Mapping[int, Ask], stored: list[SampleRef]
+        self, group: CaptureInput, asks: Sequence[Ask], stored: list[SampleRef]
     ) -> None:
         """Have members stored; those that were are noted also where another one fails."""
-        jobs = [self._threads.submit(self._captured, group, row, ask) for row, ask in asks.items()]
+        jobs = [
+            self._threads.submit(self._captured, group, row, ask) for row, ask in enumerate(asks)
+        ]
         wait(jobs)
         found = [job.result() for job in jobs if job.exception() is None]
         stored += [ref for ref in found if isinstance(ref, SampleRef)]
@@ -410,7 +408,3 @@ def receipt_of(answer: Any) -> dict[str, Any] | None:
 def place(uri: str) -> str:
     """What tells one store from another in a URI: all but its options."""
     return unquote(uri.partition("?")[0])
-
-
-def _is_of(ref: SampleRef | None, origin: str) -> bool:
-    return ref is not None and ref.provenance == origin

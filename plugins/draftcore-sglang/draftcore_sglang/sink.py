@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from draftcore.binding import bind
 from draftcore.errors import DraftcoreError
 from draftcore.plugins import load
 from draftcore.records import FeatureStore, SampleRef, StoreItem
-from draftcore.stores import StoreAway, StoreFull
+from draftcore.stores import StoreAway, StoreError, StoreFull
 from draftcore_sglang.wire import (
     AWAY,
     BUSY,
@@ -113,17 +114,27 @@ class Writer:
                 self._write([job])
 
     def _put(self, jobs: Sequence[Job]) -> None:
-        items = [self._item(job) for job in jobs]
-        if any(job.ask.reopen for job in jobs):
-            self._close()
-        if self._store is None:
-            self._store = open_store(self.uri)
-        self._end_loans(self._store)
-        refs = self._store.put_many(items)
+        refs = self._stored([self._item(job) for job in jobs])
         for job, ref in zip(jobs, refs, strict=True):
             if job.ask.lent:
                 self._lent.append((time.monotonic() + LENT, ref))
             job.answer({"ref": ref.to_json()})
+
+    def _stored(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        """Put items; once more into the store opened anew, where a run since has made another."""
+        while True:
+            fresh = self._store is None
+            try:
+                if self._store is None:
+                    self._store = open_store(self.uri)
+                self._end_loans(self._store)
+                return self._store.put_many(items)
+            except (StoreFull, StoreAway):
+                raise
+            except StoreError:
+                self._close()
+                if fresh:
+                    raise
 
     def _item(self, job: Job) -> StoreItem:
         tensors = self._on_host(job)
@@ -180,7 +191,8 @@ class Writer:
     def _close(self) -> None:
         store, self._store = self._store, None
         if store is not None:
-            store.close()
+            with suppress(DraftcoreError):  # it may be gone
+                store.close()
 
 
 def open_store(uri: str) -> FeatureStore:

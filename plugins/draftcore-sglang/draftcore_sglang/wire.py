@@ -51,8 +51,7 @@ class Refusal(DraftcoreError):  # noqa: N818  a state that some clients wait out
 class Ask:
     """A sample to capture: its features, and [T] tensors that are stored beside them.
 
-    `lent` says that the client only wants to read it, and frees it then. `reopen` tells the server
-    to open its store anew, as the client found nothing under the receipt that it got.
+    `lent` says that the client only wants to read it, and frees it then.
     """
 
     sample: str
@@ -61,7 +60,6 @@ class Ask:
     origin: str
     beside: Mapping[str, tuple[str, str]]  # name: dtype, base64 of the bytes
     lent: bool = False
-    reopen: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -89,7 +87,6 @@ class Ask:
                     and len(fields["origin"]) <= MAX_ORIGIN,
                     "beside": _are_beside(beside),
                     "lent": isinstance(fields["lent"], bool),
-                    "reopen": isinstance(fields["reopen"], bool),
                 }.items()
                 if not right
             ),

@@ -13,6 +13,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,10 +43,12 @@ ARGS = (
 class Serving:
     """A running server. `kill` is SIGKILL, for all of its processes."""
 
-    def __init__(self, folder: Path, target: Path, *args: str, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, target: Path, *args: str, port: int = 0, **environment: str
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+            self.port = port or probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{uuid.uuid4().hex[:8]}.log"
         command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={target}"]
@@ -109,9 +112,9 @@ def start_server(
     """Start servers of the suite's target; all end with the file's tests."""
     started: list[Serving] = []
 
-    def start(*args: str, **environment: str) -> Serving:
+    def start(*args: str, **settings: Any) -> Serving:
         folder = tmp_path_factory.mktemp("server")
-        started.append(Serving(folder, served_folder, *args, **environment))
+        started.append(Serving(folder, served_folder, *args, **settings))
         return started[-1]
 
     yield start

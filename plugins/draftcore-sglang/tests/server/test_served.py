@@ -276,19 +276,6 @@ def test_a_full_store_pushes_back_and_keeps_nothing_of_the_group(open_capture, s
     store.free(put())
 
 
-def test_a_store_that_was_made_anew_is_found_again(open_capture, sink, store):
-    """A trainer that begins again has a new ring of the same name; the server still has the old."""
-    producer, ids = producer_of(open_capture(), store, LONG, batch=3)
-    task = producer.channel.claim("one")
-    store.free(producer.refs(task))
-    store._segment.locks.path.unlink()
-    producer.store = ShmStore.open(sink)
-    refs = producer.refs(task)
-    assert producer.store.lookup(ids) == {ref.feature_id: ref for ref in refs}
-    producer.store.free(refs)
-    producer.store.close()
-
-
 def test_where_the_runs_store_is_another_one_features_pass_through(open_capture, store, caplog):
     other = ShmStore.open("shm:test-other?max_bytes=1MiB")
     capture = open_capture()
