@@ -113,7 +113,7 @@ class Producer:
             self.capture = self.open_capture()
         rows = task.group.rows
         group = CaptureInput(task.group, tuple(self.tokens.tokens(row).tolist() for row in rows))
-        beside = [
+        text = [
             {
                 "token_ids": torch.from_numpy(self.tokens.tokens(row)),
                 "loss_mask": torch.from_numpy(self.tokens.loss_mask(row)),
@@ -122,12 +122,12 @@ class Producer:
         ]
         if isinstance(self.capture, StoringCapture) and self.capture.reaches(self.store):
             deliver = self.capture.deliver
-            return lambda: deliver(group, beside, self.provenance, self.store)
+            return lambda: deliver(group, text, self.provenance, self.store)
         (captured,) = self.capture.features([group])
         items = [
-            StoreItem(feature_id, {**features, **text}, len(text["token_ids"]), self.provenance)
-            for feature_id, features, text in zip(
-                task.group.feature_ids, captured.features, beside, strict=True
+            StoreItem(feature_id, {**features, **own}, len(own["token_ids"]), self.provenance)
+            for feature_id, features, own in zip(
+                task.group.feature_ids, captured.features, text, strict=True
             )
         ]
         for item in items:

@@ -192,11 +192,7 @@ class StoringCapture(Capture, Protocol):
 
     def reaches(self, store: FeatureStore) -> bool: ...
     def deliver(
-        self,
-        group: CaptureInput,
-        beside: Sequence[dict[str, Tensor]],
-        origin: str,
-        to: FeatureStore,
+        self, group: CaptureInput, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
     ) -> tuple[SampleRef, ...]: ...
 
 

@@ -106,11 +106,7 @@ class ServerCapture:
         return reached
 
     def deliver(
-        self,
-        group: CaptureInput,
-        beside: Sequence[dict[str, Tensor]],
-        origin: str,
-        to: FeatureStore,
+        self, group: CaptureInput, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
     ) -> tuple[SampleRef, ...]:
         """Have a group captured and stored. Raises StoreFull and StoreAway as the servers met them."""
         ids = group.group.feature_ids
@@ -124,7 +120,7 @@ class ServerCapture:
                 origin,
                 {name: pack(value) for name, value in tensors.items()},
             )
-            for sample, tensors in zip(ids, beside, strict=True)
+            for sample, tensors in zip(ids, text, strict=True)
         ]
         stored: list[SampleRef] = []
         try:
