@@ -166,10 +166,10 @@ def test_one_sample_that_cannot_be_stored_spoils_no_other(store):
 def test_a_full_store_is_told_as_such(store):
     ballast = store.put(StoreItem("cd" * 12, {"x": torch.zeros(261_000)}, 261_000))
     writer, answers = Writer(store.uri, max_bytes=1 << 20), []
-    writer.take(job(torch.zeros(3, 4), answers))
+    writer.take(job(torch.zeros(3, 4000), answers))
     assert wait_for(answers, 1)[0]["error"] == "full"
     store.free([ballast])
-    writer.take(job(torch.zeros(3, 4), answers))
+    writer.take(job(torch.zeros(3, 4000), answers))
     assert "ref" in wait_for(answers, 2)[1]
     writer._close()
 
