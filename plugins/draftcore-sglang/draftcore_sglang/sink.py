@@ -138,9 +138,6 @@ class Writer:
 
     def _item(self, job: Job) -> StoreItem:
         tensors = self._on_host(job)
-        for name, value in tensors.items():
-            if not value.isfinite().all():
-                raise Refusal(NOT_FINITE, f"feature {name!r} holds inf or nan in {value.dtype}")
         for name, packed in job.ask.beside.items():
             value_T = unpack(*packed)
             if len(value_T) != job.tokens:
@@ -149,39 +146,45 @@ class Writer:
         return StoreItem(job.ask.sample, tensors, job.tokens, job.ask.origin)
 
     def _on_host(self, job: Job) -> dict[str, Tensor]:
-        """Copy a job's features to the host in the asked type, [T, H] each."""
+        """Copy a job's features to the host in the asked type, [T, H] each. Raises Refusal for nan."""
         dtype: torch.dtype = getattr(torch, job.ask.dtype)
-        states = next(iter(job.parts)).states
-        on_device = states[job.ask.names[0]].is_cuda
+        states = job.parts[0].states
+        device = states[job.ask.names[0]].device
+        pinned = device.type == "cuda"
         tensors = {
-            name: torch.empty(
-                (job.tokens, states[name].shape[1]), dtype=dtype, pin_memory=on_device
-            )
+            name: torch.empty((job.tokens, states[name].shape[1]), dtype=dtype, pin_memory=pinned)
             for name in job.ask.names
         }
-        if not on_device:
-            self._copy(job, tensors)
-            return tensors
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                states[job.ask.names[0]].device
-            )
-        with torch.cuda.stream(self._stream):
-            self._copy(job, tensors)
-        self._stream.synchronize()
+        if not pinned:
+            finite = self._copy(job, tensors)
+        else:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                finite = self._copy(job, tensors)
+            self._stream.synchronize()
+        for name, flags in finite.items():
+            if not all(bool(flag) for flag in flags):
+                raise Refusal(NOT_FINITE, f"feature {name!r} holds inf or nan in {dtype}")
         return tensors
 
-    def _copy(self, job: Job, tensors: dict[str, Tensor]) -> None:
+    def _copy(self, job: Job, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Start the copies; returns by name whether all is finite, to be read when they are done.
+
+        Cast and look where the states lie: fewer bytes travel, and no copy waits for the host.
+        """
+        finite: dict[str, list[Tensor]] = {name: [] for name in tensors}
         at = 0
         for part in job.parts:
             if part.ready is not None:
                 part.ready.wait(self._stream)
-            rows = 0
+            rows = len(part.states[job.ask.names[0]])
             for name, value in tensors.items():
-                state, rows = part.states[name], len(part.states[name])
-                # Cast where the state lies: half the bytes travel, and no copy waits for the host.
-                value[at : at + rows].copy_(state.to(value.dtype), non_blocking=True)
+                state = part.states[name].to(value.dtype)
+                value[at : at + rows].copy_(state, non_blocking=True)
+                finite[name].append(state.isfinite().all())
             at += rows
+        return finite
 
     def _end_loans(self, store: FeatureStore) -> None:
         """Free what clients that died have not read."""
@@ -191,7 +194,7 @@ class Writer:
     def _close(self) -> None:
         store, self._store = self._store, None
         if store is not None:
-            with suppress(DraftcoreError):  # it may be gone
+            with suppress(Exception):  # it may be gone; this thread must go on
                 store.close()
 
 
