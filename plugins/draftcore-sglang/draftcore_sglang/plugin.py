@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
 from draftcore.offers import Offer
@@ -11,6 +11,7 @@ from draftcore.offers import Offer
 if TYPE_CHECKING:
     from draftcore.records import Capture, FeatureRequest
     from draftcore.target import TargetSpec
+    from draftcore_sglang.options import ServerOptions, SglangOptions
 
 
 @hookimpl
@@ -26,14 +27,18 @@ def capture(
     name: str,
     target: TargetSpec,
     request: FeatureRequest,
-    options: Any,
+    options: SglangOptions | ServerOptions,
 ) -> Capture | None:
     if name == "sglang":
         from draftcore_sglang.capture import SglangCapture  # torch: keeps list-plugins quick
+        from draftcore_sglang.options import SglangOptions
 
+        assert isinstance(options, SglangOptions)
         return SglangCapture(target, request, options)
     if name == "sglang-server":
+        from draftcore_sglang.options import ServerOptions
         from draftcore_sglang.remote import ServerCapture
 
+        assert isinstance(options, ServerOptions)
         return ServerCapture(target, request, options)
     return None
