@@ -42,6 +42,7 @@ from draftcore.records import (
     SampleId,
     SampleRef,
     StoreItem,
+    StoringCapture,
 )
 from draftcore.stores import StoreAway, StoreError
 from draftcore.training.ranks import Ranks
@@ -86,10 +87,7 @@ class Producer:
         """The refs of a task's samples: those that the store holds, or captured ones."""
         if (held := self.held(task)) is not None:
             return held
-        items = self.captured(task)
-        for item in items:
-            require_whole(item)
-        return self.store.put_many(items)
+        return self.captured(task)()
 
     def close(self) -> None:
         if self.capture is not None:
@@ -106,25 +104,35 @@ class Producer:
         refs = tuple(held[i] for i in ids if i in held and held[i].provenance == self.provenance)
         return refs if len(refs) == len(ids) else None
 
-    def captured(self, task: CaptureTask) -> list[StoreItem]:
-        """Capture the group. The items are not in the store yet, and not looked at."""
+    def captured(self, task: CaptureTask) -> Callable[[], tuple[SampleRef, ...]]:
+        """Capture the group; what is returned puts it into the store, and may be called again.
+
+        Where the capture reaches the store from where it runs, the call does both.
+        """
         if self.capture is None:
             self.capture = self.open_capture()
         rows = task.group.rows
         group = CaptureInput(task.group, tuple(self.tokens.tokens(row).tolist() for row in rows))
-        (captured,) = self.capture.features([group])
-        items = []
-        for row, feature_id, features in zip(
-            rows, task.group.feature_ids, captured.features, strict=True
-        ):
-            text = {
+        text = [
+            {
                 "token_ids": torch.from_numpy(self.tokens.tokens(row)),
                 "loss_mask": torch.from_numpy(self.tokens.loss_mask(row)),
             }
-            items.append(
-                StoreItem(feature_id, {**features, **text}, len(text["token_ids"]), self.provenance)
+            for row in rows
+        ]
+        if isinstance(self.capture, StoringCapture) and self.capture.reaches(self.store):
+            deliver = self.capture.deliver
+            return lambda: deliver(group, text, self.provenance, self.store)
+        (captured,) = self.capture.features([group])
+        items = [
+            StoreItem(feature_id, {**features, **own}, len(own["token_ids"]), self.provenance)
+            for feature_id, features, own in zip(
+                task.group.feature_ids, captured.features, text, strict=True
             )
-        return items
+        ]
+        for item in items:
+            require_whole(item)
+        return lambda: self.store.put_many(items)
 
 
 @dataclass(frozen=True)

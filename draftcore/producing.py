@@ -104,12 +104,12 @@ def outcome(
     try:
         if (held := producer.held(task)) is not None:
             return held
-        items = producer.captured(task)
+        put = producer.captured(task)
     except Exception as error:
         return error
     while not stop():
         try:
-            return producer.store.put_many(items)
+            return put()
         except StoreFull:
             if not producer.channel.wait_for_room(task, WAIT):
                 return None

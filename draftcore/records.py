@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -184,6 +184,16 @@ class FeatureStore(Protocol):
     def abort(self, feature_id: str) -> None: ...
     def stats(self) -> StoreStats: ...
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class StoringCapture(Capture, Protocol):
+    """A capture elsewhere that may put into a store from there, as `put_many` does."""
+
+    def reaches(self, store: FeatureStore) -> bool: ...
+    def deliver(
+        self, group: CaptureInput, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
+    ) -> tuple[SampleRef, ...]: ...
 
 
 class DurableStore(FeatureStore, Protocol):

@@ -7,7 +7,7 @@ import torch
 from draftcore.channels.memory import MemoryChannel
 from draftcore.feed import Producer
 from draftcore.plan import Plan
-from draftcore.records import CapturedGroup
+from draftcore.records import CapturedGroup, StoreItem
 from draftcore.stores import StoreError
 from draftcore.stores.shm import ShmStore
 
@@ -71,3 +71,42 @@ def test_what_was_captured_in_another_way_is_captured_again(producer):
     producer.provenance = "p"
     assert {ref.provenance for ref in producer.refs(task)} == {"p"}
     assert producer.capture.captured == 2
+
+
+class Elsewhere(Counting):
+    """A capture that runs where it can put into the store by itself, if it is the right one."""
+
+    def __init__(self, near):
+        super().__init__()
+        self.near, self.told = near, []
+
+    def reaches(self, store):
+        return self.near
+
+    def close(self):
+        pass
+
+    def deliver(self, group, text, origin, to):
+        self.told.append(origin)
+        (captured,) = super().features([group])
+        return to.put_many(
+            [
+                StoreItem(feature_id, {**features, **own}, LENGTH, origin)
+                for feature_id, features, own in zip(
+                    group.group.feature_ids, captured.features, text, strict=True
+                )
+            ]
+        )
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_capture_that_reaches_the_store_puts_there_itself(producer, near):
+    """Either way the store holds the same."""
+    capture = Elsewhere(near)
+    producer.open_capture = lambda: capture
+    refs = producer.refs(producer.channel.claim("one"))
+    assert capture.told == (["p"] if near else [])
+    for ref in refs:
+        with producer.store.get(ref) as handle:
+            assert set(handle.tensors) == {"hidden.1", "token_ids", "loss_mask"}
+            assert handle.tensors["token_ids"].tolist() == [int(ref.feature_id[1:])] * LENGTH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,3 +37,23 @@ class ServerOptions(BaseModel):
     """Options of the capture `sglang-server`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    servers: tuple[Annotated[str, Field(pattern=r"^https?://[^/@\s]+$")], ...] = Field(
+        min_length=1,
+        description="where they listen, e.g. http://10.0.0.7:30000; an API key comes from the "
+        "environment, as DRAFTCORE_SGLANG_KEY",
+    )
+    in_flight: int = Field(default=32, ge=1, description="requests under way at one server")
+    timeout: float = Field(default=120, gt=0, description="seconds that one request may take")
+    patience: float = Field(
+        default=300, gt=0, description="seconds that a sample may take, with servers that are away"
+    )
+    self_test: bool = Field(
+        default=True,
+        description="compare what each server captures with transformers, where the target fits here",
+    )
+    max_json: int = Field(
+        default=64 << 20,
+        ge=1,
+        description="bytes of an answer by a server without this dist, which sends states as text",
+    )

@@ -35,4 +35,10 @@ def capture(
 
         assert isinstance(options, SglangOptions)
         return SglangCapture(target, request, options)
+    if name == "sglang-server":
+        from draftcore_sglang.options import ServerOptions
+        from draftcore_sglang.remote import ServerCapture
+
+        assert isinstance(options, ServerOptions)
+        return ServerCapture(target, request, options)
     return None

@@ -1,0 +1,210 @@
+"""Requests to one or several sglang servers: which is asked, how often, and when it is left alone.
+
+A server that does not answer rests, longer with each failure in a row, and comes back with a single
+request; meanwhile the others are asked. It is looked at anew then, as it may have been started with
+another model. Answers are small, so plain connections from threads do: one for each request.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, TypeVar
+
+from draftcore.errors import DraftcoreError, UsageError
+
+logger = logging.getLogger(__name__)
+FIRST_REST, LONGEST_REST = 0.2, 30.0  # seconds
+CONNECT = 10.0
+KEY = "DRAFTCORE_SGLANG_KEY"
+
+T = TypeVar("T")
+
+
+class ServerAway(DraftcoreError):  # noqa: N818  a state that is waited out
+    """A server did not answer, or not in a way that says anything about the request."""
+
+
+class Server:
+    """One server, and how it did lately. `Servers` guards the numbers with its lock."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.about: Any = None  # what `look` found; None: not looked at since it was away
+        self.looking = threading.Lock()
+        self.busy = self.failures = 0
+        self.rests_until = 0.0
+
+    def get(self, path: str, timeout: float) -> Any:
+        return self._exchange("GET", path, None, timeout, 0)
+
+    def post(self, body: dict[str, Any], timeout: float, max_bytes: int = 0) -> Any:
+        """Ask `/generate`. Raises ServerAway, or DraftcoreError where the server refuses the request."""
+        return self._exchange("POST", "/generate", json.dumps(body).encode(), timeout, max_bytes)
+
+    def _exchange(
+        self, verb: str, path: str, body: bytes | None, timeout: float, max_bytes: int
+    ) -> Any:
+        scheme, _, address = self.url.partition("://")
+        connect = HTTPSConnection if scheme == "https" else HTTPConnection
+        connection = connect(address, timeout=min(CONNECT, timeout))
+        try:
+            connection.connect()
+            connection.sock.settimeout(timeout)
+            connection.request(verb, path, body, _headers())
+            response = connection.getresponse()
+            text = response.read(max_bytes + 1) if max_bytes else response.read()
+        except (OSError, HTTPException) as error:
+            raise ServerAway(
+                f"sglang server {self.url} does not answer: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            connection.close()
+        if max_bytes and len(text) > max_bytes:
+            raise UsageError(
+                f"the answer of sglang server {self.url} has more than max_json={max_bytes} bytes\n"
+                "  install draftcore-sglang beside the server, lower data.max_length, or raise "
+                "capture.options.max_json"
+            )
+        return self._parsed(response.status, text)
+
+    def _parsed(self, status: int, text: bytes) -> Any:
+        shown = text[:300].decode(errors="replace")
+        if status in (401, 403):
+            raise UsageError(
+                f"sglang server {self.url} refuses the API key\n  set {KEY} in the environment"
+            )
+        if 400 <= status < 500:
+            raise DraftcoreError(
+                f"sglang server {self.url} refuses a request (status {status}): {shown}\n"
+                "  lower data.max_length, or raise the server's --context-length and "
+                "--max-total-tokens"
+            )
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+        if status != 200 or answer is None:
+            raise ServerAway(f"sglang server {self.url} answers with status {status}: {shown}")
+        return answer
+
+
+class Servers:
+    """The servers of a capture. `look(server)` says what one is, and raises where it does not fit."""
+
+    def __init__(
+        self, urls: Sequence[str], in_flight: int, patience: float, look: Callable[[Server], Any]
+    ) -> None:
+        self.all = tuple(Server(url) for url in dict.fromkeys(urls))
+        self.in_flight, self.patience, self._look = in_flight, patience, look
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def close(self) -> None:
+        """End all waiting: who waits for a server gets ServerAway."""
+        self._closed = True
+
+    def ask(self, question: Callable[[Server], T]) -> T:
+        """Put a question to a server that is well, and to others where it raises ServerAway.
+
+        Raises ServerAway when `patience` is over, and whatever else the question raises.
+        """
+        deadline = time.monotonic() + self.patience
+        while True:
+            with self._chosen(deadline) as server:
+                try:
+                    self._look_again(server)
+                    answer = question(server)
+                except ServerAway as error:
+                    self._failed(server, error)
+                    if self._closed or time.monotonic() > deadline:
+                        raise
+                    continue
+                with self._changed:
+                    server.failures = 0
+                return answer
+
+    def look(self, server: Server) -> Any:
+        """What a server is, looked at once and after each time that it was away."""
+        with server.looking:
+            if server.about is None:
+                server.about = self._look(server)
+            return server.about
+
+    def _look_again(self, server: Server) -> None:
+        """One that came back and does not fit any more is as good as away: others may be well."""
+        try:
+            self.look(server)
+        except UsageError as error:
+            raise ServerAway(str(error)) from error
+
+    def look_at_all(self) -> None:
+        """Look at every server. Raises where one does not fit, or none answers."""
+        away = []
+        for server in self.all:
+            try:
+                self.look(server)
+            except ServerAway as error:
+                self._failed(server, error)
+                away.append(error)
+        if len(away) == len(self.all):
+            raise ServerAway(
+                "\n".join(map(str, away)) + "\n  start a server, or correct capture.options.servers"
+            )
+
+    @contextmanager
+    def _chosen(self, deadline: float) -> Iterator[Server]:
+        """Take the least busy server that does not rest; waits for one until the deadline."""
+        with self._changed:
+            while (server := self._free()) is None:
+                now = time.monotonic()
+                if self._closed:
+                    raise ServerAway("the capture was closed while it waited for a server")
+                if now > deadline and all(server.rests_until > now for server in self.all):
+                    raise ServerAway(
+                        f"no sglang server answered within patience={self.patience:g} seconds: "
+                        f"{', '.join(server.url for server in self.all)}\n"
+                        "  start one again, or raise capture.options.patience"
+                    )
+                self._changed.wait(0.1)
+            server.busy += 1
+        try:
+            yield server
+        finally:
+            with self._changed:
+                server.busy -= 1
+                self._changed.notify_all()
+
+    def _free(self) -> Server | None:
+        now = time.monotonic()
+        able = [
+            server
+            for server in self.all
+            if server.rests_until <= now
+            and server.busy < (1 if server.failures else self.in_flight)
+        ]
+        return min(able, key=lambda server: server.busy, default=None)
+
+    def _failed(self, server: Server, error: ServerAway) -> None:
+        with self._changed:
+            server.about = None
+            if server.rests_until > time.monotonic():
+                return  # of the same fall: many requests were under way
+            rest = min(LONGEST_REST, FIRST_REST * 2**server.failures)
+            server.rests_until = time.monotonic() + rest
+            server.failures += 1
+            if server.failures == 1:
+                logger.warning("%s; others are asked meanwhile, and it again later", error)
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(KEY)
+    return {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )

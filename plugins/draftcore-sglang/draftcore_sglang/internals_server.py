@@ -1,0 +1,297 @@
+"""What the server's half knows of sglang's insides; see `internals`.
+
+Five methods are hooked, the same ones in all tested releases:
+
+    ModelRunner.load_model             ask the model for its layers' outputs
+    LogitsProcessor.forward            keep the states of a prefill: a copy, as a CUDA graph's
+                                       buffers are written again by the next batch
+    process_batch_result_prefill       hand each request's rows to the desk
+    SchedulerOutputStreamer            hold the answers of requests that are being written
+    Scheduler.process_input_requests   let go those whose receipt is there; called in every turn
+
+Nothing here waits, and no exception leaves a hook: it would end the server.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftcore.errors import DraftcoreError
+from draftcore_sglang.desk import Desk, Slice, receipt_field
+from draftcore_sglang.sink import Writer
+from draftcore_sglang.wire import FIELD, VERSION
+
+logger = logging.getLogger(__name__)
+SRT = "sglang.srt."
+LOAD = SRT + "model_executor.model_runner.ModelRunner.load_model"
+LOGITS = SRT + "layers.logits_processor.LogitsProcessor.forward"
+COMPONENTS = SRT + "managers.scheduler_components."
+PREFILL = (
+    COMPONENTS + "batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill"
+)
+STREAM = COMPONENTS + "output_streamer.SchedulerOutputStreamer.stream_output"
+TURN = SRT + "managers.scheduler.Scheduler.process_input_requests"
+SIGNATURES = {
+    LOAD: ("self",),
+    LOGITS: (
+        "self",
+        "input_ids",
+        "hidden_states",
+        "lm_head",
+        "logits_metadata",
+        "aux_hidden_states",
+        "hidden_states_before_norm",
+    ),
+    PREFILL: ("self", "batch", "result"),
+    STREAM: ("self", "reqs", "return_logprob", "skip_req"),
+    TURN: ("self", "recv_reqs"),
+}
+KEPT = "draftcore_states"  # attribute of a forward's output
+
+
+def install(sink: str, layers: tuple[int, ...], buffer_bytes: int) -> None:
+    """Hook this process. Raises DraftcoreError where sglang is not as it was when this was tested."""
+    hooks = importlib.import_module(SRT + "plugins.hook_registry")
+    require_signatures(SIGNATURES)
+    taps = Taps(sink, layers, buffer_bytes)
+    for target, hook, kind in (
+        (LOAD, taps.after_load, "AFTER"),
+        (LOGITS, taps.after_logits, "AFTER"),
+        (PREFILL, taps.around_prefill, "AROUND"),
+        (STREAM, taps.around_stream, "AROUND"),
+        (TURN, taps.after_turn, "AFTER"),
+    ):
+        hooks.HookRegistry.register(target, hook, hooks.HookType[kind])
+
+
+def require_signatures(expected: dict[str, tuple[str, ...]]) -> None:
+    """Raise DraftcoreError unless each method is there with these parameters."""
+    for target, names in expected.items():
+        owner, _, name = target.rpartition(".")
+        try:
+            method = getattr(pkgutil.resolve_name(owner), name)
+            found = tuple(inspect.signature(inspect.unwrap(method)).parameters)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise _moved(target, f"is not there: {error}") from error
+        if found != names:
+            raise _moved(target, f"has the parameters {found}, not {names}")
+
+
+def _moved(target: str, how: str) -> DraftcoreError:
+    version = importlib.metadata.version("sglang")
+    return DraftcoreError(
+        f"sglang {version} is not as this version of draftcore-sglang knows it\n  {target} {how}\n"
+        "  install a release of sglang that the README names, or a newer draftcore-sglang"
+    )
+
+
+class Taps:
+    """The hooks of one process. Those of the scheduler run in its one thread."""
+
+    def __init__(self, sink: str, layers: tuple[int, ...], buffer_bytes: int) -> None:
+        self.sink, self.layers, self.buffer_bytes = sink, layers, buffer_bytes
+        self.desk: Desk | None = None  # of a scheduler's process, once it has a model
+        self._before_norm: tuple[Tensor, Tensor] | None = None  # normed, and what was normed
+
+    # ------------------------------------------------------------ hooks
+
+    def after_load(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if runner.is_draft_worker:
+            return
+        config = runner.model_config.hf_text_config
+        names = [*(f"hidden.{layer}" for layer in self.layers), "last_hidden"]
+        about = {
+            "version": VERSION,
+            "sglang": importlib.metadata.version("sglang"),
+            "sink": self.sink,
+            "names": names,
+            "layers": int(config.num_hidden_layers),
+            "width": int(config.hidden_size),
+            "vocabulary": int(config.vocab_size),
+            "model": str(runner.model_config.model_path),
+        }
+        self.desk = Desk(Writer(self.sink, self.buffer_bytes), about, names)
+        try:
+            self.desk.problem = self._tap_model(runner, int(config.num_hidden_layers))
+        except Exception as error:
+            self.desk.problem = f"the model cannot be tapped: {type(error).__name__}: {error}"
+        if self.desk.problem:
+            logger.error("draftcore captures nothing here: %s", self.desk.problem)
+
+    def after_logits(
+        self,
+        result: Any,
+        processor: Any,
+        input_ids: Any,
+        hidden_states: Any,
+        lm_head: Any,
+        logits_metadata: Any,
+        aux_hidden_states: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        before, self._before_norm = self._before_norm, None
+        try:
+            if self.desk is None or result is None or not _writes():
+                return
+            if not logits_metadata.forward_mode.is_extend() or _is_recording(hidden_states):
+                return
+            states = {"last_hidden": hidden_states.clone()}
+            inner = [k for k in self.layers if f"hidden.{k}" in self._inner]
+            for layer, state in zip(inner, _one_by_one(aux_hidden_states, len(inner)), strict=True):
+                states[f"hidden.{layer}"] = state.clone()
+            if before is not None and before[0].data_ptr() == hidden_states.data_ptr():
+                states[f"hidden.{self._last}"] = before[1]
+            setattr(result, KEPT, (states, _event(hidden_states)))
+        except Exception:
+            logger.exception("draftcore kept no states of a forward")
+
+    def around_prefill(
+        self, original: Callable[..., Any], processor: Any, batch: Any, result: Any
+    ) -> Any:
+        try:
+            if self.desk is not None and _writes():
+                self._take(self.desk, batch, result)
+        except Exception:  # nobody gets a receipt, which every client takes for a failure
+            logger.exception("draftcore lost the captures of a batch")
+        return original(processor, batch, result)
+
+    def around_stream(
+        self,
+        original: Callable[..., Any],
+        streamer: Any,
+        reqs: Any,
+        return_logprob: Any,
+        skip_req: Any = None,
+    ) -> Any:
+        if self.desk is not None and self.desk.held:
+            for req in reqs:
+                if req.rid in self.desk.held:
+                    self.desk.held[req.rid] = req
+            reqs = [req for req in reqs if req.rid not in self.desk.held]
+        return original(streamer, reqs, return_logprob, skip_req)
+
+    def after_turn(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if self.desk is None or not self.desk.held:
+            return
+        for req, receipt in self.desk.receipts():
+            try:
+                _answer(req, receipt)
+                scheduler.output_streamer.stream_output([req], req.return_logprob)
+            except Exception:
+                logger.exception("draftcore could not send a receipt")
+
+    # ------------------------------------------------------------ pieces
+
+    def _tap_model(self, runner: Any, num_layers: int) -> str:
+        """Ask the model for its layers' outputs; returns why it cannot, or ''."""
+        args = runner.server_args
+        self._last = num_layers - 1
+        self._inner = {f"hidden.{layer}" for layer in self.layers if layer != self._last}
+        if beyond := [layer for layer in self.layers if layer >= num_layers]:
+            return f"DRAFTCORE_LAYERS has {beyond}, the model has layers 0..{self._last}"
+        if args.pp_size > 1:
+            return "pipeline parallelism spreads the layers over processes: use --pp-size 1"
+        if args.speculative_algorithm is not None or getattr(
+            args, "enable_return_aux_hidden_states", False
+        ):
+            return (
+                "a draft, or --enable-return-aux-hidden-states, asks the model for layers of its "
+                "own: start the server without"
+            )
+        model = runner.model
+        inner = [layer for layer in self.layers if layer != self._last]
+        if inner:
+            ask = getattr(model, "set_dflash_layers_to_capture", None)
+            ask = ask or getattr(model, "set_eagle3_layers_to_capture", None)
+            if ask is None:
+                return f"sglang cannot give the layers' outputs of {type(model).__name__}"
+            ask(inner)  # both count outputs from 0, where they are told which
+        if self._last in self.layers:
+            _decoder(model).norm.register_forward_hook(self._keep_before_norm)
+        return ""
+
+    def _keep_before_norm(self, norm: Any, args: Any, output: Any) -> None:
+        """Keep the last layer's output, which the final norm returns beside the normed state."""
+        try:
+            if isinstance(output, tuple) and not _is_recording(output[0]):
+                self._before_norm = output[0], output[1].clone()
+            elif isinstance(output, Tensor):
+                self._before_norm = output, args[0].clone()
+        except Exception:
+            self._before_norm = None
+
+    def _take(self, desk: Desk, batch: Any, result: Any) -> None:
+        if all(_asked(req) is None for req in batch.reqs):
+            return
+        states, ready = getattr(result.logits_output, KEPT, (None, None))
+        lengths = batch.extend_lens
+        if states is not None and len(states["last_hidden"]) != sum(lengths):
+            states = None
+        first = 0
+        for req, start, rows in zip(batch.reqs, batch.prefix_lens, lengths, strict=True):
+            if (field := _asked(req)) is not None:
+                part = Slice(
+                    rid=req.rid,
+                    field=field,
+                    prompt=len(req.origin_input_ids),
+                    start=start,
+                    first=first,
+                    rows=rows,
+                    last=req.inflight_middle_chunks <= 0,
+                    new_tokens=req.sampling_params.max_new_tokens,
+                )
+                receipt = desk.take(part, states, ready)
+                if receipt is not None:
+                    _answer(req, receipt)
+            first += rows
+
+
+def _asked(req: Any) -> Any:
+    params = req.sampling_params.custom_params
+    return params.get(FIELD) if isinstance(params, dict) else None
+
+
+def _answer(req: Any, receipt: dict[str, Any]) -> None:
+    req.customized_info = {**(req.customized_info or {}), **receipt_field(receipt)}
+
+
+def _writes() -> bool:
+    """Whether this process is the one of its model's that puts: all have the same states."""
+    context = importlib.import_module(SRT + "runtime_context")
+    return int(context.get_parallel().attn_tp_rank) == 0
+
+
+def _one_by_one(states: Any, count: int) -> Iterable[Tensor]:
+    """A forward's layer states, [t, H] each, from a list or from one tensor [t, count * H]."""
+    if isinstance(states, Tensor):
+        return states.chunk(count, dim=-1)
+    return states or ()
+
+
+def _is_recording(state: Tensor) -> bool:
+    return state.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _event(state: Tensor) -> Any:
+    """An event after which the states are there, None where they are already."""
+    if not state.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _decoder(model: Any) -> Any:
+    """The module that holds the final norm."""
+    chain: Sequence[Any] = (model, getattr(model, "language_model", None))
+    return next(part.model for part in chain if hasattr(getattr(part, "model", None), "norm"))

@@ -1,0 +1,406 @@
+"""The capture `sglang-server`: running servers compute, and store by themselves what they captured.
+
+Each prompt is a request of its own, many at a time, spread over the servers; how a server batches
+them is its affair, so the last bits of features depend on its load. Where the servers' store is the
+run's own, samples never pass through this process (`deliver`); otherwise they are read from the
+servers' store and freed there (`features`). A receipt is believed only when the store has the sample.
+
+Shape letters: T tokens, H width.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+from torch import Tensor
+
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.records import (
+    CapturedGroup,
+    CaptureInput,
+    FeatureRequest,
+    FeatureStore,
+    SampleRef,
+)
+from draftcore.stores import StoreAway, StoreFull
+from draftcore.target import TargetSpec
+from draftcore_sglang import plain, selftest
+from draftcore_sglang.client import Server, ServerAway, Servers
+from draftcore_sglang.options import ServerOptions
+from draftcore_sglang.sink import open_store
+from draftcore_sglang.wire import (
+    AWAY,
+    BUSY,
+    FAILED,
+    FIELD,
+    FULL,
+    NOT_FINITE,
+    SAMPLE_ID,
+    VERSION,
+    Ask,
+    Refusal,
+    pack,
+)
+
+logger = logging.getLogger(__name__)
+PAUSE = 0.2  # seconds before a busy server is asked again
+ATTEMPTS = 3  # of a sample that servers fail to capture
+PLAIN = "plain"  # in `about`: the layers that a server without this dist returns
+
+
+class ServerCapture:
+    """Captures at servers. Raises UsageError for servers that cannot serve this target or request."""
+
+    def __init__(self, target: TargetSpec, request: FeatureRequest, options: ServerOptions) -> None:
+        require_layers(target, request)
+        self.target, self.request, self.options = target, request, options
+        self._store: FeatureStore | None = None
+        self._lock = threading.Lock()
+        self._warned = False
+        self._expected: dict[str, Tensor] | None = None
+        self._like: dict[str, Any] = {}  # what one server said of itself; the others must say so
+        self.servers = Servers(options.servers, options.in_flight, options.patience, self._look)
+        self._capacity = options.in_flight * len(self.servers.all)
+        self._threads = ThreadPoolExecutor(self._capacity, "sglang-server")
+        self.servers.look_at_all()
+
+    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
+        """Yield features of the request's dtype on the CPU.
+
+        Raises DraftcoreError for a row with a non-finite feature, and where no server answers.
+        """
+        pending: deque[tuple[CaptureInput, list[Future[dict[str, Tensor]]]]] = deque()
+        for group in groups:
+            jobs = [
+                self._threads.submit(self._fetch, group, row) for row in range(len(group.token_ids))
+            ]
+            pending.append((group, jobs))
+            while sum(len(jobs) for _, jobs in pending) >= self._capacity:
+                yield self._collected(*pending.popleft())
+        while pending:
+            yield self._collected(*pending.popleft())
+
+    def reaches(self, store: FeatureStore) -> bool:
+        """Say whether the servers put into this very store."""
+        sink = self._like.get("sink")
+        reached = sink is not None and place(sink) == place(store.uri)
+        if sink is not None and not reached and not self._warned:
+            self._warned = True
+            logger.warning(
+                "features pass through this process: the servers' store is %s, the run's %s",
+                sink,
+                store.uri,
+            )
+        return reached
+
+    def deliver(
+        self, group: CaptureInput, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
+    ) -> tuple[SampleRef, ...]:
+        """Have a group captured and stored. Raises StoreFull and StoreAway as the servers met them."""
+        ids = group.group.feature_ids
+        if strange := [sample for sample in ids if SAMPLE_ID.fullmatch(sample) is None]:
+            raise DraftcoreError(f"{strange[0]!r} is no sample id that a server would take")
+        asks = [
+            Ask(
+                sample,
+                self.request.names,
+                self.request.dtype,
+                origin,
+                {name: pack(value) for name, value in tensors.items()},
+            )
+            for sample, tensors in zip(ids, text, strict=True)
+        ]
+        stored: list[SampleRef] = []
+        try:
+            self._store_there(group, asks, stored)
+            held = to.lookup(ids)
+            if all(sample in held and held[sample].provenance == origin for sample in ids):
+                return tuple(held[sample] for sample in ids)
+        except BaseException:
+            with suppress(DraftcoreError):
+                to.free(stored)
+            raise
+        raise UsageError(
+            f"the servers say that they stored samples in {self._like.get('sink')}, and "
+            f"{to.uri} does not have them\n"
+            "  set DRAFTCORE_SINK of the servers to the run's store, as seen from their machine"
+        )
+
+    def close(self) -> None:
+        self.servers.close()
+        self._threads.shutdown(cancel_futures=True)
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    # ------------------------------------------------------------ one sample
+
+    def _store_there(
+        self, group: CaptureInput, asks: Sequence[Ask], stored: list[SampleRef]
+    ) -> None:
+        """Have members stored; those that were are noted also where another one fails."""
+        jobs = [
+            self._threads.submit(self._captured, group, row, ask) for row, ask in enumerate(asks)
+        ]
+        wait(jobs)
+        found = [job.result() for job in jobs if job.exception() is None]
+        stored += [ref for ref in found if isinstance(ref, SampleRef)]
+        for job in jobs:
+            job.result()
+
+    def _fetch(self, group: CaptureInput, row: int) -> dict[str, Tensor]:
+        """Read one member's features from the servers' store, or from a plain server's answer."""
+        ask = Ask(uuid.uuid4().hex, self.request.names, self.request.dtype, "", {}, lent=True)
+        found = self._captured(group, row, ask)
+        if not isinstance(found, SampleRef):
+            return found
+        return self._read(found)
+
+    def _read(self, ref: SampleRef) -> dict[str, Tensor]:
+        with self._lock:
+            if self._store is None:
+                self._store = open_store(ref.uri)
+            store = self._store
+        with store.get(ref) as handle:
+            features = {name: value.clone() for name, value in handle.tensors.items()}
+        store.free([ref])
+        return features
+
+    def _captured(self, group: CaptureInput, row: int, ask: Ask) -> SampleRef | dict[str, Tensor]:
+        """Capture one member at some server; what fails there is tried at others."""
+        tokens = [int(token) for token in group.token_ids[row]]
+        attempts, deadline = 0, time.monotonic() + self.options.patience
+        while True:
+            try:
+                return self.servers.ask(functools.partial(self._ask, tokens, ask))
+            except Refusal as refusal:
+                attempts += refusal.kind == FAILED
+                again = refusal.kind == BUSY or (refusal.kind == FAILED and attempts < ATTEMPTS)
+                if not again or time.monotonic() > deadline:
+                    raise self._explained(refusal, group, row) from refusal
+                time.sleep(PAUSE)
+
+    def _ask(
+        self, tokens: Sequence[int], ask: Ask, server: Server
+    ) -> SampleRef | dict[str, Tensor]:
+        body = request_body(tokens, {FIELD: ask.to_json()})
+        if PLAIN in server.about:
+            return self._ask_plain(tokens, server)
+        receipt = receipt_of(server.post(body, self.options.timeout))
+        if receipt is None:
+            raise ServerAway(f"sglang server {server.url} answers without a receipt")
+        if "error" in receipt:
+            raise Refusal(str(receipt["error"]), f"{server.url}: {receipt.get('reason', '')}")
+        try:
+            ref = SampleRef.from_json(receipt["ref"])
+        except (KeyError, TypeError) as error:
+            raise ServerAway(f"sglang server {server.url} sends a malformed receipt") from error
+        self._require_as_asked(server, ref, ask, len(tokens))
+        return ref
+
+    def _ask_plain(self, tokens: Sequence[int], server: Server) -> dict[str, Tensor]:
+        body = {**request_body(tokens, {}), "return_hidden_states": True}
+        answer = server.post(body, self.options.timeout, self.options.max_json)
+        layers = server.about[PLAIN]
+        features = plain.read_states(answer, self.request, layers, len(tokens))
+        for name, value_TH in features.items():
+            if len(value_TH) != len(tokens):
+                raise UsageError(
+                    f"sglang server {server.url} returned {len(value_TH)} rows of {name} for "
+                    f"{len(tokens)} tokens\n  start it with --chunked-prefill-size -1 and "
+                    "--disable-radix-cache, or install draftcore-sglang beside it"
+                )
+            if not value_TH.isfinite().all():
+                raise Refusal(NOT_FINITE, f"feature {name!r} holds inf or nan in {value_TH.dtype}")
+        return features
+
+    def _require_as_asked(self, server: Server, ref: SampleRef, ask: Ask, tokens: int) -> None:
+        shapes = {spec.name: (spec.shape, spec.dtype) for spec in ref.tensors}
+        width = int(self.target.text_config.hidden_size)
+        form = (tokens, width), ask.dtype
+        wrong = [name for name in ask.names if shapes.get(name) != form]
+        if wrong or (ref.feature_id, ref.tokens) != (ask.sample, tokens):
+            raise DraftcoreError(
+                f"sglang server {server.url} stored something else than {', '.join(ask.names)} of "
+                f"{tokens} tokens: {ref}\n  use one version of draftcore-sglang on both sides"
+            )
+
+    def _explained(self, refusal: Refusal, group: CaptureInput, row: int) -> DraftcoreError:
+        member = f"dataset row {group.group.rows[row]} (sample {group.group.feature_ids[row]})"
+        if refusal.kind == FULL:
+            return StoreFull(
+                self._like.get("sink", ""),
+                needed=len(group.token_ids[row])
+                * len(self.request.names)
+                * int(self.target.text_config.hidden_size)
+                * getattr(torch, self.request.dtype).itemsize,
+                samples=1,
+                free=0,
+                limit="its bytes, as the server says",
+                remedy="free samples, or raise max_bytes in the store's URI",
+            )
+        if refusal.kind == AWAY:
+            return StoreAway(str(refusal))
+        if refusal.kind == NOT_FINITE:
+            return DraftcoreError(
+                f"{member}: {refusal}\n  capture in a wider type (capture.dtype=float32), or leave "
+                "the row out"
+            )
+        return DraftcoreError(f"{member} is not captured: {refusal.kind}: {refusal}")
+
+    def _collected(
+        self, group: CaptureInput, jobs: Sequence[Future[dict[str, Tensor]]]
+    ) -> CapturedGroup:
+        return CapturedGroup(group.group, tuple(job.result() for job in jobs))
+
+    # ------------------------------------------------------------ what a server is
+
+    def _look(self, server: Server) -> dict[str, Any]:
+        """Ask a server what it is, and refuse it where it does not fit."""
+        answer = server.post(
+            request_body(self._prompt, {FIELD: {"about": True}}), self.options.timeout
+        )
+        receipt = receipt_of(answer)
+        if receipt is None:
+            return self._look_plain(server)
+        about: dict[str, Any] = receipt.get("about", {})
+        self._require_fit(server, about)
+        if self.options.self_test:
+            self._test(server)
+        return about
+
+    def _look_plain(self, server: Server) -> dict[str, Any]:
+        layers = plain.layers_of(server, self.options.timeout)
+        plain.require_served(server, self.request, layers)
+        self._require_alike(server, {PLAIN: layers})
+        logger.warning(
+            "sglang server %s does not run draftcore-sglang: it sends states as text, slowly and up to "
+            "max_json=%d bytes\n  install draftcore-sglang beside it",
+            server.url,
+            self.options.max_json,
+        )
+        return {PLAIN: layers}
+
+    def _require_fit(self, server: Server, about: Mapping[str, Any]) -> None:
+        if about.get("version") != VERSION:
+            raise UsageError(
+                f"sglang server {server.url} speaks version {about.get('version')} of the capture, "
+                f"this side {VERSION}\n  use one version of draftcore-sglang on both sides"
+            )
+        if about["problem"]:
+            raise UsageError(
+                f"sglang server {server.url} cannot capture: {about['problem']}\n"
+                "  start it as the README of draftcore-sglang says"
+            )
+        text = self.target.text_config
+        ours = (self.target.num_layers, int(text.hidden_size), self.target.vocab_size)
+        theirs = (about["layers"], about["width"], about["vocabulary"])
+        if ours != theirs:
+            raise UsageError(
+                f"sglang server {server.url} serves another target, {about['model']!r}\n"
+                f"  (layers, width, vocabulary) there: {theirs}, of {self.target.path!r}: {ours}\n"
+                "  start it with the run's target, or correct capture.options.servers"
+            )
+        if lacking := [name for name in self.request.names if name not in about["names"]]:
+            layers = ",".join(map(str, self.request.layers))
+            raise UsageError(
+                f"sglang server {server.url} does not capture {', '.join(lacking)}, only "
+                f"{', '.join(about['names'])}\n  start it with DRAFTCORE_LAYERS={layers}"
+            )
+        self._require_alike(server, about)
+
+    def _require_alike(self, server: Server, about: Mapping[str, Any]) -> None:
+        """Refuse a server that stores elsewhere than the others."""
+        with self._lock:
+            self._like = self._like or dict(about)
+        here, there = (
+            place(one["sink"]) if PLAIN not in one else "" for one in (about, self._like)
+        )
+        if here != there:
+            raise UsageError(
+                f"sglang server {server.url} stores into {here or 'nothing'}, another one into "
+                f"{there or 'nothing'}\n"
+                "  set DRAFTCORE_SINK to one store on all servers, with draftcore-sglang beside each"
+            )
+
+    def _test(self, server: Server) -> None:
+        """Compare a short prompt's features with transformers', and its prediction with the head's."""
+        request = replace(self.request, last_hidden=True, dtype="float32")
+        with self._lock:
+            if self._expected is None:
+                self._expected = selftest.reference(self.target, request, self._prompt) or {}
+            expected = self._expected
+        ask = Ask(uuid.uuid4().hex, request.names, "float32", "", {}, lent=True)
+        body = request_body(self._prompt, {FIELD: ask.to_json()})
+        answer = server.post({**body, "return_logprob": True}, self.options.timeout)
+        receipt = receipt_of(answer) or {}
+        if "ref" not in receipt:
+            raise UsageError(
+                f"sglang server {server.url} could not capture a short prompt: {receipt}\n"
+                "  look into the server's log"
+            )
+        found = self._read(SampleRef.from_json(receipt["ref"]))
+        logprob, token, _ = answer["meta_info"]["output_token_logprobs"][0]
+        require_prediction(
+            self.target, server, found["last_hidden"][-1], int(token), float(logprob)
+        )
+        selftest.require_same(self.target, found, expected)
+
+    @functools.cached_property
+    def _prompt(self) -> list[int]:
+        return [token % self.target.vocab_size for token in range(10, 26)]
+
+
+def require_layers(target: TargetSpec, request: FeatureRequest) -> None:
+    """Raise UsageError for a layer that the target does not have."""
+    beyond = [layer for layer in request.layers if not 0 <= layer < target.num_layers]
+    if beyond:
+        raise UsageError(
+            f"features of layers {beyond} were asked for, target {target.path!r} has layers "
+            f"0..{target.num_layers - 1}\n  set the algorithm's layers within that range"
+        )
+
+
+def require_prediction(
+    target: TargetSpec, server: Server, hidden_H: Tensor, token: int, theirs: float
+) -> None:
+    """Raise UsageError unless last hidden x the target's head gives the server's own log-probability."""
+    head_VH = target.head().to(hidden_H)
+    ours = float(torch.log_softmax((head_VH @ hidden_H).double(), -1)[token])
+    bound = 1e-3 if target.dtype == torch.float32 else 0.1
+    if not abs(ours - theirs) <= bound:
+        raise UsageError(
+            f"sglang server {server.url} has other weights than {target.path!r}, or scales its logits\n"
+            f"  log-probability of token {token} there: {theirs:.4g}, by the target's head: {ours:.4g}\n"
+            "  start it with the run's target, or, where they are meant to differ, set "
+            "capture.options.self_test=false"
+        )
+
+
+def request_body(tokens: Sequence[int], custom: Mapping[str, Any]) -> dict[str, Any]:
+    """A request for one new token. Its key of its own keeps it out of the server's prefix cache."""
+    params = {"max_new_tokens": 1, "temperature": 0, "custom_params": dict(custom) or None}
+    return {"input_ids": list(tokens), "sampling_params": params, "extra_key": uuid.uuid4().hex}
+
+
+def receipt_of(answer: Any) -> dict[str, Any] | None:
+    """The receipt in an answer; None where the server wrote none."""
+    found = answer.get("meta_info", {}).get(FIELD) if isinstance(answer, dict) else None
+    return found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else None
+
+
+def place(uri: str) -> str:
+    """What tells one store from another in a URI: all but its options."""
+    return unquote(uri.partition("?")[0])

@@ -1,0 +1,287 @@
+"""A server that batches, chunks and caches as it likes: what it captures, refuses and stores.
+
+Its prefix cache is on and a chunk has 16 tokens, so that whatever shortens a capture is there.
+"""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from draftcore_sglang.client import Server
+from draftcore_sglang.options import ServerOptions
+from draftcore_sglang.remote import ServerCapture, receipt_of, request_body
+from draftcore_sglang.wire import FIELD, Ask
+
+from draftcore.channels.memory import MemoryChannel
+from draftcore.errors import UsageError
+from draftcore.feed import Producer
+from draftcore.plan import Plan
+from draftcore.records import FeatureRequest, StoreItem
+from draftcore.stores import StoreFull
+from draftcore.stores.shm import ShmStore
+from draftcore.target import TargetSpec
+from draftcore.testing.captures import ALL, LAYERS, ROWS, Reference, features_of, group
+from draftcore.testing.targets import tiny_target
+
+pytestmark = pytest.mark.sglang
+LONG = [list(range(3, 103)), [7] * 41, list(range(50, 83))]
+
+
+@pytest.fixture(scope="module")
+def server(start_server, sink):
+    server = start_server(
+        "--chunked-prefill-size=16", DRAFTCORE_SINK=sink, DRAFTCORE_LAYERS="0,1,2,3"
+    )
+    yield server
+    assert server.alive
+
+
+@pytest.fixture
+def store(sink):
+    store = ShmStore.open(sink)
+    yield store
+    assert store.stats().samples == 0
+    store.close()
+
+
+@pytest.fixture
+def open_capture(server, target):
+    opened = []
+
+    def opener(request=ALL, target=target, **options):
+        options = {"servers": [server.url], "patience": 30, "self_test": False} | options
+        opened.append(ServerCapture(target, request, ServerOptions(**options)))
+        return opened[-1]
+
+    yield opener
+    for capture in opened:
+        capture.close()
+
+
+def require_features(features, tokens, reference):
+    """The largest difference to transformers was 1.2e-6 of the largest number, in fp32."""
+    layers = [*reference.layers(tokens), reference.before_norm(tokens)]
+    expected = {f"hidden.{k}": layers[k] for k in range(LAYERS)}
+    for name, expected_TH in (expected | {"last_hidden": reference.after_norm(tokens)}).items():
+        gap = (features[name] - expected_TH).abs().max() / expected_TH.abs().max()
+        assert gap < 1e-5, (name, float(gap))
+
+
+# ---------------------------------------------------------------- what shortens a capture
+
+
+def test_prompts_in_chunks_and_batches_are_captured_whole(open_capture, served_folder, store):
+    """Chunked prefill returns the last chunk's rows alone; here they are put together."""
+    reference, members = Reference(served_folder), [*LONG, *ROWS]
+    for features, tokens in zip(
+        features_of(open_capture(), group(members=members)), members, strict=True
+    ):
+        require_features(features, tokens, reference)
+
+
+def test_a_prompt_that_the_server_has_seen_is_captured_whole(open_capture, served_folder, store):
+    capture, reference = open_capture(), Reference(served_folder)
+    for _ in range(3):
+        (features,) = features_of(capture, group(members=[LONG[0]]))
+        require_features(features, LONG[0], reference)
+
+
+def test_a_request_whose_prefix_is_cached_is_refused(server, store):
+    """A client of another make, that sends no key of its own."""
+    body = request_body(LONG[1], {FIELD: ask().to_json()})
+    del body["extra_key"]
+    first, second = (receipt_of(Server(server.url).post(body, 30)) for _ in range(2))
+    store.free(store.lookup([ask().sample]).values())
+    assert "ref" in first
+    assert second["error"] == "short"
+    assert "prefix cache" in second["reason"]
+
+
+# ---------------------------------------------------------------- what is not asked for rightly
+
+
+def ask(**fields):
+    fields = {"sample": "ab" * 12, "names": ("hidden.1",), "dtype": "float32"} | fields
+    return Ask(**({"origin": "p", "beside": {}} | fields))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        17,
+        {},
+        {**ask().to_json(), "version": 0},
+        *(
+            ask(**wrong).to_json()
+            for wrong in (
+                {"sample": "../../etc/passwd"},
+                {"sample": "shm:elsewhere"},
+                {"sample": "ab" * 12 + "\n"},
+                {"names": ("hidden.9",)},
+                {"names": ("weights",)},
+                {"names": ("hidden.1", "hidden.1")},
+                {"names": ()},
+                {"dtype": "float64"},
+                {"origin": "p" * 5000},
+                {"beside": {"last_hidden": ("int64", "")}},
+                {"beside": {"../x": ("int64", "")}},
+                {"beside": {"mask": ("int64", "AAAA")}},
+                {"beside": {"mask": ("bool", "*not base64*")}},
+                {"beside": {"mask": ("bool", "AAAA")}},  # three of five
+            )
+        ),
+    ],
+)
+def test_what_has_not_the_right_form_is_refused_and_stores_nothing(server, store, field):
+    answer = Server(server.url).post(request_body([5, 6, 7, 8, 9], {FIELD: field}), 30)
+    receipt = receipt_of(answer)
+    assert receipt["error"] in ("refused", "failed")
+    assert receipt["reason"]
+    assert len(answer["output_ids"]) == 1  # the server does its own work as ever
+
+
+def test_a_capture_that_would_also_decode_is_refused(server, store):
+    body = request_body([5, 6, 7], {FIELD: ask().to_json()})
+    body["sampling_params"]["max_new_tokens"] = 3
+    receipt = receipt_of(Server(server.url).post(body, 30))
+    assert (receipt["error"], "max_new_tokens=1" in receipt["reason"]) == ("refused", True)
+
+
+def test_a_request_without_the_field_is_answered_as_ever(server, store, open_capture):
+    body = request_body(LONG[2], {})
+    body["sampling_params"]["max_new_tokens"] = 6
+    alone = Server(server.url).post(body, 30)
+    beside = []
+    thread = threading.Thread(target=lambda: beside.append(Server(server.url).post(body, 30)))
+    thread.start()
+    features_of(open_capture(), group(members=LONG))
+    thread.join()
+    assert receipt_of(alone) is None
+    assert alone["output_ids"] == beside[0]["output_ids"]
+
+
+# ---------------------------------------------------------------- which server
+
+
+def test_a_server_passes_the_self_test(open_capture, store):
+    open_capture(self_test=True)
+
+
+def test_a_server_of_another_shape_is_refused(open_capture, tmp_path):
+    other = TargetSpec(str(tiny_target(tmp_path, hidden_size=64)), device="cpu")
+    with pytest.raises(UsageError, match="serves another target"):
+        open_capture(FeatureRequest((0,), True, "float32"), other)
+
+
+def test_a_server_of_other_weights_is_refused(open_capture, served_folder, tmp_path, store):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(served_folder)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.5)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(served_folder).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="other weights"):
+        open_capture(ALL, TargetSpec(str(tmp_path), device="cpu"), self_test=True)
+
+
+def test_servers_that_are_away_are_named_with_what_to_do(open_capture):
+    with pytest.raises(Exception, match=r"127\.0\.0\.1:9(.|\n)*capture\.options\.servers"):
+        open_capture(servers=["http://127.0.0.1:9"], patience=0.5)
+
+
+def test_one_server_of_two_may_be_away(open_capture, server, store):
+    capture = open_capture(servers=["http://127.0.0.1:9", server.url])
+    assert len(features_of(capture, group(0, 1, 2))) == 3
+
+
+# ---------------------------------------------------------------- straight into the run's store
+
+
+class Samples:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def tokens(self, row):
+        return np.array(self.rows[row])
+
+    def loss_mask(self, row):
+        return np.arange(len(self.rows[row])) % 3 == 0
+
+
+def producer_of(capture, store, rows, batch):
+    ids = [f"{row:024x}" for row in range(len(rows))]
+    channel = MemoryChannel("run")
+    plan = Plan(ids, [len(r) for r in rows], capture_batch=batch, batch=1, seed=0)
+    channel.offer(plan.captures(0))
+    return Producer(lambda: capture, Samples(rows), store, channel, "made so"), ids
+
+
+def test_samples_go_straight_into_the_runs_store(open_capture, served_folder, store):
+    rows = [*LONG, *ROWS]
+    capture, reference = open_capture(), Reference(served_folder)
+    producer, ids = producer_of(capture, store, rows, batch=3)
+    while producer.run_once() is not None:
+        pass
+    held = store.lookup(ids)
+    assert set(held) == set(ids)
+    for feature_id, tokens in zip(ids, rows, strict=True):
+        with store.get(held[feature_id]) as handle:
+            require_features(handle.tensors, tokens, reference)
+            assert handle.tensors["token_ids"].tolist() == list(tokens)
+            assert handle.tensors["loss_mask"].tolist() == [t % 3 == 0 for t in range(len(tokens))]
+        assert (held[feature_id].provenance, held[feature_id].tokens) == ("made so", len(tokens))
+    assert capture._store is None  # nothing was read here
+    store.free(held.values())
+
+
+def test_two_producers_share_a_server(open_capture, store):
+    rows = [[20 + row, *range(30, 40)] for row in range(16)]
+    both = [producer_of(open_capture(), store, rows, batch=4) for _ in range(2)]
+    ids = both[0][1]
+
+    def work(producer, half):
+        for number in range(4):
+            task = producer.channel.claim("one")
+            if number % 2 == half:
+                refs.extend(producer.refs(task))
+
+    refs = []
+    threads = [
+        threading.Thread(target=work, args=(producer, half))
+        for half, (producer, _) in enumerate(both)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {ref.feature_id for ref in refs} == set(ids)
+    for ref in refs:
+        with store.get(ref) as handle:
+            assert handle.tensors["token_ids"].tolist() == rows[int(ref.feature_id, 16)]
+    store.free(refs)
+
+
+def test_a_full_store_pushes_back_and_keeps_nothing_of_the_group(open_capture, store):
+    ballast = StoreItem("ff" * 12, {"x": torch.zeros(8128 << 10, dtype=torch.uint8)}, 8128 << 10)
+    full = store.put(ballast)
+    producer, ids = producer_of(open_capture(), store, LONG, batch=3)
+    task = producer.channel.claim("one")
+    put = producer.captured(task)
+    with pytest.raises(StoreFull):
+        put()
+    assert store.lookup(ids) == {}
+    store.free([full])
+    store.free(put())
+
+
+def test_where_the_runs_store_is_another_one_features_pass_through(open_capture, store, caplog):
+    other = ShmStore.open("shm:test-other?max_bytes=1MiB")
+    capture = open_capture()
+    producer, _ = producer_of(capture, other, LONG, batch=3)
+    refs = producer.refs(producer.channel.claim("one"))
+    assert "features pass through this process" in caplog.text
+    assert len(refs) == len(other.lookup([ref.feature_id for ref in refs])) == 3
+    other.free(refs)
+    other.close()

@@ -1,0 +1,106 @@
+"""What breaks while a server captures: the server itself, and the store under it."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from draftcore_sglang.options import ServerOptions
+from draftcore_sglang.remote import ServerCapture
+
+from draftcore.errors import DraftcoreError
+from draftcore.records import FeatureRequest
+from draftcore.stores.shm import ShmStore
+from draftcore.testing.captures import group
+
+pytestmark = pytest.mark.sglang
+REQUEST = FeatureRequest((0, 2), True, "float32")
+
+
+@pytest.fixture(scope="module")
+def server(start_server, sink):
+    return start_server(DRAFTCORE_SINK=sink, DRAFTCORE_LAYERS="0,2")
+
+
+def opened(server, target, **options):
+    options = {"servers": [server.url], "self_test": False} | options
+    return ServerCapture(target, REQUEST, ServerOptions(**options))
+
+
+def deliver(capture, store, number):
+    """A group of eight, told apart by its tokens."""
+    members = [[10 + row, *range(30, 90), number] for row in range(8)]
+    asked = group(members=members, index=number)
+    ids = tuple(f"{number:020x}{row:04x}" for row in range(8))
+    asked = type(asked)(type(asked.group)(number, asked.group.rows, ids, 62), asked.token_ids)
+    beside = [{"token_ids": torch.tensor(member)} for member in members]
+    return capture.deliver(asked, beside, "made so", store), members
+
+
+def require_stored(store, refs, members):
+    for ref, member in zip(refs, members, strict=True):
+        with store.get(ref) as handle:
+            assert handle.tensors["token_ids"].tolist() == member
+            assert {len(handle.tensors[name]) for name in REQUEST.names} == {len(member)}
+
+
+def test_a_server_that_hangs_is_given_up_when_patience_ends(server, sink, target):
+    store, capture = ShmStore.open(sink), opened(server, target, timeout=1, patience=3)
+    server.kill(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(DraftcoreError, match=server.url):
+        deliver(capture, store, 1)
+    assert 2 < time.monotonic() - began < 12
+    server.kill(signal.SIGCONT)
+    deadline = time.monotonic() + 30  # what it had been asked for may be stored now
+    while time.monotonic() < deadline:
+        try:
+            refs, members = deliver(capture, store, 1)
+            break
+        except DraftcoreError:
+            time.sleep(1)
+    require_stored(store, refs, members)
+    store.free(refs)
+    capture.close()
+    store.close()
+
+
+def test_a_server_that_is_killed_at_work_is_waited_for_and_nothing_is_lost(
+    server, start_server, sink, target, caplog
+):
+    """Then its store is made anew under it, which a new run of the same name would do."""
+    store, capture = ShmStore.open(sink), opened(server, target, patience=200)
+    done, problems = [], []
+
+    def work():
+        try:
+            for number in range(40):
+                done.append(deliver(capture, store, number))
+        except Exception as error:
+            problems.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    while len(done) < 3:
+        time.sleep(0.01)
+    server.kill()
+    before = len(done)
+    again = start_server(port=server.port, DRAFTCORE_SINK=sink, DRAFTCORE_LAYERS="0,2")
+    worker.join(200)
+    assert not problems
+    assert before < len(done) == 40
+    for refs, members in done:
+        require_stored(store, refs, members)
+    assert "others are asked meanwhile" in caplog.text
+    store.free(ref for refs, _ in done for ref in refs)
+    assert store.stats().samples == 0
+
+    store._segment.locks.path.unlink()
+    anew = ShmStore.open(sink)
+    refs, members = deliver(capture, anew, 99)
+    require_stored(anew, refs, members)
+    anew.free(refs)
+    anew.close()
+    capture.close()
+    assert again.alive

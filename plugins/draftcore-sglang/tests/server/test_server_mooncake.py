@@ -1,0 +1,56 @@
+"""Straight from a server into Mooncake: the trainer lends the memory, the server is a writer."""
+
+import pytest
+
+pytest.importorskip("draftcore_mooncake")  # this dist does not depend on it
+
+import torch
+from draftcore_mooncake.engine import load, package_folder
+from draftcore_mooncake.master import Master
+from draftcore_mooncake.store import MooncakeStore
+from draftcore_sglang.options import ServerOptions
+from draftcore_sglang.remote import ServerCapture
+
+from draftcore.records import CaptureGroup, CaptureInput
+from draftcore.testing.captures import ALL, LAYERS, ROWS, Reference
+from draftcore.testing.loopback import only_loopback
+
+pytestmark = pytest.mark.sglang
+
+
+def test_a_server_puts_into_mooncake_what_transformers_computes(
+    start_server, target, served_folder
+):
+    """Largest difference to transformers, relative to the largest number: 1.2e-6 in fp32."""
+    with only_loopback():
+        load()
+        master = Master(package_folder())
+        uri = f"mooncake://{master.address}/served"
+        trainer = MooncakeStore.open(f"{uri}?max_bytes={64 << 20}")
+        server = start_server(
+            DRAFTCORE_SINK=f"{uri}?patience=5", DRAFTCORE_LAYERS="0,1,2,3", MC_LOG_LEVEL="ERROR"
+        )
+        capture = ServerCapture(
+            target, ALL, ServerOptions(servers=(server.url,), patience=60, self_test=True)
+        )
+        ids = tuple(f"{row:024x}" for row in range(len(ROWS)))
+        group = CaptureInput(CaptureGroup(0, tuple(range(len(ROWS))), ids, 64), tuple(ROWS))
+        text = [{"token_ids": torch.tensor(row)} for row in ROWS]
+        assert capture.reaches(trainer)
+        refs = capture.deliver(group, text, "made so", trainer)
+        reference = Reference(served_folder)
+        for ref, tokens in zip(refs, ROWS, strict=True):
+            layers = [*reference.layers(tokens), reference.before_norm(tokens)]
+            expected = {f"hidden.{k}": layers[k] for k in range(LAYERS)}
+            expected["last_hidden"] = reference.after_norm(tokens)
+            with trainer.get(ref) as handle:
+                assert handle.tensors["token_ids"].tolist() == tokens
+                for name, expected_TH in expected.items():
+                    gap = (handle.tensors[name] - expected_TH).abs().max()
+                    assert gap < 1e-5 * expected_TH.abs().max(), name
+        trainer.free(refs)
+        assert trainer.lookup(ids) == {}
+        capture.close()
+        server.kill()
+        trainer.close()
+        master.stop()

@@ -1,0 +1,75 @@
+"""A whole run: a trainer and two producers, whose features come from a server, into the run's ring."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import uuid
+
+import pytest
+import yaml
+
+from draftcore.testing import child_environment
+from draftcore.testing.targets import conversations
+
+pytest.importorskip("draftcore_eagle3")  # this dist does not depend on it
+pytestmark = pytest.mark.sglang
+SAMPLES, BATCH = 24, 4
+RTOL = 1e-5  # features differ by 1e-6; losses of about 5 by 1e-6 of their size
+
+
+def mended_environment(folder):
+    """Where sglang runs on the CPU, torchvision is mended in each process; see the platform."""
+    environment = child_environment()
+    if importlib.util.find_spec("draftcore_sglang_cpu"):
+        (folder / "sitecustomize.py").write_text(
+            "import draftcore_sglang_cpu\ndraftcore_sglang_cpu.mend_torchvision()\n"
+        )
+        environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
+    return environment
+
+
+def train(folder, target, **changes):
+    """Train by the command line and return the loss of each step."""
+    folder.mkdir()
+    config = {
+        "run": str(folder / "run"),
+        "target": {"path": str(target), "dtype": "float32", "device": "cpu"},
+        "data": {"train": str(conversations(folder / "train.jsonl", SAMPLES)), "max_length": 256},
+        "algorithm": {"name": "eagle3", "options": {"layers": [0, 1, 2], "ttt_length": 2}},
+        "train": {"batch": BATCH, "epochs": 2, "lr": 0.003, "log_every": 1, "device": "cpu"},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config | changes))
+    done = subprocess.run(
+        [sys.executable, "-m", "draftcore", "train", "run.yaml"],
+        cwd=folder,
+        env=mended_environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "pass through this process" not in done.stderr
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_a_run_trains_on_what_a_server_stored(start_server, served_folder, tmp_path):
+    """The same losses as with transformers in the trainer: the plan's order, each sample once."""
+    store = f"shm:test-{uuid.uuid4().hex}?max_bytes=64MiB"
+    server = start_server(DRAFTCORE_SINK=store, DRAFTCORE_LAYERS="0,1,2")
+    options = {"servers": [server.url], "self_test": False}
+    ours = train(
+        tmp_path / "server",
+        served_folder,
+        capture={"name": "sglang-server", "batch": BATCH, "options": options},
+        store=store,
+        topology={"producers": 2},
+    )
+    theirs = train(tmp_path / "hf", served_folder, capture={"name": "hf", "batch": BATCH})
+    assert len(theirs) == 2 * SAMPLES // BATCH
+    assert ours == pytest.approx(theirs, rel=RTOL)
+    assert "POST /generate" in server.log.read_text()
+    assert server.alive

@@ -1,0 +1,156 @@
+"""Which server is asked when some are away, slow or wrong: real little HTTP servers on loopback."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from draftcore_sglang.client import KEY, Server, ServerAway, Servers
+
+from draftcore.errors import DraftcoreError, UsageError
+
+
+@pytest.fixture
+def serve():
+    """Start a server that answers as told: an object, a status, or a function of the body."""
+    running = []
+
+    def start(answer):
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.asked.append((body, self.headers.get("Authorization")))
+                found = server.answer(body) if callable(server.answer) else server.answer
+                status = found if isinstance(found, int) else 200
+                text = json.dumps(found).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *args):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.answer, server.asked = answer, []
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        running.append(server)
+        return server
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+def servers(*urls, patience=5.0, in_flight=4, look=lambda server: "fits"):
+    return Servers(urls, in_flight, patience, look)
+
+
+def post(server):
+    return server.post({"x": 1}, 2.0)
+
+
+def test_a_server_that_fails_is_replaced_by_another(serve):
+    bad, good = serve(500), serve({"ok": 1})
+    pool = servers(bad.url, good.url)
+    assert [pool.ask(post) for _ in range(6)] == [{"ok": 1}] * 6
+    assert len(bad.asked) == 1  # it rests
+
+
+def test_a_server_that_comes_back_is_asked_again_and_looked_at_anew(serve):
+    server, looked = serve(503), []
+    pool = servers(server.url, look=lambda one: looked.append(one) or "fits")
+    threading.Timer(0.5, lambda: setattr(server, "answer", {"ok": 1})).start()
+    assert pool.ask(post) == {"ok": 1}
+    assert 2 < len(server.asked) < 6  # not in a tight loop
+    assert len(looked) == len(server.asked)
+    pool.ask(post)
+    assert len(looked) == len(server.asked) - 1
+
+
+def test_patience_ends_with_the_servers_and_the_remedy(serve):
+    server = serve(503)
+    began = time.monotonic()
+    with pytest.raises(ServerAway, match=server.url):
+        servers(server.url, patience=1.0).ask(post)
+    assert 0.5 < time.monotonic() - began < 4
+
+
+def test_no_server_has_more_than_in_flight_requests(serve):
+    most, now, lock = [0], [0], threading.Lock()
+
+    def answer(body):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        with lock:
+            now[0] -= 1
+        return {"ok": 1}
+
+    pool = servers(serve(answer).url, in_flight=3)
+    threads = [threading.Thread(target=pool.ask, args=(post,)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] == 3
+
+
+def test_work_is_spread_over_the_servers(serve):
+    slow = [serve(lambda body: time.sleep(0.05) or {"ok": 1}) for _ in range(3)]
+    pool = servers(*(server.url for server in slow))
+    threads = [threading.Thread(target=pool.ask, args=(post,)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(server.asked) for server in slow] == [4, 4, 4]
+
+
+def test_a_request_that_is_refused_is_not_repeated(serve):
+    server = serve(400)
+    with pytest.raises(DraftcoreError, match=r"status 400(.|\n)*context-length"):
+        servers(server.url).ask(post)
+    assert len(server.asked) == 1
+
+
+def test_the_key_comes_from_the_environment(serve, monkeypatch):
+    server = serve({"ok": 1})
+    monkeypatch.setenv(KEY, "s3cret")
+    Server(server.url).post({}, 2.0)
+    assert server.asked[0][1] == "Bearer s3cret"
+    server.answer = 401
+    with pytest.raises(UsageError, match=KEY) as caught:
+        Server(server.url).post({}, 2.0)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_an_answer_beyond_the_limit_is_refused(serve):
+    server = serve({"text": "x" * 1000})
+    with pytest.raises(UsageError, match="max_json=100"):
+        Server(server.url).post({}, 2.0, 100)
+
+
+def test_a_server_that_no_longer_fits_rests_while_others_serve(serve):
+    one, other = serve({"one": 1}), serve({"other": 1})
+
+    def look(server):
+        if server.url == one.url:
+            raise UsageError("another model")
+        return "fits"
+
+    pool = servers(one.url, other.url, look=look)
+    assert pool.ask(post) == {"other": 1}
+
+
+def test_closing_ends_a_wait(serve):
+    pool = servers(serve(503).url, patience=60)
+    threading.Timer(0.5, pool.close).start()
+    began = time.monotonic()
+    with pytest.raises(ServerAway):
+        pool.ask(post)
+    assert time.monotonic() - began < 10
