@@ -38,7 +38,7 @@ from draftcore.disagg import (
 )
 from draftcore.errors import UsageError
 from draftcore.plugins import load
-from draftcore_sglang import internals_disagg as internals
+from draftcore_sglang.internals import disagg as internals
 
 VARIABLE = "DRAFTCORE_SGLANG_ALGORITHM"
 PREFIX = "sglang:"

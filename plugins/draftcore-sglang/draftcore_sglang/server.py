@@ -30,7 +30,7 @@ def register() -> None:
             "DRAFTCORE_SINK holds a user name or a password, and clients are told where features lie\n"
             "  set secrets as the store's README says"
         )
-    from draftcore_sglang.internals_server import install
+    from draftcore_sglang.internals.server import install
 
     layers = read_layers(os.environ.get("DRAFTCORE_LAYERS", ""))
     install(sink, layers, parse_size(os.environ.get("DRAFTCORE_BUFFER", "4GiB")))

@@ -6,7 +6,7 @@ import uuid
 import pytest
 import torch
 from draftcore_sglang.desk import Desk, Slice
-from draftcore_sglang.internals_server import Taps
+from draftcore_sglang.internals.server import Taps
 from draftcore_sglang.sink import Job, Part, Writer
 from draftcore_sglang.wire import Ask, Refusal, pack
 

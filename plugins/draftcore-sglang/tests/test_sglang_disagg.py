@@ -36,7 +36,8 @@ import sglang_on_cpu  # noqa: E402
 
 sglang_on_cpu.mend_torchvision()
 
-from draftcore_sglang import disagg, internals_disagg  # noqa: E402
+from draftcore_sglang import disagg  # noqa: E402
+from draftcore_sglang.internals.disagg import METHOD  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.disaggregation.decode_schedule_batch_mixin import (  # noqa: E402
     ScheduleBatchDisaggregationDecodeMixin,
@@ -375,7 +376,7 @@ def registered() -> Iterator[None]:
     spec_registry._REGISTRY.clear()
     spec_registry._REGISTRY.update(before)
     SpeculativeAlgorithm.build_disagg_draft_input = method
-    for target in [name for name in HookRegistry._hooks if name.endswith(internals_disagg.METHOD)]:
+    for target in [name for name in HookRegistry._hooks if name.endswith(METHOD)]:
         del HookRegistry._hooks[target]
         HookRegistry._patched.discard(target)
 

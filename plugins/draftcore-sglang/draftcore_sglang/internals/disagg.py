@@ -1,4 +1,4 @@
-"""What taking over requests needs of sglang's insides; belongs into `internals`.
+"""What taking over requests needs of sglang's insides; see `internals`.
 
 sglang asks its algorithm for a first draft input where a decode server builds a batch of requests
 that a prefill server has computed. Algorithms that sglang runs itself are told apart by name in

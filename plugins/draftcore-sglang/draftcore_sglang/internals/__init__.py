@@ -1,8 +1,9 @@
-"""Everything this dist knows of sglang's insides: the only module that imports sglang.
+"""Everything this dist knows of sglang's insides: the only package that imports sglang.
 
 sglang has no interface for what capture needs, so each name used here may move with any release.
 Hence the range of versions that was tested, and a self-test of every signature before the first
-use: a name that moved is an error that says which, never a wrong tensor.
+use: a name that moved is an error that says which, never a wrong tensor. Here is what runs a model in
+this process; `server` hooks into a running server, `disagg` into one that takes requests over.
 
 A model is built and run as `sglang.benchmark.one_batch` does it, sglang's own program of one
 process without a scheduler: there is no chunked prefill, prefix cache or overlap that could shorten
