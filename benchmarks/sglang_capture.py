@@ -82,7 +82,7 @@ def server(model: Path, flags: list[str], log: Path, **environment: str) -> Iter
             start_new_session=True,
         )
     try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 240
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
         while True:
             try:
                 Server(url).get("/model_info", 5)

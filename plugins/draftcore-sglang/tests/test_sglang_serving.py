@@ -30,7 +30,7 @@ from draftcore.target import TargetSpec
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
-PROMPTS, NEW_TOKENS = 150, 128
+PROMPTS, NEW_TOKENS = 100, 128
 BLOCKS = {"num_layers": 3, "layers": [1, 3, 5], "block_size": 8, "num_anchors": 64}
 DRAFTS = {
     "eagle3": {"layers": [1, 3, 4], "ttt_length": 3},
@@ -64,7 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for name, options in DRAFTS.items()
         },
         "capture": {"batch": 32},
-        "train": {"max_steps": 400, "epochs": 2, "batch": 32, "lr": 2e-3, "precision": "bf16"},
+        "train": {"max_steps": 250, "epochs": 1, "batch": 32, "lr": 2e-3, "precision": "bf16"},
         "eval": {"batch": 50, "prompts": PROMPTS, "max_new_tokens": NEW_TOKENS},
     }
     file = folder / "run.yaml"
@@ -119,7 +119,7 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait(self, seconds: float = 180) -> None:
+    def wait(self, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()[-4000:]
