@@ -345,6 +345,9 @@ class Drafter(Protocol):
 
     Positions: `prefill` takes the prompt's tokens, the target's features of those tokens and the
     first generated token; `accept` takes what the target verified in a round, left-aligned.
+
+    A state consists of tensors, in dataclasses, dicts, lists or tuples, each with the batch as its
+    first dimension, and the draft's weights are read at every call: so graphs can hold a round.
     """
 
     num_drafts: int

@@ -21,6 +21,6 @@ def describe() -> Sequence[Offer]:
 def graph_backend(name: str) -> RecordingBackend | None:
     if name != "recording":
         return None
-    from draftcore.graphs.recording import RecordingBackend  # torch, 1.6 s: keeps list-plugins quick
+    from draftcore.graphs.recording import RecordingBackend  # torch: keeps list-plugins quick
 
     return RecordingBackend()

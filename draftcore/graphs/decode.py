@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from draftcore.evaluation.decode import (
     EagerRunner,
     Rows,
-    choose,
     read_drafts,
     read_one,
     read_prompts,
@@ -70,8 +69,8 @@ class DecodeGraphRunner(GraphRunner):
     def reserve(self, rows: int, max_len: int) -> None:
         """Allocate the caches, unless they are large enough; what was captured goes with them."""
         wanted = self.rows(rows) or (self.phase.rows[-1] if self.phase.padding else rows)
-        span = pad_to(max_len, self.phase.lengths)
-        if span is None or (wanted <= self.most_rows and span <= self.span):
+        span = pad_to(max_len, self.phase.lengths) or self.phase.lengths[-1]
+        if wanted <= self.most_rows and span <= self.span:
             return
         self.forget()
         self.most_rows, self.span = max(wanted, self.most_rows), max(span, self.span)

@@ -8,7 +8,6 @@ backend; with `auto` it is eager, and the plan shows the rule.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -39,6 +38,7 @@ class Facts:
     attention: str | None = None
     layer_kinds: frozenset[str] = frozenset()
     model_type: str = ""
+    rope: frozenset[str] = frozenset()
     experts: str | None = None
     temperature: float = 0.0
     state_fault: str | None = None
@@ -56,13 +56,6 @@ class Phase:
     padding: bool = True
     plugins: tuple[str, ...] = ()
     decided: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """What differs from eager, as keys of the configuration that lead here again."""
-        same = Phase(self.name)
-        keys = [f.name for f in dataclasses.fields(self) if f.name not in ("name", "decided")]
-        differing = {key: getattr(self, key) for key in keys}
-        return {key: value for key, value in differing.items() if value != getattr(same, key)}
 
     def lines(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield phase, key, value and who decided, for `--plan`."""
@@ -95,7 +88,8 @@ RULES: tuple[Rule, ...] = (
         "device",
         BOTH,
         lambda facts, able: (
-            any(word.startswith("device:") for word in able) and f"device:{facts.device}" not in able
+            any(word.startswith("device:") for word in able)
+            and f"device:{facts.device}" not in able
         ),
         "the backend does not run on the target's device",
         "set target.device",
@@ -117,6 +111,12 @@ RULES: tuple[Rule, ...] = (
         BOTH,
         lambda facts, able: facts.model_type in ALIBI,
         "the target computes its positions from the mask of the padding",
+    ),
+    Rule(
+        "rope",
+        BOTH,
+        lambda facts, able: any("dynamic" in kind or kind == "longrope" for kind in facts.rope),
+        "the target chooses its rotary frequencies on the host, by the longest row",
     ),
     Rule(
         "experts",

@@ -44,6 +44,7 @@ class GraphRunner(ABC):
     def weights(self) -> Iterable[Tensor]:
         """Every parameter and buffer that the graphs read."""
 
+    @abstractmethod
     def before_capture(self, key: ShapeKey) -> None:
         """Put something that can be computed with into the static buffers of a bucket."""
 
