@@ -111,6 +111,7 @@ class CudaSegments:
     @contextmanager
     def recording(self) -> Iterator[None]:
         self._empty.clear()
+        torch.cuda.empty_cache()  # the memory of warming up, which the graphs do not share
         try:
             with self._forks():
                 yield

@@ -11,6 +11,7 @@ is raised during capture, for what the model's layers share.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
@@ -79,6 +80,8 @@ class PiecewiseBackend(GraphBackend):
 
     def cleanup(self) -> None:
         self._compiled.clear()
+        gc.collect()  # what was compiled lies in cycles, and graphs and their memory with it
+        torch.cuda.empty_cache()
 
 
 def alone(fn: Callable[[], Outputs]) -> Callable[[], Outputs]:

@@ -28,7 +28,9 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero"):
             raise RuntimeError("operation not permitted when stream is capturing")
-        given = {leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {
+            leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        }
         writes = func._schema.is_mutable
         kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) and writes else x, args)
         result = func(*args, **kwargs)

@@ -41,7 +41,7 @@ def test_debug_is_no_way_around_that():
 
 
 def test_work_on_the_cpu_is_refused_where_there_is_cuda():
-    with pytest.raises(UsageError, match="runs on cpu\n  set target.device=cuda"):
+    with pytest.raises(UsageError, match=r"runs on cpu\n  set target\.device=cuda"):
         CudaSegments(torch.device("cpu"), "full")
 
 
