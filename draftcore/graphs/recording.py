@@ -38,6 +38,7 @@ class RecordingBackend(GraphBackend):
     def capture_session(self) -> Iterator[None]:
         yield
 
+    @torch.inference_mode()
     def capture_one(self, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
         self.tapes.pop(key, None)
         for _ in range(2):
@@ -55,6 +56,7 @@ class RecordingBackend(GraphBackend):
     def replay_session(self) -> Iterator[None]:
         yield
 
+    @torch.inference_mode()
     def replay(self, key: ShapeKey) -> Outputs:
         return self.tapes[key].replay()
 

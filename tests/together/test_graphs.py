@@ -8,14 +8,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-
-from draftcore.config import load_config
-from draftcore.graphs.decode import DecodeGraphRunner
-from draftcore.graphs.prefill import PrefillGraphRunner
-from draftcore.plugins import load
-from draftcore.run import Run
-from draftcore.training.trainer import prepare, train
 
 ALGORITHMS = {
     "eagle3": {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3},
