@@ -66,6 +66,12 @@ def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
+def show_graphs(run: Run) -> None:
+    """Say what replayed and what did not, where a phase ran through graphs."""
+    for name, counts in run.graphs.report():
+        click.echo(f"{name:28}  {counts}")
+
+
 def show_plan(run: Run) -> None:
     lines = list(run.graphs.plan(run.target))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -89,6 +95,7 @@ def capture(registry: Registry, config: Path, overrides: tuple[str, ...], planne
         if planned:
             return show_plan(run)
         click.echo(capture_all(run))
+        show_graphs(run)
 
 
 @click.command()
@@ -144,6 +151,7 @@ def train(
                 f"{_of(trainer.draft)}{reason}: step {trainer.step} of {total}, {seen} samples, "
                 f"checkpoints in {trainer.checkpoints}"
             )
+        show_graphs(run)
     if reason == "interrupted":
         raise click.exceptions.Exit(130)
 
@@ -236,7 +244,9 @@ def evaluate(
             heading = [("draft", draft.label)] if draft.label else []
             for name, value in [*heading, *report.lines(), ("report and plot", str(folder))]:
                 click.echo(f"{name:28}  {value}")
-        if as_json:
+        if not as_json:
+            show_graphs(run)
+        else:
             data = {label: report.to_json() for label, report in reports.items()}
             click.echo(json.dumps(data.get("", data), indent=1))
 

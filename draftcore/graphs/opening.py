@@ -16,6 +16,7 @@ from draftcore.graphs import GraphBackend, GraphPlugin
 from draftcore.graphs.decode import DecodeGraphRunner
 from draftcore.graphs.prefill import EagerPrefillRunner, PrefillGraphRunner, PrefillRunner
 from draftcore.graphs.resolve import AUTO, EAGER, STEP, Facts, Phase, PhaseName, resolve
+from draftcore.graphs.runners import GraphRunner
 from draftcore.graphs.states import fault
 from draftcore.plugins import Registry
 from draftcore.records import Drafter
@@ -30,6 +31,7 @@ class Graphs:
     def __init__(self, config: RunConfig, registry: Registry) -> None:
         self.config, self.registry = config, registry
         self._prefill: tuple[TargetModel, PrefillRunner] | None = None
+        self._opened: list[GraphRunner] = []
 
     def resolve(self, name: PhaseName, target: TargetSpec, **known: Any) -> Phase:
         """Resolve a phase by what is known of the run. Raises UsageError as `resolve` does."""
@@ -76,7 +78,9 @@ class Graphs:
             return EagerPrefillRunner(model)
         backend, able = self._backend(phase)
         plugins = [self._plugin(name) for name in phase.plugins]
-        return PrefillGraphRunner(model, phase, backend, plugins, breaks="breaks" in able)
+        runner = PrefillGraphRunner(model, phase, backend, plugins, breaks="breaks" in able)
+        self._opened.append(runner)
+        return runner
 
     def decode(self, model: TargetModel, drafter: Drafter, module: nn.Module) -> Runner:
         """What decodes with this draft, whose weights are those of `module`."""
@@ -89,13 +93,21 @@ class Graphs:
             return EagerRunner(model, drafter)
         backend, _ = self._backend(phase)
         plugins = [self._plugin(name) for name in phase.plugins]
-        return DecodeGraphRunner(model, drafter, module, phase, backend, plugins)
+        runner = DecodeGraphRunner(model, drafter, module, phase, backend, plugins)
+        self._opened.append(runner)
+        return runner
 
     def plan(self, target: TargetSpec) -> Iterator[tuple[str, str, str, str]]:
         """Yield phase, key, value and who decided, below a heading."""
         yield "PHASE", "KEY", "VALUE", "DECIDED BY"
         for name in ("prefill", "decode"):
             yield from self.resolve(name, target).lines()
+
+    def report(self) -> Iterator[tuple[str, str]]:
+        """Yield each phase that was opened with a backend, and what became of its batches."""
+        for runner in self._opened:
+            counts = ", ".join(f"{count} {what}" for what, count in runner.counts.items())
+            yield f"graphs.{runner.phase.name}", f"{runner.captures} captured, {counts or 'unused'}"
 
     def _backend(self, phase: Phase) -> tuple[GraphBackend, frozenset[str]]:
         binding = bind(self.registry, "graph", phase.backend, self.config.plugins)

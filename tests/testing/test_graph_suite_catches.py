@@ -222,3 +222,10 @@ def test_a_wrong_backend_is_caught_by_name(name: str, failures: dict[str, set[st
 
 def test_the_right_backend_passes(failures: dict[str, set[str]]) -> None:
     assert failures["is_right"] == set()
+
+
+def test_every_standard_test_has_caught_something() -> None:
+    from draftcore.testing.graphs import GraphBackendSuite
+
+    standard = {name for name in vars(GraphBackendSuite) if name.startswith("test_")}
+    assert standard == {test.partition("[")[0] for wrong, test in CAUGHT.values() if wrong}
