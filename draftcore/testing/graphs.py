@@ -271,6 +271,6 @@ def live_bytes(device: torch.device) -> int:
     storages = {
         item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
         for item in gc.get_objects()
-        if issubclass(type(item), Tensor)  # isinstance would wake what is imported lazily
+        if type(item) in (Tensor, nn.Parameter)  # others may have no memory, or be imported lazily
     }
     return sum(storages.values())
