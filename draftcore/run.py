@@ -30,6 +30,7 @@ from draftcore.config import RunConfig
 from draftcore.data.dataset import DataOptions, Dataset, build_dataset
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.feed import Feed, Producer, Source
+from draftcore.graphs.resolve import EAGER
 from draftcore.hookspecs import Specs
 from draftcore.locks import hold
 from draftcore.plan import Plan
@@ -363,8 +364,11 @@ class Run:
         request, capture = self.request, self.config.capture
         made = [self.target.fingerprint, request.names, request.dtype, capture.name, capture.batch]
         # Padding to a bucket changes the last bits too. The buckets follow from these two.
-        graphs = self.config.graphs.prefill.model_dump(mode="json", exclude_defaults=True)
-        return json.dumps(made + ([graphs, self.config.data.max_length] if graphs else []))
+        graphs = self.config.graphs.prefill
+        if graphs.backend != EAGER:
+            dumped = graphs.model_dump(mode="json", exclude_defaults=True)
+            made += [dumped, self.config.data.max_length]
+        return json.dumps(made)
 
     def check_store(self) -> None:
         """Refuse a durable store that holds features of another target, request or capture."""

@@ -13,6 +13,7 @@ from draftcore.config import RunConfig
 from draftcore.errors import DraftcoreError
 from draftcore.evaluation.decode import EagerRunner, Runner
 from draftcore.graphs import GraphBackend, GraphPlugin
+from draftcore.graphs.config import PhaseConfig
 from draftcore.graphs.decode import DecodeGraphRunner
 from draftcore.graphs.prefill import EagerPrefillRunner, PrefillGraphRunner, PrefillRunner
 from draftcore.graphs.resolve import AUTO, EAGER, STEP, Facts, Phase, PhaseName, resolve
@@ -35,8 +36,10 @@ class Graphs:
 
     def resolve(self, name: PhaseName, target: TargetSpec, **known: Any) -> Phase:
         """Resolve a phase by what is known of the run. Raises UsageError as `resolve` does."""
-        given = getattr(self.config.graphs, name)
-        if given.backend not in (EAGER, AUTO):
+        given: PhaseConfig = getattr(self.config.graphs, name)
+        if given.backend == EAGER:  # the target may not even be able to run here
+            return resolve(name, given, Facts(rows=0, longest=0, device=""))
+        if given.backend != AUTO:
             self.registry.find("graph", given.backend)
         for plugin in given.plugins:
             self.registry.find("graph-plugin", plugin)
@@ -44,20 +47,15 @@ class Graphs:
 
     def facts(self, name: PhaseName, target: TargetSpec) -> Facts:
         config, model = self.config, target.text_config
-        capture = self.registry.find("capture", config.capture.name)
-        offer = capture.offer("capture", config.capture.name)
+        offers = [offer for plugin in self.registry.ready for offer in plugin.offers]
+        capture = [o for o in offers if (o.kind, o.name) == ("capture", config.capture.name)]
         prefill, longest = name == "prefill", config.data.max_length
         return Facts(
             rows=config.capture.batch if prefill else config.eval.batch,
             longest=longest if prefill else longest + config.eval.max_new_tokens + STEP,
             device=resolve_device(target.device).type,
-            backends={
-                offer.name: offer.capabilities
-                for plugin in self.registry.ready
-                for offer in plugin.offers
-                if offer.kind == "graph"
-            },
-            capture=offer.capabilities if offer else frozenset(),
+            backends={o.name: o.capabilities for o in offers if o.kind == "graph"},
+            capture=frozenset().union(*(o.capabilities for o in capture)),
             attention=getattr(model, "_attn_implementation", None),
             layer_kinds=frozenset(getattr(model, "layer_types", None) or ()),
             model_type=str(model.model_type),

@@ -69,6 +69,7 @@ def test_features_captured_through_graphs_train_to_the_same_losses(tmp_path, new
 def test_features_of_other_buckets_are_not_mixed(tmp_path, new_project):
     """Padding changes their last bits: a store and a run say so, whichever differs."""
     project = through(new_project(tmp_path / "p"), prefill=PREFILL)
+    project.cli("capture")
     project.cli("train", "train.max_steps=2")
     other = ("graphs.prefill.lengths=[256]", "train.max_steps=4")
     refused = project.cli("train", *other, f"run={tmp_path / 'another'}", ok=False)
