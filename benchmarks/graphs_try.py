@@ -145,7 +145,8 @@ def time_decoding(backends: list[str], folder: Path) -> None:
         f"train.device={given.device}",
         f"data.train={QUICKSTART / 'data' / 'train.jsonl'}",
         f"data.eval={QUICKSTART / 'data' / 'eval.jsonl'}",
-        "data.limit=40","data.max_length=256",
+        "data.limit=40",
+        "data.max_length=256",
         "train.epochs=1",
     ]
     run = Run(load_config(QUICKSTART / "eagle3.yaml", settings), load())

@@ -95,7 +95,7 @@ class CudaSegments:
                 f"{device}\n  set target.device=cuda, or use the backend eager"
             )
         self.device, self.stream = device, capture_stream(device)
-        self.pools = [shared_pool(device)]  # the last one is recorded into
+        self.pools = [shared_pool(device)]  # the last one was recorded into last
         self._graph: torch.cuda.CUDAGraph | None = None
         self._forked: set[torch.cuda.Stream] = set()
         self._empty: list[bool] = []  # of the segments of a recording
@@ -126,6 +126,8 @@ class CudaSegments:
             self._forked.clear()
 
     def begin(self) -> None:
+        if (pool := shared_pool(self.device)) is not self.pools[-1]:
+            self.pools.append(pool)  # another backend abandoned a capture into the one before
         self._graph = torch.cuda.CUDAGraph()
         try:
             _begin(self._graph, self.pools[-1])
@@ -176,7 +178,7 @@ class CudaSegments:
         graph.reset()
         _abandoned.append(graph)
         _pools.pop(self.device.index, None)
-        # Its first graph tells the random generator, too, that nothing is being captured.
+        # A new pool's first graph tells the random generator, too, that nothing is being captured.
         self.pools.append(shared_pool(self.device))
 
     @contextmanager

@@ -194,6 +194,15 @@ def usable(backend: GraphBackend, buffer: Tensor) -> None:
         assert torch.equal(backend.replay(OTHER), buffer.tanh() @ buffer)
 
 
+def test_what_fails_in_one_backend_leaves_the_others_usable(full, breakable, buffer):
+    """They record into one pool, which a capture that cannot end spoils for new graphs."""
+    capture(breakable, lambda: buffer - 1, ShapeKey(1))
+    with pytest.raises(DraftcoreError):
+        capture(full, lambda: buffer * float(buffer.sum()))
+    usable(breakable, buffer)
+    assert torch.equal(breakable.replay(ShapeKey(1)), buffer - 1)
+
+
 @pytest.mark.parametrize("name", ["full", "breakable"])
 def test_a_wait_for_the_host_is_refused_and_leaves_everything_usable(name, buffer, request):
     backend = request.getfixturevalue(name)
