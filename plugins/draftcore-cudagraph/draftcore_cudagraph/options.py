@@ -1,4 +1,4 @@
-"""The options of each offer. `full` has none."""
+"""The options of the backends that have any."""
 
 from __future__ import annotations
 
@@ -37,14 +37,3 @@ class PiecewiseOptions(BaseModel):
         if self.compiler == "inductor":
             return self.mode in (None, "reduce-overhead", "max-autotune")
         return self.compiler == "cudagraphs"
-
-
-class TboOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    least_share: float = Field(
-        0.48,
-        ge=0,
-        le=0.5,
-        description="the smaller half's least share of the tokens; else one request is cut in two",
-    )

@@ -10,7 +10,6 @@ from draftcore.offers import Offer
 
 if TYPE_CHECKING:
     from draftcore.graphs import GraphBackend, GraphPlugin
-    from draftcore_cudagraph.options import TboOptions
 
 OPTIONS = "draftcore_cudagraph.options"
 BREAKABLE = frozenset({"device:cuda", "breaks"})
@@ -23,7 +22,7 @@ def describe() -> Sequence[Offer]:
         Offer("graph", "full", frozenset({"device:cuda", "auto:cuda"})),
         Offer("graph", "breakable", BREAKABLE, f"{OPTIONS}:BreakableOptions"),
         Offer("graph", "piecewise", PIECEWISE, f"{OPTIONS}:PiecewiseOptions"),
-        Offer("graph-plugin", "tbo", options=f"{OPTIONS}:TboOptions"),
+        Offer("graph-plugin", "tbo"),
     ]
 
 
@@ -42,9 +41,9 @@ def graph_backend(name: str, options: Any) -> GraphBackend | None:
 
 
 @hookimpl
-def graph_plugin(name: str, options: TboOptions) -> GraphPlugin | None:
+def graph_plugin(name: str) -> GraphPlugin | None:
     if name != "tbo":
         return None
     from draftcore_cudagraph.tbo import TwoBatchOverlap
 
-    return TwoBatchOverlap(options.least_share)
+    return TwoBatchOverlap()

@@ -27,6 +27,7 @@ from torch.nn import functional
 from draftcore.graphs import GraphPlugin, Outputs, ShapeKey
 
 Batch = Mapping[str, Tensor]
+LEAST_SHARE = 0.48  # of the tokens, for the smaller half
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Cut:
     inside: int = 0
 
 
-def balanced_cut(lengths: Sequence[int], least_share: float = 0.48) -> Cut | None:
+def balanced_cut(lengths: Sequence[int], least_share: float = LEAST_SHARE) -> Cut | None:
     """Return the cut that balances the tokens of requests of these lengths; None for less than two.
 
     Requests are left whole unless the smaller half would then have less than `least_share` of the
@@ -94,7 +95,7 @@ def per_token(name: str) -> bool:
 class TwoBatchOverlap(GraphPlugin):
     """Cuts every captured bucket; `run` does a bucket's work by halves."""
 
-    def __init__(self, least_share: float = 0.48) -> None:
+    def __init__(self, least_share: float = LEAST_SHARE) -> None:
         self.least_share = least_share
         self.cuts: dict[ShapeKey, Cut | None] = {}
         self.counts_2: Tensor | None = None  # int32, made at the first capture
