@@ -37,12 +37,12 @@ class Graphs:
     def resolve(self, name: PhaseName, target: TargetSpec, **known: Any) -> Phase:
         """Resolve a phase by what is known of the run. Raises UsageError as `resolve` does."""
         given: PhaseConfig = getattr(self.config.graphs, name)
+        for plugin in given.plugins:
+            self.registry.find("graph-plugin", plugin)
         if given.backend == EAGER:  # the target may not even be able to run here
             return resolve(name, given, Facts(rows=0, longest=0, device=""))
         if given.backend != AUTO:
             self.registry.find("graph", given.backend)
-        for plugin in given.plugins:
-            self.registry.find("graph-plugin", plugin)
         return resolve(name, given, dataclasses.replace(self.facts(name, target), **known))
 
     def facts(self, name: PhaseName, target: TargetSpec) -> Facts:
