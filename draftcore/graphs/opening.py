@@ -17,7 +17,7 @@ from draftcore.graphs.config import PhaseConfig
 from draftcore.graphs.decode import DecodeGraphRunner
 from draftcore.graphs.prefill import EagerPrefillRunner, PrefillGraphRunner, PrefillRunner
 from draftcore.graphs.resolve import AUTO, EAGER, STEP, Facts, Phase, PhaseName, resolve
-from draftcore.graphs.runners import GraphRunner
+from draftcore.graphs.runners import Tally
 from draftcore.graphs.states import fault
 from draftcore.plugins import Registry
 from draftcore.records import Drafter
@@ -32,17 +32,17 @@ class Graphs:
     def __init__(self, config: RunConfig, registry: Registry) -> None:
         self.config, self.registry = config, registry
         self._prefill: tuple[TargetModel, PrefillRunner] | None = None
-        self._opened: list[GraphRunner] = []
+        self._tallies: list[tuple[PhaseName, Tally]] = []  # not the runners: they hold caches
 
     def resolve(self, name: PhaseName, target: TargetSpec, **known: Any) -> Phase:
         """Resolve a phase by what is known of the run. Raises UsageError as `resolve` does."""
         given: PhaseConfig = getattr(self.config.graphs, name)
+        for plugin in given.plugins:
+            self.registry.find("graph-plugin", plugin)
         if given.backend == EAGER:  # the target may not even be able to run here
             return resolve(name, given, Facts(rows=0, longest=0, device=""))
         if given.backend != AUTO:
             self.registry.find("graph", given.backend)
-        for plugin in given.plugins:
-            self.registry.find("graph-plugin", plugin)
         return resolve(name, given, dataclasses.replace(self.facts(name, target), **known))
 
     def facts(self, name: PhaseName, target: TargetSpec) -> Facts:
@@ -77,7 +77,7 @@ class Graphs:
         backend, able = self._backend(phase)
         plugins = [self._plugin(name) for name in phase.plugins]
         runner = PrefillGraphRunner(model, phase, backend, plugins, breaks="breaks" in able)
-        self._opened.append(runner)
+        self._tallies.append((phase.name, runner.tally))
         return runner
 
     def decode(self, model: TargetModel, drafter: Drafter, module: nn.Module) -> Runner:
@@ -92,7 +92,7 @@ class Graphs:
         backend, _ = self._backend(phase)
         plugins = [self._plugin(name) for name in phase.plugins]
         runner = DecodeGraphRunner(model, drafter, module, phase, backend, plugins)
-        self._opened.append(runner)
+        self._tallies.append((phase.name, runner.tally))
         return runner
 
     def plan(self, target: TargetSpec) -> Iterator[tuple[str, str, str, str]]:
@@ -103,9 +103,9 @@ class Graphs:
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yield each phase that was opened with a backend, and what became of its batches."""
-        for runner in self._opened:
-            counts = ", ".join(f"{count} {what}" for what, count in runner.counts.items())
-            yield f"graphs.{runner.phase.name}", f"{runner.captures} captured, {counts or 'unused'}"
+        for name, tally in self._tallies:
+            counts = ", ".join(f"{count} {what}" for what, count in tally.counts.items())
+            yield f"graphs.{name}", f"{tally.captures} captured, {counts or 'unused'}"
 
     def _backend(self, phase: Phase) -> tuple[GraphBackend, frozenset[str]]:
         binding = bind(self.registry, "graph", phase.backend, self.config.plugins)

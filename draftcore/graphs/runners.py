@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -22,17 +23,21 @@ from draftcore.graphs.buffers import StaticBuffers
 from draftcore.graphs.resolve import Phase
 
 
-class GraphRunner(ABC):
-    """The base of the runners of the two phases; a subclass says what is done for a bucket.
+@dataclass
+class Tally:
+    """How often a runner captured, and what became of its batches: `replayed`, or why not."""
 
-    `counts` tells what became of the batches: `replayed`, or why not.
-    """
+    captures: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class GraphRunner(ABC):
+    """The base of the runners of the two phases; a subclass says what is done for a bucket."""
 
     def __init__(self, phase: Phase, backend: GraphBackend, plugins: Sequence[GraphPlugin]) -> None:
         self.phase, self.backend, self.plugins = phase, backend, plugins
         self.captured: set[ShapeKey] = set()
-        self.captures = 0
-        self.counts: Counter[str] = Counter()
+        self.tally = Tally()
         self._addresses: tuple[int, ...] = ()
         self.buffers: StaticBuffers
 
@@ -47,6 +52,14 @@ class GraphRunner(ABC):
     @abstractmethod
     def before_capture(self, key: ShapeKey) -> None:
         """Put something that can be computed with into the static buffers of a bucket."""
+
+    @property
+    def captures(self) -> int:
+        return self.tally.captures
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self.tally.counts
 
     def rows(self, rows: int) -> int | None:
         """The bucket that holds so many rows."""
@@ -66,11 +79,11 @@ class GraphRunner(ABC):
         with self.backend.replay_session():
             batch = self.buffers.fill(key, live)
             if key not in self.captured or not self.backend.can_run(batch, key):
-                self.counts["not captured" if key not in self.captured else "refused"] += 1
+                self.tally.counts["not captured" if key not in self.captured else "refused"] += 1
                 return self.work(key)()
             for plugin in self.plugins:
                 plugin.on_replay(key, batch)
-            self.counts["replayed"] += 1
+            self.tally.counts["replayed"] += 1
             return self.backend.replay(key)
 
     def forget(self) -> None:
@@ -88,7 +101,7 @@ class GraphRunner(ABC):
                         plugin.on_capture(key, self.buffers.view(key))
                     self.backend.capture_one(key, self.work(key))
                     self.captured.add(key)
-                    self.captures += 1
+                    self.tally.captures += 1
         except BaseException:
             self.backend.cleanup()
             self.captured.clear()

@@ -132,6 +132,9 @@ def test_weights_in_place_are_followed_and_moved_ones_are_captured_anew(target, 
     drafter.module.shift.data = torch.zeros(1)
     assert decode(target, drafter, prompts, runner) == right
     assert runner.captures == 18
+    drafter.module.load_state_dict({"shift": torch.ones(1)}, assign=True)  # as at a resume
+    assert decode(target, drafter, prompts, runner) == shifted
+    assert runner.captures == 27
 
 
 def test_longer_batches_make_the_caches_grow_and_shorter_ones_do_not(target, drafter, prompts):
