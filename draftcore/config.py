@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from draftcore.errors import UsageError
 from draftcore.explain import explain
+from draftcore.graphs.config import GraphsConfig
 from draftcore.overrides import apply_overrides, read_yaml
 from draftcore.uris import holds_secret
 
@@ -145,6 +146,7 @@ class RunConfig(Section):
     plugins: tuple[str, ...] = Field((), description="wrappers and observers to select, by name")
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+    graphs: GraphsConfig = GraphsConfig()
 
     @model_validator(mode="after")
     def _has_drafts(self) -> Self:

@@ -23,6 +23,7 @@ class LocalCapture:
                 f"0..{target.num_layers - 1}\n  set the algorithm's layers within that range"
             )
         self.model, self.request = target.model, request
+        self.runner = target.prefill_with(target.model)
         self.checked = False
 
     def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
@@ -42,12 +43,11 @@ class LocalCapture:
         tokens_BT = torch.zeros(len(lengths), group.group.padded_length, dtype=torch.long)
         for row, tokens in enumerate(group.token_ids):
             tokens_BT[row, : lengths[row]] = torch.as_tensor(tokens)
-        device, dtype = self.model.device, getattr(torch, self.request.dtype)
+        device = self.model.device
         lengths_B = torch.tensor(lengths, device=device)
-        taken = self.model.features(tokens_BT.to(device), lengths_B, self.request)
-        wanted = {name: taken[name].to(dtype) for name in self.request.names}
+        taken = self.runner.features(tokens_BT.to(device), lengths_B, self.request)
         for row, length in enumerate(lengths):
-            features = {name: value_BTH[row, :length] for name, value_BTH in wanted.items()}
+            features = {name: value_BTH[row, :length] for name, value_BTH in taken.items()}
             self._require_finite(features, group, row)
             yield features
 

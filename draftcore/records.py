@@ -355,8 +355,9 @@ class Draft:
 class Drafter(Protocol):
     """A reference decoder over a fixed batch with preallocated KV; no host sync in `propose`.
 
-    Positions: `prefill` takes the prompt's tokens, the target's features of those tokens and the
-    first generated token; `accept` takes what the target verified in a round, left-aligned.
+    Positions: `prefill` takes the prompt's tokens, their target features and the first generated
+    token; `accept` takes what the target verified in a round, left-aligned. A state is tensors, batch
+    first, in dataclasses, dicts, lists or tuples; weights are read at every call (see `graphs`).
     """
 
     num_drafts: int

@@ -17,7 +17,7 @@ import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -30,6 +30,7 @@ from draftcore.config import RunConfig
 from draftcore.data.dataset import DataOptions, Dataset, build_dataset
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.feed import Feed, Producer, Source
+from draftcore.graphs.resolve import EAGER
 from draftcore.hookspecs import Specs
 from draftcore.locks import hold
 from draftcore.plan import Plan
@@ -47,6 +48,10 @@ from draftcore.records import (
 )
 from draftcore.target import TargetSpec
 from draftcore.training.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from draftcore.evaluation.decode import Runner
+    from draftcore.graphs.opening import Graphs
 
 PATIENCE = 600.0  # seconds that a producer waits for the trainer's first word
 LEAST_RING = 64 << 20  # bytes
@@ -134,7 +139,16 @@ class Run:
     @functools.cached_property
     def target(self) -> TargetSpec:
         target = self.config.target
-        return TargetSpec(target.path, target.revision, target.dtype, target.device)
+        spec = TargetSpec(target.path, target.revision, target.dtype, target.device)
+        spec.prefill_with = self.graphs.prefill
+        return spec
+
+    @functools.cached_property
+    def graphs(self) -> Graphs:
+        """How target and draft are run in capture and decoding."""
+        from draftcore.graphs.opening import Graphs  # the evaluator below it stands on this module
+
+        return Graphs(self.config, self.registry)
 
     @functools.cached_property
     def request(self) -> FeatureRequest:
@@ -335,6 +349,7 @@ class Run:
 
     def open_capture(self) -> Capture:
         choice = self.config.capture
+        self.graphs.resolve("prefill", self.target)  # also where the backend does not ask
         binding = bind(self.registry, "capture", choice.name, self.config.plugins)
         return binding.hook.capture(
             name=choice.name,
@@ -347,9 +362,13 @@ class Run:
     def provenance(self) -> str:
         """How features were made: what must be equal for one to stand for another."""
         request, capture = self.request, self.config.capture
-        return json.dumps(
-            [self.target.fingerprint, request.names, request.dtype, capture.name, capture.batch]
-        )
+        made = [self.target.fingerprint, request.names, request.dtype, capture.name, capture.batch]
+        # Padding to a bucket changes the last bits too. The buckets follow from these two.
+        graphs = self.config.graphs.prefill
+        if graphs.backend != EAGER:
+            dumped = graphs.model_dump(mode="json", exclude_defaults=True)
+            made += [dumped, self.config.data.max_length]
+        return json.dumps(made)
 
     def check_store(self) -> None:
         """Refuse a durable store that holds features of another target, request or capture."""
@@ -477,6 +496,10 @@ class DraftRun:
         return self.algorithm.hook.drafter(
             draft=draft, target=self.run.target.model, options=self.options
         )
+
+    def decoder(self, draft: Draft) -> Runner:
+        """What decodes with the draft, whose weights may be updated in place meanwhile."""
+        return self.run.graphs.decode(self.run.target.model, self.drafter(draft), draft.module)
 
 
 def _alone(config: RunConfig, label: str) -> RunConfig:

@@ -15,7 +15,7 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.graphs.prefill import EagerPrefillRunner, PrefillRunner
 from draftcore.records import FeatureRequest
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -52,6 +53,7 @@ def resolve_device(name: str) -> torch.device:
 class TargetSpec:
     """A target's config, tokenizer and tensors, read when first needed.
 
+    `prefill_with` makes what runs the model for capture; a run sets it, by its `graphs.prefill`.
     Raises UsageError where the folder or model id is unknown or holds no causal language model.
     """
 
@@ -59,6 +61,7 @@ class TargetSpec:
         self, path: str, revision: str | None = None, dtype: str = "auto", device: str = "auto"
     ) -> None:
         self.path, self.revision, self.device = path, revision, device
+        self.prefill_with: Callable[[TargetModel], PrefillRunner] = EagerPrefillRunner
         if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
             raise UsageError(
                 f"no target model at {path!r}: there is no such folder\n"
@@ -160,6 +163,14 @@ class TargetState:
     cache: Cache
     max_len: int
 
+    def tensors(self) -> list[Tensor]:
+        """All keys and values there are, each with the batch as its first dimension."""
+        return [t for layer in self.cache.layers for t in (layer.keys, layer.values)]
+
+    def narrow(self, rows: int) -> TargetState:
+        """The first rows only, in the same memory; needs a state that was written to."""
+        return TargetState(Cache(layers=[x.narrow(rows) for x in self.cache.layers]), self.max_len)
+
 
 class TargetModel:
     """The running target, frozen: features for capture, cached forwards for decoding."""
@@ -187,6 +198,24 @@ class TargetModel:
         with self._tap(request) as taken:
             output = self.decoder(
                 input_ids=tokens_BT, attention_mask=mask_BT.long(), use_cache=False
+            )
+        return {**taken, "last_hidden": output.last_hidden_state}
+
+    @torch.inference_mode()
+    def static_features(self, tokens_BT: Tensor, request: FeatureRequest) -> dict[str, Tensor]:
+        """As `features` for rows of any length, without a look at the host: graphs can hold it.
+
+        transformers looks at a mask of the padding before it makes its own. Right-padded rows need
+        none: what is padded comes after every token that counts.
+        """
+        T = tokens_BT.shape[1]
+        positions_1T = torch.arange(T, device=tokens_BT.device)[None]
+        with self._tap(request) as taken:
+            output = self.decoder(
+                input_ids=tokens_BT,
+                position_ids=positions_1T,
+                attention_mask=self._masks(positions_1T, T),
+                use_cache=False,
             )
         return {**taken, "last_hidden": output.last_hidden_state}
 
@@ -365,6 +394,12 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     def select(self, rows_B: Tensor) -> None:
         self.batch = len(rows_B)
         self.keys, self.values = self.keys[rows_B], self.values[rows_B]
+
+    def narrow(self, rows: int) -> _SlotLayer:
+        layer = _SlotLayer(rows, self.max_len)
+        layer.keys, layer.values = self.keys[:rows], self.values[:rows]
+        layer.is_initialized = True
+        return layer
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.span, 0

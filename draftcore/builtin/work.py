@@ -59,9 +59,31 @@ def open_run(
             run.close()
 
 
+def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a verb say how it would run target and draft, and do nothing else."""
+    return click.option(
+        "--plan", "planned", is_flag=True, help="Print what `graphs` comes to, and do nothing."
+    )(function)
+
+
+def show_graphs(run: Run) -> None:
+    """Say what replayed and what did not, where a phase ran through graphs."""
+    for name, counts in run.graphs.report():
+        click.echo(f"{name:28}  {counts}")
+
+
+def show_plan(run: Run) -> None:
+    lines = list(run.graphs.plan(run.target))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
 @click.command()
 @run_command
-def capture(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
+@plan_option
+def capture(registry: Registry, config: Path, overrides: tuple[str, ...], planned: bool) -> None:
     """Capture the target's features into a durable store.
 
     Stopped or killed, the same command goes on where it was; no sample is captured twice. The
@@ -70,7 +92,10 @@ def capture(registry: Registry, config: Path, overrides: tuple[str, ...]) -> Non
     with open_run(registry, config, overrides) as run:
         from draftcore.capture import capture_all
 
+        if planned:
+            return show_plan(run)
         click.echo(capture_all(run))
+        show_graphs(run)
 
 
 @click.command()
@@ -126,6 +151,7 @@ def train(
                 f"{_of(trainer.draft)}{reason}: step {trainer.step} of {total}, {seen} samples, "
                 f"checkpoints in {trainer.checkpoints}"
             )
+        show_graphs(run)
     if reason == "interrupted":
         raise click.exceptions.Exit(130)
 
@@ -176,6 +202,7 @@ def only_one(drafts: Sequence[DraftRun], **given: Path | None) -> None:
 
 @click.command(name="eval")
 @run_command
+@plan_option
 @draft_option
 @click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
 @click.option("--export", "exported", type=FOLDER, help="Evaluate an exported draft instead.")
@@ -194,6 +221,7 @@ def evaluate(
     exported: Path | None,
     out: Path | None,
     as_json: bool,
+    planned: bool,
 ) -> None:
     """Measure acceptance by real speculative decoding of the eval prompts.
 
@@ -203,6 +231,8 @@ def evaluate(
     with open_run(registry, config, overrides) as run:
         from draftcore.evaluation.session import evaluate_draft
 
+        if planned:
+            return show_plan(run)
         drafts, reports = run.chosen(label), {}
         only_one(drafts, checkpoint=checkpoint, export=exported, out=out)
         for draft in drafts:
@@ -214,7 +244,9 @@ def evaluate(
             heading = [("draft", draft.label)] if draft.label else []
             for name, value in [*heading, *report.lines(), ("report and plot", str(folder))]:
                 click.echo(f"{name:28}  {value}")
-        if as_json:
+        if not as_json:
+            show_graphs(run)
+        else:
             data = {label: report.to_json() for label, report in reports.items()}
             click.echo(json.dumps(data.get("", data), indent=1))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from draftcore.config import EvalConfig
 from draftcore.errors import DraftcoreError
 from draftcore.evaluation.report import Report, Tie
 from draftcore.records import Drafter, FeatureRequest
-from draftcore.target import TargetModel
+from draftcore.target import TargetModel, TargetState
 
 # Top-2 gap, in logits, under which two forwards of one prefix may rank differently: eight units
 # in the last place of a logit of 16 in half precision (bf16 0.125, fp16 2^-6), fifty in fp32.
@@ -47,8 +48,136 @@ class Clock:
     rounds: int = 0
 
 
+class Rows(Protocol):
+    """Rows in flight: what they have read, the token each goes on from, one round at a time."""
+
+    last_B: Tensor
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        ...
+
+    def propose(self) -> None:
+        """Draft the tokens of a round."""
+        ...
+
+    def verify(self, span: int) -> tuple[Tensor, Tensor]:
+        """Read the drafts and judge them; returns tokens_BT and counts_B as `verify` does.
+
+        `span` bounds the positions that the round reads, as in `TargetModel.forward`.
+        """
+        ...
+
+    def plain(self, span: int) -> None:
+        """A step without a draft, to be timed. The rows are of no other use afterwards."""
+        ...
+
+
+class Runner(Protocol):
+    """How rounds are run: `EagerRunner` here, or through graphs."""
+
+    target: TargetModel
+    drafter: Drafter
+
+    def reserve(self, rows: int, max_len: int) -> None:
+        """Expect batches of at most so many rows and positions."""
+        ...
+
+    def start(
+        self,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        max_len: int,
+        temperature: float,
+        generator: torch.Generator,
+    ) -> Rows:
+        """Read right-padded prompts and choose the first token of each."""
+        ...
+
+
+class EagerRunner:
+    """Runs every round as it comes."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter) -> None:
+        self.target, self.drafter = target, drafter
+
+    def reserve(self, rows: int, max_len: int) -> None:
+        """Nothing is reserved: each batch allocates what it needs."""
+
+    def start(
+        self,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        max_len: int,
+        temperature: float,
+        generator: torch.Generator,
+    ) -> Rows:
+        rows = EagerRows(self.target, self.drafter, lengths_B, max_len, temperature, generator)
+        rows.read(tokens_BT)
+        return rows
+
+
+class EagerRows:
+    """Rows in flight in caches of their own, which shrink as rows end."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        lengths_B: Tensor,
+        max_len: int,
+        temperature: float,
+        generator: torch.Generator,
+    ) -> None:
+        self.target, self.drafter, self.lengths_B = target, drafter, lengths_B
+        self.max_len, self.temperature, self.generator = max_len, temperature, generator
+        self.cache = target.allocate(len(lengths_B), max_len)
+        self.drafts_BK: Tensor
+        self.draft_probs_BKV: Tensor | None = None
+
+    def read(self, tokens_BT: Tensor) -> None:
+        target, drafter = self.target, self.drafter
+        features, self.last_B = read_prompts(
+            target, self.cache, tokens_BT, self.lengths_B, drafter, self.temperature, self.generator
+        )
+        self.state = drafter.allocate(len(tokens_BT), self.max_len)
+        drafter.prefill(self.state, tokens_BT, self.lengths_B, features, self.last_B)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        keep_B = torch.tensor(rows, device=self.lengths_B.device)
+        self.cache = self.target.select(self.cache, keep_B)
+        self.state = self.drafter.select(self.state, keep_B)
+        self.lengths_B, self.last_B = self.lengths_B[keep_B], self.last_B[keep_B]
+
+    def propose(self) -> None:
+        self.drafts_BK, self.draft_probs_BKV = self.drafter.propose(
+            self.state, self.temperature, self.generator
+        )
+
+    def verify(self, span: int) -> tuple[Tensor, Tensor]:
+        features = read_drafts(
+            self.target, self.cache, self.last_B, self.drafts_BK, self.lengths_B, span, self.drafter
+        )
+        logits_BTV = self.target.logits(features["last_hidden"])
+        tokens_BT, counts_B = verify(
+            logits_BTV, self.drafts_BK, self.draft_probs_BKV, self.temperature, self.generator
+        )
+        self.drafter.accept(self.state, tokens_BT, features, counts_B)
+        rows = torch.arange(len(counts_B), device=counts_B.device)
+        self.last_B, self.lengths_B = tokens_BT[rows, counts_B - 1], self.lengths_B + counts_B
+        return tokens_BT, counts_B
+
+    def plain(self, span: int) -> None:
+        self.last_B = read_one(self.target, self.cache, self.last_B, self.lengths_B, span)
+        self.lengths_B = self.lengths_B + 1
+
+
 def evaluate_prompts(
-    target: TargetModel, drafter: Drafter, prompts: Sequence[Sequence[int]], config: EvalConfig
+    target: TargetModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    config: EvalConfig,
+    runner: Runner | None = None,
 ) -> Report:
     """Decode prompts speculatively and, where greedy, compare each with the target's `generate`.
 
@@ -57,15 +186,18 @@ def evaluate_prompts(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     clock, ties = Clock(), []
+    runner = runner or EagerRunner(target, drafter)
+    longest = max(map(len, prompts))
+    runner.reserve(min(config.batch, len(prompts)), _max_len(longest, config, drafter))
     results: dict[int, Decoded] = {}
     for start in range(0, len(order), config.batch):
         rows = order[start : start + config.batch]
         batch = [list(prompts[i]) for i in rows]
-        decoded = speculate(target, drafter, batch, config, clock, seed=config.seed + start)
+        decoded = speculate(target, drafter, batch, config, clock, config.seed + start, runner)
         if config.temperature == 0:
             references = target.generate(batch, config.max_new_tokens)
             for prompt, one, reference in zip(batch, decoded, references, strict=True):
-                ties += settle(target, drafter, prompt, one, reference, config, clock)
+                ties += settle(target, drafter, prompt, one, reference, config, clock, runner)
         results.update(zip(rows, decoded, strict=True))
     return Report.of(
         [results[i] for i in range(len(prompts))],
@@ -73,7 +205,7 @@ def evaluate_prompts(
         checked=config.temperature == 0,
         draft_seconds=clock.draft / max(1, clock.rounds),
         verify_seconds=clock.verify / max(1, clock.rounds),
-        plain_seconds=plain_step_seconds(target, prompts[: config.batch]),
+        plain_seconds=plain_step_seconds(runner, prompts[: config.batch], config),
         num_drafts=drafter.num_drafts,
     )
 
@@ -86,27 +218,16 @@ def speculate(
     config: EvalConfig,
     clock: Clock,
     seed: int = 0,
+    runner: Runner | None = None,
 ) -> list[Decoded]:
     """Decode a batch of prompts until each ends or has `max_new_tokens` tokens."""
     K, device = drafter.num_drafts, target.device
     generator = torch.Generator(device).manual_seed(seed)
-    longest = max(map(len, prompts))
-    max_len = longest + config.max_new_tokens + K + 1
-    lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    tokens_BT = torch.zeros(len(prompts), longest, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
-    tokens_BT = tokens_BT.to(device)
-
-    positions_BT = torch.arange(longest, device=device).expand(len(prompts), -1)
-    cache = target.allocate(len(prompts), max_len)
-    features = target.forward(cache, tokens_BT, positions_BT, longest, drafter.request)
-    last_hidden_BH = features["last_hidden"][torch.arange(len(prompts)), lengths_B - 1]
-    last_B = choose(target.logits(last_hidden_BH), config.temperature, generator)
-    state = drafter.allocate(len(prompts), max_len)
-    drafter.prefill(state, tokens_BT, lengths_B, features, last_B)
-
-    results = [Decoded([token]) for token in last_B.tolist()]
+    tokens_BT, lengths_B = right_padded(prompts, device)
+    max_len = _max_len(tokens_BT.shape[1], config, drafter)
+    runner = runner or EagerRunner(target, drafter)
+    flight = runner.start(tokens_BT, lengths_B, max_len, config.temperature, generator)
+    results = [Decoded([token]) for token in flight.last_B.tolist()]
     active = list(range(len(prompts)))
     while True:
         running = [i for i, row in enumerate(active) if not _ended(results[row], target, config)]
@@ -114,30 +235,70 @@ def speculate(
             if not running:
                 return results
             active = [active[i] for i in running]
-            keep_B = torch.tensor(running, device=device)
-            cache, state = target.select(cache, keep_B), drafter.select(state, keep_B)
-            lengths_B, last_B = lengths_B[keep_B], last_B[keep_B]
+            flight.keep(running)
 
         began = _now(device)
-        drafts_BK, draft_probs_BKV = drafter.propose(state, config.temperature, generator)
+        flight.propose()
         drafted = _now(device)
-        window_BT = torch.cat([last_B[:, None], drafts_BK], dim=1)
-        positions_BT = lengths_B[:, None] + torch.arange(K + 1, device=device)
         span = max(len(prompts[row]) + len(results[row].tokens) for row in active) + K
-        features = target.forward(cache, window_BT, positions_BT, span, drafter.request)
-        logits_BTV = target.logits(features["last_hidden"])
-        tokens_BT, counts_B = verify(
-            logits_BTV, drafts_BK, draft_probs_BKV, config.temperature, generator
-        )
-        drafter.accept(state, tokens_BT, features, counts_B)
-        rows = torch.arange(len(active), device=device)
-        last_B, lengths_B = tokens_BT[rows, counts_B - 1], lengths_B + counts_B
+        tokens_BT, counts_B = flight.verify(span)
         counts, tokens = counts_B.tolist(), tokens_BT.tolist()  # the round's one transfer
         clock.draft += drafted - began
         clock.verify += _now(device) - drafted
         clock.rounds += 1
         for i, row in enumerate(active):
             _append(results[row], tokens[i][: counts[i]], K, target, config)
+
+
+def right_padded(
+    prompts: Sequence[Sequence[int]], device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Return prompts as tokens_BT, padded with 0, and lengths_B."""
+    tokens_BT = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
+    return tokens_BT.to(device), torch.tensor([len(prompt) for prompt in prompts], device=device)
+
+
+def read_prompts(
+    target: TargetModel,
+    cache: TargetState,
+    tokens_BT: Tensor,
+    lengths_B: Tensor,
+    drafter: Drafter,
+    temperature: float,
+    generator: torch.Generator,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Read right-padded prompts into the cache; return their features and the next tokens."""
+    B, T = tokens_BT.shape
+    positions_BT = torch.arange(T, device=tokens_BT.device).expand(B, -1)
+    features = target.forward(cache, tokens_BT, positions_BT, T, drafter.request)
+    last_hidden_BH = features["last_hidden"][torch.arange(B), lengths_B - 1]
+    return features, choose(target.logits(last_hidden_BH), temperature, generator)
+
+
+def read_drafts(
+    target: TargetModel,
+    cache: TargetState,
+    last_B: Tensor,
+    drafts_BK: Tensor,
+    lengths_B: Tensor,
+    span: int,
+    drafter: Drafter,
+) -> dict[str, Tensor]:
+    """Read the last token of each row and the drafts after it; return their features."""
+    window_BT = torch.cat([last_B[:, None], drafts_BK], dim=1)
+    offsets_T = torch.arange(window_BT.shape[1], device=lengths_B.device)
+    return target.forward(cache, window_BT, lengths_B[:, None] + offsets_T, span, drafter.request)
+
+
+def read_one(
+    target: TargetModel, cache: TargetState, last_B: Tensor, lengths_B: Tensor, span: int
+) -> Tensor:
+    """Read one token of each row; return the next, the target's best."""
+    request = FeatureRequest((), True, "float32")
+    features = target.forward(cache, last_B[:, None], lengths_B[:, None], span, request)
+    return target.logits(features["last_hidden"])[:, 0].argmax(-1)
 
 
 def verify(
@@ -189,6 +350,7 @@ def settle(
     reference: list[int],
     config: EvalConfig,
     clock: Clock,
+    runner: Runner | None = None,
 ) -> list[Tie]:
     """Compare a greedy decoding with the target's own; resolve ties, raise on anything else.
 
@@ -215,29 +377,33 @@ def settle(
         if rest.max_new_tokens < 1 or reference[at] in target.end_tokens:
             break
         prefix = [*prompt, *reference[: at + 1]]
-        (more,) = speculate(target, drafter, [prefix], rest, clock)
+        (more,) = speculate(target, drafter, [prefix], rest, clock, runner=runner)
         decoded.tokens += more.tokens
         decoded.accepted += [0, *more.accepted]  # its first token was verified as well: a round
         decoded.room += [0, *more.room]
     return ties
 
 
+@torch.inference_mode()
 def plain_step_seconds(
-    target: TargetModel, prompts: Sequence[Sequence[int]], steps: int = 8
+    runner: Runner, prompts: Sequence[Sequence[int]], config: EvalConfig, steps: int = 8
 ) -> float:
     """Time one plain decoding step of the target at this batch, the median of a few."""
-    lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
-    longest = int(lengths_B.max())
-    cache = target.allocate(len(prompts), longest + steps)
-    token_B1 = torch.zeros(len(prompts), 1, dtype=torch.long, device=target.device)
-    request, seconds = FeatureRequest((), True, "float32"), []
+    target, seconds = runner.target, []
+    tokens_BT, lengths_B = right_padded(prompts, target.device)
+    longest = tokens_BT.shape[1]
+    max_len = max(longest + steps, _max_len(longest, config, runner.drafter))
+    flight = runner.start(tokens_BT, lengths_B, max_len, 0.0, torch.Generator(target.device))
     for step in range(steps):
         began = _now(target.device)
-        positions_B1 = lengths_B[:, None] + step
-        features = target.forward(cache, token_B1, positions_B1, longest + step + 1, request)
-        token_B1 = target.logits(features["last_hidden"]).argmax(-1)
+        flight.plain(longest + step + 1)
         seconds.append(_now(target.device) - began)
     return sorted(seconds)[len(seconds) // 2]
+
+
+def _max_len(longest: int, config: EvalConfig, drafter: Drafter) -> int:
+    """The positions that a batch may read, the drafts past its end included."""
+    return longest + config.max_new_tokens + drafter.num_drafts + 1
 
 
 def _append(

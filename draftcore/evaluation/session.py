@@ -33,6 +33,7 @@ def evaluate_draft(draft: DraftRun, checkpoint: Path | None, exported: Path | No
     target = run.target.model
     built.module.to(target.device).eval()
     token_ids = [list(prompt.token_ids) for prompt in prompts]
-    report = evaluate_prompts(target, draft.drafter(built), token_ids, config.eval)
+    runner = draft.decoder(built)
+    report = evaluate_prompts(target, runner.drafter, token_ids, config.eval, runner)
     run.observers.evaluated(step=step, report=report.to_json(), draft=draft.label)
     return report

@@ -28,6 +28,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "store": ("safetensors", "torch"),
     "capture": ("torch",),
     "channel": (),
+    "graph": ("torch",),
 }
 PLACEHOLDERS = ("NAME", "PACKAGE", "KIND", "DEPENDENCIES", "TESTS")
 LONGEST = 24  # a longer name would push lines of the written code over its formatter's limit

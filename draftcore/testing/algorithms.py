@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from draftcore.disagg import HandedOver, RowError, first_draft_input, wire_row
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
+from draftcore.graphs.states import fault
 from draftcore.records import Draft, DraftBatch, StepOutput
 from draftcore.served import Host, gaps, leads
 from draftcore.target import TargetSpec
@@ -549,6 +550,31 @@ class AlgorithmSuite(Suite):
             part.select(rows_B)
             for _ in range(2):
                 assert torch.equal(part.round(most=2)[0], whole.round(most=2)[0][rows_B])
+
+    # ------------------------------------------------------------ drafter: through graphs
+
+    def test_a_state_is_tensors_with_the_batch_first(self, bench: Bench, trained: Trained) -> None:
+        """Graphs narrow a state to its first rows, and would freeze anything else in it."""
+        why = fault(bench.drafter(trained.draft).allocate(3, 16), 3)
+        assert why is None, why
+
+    def test_rounds_that_are_recorded_as_graphs_decode_the_same(
+        self, bench: Bench, trained: Trained
+    ) -> None:
+        """Three rows padded to four; what waits for the device is refused."""
+        eager = bench.decode(trained.draft, bench.world.prompts)
+        recorded = bench.decode_recorded(trained.draft, bench.world.prompts)
+        assert [one.tokens for one in recorded] == [one.tokens for one in eager]
+
+    def test_a_drafter_follows_weights_that_are_updated_in_place(
+        self, bench: Bench, trained: Trained
+    ) -> None:
+        """Evaluation during training keeps its drafter, and the graphs that read these weights."""
+        draft, prompts = bench.build(seed=SEED + 1), bench.world.prompts
+        kept = bench.drafter(draft)
+        with torch.no_grad():
+            draft.module.load_state_dict(trained_tensors(trained.draft), strict=False)
+        assert bench.decode(draft, prompts, kept) == bench.decode(draft, prompts)
 
     # ------------------------------------------------------------ export
 

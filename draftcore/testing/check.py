@@ -33,12 +33,13 @@ from draftcore.overrides import apply_overrides
 from draftcore.plugins import Plugin, Registry
 from draftcore.testing import Suite, child_environment
 
-SUITE_OF = {  # graph and graph-plugin have none yet
+SUITE_OF = {  # graph-plugin has none yet
     "plugin": "plugins:PluginSuite",
     "algorithm": "algorithms:AlgorithmSuite",
     "capture": "captures:CaptureSuite",
     "store": "stores:StoreSuite",
     "channel": "channels:ChannelSuite",
+    "graph": "graphs:GraphBackendSuite",
 }
 # What is shown of several cases of one test is the first of these.
 SHOWN = {"failed": "FAIL", "xfailed": "xfail", "passed": "ok", "skipped": "skipped"}

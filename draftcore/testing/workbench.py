@@ -32,6 +32,9 @@ from torch.nn import functional
 from draftcore.cli import main
 from draftcore.config import EvalConfig
 from draftcore.evaluation.decode import Clock, Decoded, speculate, verify
+from draftcore.graphs.decode import DecodeGraphRunner
+from draftcore.graphs.recording import RecordingBackend
+from draftcore.graphs.resolve import Phase
 from draftcore.hookspecs import Specs
 from draftcore.offers import Offer
 from draftcore.records import (
@@ -315,10 +318,23 @@ class Bench:
     def drafter(self, draft: Draft) -> Drafter:
         return self.hook.drafter(draft=draft, target=self.world.spec.model, options=self.options)
 
-    def decode(self, draft: Draft, prompts: Sequence[Sequence[int]]) -> list[Decoded]:
+    def decode(
+        self, draft: Draft, prompts: Sequence[Sequence[int]], drafter: Drafter | None = None
+    ) -> list[Decoded]:
         """Decode prompts together, greedily, as long as the learned answers are."""
         with evaluating(draft):
-            return speculate(self.world.spec.model, self.drafter(draft), prompts, GREEDY, Clock())
+            drafter = drafter or self.drafter(draft)
+            return speculate(self.world.spec.model, drafter, prompts, GREEDY, Clock())
+
+    def decode_recorded(self, draft: Draft, prompts: Sequence[Sequence[int]]) -> list[Decoded]:
+        """The same, in rounds that are recorded and replayed, with a row of padding."""
+        model, drafter = self.world.spec.model, self.drafter(draft)
+        most = max(map(len, prompts)) + ANSWER + drafter.num_drafts + 1
+        phase = Phase("decode", "recording", rows=(len(prompts) + 1,), lengths=(most,))
+        runner = DecodeGraphRunner(model, drafter, draft.module, phase, RecordingBackend())
+        with evaluating(draft):
+            runner.reserve(len(prompts), most)
+            return speculate(model, drafter, prompts, GREEDY, Clock(), runner=runner)
 
     def agreement(self, draft: Draft) -> float:
         """The share of drafts that are right on the learned answers, the first three of a round.

@@ -14,7 +14,7 @@ import torch
 
 from draftcore.data.dataset import read_prompts
 from draftcore.errors import UsageError
-from draftcore.evaluation.decode import evaluate_prompts
+from draftcore.evaluation.decode import Runner, evaluate_prompts
 from draftcore.plan import Plan
 from draftcore.records import CaptureInput, Draft, Sample, SampleId, StepContext
 from draftcore.run import DraftRun, Run
@@ -26,6 +26,7 @@ class HeldOut:
 
     def __init__(self, run: Run) -> None:
         self.run, self.config = run, run.config
+        run.graphs.resolve("decode", run.target)  # what it refuses is refused before training
         if self.config.data.eval is None:
             raise UsageError(
                 "train.eval_every is set, but data.eval is not\n  set data.eval to held-out conversations"
@@ -71,11 +72,17 @@ class HeldOut:
 
 
 class Probe:
-    """Measures one draft in training every `train.eval_every` steps; works on rank 0 alone."""
+    """Measures one draft in training every `train.eval_every` steps; works on rank 0 alone.
+
+    What decodes is kept from one evaluation to the next: weights are updated in place, so graphs
+    that were captured once serve all of them.
+    """
 
     def __init__(self, draft: DraftRun, held_out: HeldOut, device: torch.device) -> None:
         self.draft, self.held_out, self.device = draft, held_out, device
         self.config = draft.config
+        self.runner: Runner | None = None
+        self.decoded: Draft | None = None
 
     def evaluate(self, built: Draft, step: int, total_steps: int) -> dict[str, Any]:
         """Return held-out loss and metrics and, with train.eval_prompts, the acceptance length."""
@@ -104,6 +111,9 @@ class Probe:
         return {**ratios(*loss), **ratios(*totals(output.counts for output in outputs))}
 
     def _decoded(self, built: Draft) -> dict[str, float]:
-        target, drafter = self.draft.run.target.model, self.draft.drafter(built)
-        report = evaluate_prompts(target, drafter, self.held_out.prompts, self.config.eval)
+        if self.runner is None or self.decoded is not built:
+            self.runner, self.decoded = self.draft.decoder(built), built
+        target, drafter = self.runner.target, self.runner.drafter
+        prompts, config = self.held_out.prompts, self.config.eval
+        report = evaluate_prompts(target, drafter, prompts, config, self.runner)
         return {"acceptance_length": report.acceptance_length}

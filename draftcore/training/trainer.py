@@ -34,8 +34,8 @@ from draftcore.training.random_state import RandomState
 
 # What a resumed run must share with the run that wrote its checkpoint. Where things lie may
 # change between hosts (what they are is checked by fingerprint); a run may be made longer.
-BINDING_KEYS = ("algorithm", "capture", "target", "train")
-PLACES = {("target", "path"), ("target", "device"), ("target", "revision")}
+BINDING_KEYS = ("algorithm", "capture", "graphs", "target", "train")
+PLACES = {("target", "path"), ("target", "device"), ("target", "revision"), ("graphs", "decode")}
 FREE_TRAIN_KEYS = {
     "epochs",
     "max_steps",

@@ -321,6 +321,22 @@ WRONG = {
         "        return State(state.hidden_BH[: len(rows_B)],",
         "test_selected_rows_go_on_as_before",
     ),
+    "puts_the_batch_second": (
+        "        return State(torch.zeros(batch, width), torch",
+        "        return State(torch.zeros(1, batch, width), torch",
+        "test_a_state_is_tensors_with_the_batch_first",
+    ),
+    "asks_the_host_when_it_drafts": (
+        "        hidden_BH, tokens, probs = state.hidden_BH,",
+        "        float(state.hidden_BH.sum())\n        hidden_BH, tokens, probs = state.hidden_BH,",
+        "test_rounds_that_are_recorded_as_graphs_decode_the_same",
+    ),
+    "keeps_a_copy_of_its_weights": (
+        "        self.module, self.num_drafts = module, module.steps",
+        "        import copy\n\n        module = copy.deepcopy(module)\n"
+        "        self.module, self.num_drafts = module, module.steps",
+        "test_a_drafter_follows_weights_that_are_updated_in_place",
+    ),
     "drops_a_tensor_at_export": (
         "for name, tensor in draft.module.state_dict().items()}",
         'for name, tensor in draft.module.state_dict().items() if name != "norm.weight"}',

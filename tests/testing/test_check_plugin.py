@@ -41,10 +41,10 @@ def commands():
 GRAPHS = """
 @hookimpl
 def describe():
-    return [Offer("graph", "mine")]
+    return [Offer("graph-plugin", "mine")]
 
 @hookimpl
-def graph_backend(name, options):
+def graph_plugin(name, options):
     {body}
 """
 STORE = """
@@ -177,7 +177,10 @@ def test_the_report_as_data(loose: Loose) -> None:
 def test_a_kind_without_a_suite_is_said_to_be_unchecked(loose: Loose) -> None:
     loose.write(GRAPHS.replace("{body}", "return object()"))
     result = loose.check()
-    assert "graph mine\n  not checked: there is no suite for a graph yet\n" in result.output
+    assert (
+        "graph-plugin mine\n  not checked: there is no suite for a graph-plugin yet\n"
+        in result.output
+    )
     assert "  ok       a graph offer is opened\n" in result.output
     assert result.exit_code == 0
 

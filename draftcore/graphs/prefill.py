@@ -1,0 +1,191 @@
+"""The runners of prefill: the target's forward over padded prompts, whose features are captured.
+
+Only the stack of decoder layers is inside the graph. Both runners return the features that were
+asked for, in their stored type and in memory of their own.
+
+Shape letters: B batch, T tokens, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from draftcore.errors import UsageError
+from draftcore.graphs import GraphBackend, GraphPlugin, Outputs, ShapeKey
+from draftcore.graphs.breaks import run_eager
+from draftcore.graphs.buckets import pad_to
+from draftcore.graphs.buffers import Padding, Slot, StaticBuffers
+from draftcore.graphs.resolve import Phase
+from draftcore.graphs.runners import GraphRunner
+from draftcore.records import FeatureRequest
+
+if TYPE_CHECKING:
+    from draftcore.target import TargetModel
+
+SLOTS = (
+    Slot("tokens_BT", lambda key: (key.rows, key.length), torch.long, "tokens"),
+    Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows", Padding.FILL, 1),
+)
+ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+# Relative to the largest number of a feature: one model with two ways to make its masks. Other
+# masks differ by the size of the numbers themselves.
+SAME_MASKS = {torch.float32: 1e-4, torch.float64: 1e-4}
+SAME_MASKS_IN_HALF = 0.05
+
+
+class PrefillRunner(Protocol):
+    def features(
+        self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
+    ) -> dict[str, Tensor]:
+        """Run right-padded rows once; return [B, T, H] per feature, in the request's dtype."""
+        ...
+
+
+class EagerPrefillRunner:
+    """Runs every batch as it comes."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+
+    def features(
+        self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
+    ) -> dict[str, Tensor]:
+        taken = self.target.features(tokens_BT, lengths_B, request)
+        return {name: taken[name].to(getattr(torch, request.dtype)) for name in request.names}
+
+
+class PrefillGraphRunner(GraphRunner):
+    """Replays a batch in the smallest bucket of rows and length that holds it.
+
+    A batch that no bucket holds goes to the eager runner. `breaks` leaves attention outside the
+    graphs, for backends that can.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        phase: Phase,
+        backend: GraphBackend,
+        plugins: Sequence[GraphPlugin] = (),
+        *,
+        breaks: bool = False,
+    ) -> None:
+        super().__init__(phase, backend, plugins)
+        self.target, self.eager, self.breaks = target, EagerPrefillRunner(target), breaks
+        self.requests: dict[str, FeatureRequest] = {}
+        self.masks_differ: bool | None = None
+        largest = ShapeKey(phase.rows[-1], phase.lengths[-1])
+        self.buffers = StaticBuffers(SLOTS, [largest], target.device)
+
+    @torch.inference_mode()
+    def features(
+        self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
+    ) -> dict[str, Tensor]:
+        B, T = tokens_BT.shape
+        key = self._bucket(B, T, request)
+        if key is None or self.masks_differ:
+            self.counts["no bucket" if key is None else "rule masks"] += 1
+            return self.eager.features(tokens_BT, lengths_B, request)
+        self.ready(
+            ShapeKey(rows, length, key.variant)
+            for rows in self.phase.rows
+            for length in self.phase.lengths
+        )
+        outputs = self.run(key, {"tokens_BT": tokens_BT, "lengths_B": lengths_B})
+        dtype = getattr(torch, request.dtype)
+        found = {name: outputs[name][:B, :T].to(dtype, copy=True) for name in request.names}
+        if self.masks_differ is None:
+            return self._checked(found, tokens_BT, lengths_B, request)
+        return found
+
+    def work(self, key: ShapeKey) -> Callable[[], Outputs]:
+        tokens_BT, request = self.buffers.view(key)["tokens_BT"], self.requests[key.variant]
+
+        def forward() -> Outputs:
+            taken = self.target.static_features(tokens_BT, request)
+            return {name: taken[name] for name in request.names}
+
+        return forward
+
+    def weights(self) -> Iterable[Tensor]:
+        decoder = self.target.decoder
+        return [*decoder.parameters(), *decoder.buffers()]
+
+    def before_capture(self, key: ShapeKey) -> None:
+        """Tokens 0 in rows of one token."""
+        for slot in self.buffers.slots.values():
+            self.buffers.view(key)[slot.name].fill_(slot.value)
+
+    def _capture(self, keys: Sequence[ShapeKey]) -> None:
+        with ExitStack() as stack:
+            if self.breaks:
+                stack.enter_context(eager_attention(self.target.layers))
+            super()._capture(keys)
+
+    def _bucket(self, rows: int, length: int, request: FeatureRequest) -> ShapeKey | None:
+        padded = pad_to(length, self.phase.lengths, padding=self.phase.padding)
+        bucket = self.rows(rows)
+        if bucket is None or padded is None:
+            return None
+        variant = ",".join(request.names)
+        self.requests[variant] = request
+        return ShapeKey(bucket, padded, variant)
+
+    def _checked(
+        self,
+        found: dict[str, Tensor],
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        request: FeatureRequest,
+    ) -> dict[str, Tensor]:
+        """Compare the first batch with the model under its own masks; return what is right."""
+        own = self.eager.features(tokens_BT, lengths_B, request)
+        gap, worst = max((_gap(found[name], own[name], lengths_B), name) for name in own)
+        bound = SAME_MASKS.get(self.target.dtype, SAME_MASKS_IN_HALF)
+        self.masks_differ = gap > bound
+        if self.masks_differ and self.phase.decided.get("backend") == "you":
+            raise UsageError(
+                f"graphs.prefill.backend={self.phase.backend} was set, and the rule 'masks' refuses it\n"
+                f"  with masks that a graph can hold, {worst} of {self.target.spec.path!r} differs from "
+                f"the model's own by {gap:.3g} of its largest number (bound {bound:.3g})\n"
+                "  set graphs.prefill.backend=eager"
+            )
+        return own if self.masks_differ else found
+
+
+def _gap(found_BTH: Tensor, own_BTH: Tensor, lengths_B: Tensor) -> float:
+    """The largest difference in tokens that count, relative to the largest number there."""
+    counts_BT = torch.arange(found_BTH.shape[1], device=lengths_B.device) < lengths_B[:, None]
+    ours, theirs = (x_BTH.double().nan_to_num()[counts_BT] for x_BTH in (found_BTH, own_BTH))
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+
+
+@contextmanager
+def eager_attention(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Make the attention of every layer a break in the graphs that are recorded meanwhile."""
+    modules = [m for layer in layers for n, m in layer.named_children() if n in ATTENTION]
+    for module in modules:
+        module.forward = _broken(module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward  # the instance's; the class has its own
+
+
+def _broken(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        names = tuple(kwargs)
+
+        def call(*values: Any) -> Any:
+            plain = values[: len(args)]
+            return forward(*plain, **dict(zip(names, values[len(args) :], strict=True)))
+
+        return run_eager(call, *args, *kwargs.values())
+
+    return broken

@@ -1,0 +1,221 @@
+"""What the configuration of a phase comes to, and who decided what.
+
+It goes one way: what the user set is locked, defaults fill the rest, rules refuse what cannot
+work, and only the result is read from then on. A rule is a line of a table: a name, a predicate
+and a reason. A locked backend that a rule refuses is an error that names the rule, never another
+backend; with `auto` it is eager, and the plan shows the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from draftcore.errors import UsageError
+from draftcore.graphs.buckets import doubling, multiples
+from draftcore.graphs.config import PhaseConfig
+
+PhaseName = Literal["prefill", "decode"]
+EAGER, AUTO = "eager", "auto"
+STEP = 256  # tokens between two length buckets, unless there are more than MOST of them
+MOST = 16
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules judge by. `state_fault` is known only where a drafter is.
+
+    `rows` and `longest` bound the batches of the phase. `backends` maps each usable graph backend
+    to its capabilities, `capture` are those of the run's capture backend.
+    """
+
+    rows: int
+    longest: int
+    device: str
+    backends: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    capture: frozenset[str] = frozenset({"graphs"})
+    attention: str | None = None
+    layer_kinds: frozenset[str] = frozenset()
+    model_type: str = ""
+    rope: frozenset[str] = frozenset()
+    experts: str | None = None
+    temperature: float = 0.0
+    state_fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A resolved phase; `decided` says by key who decided: you, default, or a rule."""
+
+    name: PhaseName
+    backend: str = EAGER
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rows: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    padding: bool = True
+    plugins: tuple[str, ...] = ()
+    decided: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def lines(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield phase, key, value and who decided, for `--plan`."""
+        yield self.name, "backend", self.backend, self.decided["backend"]
+        for key in ("options", "rows", "lengths", "padding", "plugins"):
+            if self.backend != EAGER:
+                value = getattr(self, key)
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                yield self.name, key, shown or "none", self.decided[key]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reason why a phase cannot run through graphs, and what the user may do about it."""
+
+    name: str
+    phases: tuple[PhaseName, ...]
+    refuses: Callable[[Facts, frozenset[str]], bool]
+    reason: str
+    remedy: str = ""
+
+
+BOTH: tuple[PhaseName, ...] = ("prefill", "decode")
+KINDS = frozenset({"full_attention", "sliding_attention"})
+ALIBI = frozenset({"bloom", "falcon", "mpt"})
+
+# Refused is what the predicate says of the facts and of the backend's capabilities.
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "device",
+        BOTH,
+        lambda facts, able: (
+            any(word.startswith("device:") for word in able)
+            and f"device:{facts.device}" not in able
+        ),
+        "the backend does not run on the target's device",
+        "set target.device",
+    ),
+    Rule(
+        "attention",
+        BOTH,
+        lambda facts, able: facts.attention not in (None, "sdpa", "eager"),
+        "its attention takes no mask that a graph could hold; sdpa and eager attention do",
+    ),
+    Rule(
+        "layer-kinds",
+        BOTH,
+        lambda facts, able: not facts.layer_kinds <= KINDS,
+        "the target has layers that neither attend to all tokens nor to a window of them",
+    ),
+    Rule(
+        "alibi",
+        BOTH,
+        lambda facts, able: facts.model_type in ALIBI,
+        "the target computes its positions from the mask of the padding",
+    ),
+    Rule(
+        "rope",
+        BOTH,
+        lambda facts, able: any("dynamic" in kind or kind == "longrope" for kind in facts.rope),
+        "the target chooses its rotary frequencies on the host, by the longest row",
+    ),
+    Rule(
+        "experts",
+        BOTH,
+        lambda facts, able: facts.experts == "eager",
+        "the target asks the host which experts to run",
+        "leave experts_implementation out of the target's config.json",
+    ),
+    Rule(
+        "capture",
+        ("prefill",),
+        lambda facts, able: "graphs" not in facts.capture,
+        "this capture backend does not run the target's forward here",
+        "set capture.name=hf",
+    ),
+    Rule(
+        "sampling",
+        ("decode",),
+        lambda facts, able: facts.temperature > 0,
+        "drafts and verdicts are drawn from a generator that is seeded for every batch",
+        "set eval.temperature=0",
+    ),
+    Rule(
+        "drafter-state",
+        ("decode",),
+        lambda facts, able: facts.state_fault is not None,
+        "the algorithm's decoding state cannot lie in static buffers",
+    ),
+)
+
+
+def resolve(name: PhaseName, given: PhaseConfig, facts: Facts) -> Phase:
+    """Resolve one phase. Raises UsageError where a rule refuses the backend that the user named."""
+    decided = {key: _who(given, key) for key in PhaseConfig.model_fields}
+    backend = given.backend
+    if backend == AUTO:
+        backend, decided["backend"] = _fitting(facts)
+    rule = _refusing(name, facts, facts.backends.get(backend, frozenset()))
+    if backend != EAGER and rule is not None:
+        if given.backend != AUTO:
+            raise UsageError(_conflict(name, backend, rule, facts))
+        backend, decided["backend"] = EAGER, f"rule {rule.name}: {_reason(rule, facts)}"
+    if backend == EAGER:
+        return Phase(name, decided=decided)
+    return Phase(
+        name,
+        backend,
+        given.options,
+        _ascending(given.rows) or _rows(name, given, facts),
+        _ascending(given.lengths) or multiples(_step(facts.longest), facts.longest),
+        given.padding,
+        given.plugins,
+        decided,
+    )
+
+
+def _who(given: PhaseConfig, key: str) -> str:
+    return "you" if key in given.model_fields_set and getattr(given, key) is not None else "default"
+
+
+def _fitting(facts: Facts) -> tuple[str, str]:
+    """The backend that says it is the one for this device, and who decided."""
+    word = f"auto:{facts.device}"
+    able = sorted(name for name, words in facts.backends.items() if word in words)
+    if len(able) == 1:
+        return able[0], f"auto, for {facts.device}"
+    return EAGER, f"auto: {' and '.join(able) or 'no backend'} for {facts.device}"
+
+
+def _refusing(name: PhaseName, facts: Facts, able: frozenset[str]) -> Rule | None:
+    rules = (rule for rule in RULES if name in rule.phases and rule.refuses(facts, able))
+    return next(rules, None)
+
+
+def _reason(rule: Rule, facts: Facts) -> str:
+    fault = f": {facts.state_fault}" if rule.name == "drafter-state" else ""
+    return rule.reason + fault
+
+
+def _conflict(name: str, backend: str, rule: Rule, facts: Facts) -> str:
+    also = f", or {rule.remedy}" if rule.remedy else ""
+    return (
+        f"graphs.{name}.backend={backend} was set, and the rule {rule.name!r} refuses it\n"
+        f"  {_reason(rule, facts)}\n"
+        f"  set graphs.{name}.backend=eager{also}"
+    )
+
+
+def _rows(name: PhaseName, given: PhaseConfig, facts: Facts) -> tuple[int, ...]:
+    """Capture groups are of one size, but for the last; rows that are decoded end one by one."""
+    if name == "prefill":
+        return (facts.rows,)
+    return doubling(facts.rows) if given.padding else tuple(range(1, facts.rows + 1))
+
+
+def _step(longest: int) -> int:
+    """The tokens between two buckets, of which there are at most MOST."""
+    return STEP * max(1, -(-longest // (STEP * MOST)))
+
+
+def _ascending(sizes: tuple[int, ...] | None) -> tuple[int, ...]:
+    return tuple(sorted(set(sizes or ())))

@@ -1,0 +1,83 @@
+"""The tensors of a decoding state whose type nobody here knows.
+
+A drafter's state is its own: a dataclass, a mapping, a sequence, or several of them in each other.
+Graphs need its tensors, each with the batch as its first dimension, and nothing else in it: what a
+state keeps on the host would be frozen into a graph. `None` is let through, as it cannot change.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def rebuild(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a state of the same build with every tensor changed. Raises TypeError for others."""
+    if isinstance(state, Tensor):
+        return change(state)
+    if state is None:
+        return None
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        made = copy.copy(state)
+        for field in dataclasses.fields(state):
+            value = rebuild(getattr(state, field.name), change)
+            object.__setattr__(made, field.name, value)
+        return made
+    if isinstance(state, dict):
+        return {name: rebuild(value, change) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        values = [rebuild(value, change) for value in state]
+        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
+    raise TypeError(type(state).__name__)
+
+
+def tensors(state: Any) -> list[Tensor]:
+    """The tensors of a state, in an order that its build decides."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    rebuild(state, note)
+    return found
+
+
+def narrow(state: Any, rows: int) -> Any:
+    """The same state for its first rows only, in the same storage."""
+    return rebuild(state, lambda tensor: tensor[:rows])
+
+
+def settle(static: Any, state: Any) -> None:
+    """Copy what `state` holds into the first rows of `static`, where it lies elsewhere."""
+    for place, tensor in zip(tensors(static), tensors(state), strict=True):
+        if tensor.data_ptr() != place.data_ptr():
+            place[: len(tensor)].copy_(tensor)
+
+
+def fault(state: Any, rows: int) -> str | None:
+    """Say why a state that was allocated for `rows` cannot lie in static buffers; None if it can."""
+    for path, leaf in _leaves(state):
+        if not isinstance(leaf, Tensor):
+            return f"{path} is a {type(leaf).__name__}, which a graph would freeze"
+        if leaf.ndim == 0 or len(leaf) != rows:
+            return f"{path} is of shape {tuple(leaf.shape)}, without the batch of {rows} first"
+    return None
+
+
+def _leaves(state: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        for field in dataclasses.fields(state):
+            yield from _leaves(getattr(state, field.name), f"{path}.{field.name}")
+    elif isinstance(state, Mapping):
+        for name, value in state.items():
+            yield from _leaves(value, f"{path}[{name!r}]")
+    elif isinstance(state, list | tuple):
+        for at, value in enumerate(state):
+            yield from _leaves(value, f"{path}[{at}]")
+    elif state is not None:
+        yield path, state

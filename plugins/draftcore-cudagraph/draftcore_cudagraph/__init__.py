@@ -1,0 +1,1 @@
+"""CUDA graphs for draftcore: the graph backends `full`, `breakable`, `piecewise`, and `tbo`."""
