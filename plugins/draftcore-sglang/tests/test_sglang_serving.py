@@ -58,13 +58,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "train": str(QUICKSTART / "data" / "train.jsonl"),
             "eval": str(QUICKSTART / "data" / "eval.jsonl"),
             "max_length": 512,
+            "limit": 2000,
         },
         "drafts": {
             name: {"algorithm": {"name": name, "options": options}}
             for name, options in DRAFTS.items()
         },
         "capture": {"batch": 32},
-        "train": {"max_steps": 250, "epochs": 1, "batch": 32, "lr": 2e-3, "precision": "bf16"},
+        "train": {"max_steps": 200, "epochs": 4, "batch": 32, "lr": 2e-3, "precision": "bf16"},
         "eval": {"batch": 50, "prompts": PROMPTS, "max_new_tokens": NEW_TOKENS},
     }
     file = folder / "run.yaml"
