@@ -28,6 +28,7 @@ SERVED = ("draftcore-mooncake", "draftcore-redis")  # plugins whose servers a ru
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
+UNMARKED = "not gpu and not long and not sglang"
 GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
 
@@ -128,7 +129,7 @@ def build_wheels(session: nox.Session) -> None:
     _built = True
 
 
-def pytest(session: nox.Session, *args: str, mark: str = "not gpu and not long") -> None:
+def pytest(session: nox.Session, *args: str, mark: str = UNMARKED) -> None:
     # Two workers of one thread each, as CI has two cores; a safe path tests the wheels and not the
     # source tree, which `python -m` would put first.
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}

@@ -39,9 +39,9 @@ class ServerOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     servers: tuple[Annotated[str, Field(pattern=r"^https?://[^/@\s]+$")], ...] = Field(
+        default=("http://127.0.0.1:30000",),
         min_length=1,
-        description="where they listen, e.g. http://10.0.0.7:30000; an API key comes from the "
-        "environment, as DRAFTCORE_SGLANG_KEY",
+        description="where they listen; an API key comes from the environment, as DRAFTCORE_SGLANG_KEY",
     )
     in_flight: int = Field(default=32, ge=1, description="requests under way at one server")
     timeout: float = Field(default=120, gt=0, description="seconds that one request may take")
