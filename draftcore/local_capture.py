@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError
 from draftcore.records import CapturedGroup, CaptureInput, FeatureRequest
 from draftcore.target import TargetSpec
 
@@ -16,12 +16,7 @@ class LocalCapture:
     """Runs capture groups through the target, right-padded, without a cache."""
 
     def __init__(self, target: TargetSpec, request: FeatureRequest) -> None:
-        beyond = [layer for layer in request.layers if not 0 <= layer < target.num_layers]
-        if beyond:
-            raise UsageError(
-                f"features of layers {beyond} were asked for, target {target.path!r} has layers "
-                f"0..{target.num_layers - 1}\n  set the algorithm's layers within that range"
-            )
+        target.require_layers(request)
         self.model, self.request = target.model, request
         self.runner = target.prefill_with(target.model)
         self.checked = False

@@ -87,6 +87,15 @@ class TargetSpec:
     def vocab_size(self) -> int:
         return int(self.text_config.vocab_size)
 
+    def require_layers(self, request: FeatureRequest) -> None:
+        """Raise UsageError where a request names a layer that the target does not have."""
+        beyond = [layer for layer in request.layers if not 0 <= layer < self.num_layers]
+        if beyond:
+            raise UsageError(
+                f"features of layers {beyond} were asked for, target {self.path!r} has layers "
+                f"0..{self.num_layers - 1}\n  set the algorithm's layers within that range"
+            )
+
     @functools.cached_property
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self.path, revision=self.revision)

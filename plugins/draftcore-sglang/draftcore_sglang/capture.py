@@ -28,7 +28,7 @@ class SglangCapture:
     """Runs each capture group as one batch, without padding."""
 
     def __init__(self, target: TargetSpec, request: FeatureRequest, options: SglangOptions) -> None:
-        require_layers(target, request)
+        target.require_layers(request)
         require_text(target)
         require_sglang()
         require_arguments(options.args)
@@ -121,16 +121,6 @@ def settings_of(target: TargetSpec, options: SglangOptions) -> Settings:
         context=min(options.max_tokens, positions or options.max_tokens),
         args=json.dumps(options.args, sort_keys=True),
     )
-
-
-def require_layers(target: TargetSpec, request: FeatureRequest) -> None:
-    """Raise UsageError for a layer that the target does not have."""
-    beyond = [layer for layer in request.layers if not 0 <= layer < target.num_layers]
-    if beyond:
-        raise UsageError(
-            f"features of layers {beyond} were asked for, target {target.path!r} has layers "
-            f"0..{target.num_layers - 1}\n  set the algorithm's layers within that range"
-        )
 
 
 def require_text(target: TargetSpec) -> None:

@@ -64,7 +64,7 @@ class ServerCapture:
     """Captures at servers. Raises UsageError for servers that cannot serve this target or request."""
 
     def __init__(self, target: TargetSpec, request: FeatureRequest, options: ServerOptions) -> None:
-        require_layers(target, request)
+        target.require_layers(request)
         self.target, self.request, self.options = target, request, options
         self._store: FeatureStore | None = None
         self._lock = threading.Lock()
@@ -361,16 +361,6 @@ class ServerCapture:
     @functools.cached_property
     def _prompt(self) -> list[int]:
         return [token % self.target.vocab_size for token in range(10, 26)]
-
-
-def require_layers(target: TargetSpec, request: FeatureRequest) -> None:
-    """Raise UsageError for a layer that the target does not have."""
-    beyond = [layer for layer in request.layers if not 0 <= layer < target.num_layers]
-    if beyond:
-        raise UsageError(
-            f"features of layers {beyond} were asked for, target {target.path!r} has layers "
-            f"0..{target.num_layers - 1}\n  set the algorithm's layers within that range"
-        )
 
 
 def require_prediction(

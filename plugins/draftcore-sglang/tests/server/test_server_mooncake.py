@@ -21,7 +21,7 @@ pytestmark = pytest.mark.sglang
 def test_a_server_puts_into_mooncake_what_transformers_computes(
     start_server, target, served_folder
 ):
-    """Largest difference to transformers, relative to the largest number: 1.2e-6 in fp32."""
+    """Largest difference to transformers, relative to the largest number; below 1e-6 in fp32."""
     with only_loopback():
         load()
         master = Master(package_folder())
