@@ -343,15 +343,16 @@ def sglang_full(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Everything that runs without a GPU: the tests, another project's loader, the quickstart."""
     # First, as a session is queued once: `tests` asks for `sglang` with its smoke only.
-    for name in ("sglang-full", "tests", "drills", "speculators", "quickstart"):
+    for name in ("sglang-full", "tests", "long", "speculators", "quickstart"):
         session.notify(name)
 
 
 @nox.session
-def drills(session: nox.Session) -> None:
-    """The drills of tests/faults that take too long for every change."""
-    install_with_servers(session)
-    pytest(session, "tests/faults", *session.posargs, mark="long")
+def long(session: nox.Session) -> None:
+    """The tests that take too long for every change: drills, and a compiler's conformance."""
+    install_with_servers(session, "draftcore-cudagraph")
+    folders = ("tests/faults", "plugins/draftcore-cudagraph/tests")
+    pytest(session, *folders, *session.posargs, mark="long")
 
 
 @nox.session

@@ -30,5 +30,6 @@ class TestSegments(GraphBackendSuite):
         backend.cleanup()
 
 
+@pytest.mark.long  # Dynamo compiles anew for every bucket of its twenty cycles
 class TestPiecewise(GraphBackendSuite):
     plugin, name, options = PLUGIN, "piecewise", {"compiler": "eager"}
