@@ -102,7 +102,8 @@ def install_with_servers(session: nox.Session, *others: str) -> None:
 
 def install_sglang(session: nox.Session) -> None:
     """Install sglang and its platform for CPUs; 1.4 GB, so kept until the list changes."""
-    install_wheels(session, "draftcore", "draftcore-eagle3", SGLANG.name)
+    install_debian_packages(session, ROOT / "plugins" / "draftcore-mooncake")
+    install_wheels(session, "draftcore", *PLUGINS)
     needs = SGLANG / "tests" / "sglang-cpu.txt"
     mark = Path(session.virtualenv.location) / "made-for"
     key = hashlib.sha256(needs.read_bytes() + sys.version.encode()).hexdigest()
@@ -269,8 +270,8 @@ def sglang(session: nox.Session) -> None:
     """sglang itself on the CPU, unmodified: captures by one engine against transformers."""
     install_sglang(session)
     # In one process: each further one would import sglang anew.
-    alone = (f"plugins/{SGLANG.name}/tests", "-n", "0", "-m", "sglang and smoke")
-    pytest(session, *alone, *session.posargs)
+    folders = (f"plugins/{SGLANG.name}/tests", "plugins/draftcore-tools/tests")
+    pytest(session, *folders, "-n", "0", *session.posargs, mark="sglang and smoke")
 
 
 @nox.session(reuse_venv=False)

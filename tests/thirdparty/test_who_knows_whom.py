@@ -16,14 +16,19 @@ ALGORITHMS = {"draftcore_eagle3", "draftcore_dflash", "draftcore_domino", "draft
 Named = dict[str, set[str]]
 
 
-def projects() -> Iterator[tuple[Path, str, set[str]]]:
-    """Yield each dist's folder, its package and the packages of ours that it requires."""
+def projects() -> Iterator[tuple[Path, str, set[str], set[str]]]:
+    """Yield each dist's folder, its package, and the packages of ours that it and its tests require."""
     patterns = ("pyproject.toml", "plugins/*/pyproject.toml", "examples/plugins/*/pyproject.toml")
     for file in (file for pattern in patterns for file in sorted(ROOT.glob(pattern))):
-        project = tomllib.loads(file.read_text())["project"]
-        needs = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
-        ours = {need.replace("-", "_") for need in needs if need.startswith("draftcore")}
-        yield file.parent, project["name"].replace("-", "_"), ours
+        data = tomllib.loads(file.read_text())
+        project, tests = data["project"], data.get("dependency-groups", {}).get("test", [])
+        required = ours(project["dependencies"])
+        yield file.parent, project["name"].replace("-", "_"), required, required | ours(tests)
+
+
+def ours(requirements: list[str]) -> set[str]:
+    names = {re.split(r"[^\w-]", line)[0] for line in requirements}
+    return {name.replace("-", "_") for name in names if name.startswith("draftcore")}
 
 
 def packages_named(file: Path) -> set[str]:
@@ -40,30 +45,34 @@ def packages_named(file: Path) -> set[str]:
 
 
 @cache
-def named_by_dist() -> Named:
-    """For each dist's package, the packages of ours that its own files and its tests name."""
+def named_by_dist(part: str) -> Named:
+    """For each dist's package, the packages of ours that its files name; `part` is package or tests."""
     found: Named = defaultdict(set)
-    ours = {package for _, package, _ in projects()}
-    for folder, package, _ in projects():
-        owned = [folder / package] if folder == ROOT else [folder]
-        for file in (file for part in owned for file in part.rglob("*.py")):
-            found[package] |= (packages_named(file) & ours) - {package}
+    known = {package for _, package, _, _ in projects()}
+    for folder, package, _, _ in projects():
+        if part == "tests" and folder == ROOT:
+            continue
+        for file in (folder / (package if part == "package" else "tests")).rglob("*.py"):
+            found[package] |= (packages_named(file) & known) - {package}
     return found
 
 
 def test_a_dist_names_only_packages_that_it_requires() -> None:
-    found = named_by_dist()
-    for _, package, required in projects():
-        assert found[package] <= required, package
+    """And its tests those of its group `test` besides."""
+    for _, package, required, required_by_tests in projects():
+        assert named_by_dist("package")[package] <= required, package
+        assert named_by_dist("tests")[package] <= required_by_tests, package
 
 
 def test_of_the_algorithms_only_dflash_is_known_to_another_and_only_to_domino() -> None:
     known = {
-        algorithm: {package for package, named in named_by_dist().items() if algorithm in named}
+        algorithm: {
+            package for package, named in named_by_dist("package").items() if algorithm in named
+        }
         for algorithm in ALGORITHMS
     }
     assert known == {**{one: set() for one in ALGORITHMS}, "draftcore_dflash": {"draftcore_domino"}}
-    required = {package: needs for _, package, needs in projects()}
+    required = {package: needs for _, package, needs, _ in projects()}
     assert "draftcore_dflash" in required["draftcore_domino"]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("draftcore_mooncake")  # this dist does not depend on it
+pytest.importorskip("draftcore_mooncake")
 
 import torch
 from draftcore_mooncake.engine import load, package_folder

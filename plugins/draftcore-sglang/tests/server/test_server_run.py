@@ -13,7 +13,7 @@ import yaml
 from draftcore.testing import child_environment
 from draftcore.testing.targets import conversations
 
-pytest.importorskip("draftcore_eagle3")  # this dist does not depend on it
+pytest.importorskip("draftcore_eagle3")
 pytestmark = pytest.mark.sglang
 SAMPLES, BATCH = 24, 4
 RTOL = 1e-5  # features differ by 1e-6; losses of about 5 by 1e-6 of their size
