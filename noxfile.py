@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import statistics
 import sys
 import time
 import zipfile
@@ -221,10 +220,10 @@ def start(session: nox.Session) -> None:
             began = time.perf_counter()
             session.run(*command, silent=True, log=False)
             seconds[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    least = {name: min(values) for name, values in seconds.items()}  # others' work only adds
     for name in ("list-plugins", "--help"):
-        ratio = medians[name] / medians["floor"]
-        session.log(f"draftcore {name}: median {1e3 * medians[name]:.0f} ms, {ratio:.2f} x floor")
+        ratio = least[name] / least["floor"]
+        session.log(f"draftcore {name}: {1e3 * least[name]:.0f} ms, {ratio:.2f} x floor")
         if ratio > 150 / 90:
             session.error(f"draftcore {name} takes {ratio:.2f} times the floor, the limit is 1.67")
 
