@@ -23,11 +23,10 @@ from draftcore.target import TargetSpec
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
 
-# The registry's torchvision is a CUDA build; beside a CPU torch two operators lack a schema.
-SCHEMAS = torch.library.Library("torchvision", "FRAGMENT")
-if not torch.cuda.is_available():
-    for operator in ("nms", "qnms"):
-        SCHEMAS.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+if importlib.util.find_spec("draftcore_sglang_cpu"):
+    from draftcore_sglang_cpu import mend_torchvision
+
+    mend_torchvision()  # before transformers looks for it
 
 pytestmark = pytest.mark.sglang
 LIMIT = 1e-4  # of logits; two orders of summation in fp32, 2e-5 seen
@@ -101,6 +100,7 @@ def a_round(host: Host, layers: tuple[int, ...]) -> Round:
 # ---------------------------------------------------------------- configuration
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("algorithm", ["dflash", "domino"])
 def test_sglangs_parser_reads_the_same_of_a_config(
     algorithm: str, make_run: Any, sglang: Any, host: Host
