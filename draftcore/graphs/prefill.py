@@ -180,11 +180,10 @@ def eager_attention(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 def _broken(forward: Callable[..., Any]) -> Callable[..., Any]:
     def broken(*args: Any, **kwargs: Any) -> Any:
-        names = tuple(kwargs)
+        names, count = tuple(kwargs), len(args)  # a closure over `args` would keep them alive
 
         def call(*values: Any) -> Any:
-            plain = values[: len(args)]
-            return forward(*plain, **dict(zip(names, values[len(args) :], strict=True)))
+            return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         return run_eager(call, *args, *kwargs.values())
 

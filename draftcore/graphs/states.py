@@ -1,6 +1,6 @@
 """The tensors of a decoding state whose type nobody here knows.
 
-A drafter's state is its own: a dataclass, a mapping, a sequence, or several of them in each other.
+A drafter's state is its own: a dataclass, a dict, a list or tuple, or several of them in each other.
 Graphs need its tensors, each with the batch as its first dimension, and nothing else in it: what a
 state keeps on the host would be frozen into a graph. `None` is let through, as it cannot change.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -73,7 +73,7 @@ def _leaves(state: Any, path: str = "state") -> Iterator[tuple[str, Any]]:
     if dataclasses.is_dataclass(state) and not isinstance(state, type):
         for field in dataclasses.fields(state):
             yield from _leaves(getattr(state, field.name), f"{path}.{field.name}")
-    elif isinstance(state, Mapping):
+    elif isinstance(state, dict):
         for name, value in state.items():
             yield from _leaves(value, f"{path}[{name!r}]")
     elif isinstance(state, list | tuple):

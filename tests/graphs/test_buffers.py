@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -161,6 +162,7 @@ def test_settling_copies_what_lies_elsewhere_and_only_that():
         ([torch.zeros(3, 2), torch.zeros(2, 3)], r"state\[1\] is of shape \(2, 3\)"),
         (torch.zeros(()), r"state is of shape \(\)"),
         ((torch.zeros(3), object()), r"state\[1\] is a object"),
+        (MappingProxyType({"n": torch.zeros(3)}), "state is a mappingproxy"),
     ],
 )
 def test_what_a_graph_would_freeze_is_named(wrong, why):
