@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -43,17 +43,19 @@ class LocalCapture:
         taken = self.runner.features(tokens_BT.to(device), lengths_B, self.request)
         for row, length in enumerate(lengths):
             features = {name: value_BTH[row, :length] for name, value_BTH in taken.items()}
-            self._require_finite(features, group, row)
+            require_finite(features, group, row)
             yield features
-
-    def _require_finite(self, features: dict[str, Tensor], group: CaptureInput, row: int) -> None:
-        for name, value_TH in features.items():
-            if not value_TH.isfinite().all():
-                raise DraftcoreError(
-                    f"feature {name!r} of dataset row {group.group.rows[row]} "
-                    f"(sample {group.group.feature_ids[row]}) holds inf or nan in {value_TH.dtype}\n"
-                    "  capture in a wider type (capture.dtype=float32), or leave the row out"
-                )
 
     def close(self) -> None:
         """Nothing to release: the model belongs to the target's description."""
+
+
+def require_finite(features: Mapping[str, Tensor], group: CaptureInput, row: int) -> None:
+    """Raise DraftcoreError for a member's feature that holds inf or nan, naming its dataset row."""
+    for name, value_TH in features.items():
+        if not value_TH.isfinite().all():
+            raise DraftcoreError(
+                f"feature {name!r} of dataset row {group.group.rows[row]} "
+                f"(sample {group.group.feature_ids[row]}) holds inf or nan in {value_TH.dtype}\n"
+                "  capture in a wider type (capture.dtype=float32), or leave the row out"
+            )

@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import UsageError
+from draftcore.local_capture import require_finite
 from draftcore.records import CapturedGroup, CaptureInput, FeatureRequest
 from draftcore.target import TargetSpec, resolve_device
 from draftcore_sglang import selftest
@@ -71,7 +72,7 @@ class SglangCapture:
         split = {name: torch.split(taken[name].to(dtype), lengths) for name in self.request.names}
         for row in range(len(lengths)):
             features = {name: values[row] for name, values in split.items()}
-            self._require_finite(features, group, row)
+            require_finite(features, group, row)
             yield features
 
     def _require_room(self, group: CaptureInput) -> None:
@@ -91,15 +92,6 @@ class SglangCapture:
                 f"with {need} tokens\n  sglang's pool holds {limits.tokens} tokens of at most "
                 f"{MAX_PROMPTS} prompts\n  lower capture.batch, or raise capture.options.max_tokens"
             )
-
-    def _require_finite(self, features: dict[str, Tensor], group: CaptureInput, row: int) -> None:
-        for name, value_TH in features.items():
-            if not value_TH.isfinite().all():
-                raise DraftcoreError(
-                    f"feature {name!r} of dataset row {group.group.rows[row]} "
-                    f"(sample {group.group.feature_ids[row]}) holds inf or nan in {value_TH.dtype}\n"
-                    "  capture in a wider type (capture.dtype=float32), or leave the row out"
-                )
 
     def close(self) -> None:
         """Let go of the target; the last capture that does so frees the device's memory."""
