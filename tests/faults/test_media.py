@@ -39,7 +39,7 @@ def test_a_store_that_cannot_hold_one_step_is_refused_in_words(drill):
 
 def test_samples_that_cannot_be_captured_are_given_up_and_all_others_are_not(drill):
     """A capture that raises says nothing of the other samples of its group; all else names one."""
-    run = drill(channel=CHANNELS["sqlite"] + "&attempts=2")
+    run = drill(channel="sqlite:{}/channel.db?ttl=20&attempts=2")
     run.sabotage = "raise:q7? narrow:q9? lacking:q11?"
     said = run.finish()
     reasons = list(run.state()["given_up"].values())

@@ -22,6 +22,8 @@ def describe():
 def capture(name, target, request):
     import torch
     from dataclasses import replace
+    from pytest import MonkeyPatch
+    from draftcore import local_capture
     from draftcore.local_capture import LocalCapture
     from draftcore.records import CapturedGroup, FeatureRequest
 
@@ -35,6 +37,15 @@ def capture(name, target, request):
             for one in features(self, groups):
                 yield replace(one, features=tuple(change(dict(f)) for f in one.features))
         Capture.features = taken
+
+    rows = Capture._rows
+    def checked_by(check):
+        # Let `check` be what looks for features that are not finite.
+        def taken(self, group):
+            with MonkeyPatch.context() as patch:
+                patch.setattr(local_capture, "require_finite", check)
+                return list(rows(self, group))
+        Capture._rows = taken
 
 {wrong}
     return Capture(target, request)
@@ -112,7 +123,7 @@ LEAVES_A_HOOK = """
 """
 
 SILENT_NAN = """
-    Capture._require_finite = lambda self, features, group, row: None
+    checked_by(lambda features, group, row: None)
 """
 
 CHECKS_BEFORE_THE_CAST = """
@@ -127,10 +138,10 @@ CHECKS_BEFORE_THE_CAST = """
 
 NAMES_NO_ROW = """
     from draftcore.errors import DraftcoreError
-    def vague(self, features, group, row):
+    def vague(features, group, row):
         if not all(value.isfinite().all() for value in features.values()):
             raise DraftcoreError("a feature is not finite")
-    Capture._require_finite = vague
+    checked_by(vague)
 """
 
 MIXES_NEIGHBOURS = """
