@@ -5,9 +5,10 @@ import pytest
 from draftcore.testing.targets import tiny_target
 
 CHANNELS = {"sqlite": "sqlite:{}/channel.db?ttl=2", "dir": "dir:{}/channel?ttl=2"}
+ONE = {"producers": 1, "restarts": 40}
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("channel", [pytest.param("sqlite", marks=pytest.mark.long), "dir"])
 def test_what_is_torn_doubled_altered_or_does_not_fit_is_done_again(drill, undisturbed, channel):
     run = drill(channel=CHANNELS[channel])
     deeds = ["twice:publish@2", "flip:published@3", "full:publish@4", "full:advance@3"]
@@ -31,15 +32,13 @@ def test_a_store_that_is_too_small_for_the_data_is_used_again_and_again(drill, u
 
 
 def test_a_store_that_cannot_hold_one_step_is_refused_in_words(drill):
-    run = drill(
-        store="shm:{}/ring?max_bytes=60KiB", capture={"batch": 1}, topology={"producers": 2}
-    )
+    run = drill(store="shm:{}/ring?max_bytes=60KiB", capture={"batch": 1}, topology=ONE)
     assert "raise max_bytes in the store's URI" in run.finish(code=1)
 
 
 def test_samples_that_cannot_be_captured_are_given_up_and_all_others_are_not(drill):
     """A capture that raises says nothing of the other samples of its group; all else names one."""
-    run = drill(channel="sqlite:{}/channel.db?ttl=20&attempts=2")
+    run = drill(channel="sqlite:{}/channel.db?ttl=20&attempts=2", topology=ONE)
     run.sabotage = "raise:q7? narrow:q9? lacking:q11?"
     said = run.finish()
     reasons = list(run.state()["given_up"].values())
@@ -57,7 +56,7 @@ def test_samples_that_cannot_be_captured_are_given_up_and_all_others_are_not(dri
 
 def test_features_that_are_not_finite_end_the_run_naming_the_row(drill):
     """Before they change the weights; what they were made of is for the user to look at."""
-    run = drill(channel=CHANNELS["sqlite"], train={"max_steps": 12})
+    run = drill(channel=CHANNELS["sqlite"], train={"max_steps": 12}, topology=ONE)
     run.sabotage = "nan:q13?"
     said = run.finish(code=1)
     assert "is not finite; the weights were not changed" in said

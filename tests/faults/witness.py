@@ -11,10 +11,6 @@ the last bit.
 
 import re
 
-import torch
-from torch import nn
-from torch.nn.utils.rnn import pad_sequence
-
 from draftcore import hookimpl
 from draftcore.offers import Offer
 from draftcore.records import Draft, DraftBatch, FeatureRequest, StepOutput, TrainingDefaults
@@ -22,26 +18,31 @@ from draftcore.records import Draft, DraftBatch, FeatureRequest, StepOutput, Tra
 ROWS = 512  # more than any drill has: the table does not depend on the data
 
 
-class Witness(nn.Module):
-    def __init__(self, tokenizer):
-        super().__init__()
-        self.uses = nn.Parameter(torch.zeros(ROWS))
-        self.tokenizer = tokenizer
+def witness(tokenizer):
+    """The module; made here, as the supervisor loads this file too and has no use for torch."""
+    import torch
 
-    def rows(self, batch):
-        """The number in `q17?`, with which every conversation of a drill begins."""
-        texts = map(self.tokenizer.decode, batch.token_ids_BT)
-        return torch.tensor([int(re.search(r"q(\d+)\?", text)[1]) for text in texts])
+    class Witness(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.uses = torch.nn.Parameter(torch.zeros(ROWS))
 
-    def forward(self, batch, context):
-        counted_B = batch.loss_mask_BT.any(1).to(torch.float32)
-        uses_B = self.uses[self.rows(batch)]
-        features_B = sum(value.double().sum((1, 2)) for value in batch.features.values())
-        # Adds nothing, and to the gradient neither, unless a feature is not finite.
-        features_B = features_B + 0 * features_B * uses_B
-        shown = (features_B * counted_B).sum().float()
-        denominator = counted_B.sum()
-        return StepOutput(shown - 16 * (uses_B * counted_B).sum(), denominator, {})
+        def rows(self, batch):
+            """The number in `q17?`, with which every conversation of a drill begins."""
+            texts = map(tokenizer.decode, batch.token_ids_BT)
+            return torch.tensor([int(re.search(r"q(\d+)\?", text)[1]) for text in texts])
+
+        def forward(self, batch, context):
+            counted_B = batch.loss_mask_BT.any(1).to(torch.float32)
+            uses_B = self.uses[self.rows(batch)]
+            features_B = sum(value.double().sum((1, 2)) for value in batch.features.values())
+            # Adds nothing, and to the gradient neither, unless a feature is not finite.
+            features_B = features_B + 0 * features_B * uses_B
+            shown = (features_B * counted_B).sum().float()
+            denominator = counted_B.sum()
+            return StepOutput(shown - 16 * (uses_B * counted_B).sum(), denominator, {})
+
+    return Witness()
 
 
 @hookimpl
@@ -56,7 +57,7 @@ def feature_request(target):
 
 @hookimpl
 def build_draft(target):
-    module = Witness(target.tokenizer)
+    module = witness(target.tokenizer)
     return Draft(
         module=module,
         config={},
@@ -67,6 +68,9 @@ def build_draft(target):
 
 @hookimpl
 def collate(samples):
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
     pad = lambda parts: pad_sequence(list(parts), batch_first=True)  # noqa: E731
     return DraftBatch(
         ids=tuple(s.id for s in samples),

@@ -83,7 +83,7 @@ def _make_project() -> Callable[..., Project]:
     return make_project
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def new_project(target_folder: Path) -> Callable[..., Project]:
     def make(folder: Path, **changes: Any) -> Project:
         folder.mkdir(parents=True, exist_ok=True)

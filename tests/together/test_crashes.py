@@ -23,15 +23,18 @@ def steps(project) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-@pytest.fixture
-def straight(tmp_path, new_project):
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, new_project):
     """The losses of a run that nothing interrupts."""
-    project = new_project(tmp_path / "straight", samples=48)
-    project.finish("train")
+    project = new_project(tmp_path_factory.mktemp("straight") / "run", samples=48)
+    project.cli("train")
     return project.losses()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+STOPS = [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("number", STOPS)
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, new_project, straight, number):
     project = new_project(tmp_path / "stopped", samples=48)
     process = project.start("train")
@@ -45,7 +48,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, new_project, straight,
     else:
         assert process.returncode == 130, output
         assert f"interrupted: step {before} of 12" in output
-    assert "resuming from step" in project.finish("train")
+    assert "resuming from step" in project.cli("train").output
     assert project.losses() == straight
 
 
@@ -77,7 +80,7 @@ def test_a_killed_capture_goes_on_without_doing_a_sample_twice(tmp_path, new_pro
     process.communicate()
     first = set(features.glob("shard-*.safetensors"))
     assert len(first) < 100, "the capture ended before it was killed"
-    output = project.finish("capture")
+    output = project.cli("capture").output
     shards = list(features.glob("shard-*.safetensors"))
     assert sum(len(sample_ids(shard)) for shard in shards) == 400
     assert len(set().union(*map(sample_ids, shards))) == 400
@@ -120,7 +123,7 @@ def test_metrics_of_steps_after_the_checkpoint_are_written_once(tmp_path, new_pr
     wait_for(lambda: steps(project) >= 6, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    project.finish("train", "train.checkpoint_every=4")
+    project.cli("train", "train.checkpoint_every=4")
     lines = [
         json.loads(line)["step"]
         for line in (project.run / "metrics.jsonl").read_text().splitlines()
