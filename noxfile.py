@@ -30,6 +30,7 @@ EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyprojec
 UNMARKED = "not gpu and not long and not sglang"
 GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
+BARE = {"venv_params": ["--without-pip"]}  # the base has pip: seconds less for each environment
 
 nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "venv"
@@ -202,7 +203,7 @@ def wheels(session: nox.Session) -> None:
     session.run(base_python(session), "-m", "twine", "check", "--strict", *archives, external=True)
 
 
-@nox.session
+@nox.session(**BARE)
 def start(session: nox.Session) -> None:
     """list-plugins and --help stay quick with every plugin installed: 150 ms where importing
     click, pluggy and importlib_metadata takes 90. Machines differ and are shared: the ratio counts.
@@ -228,7 +229,7 @@ def start(session: nox.Session) -> None:
             session.error(f"draftcore {name} takes {ratio:.2f} times the floor, the limit is 1.67")
 
 
-@nox.session
+@nox.session(**BARE)
 def core(session: nox.Session) -> None:
     """The core's wheel alone: a hidden need of a plugin shows here."""
     install_wheels(session, "draftcore")
@@ -236,7 +237,7 @@ def core(session: nox.Session) -> None:
     pytest(session, "tests", *apart, *session.posargs)
 
 
-@nox.session
+@nox.session(**BARE)
 @nox.parametrize("name", PLUGINS, ids=PLUGINS)
 def plugin(session: nox.Session, name: str) -> None:
     """One plugin's wheel, the core's and those that it, or its tests, depend on; nothing else."""
@@ -249,7 +250,7 @@ def plugin(session: nox.Session, name: str) -> None:
     pytest(session, f"plugins/{name}/tests", *session.posargs)
 
 
-@nox.session
+@nox.session(**BARE)
 def together(session: nox.Session) -> None:
     """Every wheel in one environment: the tests that train, decode and export."""
     install_wheels(session, "draftcore", *PLUGINS)
@@ -257,14 +258,14 @@ def together(session: nox.Session) -> None:
     pytest(session, "tests/together", *session.posargs)
 
 
-@nox.session
+@nox.session(**BARE)
 def faults(session: nox.Session) -> None:
     """Processes of real runs are killed, frozen and lied to; the weights must count every use once."""
     install_with_servers(session)
     pytest(session, "tests/faults", *session.posargs)
 
 
-@nox.session
+@nox.session(**BARE)
 def sglang(session: nox.Session) -> None:
     """sglang itself on the CPU, unmodified: its captures, and what it reads of our exports."""
     install_sglang(session)
@@ -274,7 +275,7 @@ def sglang(session: nox.Session) -> None:
         pytest(session, *tests, *session.posargs, mark="sglang and smoke")
 
 
-@nox.session(reuse_venv=False)
+@nox.session(**BARE, reuse_venv=False)
 @nox.parametrize("kind", KINDS, ids=KINDS)
 def scaffold(session: nox.Session, kind: str) -> None:
     """What `draftcore new-plugin` writes, as its author would have it: built, installed, tested."""
@@ -292,7 +293,7 @@ def scaffold(session: nox.Session, kind: str) -> None:
     session.run(*command, env={"OMP_WAIT_POLICY": "PASSIVE"})
 
 
-@nox.session
+@nox.session(**BARE)
 def thirdparty(session: nox.Session) -> None:
     """Plugins come and go by pip, one of them from a dist that nothing here knows; its own tests."""
     install_wheels(session, "draftcore")
@@ -310,14 +311,14 @@ def thirdparty(session: nox.Session) -> None:
 # ---------------------------------------------------------------- what CI does not run
 
 
-@nox.session
+@nox.session(**BARE)
 def quickstart(session: nox.Session) -> None:
     """Capture, train, evaluate and export on this machine's CPU; prints the run's folder."""
     install_wheels(session, "draftcore", *PLUGINS)
     session.run("python", "examples/quickstart/quickstart.py", QUICKSTART, *session.posargs)
 
 
-@nox.session
+@nox.session(**BARE)
 def soak(session: nox.Session) -> None:
     """Kill and freeze at random in 50 runs; DRAFTCORE_SEED=N repeats the moments that one printed."""
     install_with_servers(session)
@@ -325,7 +326,7 @@ def soak(session: nox.Session) -> None:
     pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs)
 
 
-@nox.session(name="bench-transport")
+@nox.session(**BARE, name="bench-transport")
 def bench_transport(session: nox.Session) -> None:
     """Measure stores and channels against their aims; `-- --only shm,write` measures some."""
     install_with_servers(session, "draftcore-eagle3")
@@ -348,15 +349,15 @@ def full(session: nox.Session) -> None:
         session.notify(name)
 
 
-@nox.session
+@nox.session(**BARE)
 def long(session: nox.Session) -> None:
     """The tests that take too long for every change: drills, and a compiler's conformance."""
-    install_with_servers(session, "draftcore-cudagraph")
-    folders = ("tests/faults", "plugins/draftcore-cudagraph/tests")
+    install_with_servers(session, *(name for name in PLUGINS if name not in SERVED))
+    folders = ("tests/faults", "tests/together", "plugins/draftcore-cudagraph/tests")
     pytest(session, *folders, *session.posargs, mark="long")
 
 
-@nox.session
+@nox.session(**BARE)
 def speculators(session: nox.Session) -> None:
     """Load an export in speculators 0.9.0, through its converter, and compare logits."""
     install_wheels(session, "draftcore", *PLUGINS)

@@ -23,7 +23,7 @@ class Author:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
         self.python = folder / "venv" / "bin" / "python"
         seen = "\n".join(path for path in sys.path if path.endswith("site-packages"))
         (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
