@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from draftcore.cli import main
 from draftcore.config import EvalConfig
+from draftcore.evaluation import Drafter
 from draftcore.evaluation.decode import Clock, Decoded, speculate, verify
 from draftcore.graphs.decode import DecodeGraphRunner
 from draftcore.graphs.recording import RecordingBackend
@@ -41,7 +42,6 @@ from draftcore.records import (
     DataSummary,
     Draft,
     DraftBatch,
-    Drafter,
     FeatureRequest,
     Sample,
     SampleId,
