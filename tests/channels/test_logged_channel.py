@@ -13,8 +13,10 @@ import pytest
 
 from draftcore.channels import ChannelEnded
 from draftcore.channels.dir import DirLog
-from draftcore.channels.logged import LoggedChannel, ProducerEnd, TrainerEnd
+from draftcore.channels.logged import LoggedChannel
+from draftcore.channels.producer_end import ProducerEnd
 from draftcore.channels.sqlite import SqliteLog
+from draftcore.channels.trainer_end import TrainerEnd
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import CaptureTask
 from draftcore.testing.channels import (

@@ -11,7 +11,7 @@ from draftcore.testing.channels import Child
 PLUGIN = """
 import dataclasses
 from draftcore import hookimpl
-from draftcore.channels import logged, memory
+from draftcore.channels import logged, memory, opening, producer_end, trainer_end
 from draftcore.channels.sqlite import SqliteLog
 from draftcore.offers import Offer
 
@@ -23,7 +23,8 @@ def describe():
 def channel(name, uri, run_id, role):
     return SqliteLog.open(uri, run_id, role)
 
-Trainer, Producer, Base = logged.TrainerEnd, logged.ProducerEnd, logged.LoggedChannel
+Trainer, Producer = trainer_end.TrainerEnd, producer_end.ProducerEnd
+Base = logged.LoggedChannel
 Books = memory.MemoryChannel
 """
 
@@ -82,7 +83,7 @@ logged.Settings.of = lambda uri: dataclasses.replace(of(uri), patience=1e9)
 """
 
 ANY_NAME = """
-logged.require_name = lambda kind, name: name
+opening.require_name = producer_end.require_name = lambda kind, name: name
 """
 
 LEAVES_IN_SILENCE = """
