@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from draftcore.testing.channels import Child
+from draftcore.testing import child_environment
 
 PLUGIN = """
 import dataclasses
@@ -31,9 +31,10 @@ Books = memory.MemoryChannel
 SUITE = """
 import sqlite3
 from contextlib import closing
-from draftcore.testing import channels
+from draftcore.testing import channel_ends
 
-channels.SOON = 4.0  # seconds; what a wrong channel owes never comes
+channel_ends.SOON = 4.0  # seconds; what a wrong channel owes never comes
+from draftcore.testing import channels
 
 class TestSuite(channels.ChannelSuite):
     plugin = "{module}"
@@ -280,7 +281,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             capture_output=True,
             text=True,
             cwd=folder,
-            env=Child.environment(),
+            env=child_environment(),
         )
         return done.stdout + done.stderr
 
