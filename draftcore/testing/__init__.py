@@ -27,7 +27,7 @@ from draftcore.hookspecs import Specs
 from draftcore.offers import Kind, Offer
 
 SUITES = ("algorithms", "captures", "channels", "graphs", "plugins", "stores")
-PARTS = ("channel_ends", "channel_faults")  # of a suite
+PARTS = ("algorithm_training", "channel_ends", "channel_faults")  # of a suite
 # Asserts in a suite explain themselves as those of a test file do.
 pytest.register_assert_rewrite(*(f"draftcore.testing.{name}" for name in (*SUITES, *PARTS)))
 
