@@ -95,7 +95,11 @@ class Registry:
         if len(same) == 1 and not same[0].problem:
             return same[0]
         if same:
-            lines = [f"  {p}: {p.state}" + f": {p.problem}\n  {p.fix}" * bool(p.fix) for p in same]
+            lines = [
+                f"  {p} is {'in ' * (p.state == 'conflict')}{p.state}"
+                + f": {p.problem}\n  {p.fix}" * bool(p.fix)
+                for p in same
+            ]
             remedy = [] if same[0].fix else ["  uninstall all but one; a file: leave out --plugin"]
             raise UsageError("\n".join([f"cannot use the {what} {name!r}", *lines, *remedy]))
         aside = [f"\n  set aside: {p}: {p.problem}" for p in self.plugins if p.problem]

@@ -286,17 +286,15 @@ class DraftBatch:
     features: Mapping[str, Tensor]
 
     def to(self, device: torch.device | str) -> DraftBatch:
-        moved = {name: value.to(device, non_blocking=True) for name, value in self.features.items()}
-        tokens, loss, attention = (
-            t.to(device, non_blocking=True)
-            for t in (self.token_ids_BT, self.loss_mask_BT, self.attention_mask_BT)
-        )
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
         return dataclasses.replace(
             self,
-            token_ids_BT=tokens,
-            loss_mask_BT=loss,
-            attention_mask_BT=attention,
-            features=moved,
+            token_ids_BT=moved(self.token_ids_BT),
+            loss_mask_BT=moved(self.loss_mask_BT),
+            attention_mask_BT=moved(self.attention_mask_BT),
+            features={name: moved(value) for name, value in self.features.items()},
         )
 
 

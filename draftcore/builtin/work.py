@@ -133,8 +133,10 @@ def train(
         if role != "producer":
             reason = train_drafts(run)
         else:
-            from draftcore.producing import produce
+            from draftcore.producing import PATIENCE, produce
 
+            where = f"the trainer at {run.channel_uri}, for {PATIENCE:g} s at most"
+            click.echo(f"waiting for {where}", err=True)
             click.echo(produce(run))
             return
     if reason == "interrupted":

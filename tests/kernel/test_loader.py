@@ -419,8 +419,8 @@ def test_two_plugins_with_one_offer_are_both_named(site: Site) -> None:
         site.load().find("store", "a")
     assert str(caught.value).splitlines() == [
         "cannot use the store 'a'",
-        "  a (draftcore-a 0.1): ready",
-        "  b (draftcore-b 0.1): ready",
+        "  a (draftcore-a 0.1) is ready",
+        "  b (draftcore-b 0.1) is ready",
         "  uninstall all but one; a file: leave out --plugin",
     ]
 
