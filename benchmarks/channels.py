@@ -26,7 +26,7 @@ from draftcore.channels import Channel, ChannelEnded
 from draftcore.channels.memory import MemoryChannel
 from draftcore.plan import Plan
 from draftcore.records import CaptureTask, SampleRef, TensorSpec
-from draftcore.testing.channels import open_through
+from draftcore.testing.channel_ends import open_through
 
 NAMES = ("hidden.2", "hidden.18", "hidden.33", "token_ids", "loss_mask")
 MODES = (("stream", 1), ("loop", 1), ("loop", 3))

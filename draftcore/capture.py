@@ -6,6 +6,7 @@ from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import CaptureTask
 from draftcore.run import Run
 from draftcore.training.progress import Progress
+from draftcore.uris import format_size
 
 
 def capture_all(run: Run) -> str:
@@ -50,8 +51,7 @@ def require_space(run: Run, tokens: int) -> None:
     need, free = tokens * run.token_bytes, run.store.stats().free_bytes
     if free is not None and need > free:
         raise DraftcoreError(
-            f"the features need {need / 2**30:.2f} GiB, {run.store_uri} has "
-            f"{free / 2**30:.2f} GiB free\n"
+            f"the features need {format_size(need)}, {run.store_uri} has {format_size(free)} free\n"
             "  choose another store folder, lower data.limit, or train with store=memory, "
             "which captures on the way"
         )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from draftcore.plugins import Registry
 
 
-@click.command()
+@click.command(epilog="For example: draftcore check-plugin my-idea depth=2")
 @click.argument("name")
 @click.argument("options", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def check_plugin(
     ctx: click.Context, name: str, options: tuple[str, ...], uri: str | None, as_json: bool
 ) -> None:
-    """Test a plugin and all it offers; exit with 1 if anything fails.
+    """Test a plugin and all it offers; exit 1 if anything fails.
 
     NAME is as in list-plugins; options of its offers are given as in a run's YAML. A plugin that
     is a file is checked too: draftcore --plugin mine.py check-plugin mine.

@@ -21,6 +21,8 @@ from draftcore.errors import DraftcoreError, nearest
 from draftcore.plugins import Registry, load, register
 
 FILE = click.Path(path_type=Path)
+SYSTEM = "check the path, its permissions and the space there; --traceback shows who asked for it"
+STATUS = "Exit status: 0 done, 1 failed, 2 wrongly asked, 130 stopped by Ctrl-C."
 
 
 class Verbs(click.Group):
@@ -46,6 +48,11 @@ class Verbs(click.Group):
                 raise
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:  # of a path, a disk or the network: seldom our bug
+            if ctx.params["traceback"] or isinstance(error, BrokenPipeError):
+                raise
+            click.echo(f"error: {type(error).__name__}: {error}\n  {SYSTEM}", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(130)
@@ -83,7 +90,8 @@ def _plugin_verbs(registry: Registry) -> Iterator[tuple[str, click.Command]]:
         yield from ((who, verb) for verb in verbs)
 
 
-@click.group(cls=Verbs)
+@click.group(cls=Verbs, epilog=STATUS)
+@click.version_option(package_name="draftcore", message="%(prog)s %(version)s")
 @click.option("--plugin", type=FILE, multiple=True, is_eager=True, help="Load a one-file plugin.")
 @click.option("--traceback", is_flag=True, help="Show where an error comes from.")
 @click.pass_context

@@ -85,10 +85,16 @@ def _origin(dist: Distribution) -> str:
 
 
 def loose(file: Path) -> Dist:
-    """Make a Python file importable by its stem. Raises UsageError for a file that is not there."""
+    """Make a Python file importable by its stem. Raises UsageError for one that cannot be."""
     if file.suffix != ".py" or not file.is_file():
-        near = ", ".join(sorted(p.name for p in file.parent.glob("*.py"))) or "none"
-        raise UsageError(f"there is no file {file}\n  Python files in that folder: {near}")
+        folder = file if file.is_dir() else file.parent
+        near = ", ".join(sorted(p.name for p in folder.glob("*.py"))) or "none"
+        raise UsageError(f"there is no file {file}\n  Python files in {folder}: {near}")
+    if not file.stem.isidentifier():
+        raise UsageError(
+            f"{file} cannot be imported as a module {file.stem!r}\n"
+            "  rename it: letters, digits and '_', and no digit first"
+        )
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # last, so that it hides no installed module
     import hashlib  # 4 ms, for loose files only

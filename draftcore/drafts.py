@@ -7,9 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from draftcore.data.samples import read_summary
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.files import write_atomic
 from draftcore.records import Draft
-from draftcore.run import DraftRun, read_summary, write_atomic
+from draftcore.run import DraftRun
 from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint, require_plugins
 
 
@@ -77,8 +81,8 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
     built = load_checkpoint(draft, found)
     aside = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         hook.export_draft(draft=built, folder=aside, layout=layout)
         origin = {key: found.state[key] for key in ("step", "samples_seen", "plugins")}
         origin |= {"target": target.path, "target_fingerprint": target.fingerprint}
@@ -88,10 +92,14 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
             "chat_template": found.state["data"].get("chat_template", ""),
         }
         write_atomic(aside / "draftcore.json", json.dumps(origin, indent=1))
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise DraftcoreError(f"cannot write the export to {folder}: {error}") from None
-    if folder.exists():
-        folder.rmdir()
-    aside.rename(folder)
+        if folder.exists():
+            folder.rmdir()
+        aside.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise DraftcoreError(
+            f"cannot write the export to {folder}: {error}\n"
+            "  free space there, or choose another folder with --out"
+        ) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # whatever went wrong; else it is not there
     return folder

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from draftcore.channels import Channel
     from draftcore.disagg import DisaggBatch, DraftInput, DraftShape, RowField
+    from draftcore.evaluation import Drafter
     from draftcore.graphs import GraphBackend, GraphPlugin
     from draftcore.offers import Offer
     from draftcore.records import (
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         DataSummary,
         Draft,
         DraftBatch,
-        Drafter,
         FeatureRequest,
         FeatureStore,
         Sample,

@@ -35,7 +35,7 @@ KEYS = (
 @click.option("--check", is_flag=True, help="Exit with 1 if any plugin was set aside.")
 @click.pass_obj
 def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
-    """List the plugins, what they offer, and why some cannot be used."""
+    """List the plugins, with what they offer or what is wrong."""
     _echo(plugins_data(registry) if as_json else plugins_table(registry))
     if check and any(plugin.problem for plugin in registry.plugins):
         sys.exit(1)

@@ -20,13 +20,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"no configuration file {path}\n  YAML files in {path.parent}: {near}"
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}\n  name a YAML file in UTF-8") from None
+    except yaml.YAMLError as error:
+        problem = str(error).replace("<unicode string>", str(path))
+        raise UsageError(f"{path} is not YAML: {problem}\n  correct it there") from None
     if not isinstance(data, dict):
-        kind = type(data).__name__
-        raise UsageError(
-            f"{path} holds {kind}, not a mapping\n  it needs at least run, target and algorithm"
-        )
+        kind = "is empty" if data is None else f"holds a {type(data).__name__}, not a mapping"
+        raise UsageError(f"{path} {kind}\n  it needs at least run, target and algorithm")
     return data
 
 

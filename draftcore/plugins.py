@@ -96,9 +96,11 @@ class Registry:
             return same[0]
         if same:
             lines = [
-                f"  {p} is {p.state}" + f": {p.problem}\n  {p.fix}" * bool(p.fix) for p in same
+                f"  {p} is {'in ' * (p.state == 'conflict')}{p.state}"
+                + f": {p.problem}\n  {p.fix}" * bool(p.fix)
+                for p in same
             ]
-            remedy = [] if same[0].fix else ["  uninstall all but one of them"]
+            remedy = [] if same[0].fix else ["  uninstall all but one; a file: leave out --plugin"]
             raise UsageError("\n".join([f"cannot use the {what} {name!r}", *lines, *remedy]))
         aside = [f"\n  set aside: {p}: {p.problem}" for p in self.plugins if p.problem]
         raise UsageError(

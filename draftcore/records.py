@@ -4,7 +4,7 @@ Control-plane records (`FeatureRequest`, `CaptureGroup`, `SampleRef`, ...) are f
 metadata and never hold a tensor; tensors travel inside `CapturedGroup`, `Handle`, `Sample` and
 `DraftBatch` only. Layer ids are 0-based *outputs of layer k* everywhere.
 
-Shape letters: B batch, T tokens, H width, V vocabulary, K drafted tokens.
+Shape letters: B batch, T tokens, H width.
 """
 
 from __future__ import annotations
@@ -286,17 +286,15 @@ class DraftBatch:
     features: Mapping[str, Tensor]
 
     def to(self, device: torch.device | str) -> DraftBatch:
-        moved = {name: value.to(device, non_blocking=True) for name, value in self.features.items()}
-        tokens, loss, attention = (
-            t.to(device, non_blocking=True)
-            for t in (self.token_ids_BT, self.loss_mask_BT, self.attention_mask_BT)
-        )
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
         return dataclasses.replace(
             self,
-            token_ids_BT=tokens,
-            loss_mask_BT=loss,
-            attention_mask_BT=attention,
-            features=moved,
+            token_ids_BT=moved(self.token_ids_BT),
+            loss_mask_BT=moved(self.loss_mask_BT),
+            attention_mask_BT=moved(self.attention_mask_BT),
+            features={name: moved(value) for name, value in self.features.items()},
         )
 
 
@@ -347,52 +345,3 @@ class Draft:
     parameter_groups: Sequence[Mapping[str, Any]]
     frozen: frozenset[str] = frozenset()
     wrap_units: tuple[str, ...] = ()
-
-
-# ---------------------------------------------------------------- decoding
-
-
-class Drafter(Protocol):
-    """A reference decoder over a fixed batch with preallocated KV; no host sync in `propose`.
-
-    Positions: `prefill` takes the prompt's tokens, their target features and the first generated
-    token; `accept` takes what the target verified in a round, left-aligned. A state is tensors, batch
-    first, in dataclasses, dicts, lists or tuples; weights are read at every call (see `graphs`).
-    """
-
-    num_drafts: int
-    request: FeatureRequest
-
-    def allocate(self, batch: int, max_len: int) -> Any:
-        """Return a state with KV for `batch` rows of up to `max_len` positions."""
-        ...
-
-    def prefill(
-        self,
-        state: Any,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        features: Mapping[str, Tensor],
-        next_B: Tensor,
-    ) -> None: ...
-
-    def propose(
-        self, state: Any, temperature: float = 0.0, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens_BK and, when sampling, the probabilities_BKV they were drawn from."""
-        ...
-
-    def accept(
-        self, state: Any, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
-    ) -> None:
-        """Take over a verified round.
-
-        `tokens_BK` holds K+1 tokens a row, of which the first counts_B (accepted drafts, then the
-        target's own token) are new; `features` are the target's for the K+1 positions it read
-        (the last token of the round before, then the drafts), of which counts_B are valid.
-        """
-        ...
-
-    def select(self, state: Any, rows_B: Tensor) -> Any:
-        """Return a state that keeps only these rows, in this order."""
-        ...

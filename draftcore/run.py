@@ -15,21 +15,22 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 from urllib.parse import quote
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from draftcore.binding import Binding, bind, observers
 from draftcore.channels import Channel
 from draftcore.config import RunConfig
 from draftcore.data.dataset import DataOptions, Dataset, build_dataset
-from draftcore.errors import DraftcoreError, UsageError, nearest
+from draftcore.data.samples import Samples, StoredSamples, samples_data
+from draftcore.errors import UsageError, nearest
+from draftcore.evaluation import Drafter
 from draftcore.feed import Feed, Producer, Source
+from draftcore.files import write_atomic
 from draftcore.graphs.resolve import EAGER
 from draftcore.hookspecs import Specs
 from draftcore.locks import hold
@@ -40,7 +41,6 @@ from draftcore.records import (
     DataSummary,
     Draft,
     DraftBatch,
-    Drafter,
     DurableStore,
     FeatureRequest,
     FeatureStore,
@@ -56,19 +56,6 @@ if TYPE_CHECKING:
 PATIENCE = 600.0  # seconds that a producer waits for the trainer's first word
 LEAST_RING = 64 << 20  # bytes
 TEXT_BYTES, HEAD_BYTES = 9, 4096  # beside the features: of a token, of a sample
-
-
-class Samples(Protocol):
-    """The training samples: rendered here, or described by the manifest of a store."""
-
-    @property
-    def feature_ids(self) -> tuple[str, ...]: ...
-    @property
-    def lengths(self) -> NDArray[np.int64]: ...
-    @property
-    def summary(self) -> DataSummary: ...
-    def tokens(self, row: int) -> NDArray[np.int64]: ...
-    def loss_mask(self, row: int) -> NDArray[np.bool_]: ...
 
 
 class Run:
@@ -107,7 +94,8 @@ class Run:
             labels = [draft.label for draft in self.drafts if draft.label]
             raise UsageError(
                 f"there is no draft {label!r}{nearest(str(label), labels)}\n"
-                f"  drafts of this run: {', '.join(labels) or 'a single one, without a label'}"
+                f"  drafts of this run: {', '.join(labels) or 'a single one, without a label'}\n"
+                "  name one of them with --draft, or leave that out"
             )
         return found
 
@@ -434,7 +422,15 @@ class Run:
     def _known_run_id(self) -> str:
         """The run's id if the folder has it; '' for a producer elsewhere, which is told it."""
         file = self.folder / "run.json"
-        return str(json.loads(file.read_text())["run_id"]) if file.exists() else ""
+        if not file.exists():
+            return ""
+        try:
+            return str(json.loads(file.read_text())["run_id"])
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(
+                f"{file} does not hold a run's id, as draftcore writes it\n"
+                "  delete it to give the run another id, or set another run folder"
+            ) from None
 
     def close(self) -> None:
         """Close what was opened, in the order of use."""
@@ -514,54 +510,6 @@ def _alone(config: RunConfig, label: str) -> RunConfig:
             "train": config.train.model_copy(update=tuning),
         }
     )
-
-
-class StoredSamples:
-    """The training samples as the manifest of a complete capture, or rank 0, describes them."""
-
-    def __init__(self, manifest: Mapping[str, Any]) -> None:
-        self.feature_ids: tuple[str, ...] = tuple(manifest["feature_ids"])
-        self.lengths: NDArray[np.int64] = np.array(manifest["lengths"], dtype=np.int64)
-        self.summary = read_summary(manifest["summary"])
-
-    def tokens(self, row: int) -> NDArray[np.int64]:
-        raise DraftcoreError(
-            f"sample {self.feature_ids[row]} is missing from the store, whose capture was complete\n"
-            "  its files were changed since: copy the store again, or set data.train to recapture"
-        )
-
-    def loss_mask(self, row: int) -> NDArray[np.bool_]:
-        return self.tokens(row).astype(np.bool_)
-
-
-def samples_data(samples: Samples) -> dict[str, Any]:
-    """Describe samples as JSON data, for `StoredSamples`."""
-    return {
-        "feature_ids": list(samples.feature_ids),
-        "lengths": samples.lengths.tolist(),
-        "summary": summary_data(samples.summary),
-    }
-
-
-def summary_data(summary: DataSummary) -> dict[str, Any]:
-    """Turn a DataSummary into JSON data, where token counts are pairs: their keys are numbers."""
-    return {**vars(summary), "token_counts": list(summary.token_counts.items())}
-
-
-def read_summary(data: Mapping[str, Any]) -> DataSummary:
-    """Read a DataSummary from its JSON form, where token counts are pairs."""
-    return DataSummary(**{**data, "token_counts": dict(data["token_counts"])})
-
-
-def write_atomic(file: Path, text: str) -> None:
-    """Write a file so that a reader sees the old content or the new, whatever crashes."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    aside.replace(file)
 
 
 def _scheme(uri: str) -> str:

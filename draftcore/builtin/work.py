@@ -21,11 +21,13 @@ from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
     from draftcore.config import RunConfig
+    from draftcore.evaluation.report import Report
     from draftcore.plugins import Registry
     from draftcore.run import DraftRun, Run
 
 Role = Literal["both", "trainer", "producer"]
 FOLDER = click.Path(file_okay=False, path_type=Path)
+EXAMPLE = "For example: draftcore {}"
 
 
 def run_command(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +71,7 @@ def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def show_graphs(run: Run) -> None:
     """Say what replayed and what did not, where a phase ran through graphs."""
     for name, counts in run.graphs.report():
-        click.echo(f"{name:28}  {counts}")
+        show_row(name, counts)
 
 
 def show_plan(run: Run) -> None:
@@ -80,7 +82,7 @@ def show_plan(run: Run) -> None:
         click.echo("  ".join(cells).rstrip())
 
 
-@click.command()
+@click.command(epilog=EXAMPLE.format("capture run.yaml store=file:features"))
 @run_command
 @plan_option
 def capture(registry: Registry, config: Path, overrides: tuple[str, ...], planned: bool) -> None:
@@ -98,7 +100,7 @@ def capture(registry: Registry, config: Path, overrides: tuple[str, ...], planne
         show_graphs(run)
 
 
-@click.command()
+@click.command(epilog=EXAMPLE.format("train run.yaml train.lr=3e-4 run=runs/higher-rate"))
 @run_command
 @click.option("--role", type=click.Choice(["trainer", "producer"]), help="Be this process only.")
 @click.pass_context
@@ -109,7 +111,7 @@ def train(
     overrides: tuple[str, ...],
     role: Role | None,
 ) -> None:
-    """Train the drafts of a run, each from its last checkpoint if it has one.
+    """Train a run's drafts, each from its last checkpoint if any.
 
     Features come from the store; what it lacks is captured on the way, once for all drafts. Ctrl-C
     ends the step, writes checkpoints and stops; the same command goes on from there.
@@ -125,35 +127,43 @@ def train(
     several = topology.producers > 0 or topology.ranks > 1
     if role is None and several and "WORLD_SIZE" not in os.environ:
         ctx.exit(supervise(ctx, settings, config, overrides))
-    if role == "producer":
-        with open_run(registry, config, overrides, role=role) as run:
-            from draftcore.producing import produce
-
-            click.echo(produce(run))
-        return
     if role is None and topology.producers > 0:
         role = "trainer"
     with open_run(registry, config, overrides, role=role or "both") as run:
-        from draftcore.training.trainer import prepare, train
+        if role != "producer":
+            reason = train_drafts(run)
+        else:
+            from draftcore.producing import PATIENCE, produce
 
-        trainers, total = prepare(run), run.plan.total_steps
-        for trainer in trainers:
-            if trainer.step == total:
-                click.echo(f"already trained: {total} steps in {trainer.draft.folder}")
-            elif trainer.step:
-                click.echo(f"{_of(trainer.draft)}resuming from step {trainer.step} of {total}")
-        if all(trainer.step == total for trainer in trainers):
+            where = f"the trainer at {run.channel_uri}, for {PATIENCE:g} s at most"
+            click.echo(f"waiting for {where}", err=True)
+            click.echo(produce(run))
             return
-        reason = train(run, trainers)
-        for trainer in trainers:
-            seen = run.plan.samples_before(trainer.step)
-            click.echo(
-                f"{_of(trainer.draft)}{reason}: step {trainer.step} of {total}, {seen} samples, "
-                f"checkpoints in {trainer.checkpoints}"
-            )
-        show_graphs(run)
     if reason == "interrupted":
         raise click.exceptions.Exit(130)
+
+
+def train_drafts(run: Run) -> str:
+    """Train what is not trained yet, and tell of it; returns `complete` or `interrupted`."""
+    from draftcore.training.trainer import prepare, train
+
+    trainers, total = prepare(run), run.plan.total_steps
+    for trainer in trainers:
+        if trainer.step == total:
+            click.echo(f"already trained: {total} steps in {trainer.draft.folder}")
+        elif trainer.step:
+            click.echo(f"{_of(trainer.draft)}resuming from step {trainer.step} of {total}")
+    if all(trainer.step == total for trainer in trainers):
+        return "complete"
+    reason = train(run, trainers)
+    for trainer in trainers:
+        seen = run.plan.samples_before(trainer.step)
+        click.echo(
+            f"{_of(trainer.draft)}{reason}: step {trainer.step} of {total}, {seen} samples, "
+            f"checkpoints in {trainer.checkpoints}"
+        )
+    show_graphs(run)
+    return reason
 
 
 def supervise(
@@ -200,7 +210,7 @@ def only_one(drafts: Sequence[DraftRun], **given: Path | None) -> None:
         )
 
 
-@click.command(name="eval")
+@click.command(name="eval", epilog=EXAMPLE.format("eval run.yaml eval.prompts=50"))
 @run_command
 @plan_option
 @draft_option
@@ -223,7 +233,7 @@ def evaluate(
     as_json: bool,
     planned: bool,
 ) -> None:
-    """Measure acceptance by real speculative decoding of the eval prompts.
+    """Decode the eval prompts for real, and measure acceptance.
 
     Greedy output is compared with the target's own generate, token by token; a difference is an
     error, not a statistic.
@@ -238,12 +248,11 @@ def evaluate(
         for draft in drafts:
             report = reports[draft.label] = evaluate_draft(draft, checkpoint, exported)
             folder = out or draft.folder / "eval"
+            if not as_json:  # first, as decoding took minutes and the disk may be full
+                show_report(draft, report)
             report.write(folder)
-            if as_json:
-                continue
-            heading = [("draft", draft.label)] if draft.label else []
-            for name, value in [*heading, *report.lines(), ("report and plot", str(folder))]:
-                click.echo(f"{name:28}  {value}")
+            if not as_json:
+                show_row("report and plot", str(folder))
         if not as_json:
             show_graphs(run)
         else:
@@ -251,7 +260,17 @@ def evaluate(
             click.echo(json.dumps(data.get("", data), indent=1))
 
 
-@click.command()
+def show_report(draft: DraftRun, report: Report) -> None:
+    heading = [("draft", draft.label)] if draft.label else []
+    for name, value in [*heading, *report.lines()]:
+        show_row(name, value)
+
+
+def show_row(name: str, value: str) -> None:
+    click.echo(f"{name:28}  {value}")
+
+
+@click.command(epilog=EXAMPLE.format("export run.yaml --out my-draft"))
 @run_command
 @draft_option
 @click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")

@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from draftcore.channels import require_name
-from draftcore.channels.logged import OPTIONS, Letter, LoggedChannel, open_end, parse_record, report
+from draftcore.channels.log import Letter, parse_record, report
+from draftcore.channels.logged import OPTIONS, LoggedChannel
+from draftcore.channels.opening import open_end
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.uris import parse_uri
 
@@ -50,7 +52,7 @@ class _Segment:
 
 
 class DirLog:
-    """A mailbox in a folder; see `draftcore.channels.logged.Log`."""
+    """A mailbox in a folder; see `draftcore.channels.log.Log`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, require_name("mailbox", name)

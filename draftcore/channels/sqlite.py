@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from draftcore.channels import require_name
-from draftcore.channels.logged import OPTIONS, Letter, LoggedChannel, open_end, parse_record
+from draftcore.channels.log import Letter, parse_record
+from draftcore.channels.logged import OPTIONS, LoggedChannel
+from draftcore.channels.opening import open_end
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.uris import parse_uri
 
@@ -40,7 +42,7 @@ CREATE INDEX IF NOT EXISTS mailboxes ON letters (recipient, number);
 
 
 class SqliteLog:
-    """A mailbox in an SQLite file; see `draftcore.channels.logged.Log`."""
+    """A mailbox in an SQLite file; see `draftcore.channels.log.Log`."""
 
     def __init__(self, file: Path, name: str) -> None:
         self.file, self.name = file, require_name("mailbox", name)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from draftcore.config import EvalConfig
 from draftcore.errors import DraftcoreError
+from draftcore.evaluation import Drafter
 from draftcore.evaluation.report import Report, Tie
-from draftcore.records import Drafter, FeatureRequest
+from draftcore.records import FeatureRequest
 from draftcore.target import TargetModel, TargetState
 
 # Top-2 gap, in logits, under which two forwards of one prefix may rank differently: eight units

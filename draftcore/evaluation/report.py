@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from draftcore.run import write_atomic
+from draftcore.files import write_atomic
 
 if TYPE_CHECKING:
     from draftcore.evaluation.decode import Decoded

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from draftcore.evaluation import Drafter
 from draftcore.evaluation.decode import (
     EagerRunner,
     Rows,
@@ -34,7 +35,6 @@ from draftcore.graphs.buffers import Padding, Slot, StaticBuffers
 from draftcore.graphs.resolve import Phase
 from draftcore.graphs.runners import GraphRunner
 from draftcore.graphs.states import narrow, settle, tensors
-from draftcore.records import Drafter
 
 if TYPE_CHECKING:
     from draftcore.target import TargetModel, TargetState

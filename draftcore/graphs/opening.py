@@ -11,6 +11,7 @@ from torch import nn
 from draftcore.binding import bind
 from draftcore.config import RunConfig
 from draftcore.errors import DraftcoreError
+from draftcore.evaluation import Drafter
 from draftcore.evaluation.decode import EagerRunner, Runner
 from draftcore.graphs import GraphBackend, GraphPlugin
 from draftcore.graphs.config import PhaseConfig
@@ -20,7 +21,6 @@ from draftcore.graphs.resolve import AUTO, EAGER, STEP, Facts, Phase, PhaseName,
 from draftcore.graphs.runners import Tally
 from draftcore.graphs.states import fault
 from draftcore.plugins import Registry
-from draftcore.records import Drafter
 from draftcore.target import TargetModel, TargetSpec, resolve_device
 
 PROBED = (3, 8)  # rows and positions of a state that is looked at; no head count is likely 3

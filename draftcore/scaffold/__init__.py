@@ -34,7 +34,7 @@ PLACEHOLDERS = ("NAME", "PACKAGE", "KIND", "DEPENDENCIES", "TESTS")
 LONGEST = 24  # a longer name would push lines of the written code over its formatter's limit
 
 
-@click.command()
+@click.command(epilog="For example: draftcore new-plugin my-idea --kind algorithm")
 @click.argument("name")
 @click.option("--kind", type=click.Choice(list(NEEDS)), required=True, help="What it will offer.")
 @click.option(
@@ -45,9 +45,10 @@ LONGEST = 24  # a longer name would push lines of the written code over its form
 )
 @click.pass_obj
 def new_plugin(registry: Registry, name: str, kind: str, out: Path) -> None:
-    """Write a plugin of your own: a small distribution that works and passes its tests.
+    """Write a plugin of your own that works and passes its tests.
 
-    It is yours to change from there. Nothing is installed; the commands for that are printed.
+    It is a small distribution, yours to change from there. Nothing is installed; the commands for
+    that are printed.
     """
     name = plugin_name(name)
     require_free(name, kind, registry)

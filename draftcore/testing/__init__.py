@@ -27,8 +27,9 @@ from draftcore.hookspecs import Specs
 from draftcore.offers import Kind, Offer
 
 SUITES = ("algorithms", "captures", "channels", "graphs", "plugins", "stores")
+PARTS = ("algorithm_training", "channel_ends", "channel_faults")  # of a suite
 # Asserts in a suite explain themselves as those of a test file do.
-pytest.register_assert_rewrite(*(f"draftcore.testing.{name}" for name in SUITES))
+pytest.register_assert_rewrite(*(f"draftcore.testing.{name}" for name in (*SUITES, *PARTS)))
 
 
 class Suite:

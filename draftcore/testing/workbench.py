@@ -1,8 +1,4 @@
-"""What the algorithm suite works with: a tiny target, its own answers, and an algorithm on it.
-
-The target is deep (12 layers) and wide in its weights, so that the default captured layers of an
-algorithm exist, its answers vary from token to token, and a draft has to read the features to
-continue them. One target serves a whole pytest process.
+"""What the algorithm suite works with: an algorithm's hooks on a tiny target (`world`), and a draft.
 
 Shape letters: B batch, T tokens, K drafted tokens.
 """
@@ -11,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,15 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.cli import main
 from draftcore.config import EvalConfig
-from draftcore.evaluation.decode import Clock, Decoded, speculate, verify
+from draftcore.evaluation import Drafter
+from draftcore.evaluation.decode import Clock, Decoded, right_padded, speculate, verify
 from draftcore.graphs.decode import DecodeGraphRunner
 from draftcore.graphs.recording import RecordingBackend
 from draftcore.graphs.resolve import Phase
@@ -41,7 +33,6 @@ from draftcore.records import (
     DataSummary,
     Draft,
     DraftBatch,
-    Drafter,
     FeatureRequest,
     Sample,
     SampleId,
@@ -50,94 +41,10 @@ from draftcore.records import (
 )
 from draftcore.served import Host, Round
 from draftcore.target import TargetSpec
-from draftcore.testing.targets import conversations, tiny_target
+from draftcore.testing.world import ANSWER, QUESTIONS, World
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
 
-LAYERS, GROWTH, ANSWER = 12, 1.5, 10
-# Their answers begin with one or two tokens in common: features have to tell which one follows.
-QUESTIONS = ("a6", "a9", "c9")
 STEPS, RATE, SEED = 30, 0.01, 7
-
-# A loose plugin that ends training as Ctrl-C does, after the step that the variable names.
-STOP_AT = "DRAFTCORE_SUITE_STOP_AT"
-STOPPER = f"""import os, signal
-from draftcore import hookimpl
-
-@hookimpl
-def step_finished(step):
-    if os.environ.get({STOP_AT!r}) == str(step):
-        signal.raise_signal(signal.SIGINT)
-"""
-
-
-# ---------------------------------------------------------------- the target
-
-
-@dataclass(frozen=True)
-class World:
-    """A tiny target, questions to it with its own greedy answers, and all features of these."""
-
-    folder: Path
-    spec: TargetSpec
-    prompts: list[list[int]]
-    answers: list[list[int]]
-    features: list[dict[str, Tensor]]
-
-    @classmethod
-    def make(cls, folder: Path) -> World:
-        tiny_target(folder / "target", std=0.5, num_hidden_layers=LAYERS)
-        unlike_layers(folder / "target" / "model.safetensors")
-        (folder / "draftcore_suite_stop.py").write_text(STOPPER)
-        spec = TargetSpec(str(folder / "target"), device="cpu")
-        prompts = [prompt(spec, text) for text in QUESTIONS]
-        answers = spec.model.generate(prompts, ANSWER)
-        everything = FeatureRequest(tuple(range(LAYERS)), True, "float32")
-        features = []
-        for asked, answered in zip(prompts, answers, strict=True):
-            tokens_1T = torch.tensor([asked + answered])
-            found = spec.model.features(tokens_1T, torch.tensor([tokens_1T.shape[1]]), everything)
-            # Out of inference mode: autograd may save what a capture would have stored.
-            features.append({name: value[0].clone() for name, value in found.items()})
-        return cls(folder, spec, prompts, answers, features)
-
-
-def prompt(spec: TargetSpec, text: str) -> list[int]:
-    """Token ids of a question, up to where the answer begins."""
-    messages = [{"role": "user", "content": text}]
-    encoded = spec.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return list(encoded["input_ids"])
-
-
-def unlike_layers(weights: Path) -> None:
-    """Let every layer write more than all before it, so that no layer's output stands for another's."""
-    tensors = load_file(weights)
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor *= GROWTH ** int(name.split(".")[2])
-    save_file(tensors, weights, metadata={"format": "pt"})
-
-
-WORLD: pytest.StashKey[World] = pytest.StashKey()
-
-
-def shared_world(config: pytest.Config, folders: pytest.TempPathFactory) -> World:
-    """Return the process's world, made when first asked for."""
-    if WORLD not in config.stash:
-        config.stash[WORLD] = World.make(folders.mktemp("world"))
-    return config.stash[WORLD]
-
-
-class WatchedTarget(TargetSpec):
-    """A target that remembers the tensors it has handed out."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path, device="cpu")
-        self.handed: list[Tensor] = []
-
-    def _read(self, endings: Sequence[str]) -> Tensor:
-        self.handed.append(super()._read(endings))
-        return self.handed[-1]
-
 
 # ---------------------------------------------------------------- an algorithm at work
 
@@ -403,12 +310,9 @@ class Decoding:
 
     def __init__(self, bench: Bench, draft: Draft, prompts: Sequence[Sequence[int]]) -> None:
         self.model, self.drafter = bench.world.spec.model, bench.drafter(draft)
-        self.lengths_B = torch.tensor([len(prompt) for prompt in prompts])
-        longest, rows = int(self.lengths_B.max()), len(prompts)
+        tokens_BT, self.lengths_B = right_padded(prompts, "cpu")
+        rows, longest = tokens_BT.shape
         self.span = longest + ANSWER + 3 * (self.drafter.num_drafts + 1)
-        tokens_BT = torch.zeros(rows, longest, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
         self.cache = self.model.allocate(rows, self.span)
         self.state = self.drafter.allocate(rows, self.span)
         features = self._read(tokens_BT, torch.zeros_like(self.lengths_B))
@@ -452,43 +356,6 @@ class Decoding:
         return self.model.forward(
             self.cache, tokens_BT, positions_BT, self.span, self.drafter.request
         )
-
-
-# ---------------------------------------------------------------- a project on disk
-
-
-class Project:
-    """A folder with conversations and run.yaml, and the command line run in this process."""
-
-    def __init__(self, folder: Path, bench: Bench, store: str) -> None:
-        self.bench, self.run, self.yaml = bench, folder / "run", folder / "run.yaml"
-        folder.mkdir(parents=True)
-        train = conversations(folder / "train.jsonl", [c * 3 + d for c in "abcd" for d in "xy"])
-        held_out = conversations(folder / "eval.jsonl", ["yes", "no"])
-        config = {
-            "run": str(self.run),
-            "target": {"path": bench.world.spec.path, "device": "cpu"},
-            "data": {"train": str(train), "eval": str(held_out)},
-            "algorithm": {"name": bench.offer.name, "options": dict(bench.yaml)},
-            "capture": {"batch": 4},
-            "store": store,
-            "train": {"batch": 2, "lr": RATE, "log_every": 1, "device": "cpu"},
-            "eval": {"max_new_tokens": 8, "batch": 2},
-        }
-        self.yaml.write_text(yaml.safe_dump(config))
-
-    def cli(self, verb: str, *arguments: str | Path, status: int = 0, stop: bool = False) -> str:
-        """Run a verb and return what it printed; `stop` loads the plugin that may end training."""
-        plugin = ["--plugin", str(self.bench.world.folder / "draftcore_suite_stop.py")] * stop
-        command = [*self.bench.cli, *plugin, verb, str(self.yaml), *map(str, arguments)]
-        result = CliRunner().invoke(main, command)
-        assert result.exit_code == status, f"draftcore {' '.join(command)}\n{result.output}"
-        return result.stdout
-
-    def losses(self) -> dict[int, float]:
-        """Per-step losses, exactly as written."""
-        lines = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
-        return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 # ---------------------------------------------------------------- small helpers

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftcore.data.samples import read_summary, summary_data
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import DataSummary, DraftBatch, PlannedStep, Sample, StepContext, StepOutput
-from draftcore.run import DraftRun, Run, read_summary, summary_data
+from draftcore.run import DraftRun, Run
 from draftcore.training import checkpoint
 from draftcore.training.metrics import MetricsLog, ratios, totals
 from draftcore.training.optimizer import build_optimizer, learning_rate, scale_and_clip

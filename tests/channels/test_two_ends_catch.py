@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from draftcore.testing.channels import Child
+from draftcore.testing import child_environment
 
 PLUGIN = """
 import dataclasses
 from draftcore import hookimpl
-from draftcore.channels import logged, memory
+from draftcore.channels import logged, memory, opening, producer_end, trainer_end
 from draftcore.channels.sqlite import SqliteLog
 from draftcore.offers import Offer
 
@@ -23,16 +23,18 @@ def describe():
 def channel(name, uri, run_id, role):
     return SqliteLog.open(uri, run_id, role)
 
-Trainer, Producer, Base = logged.TrainerEnd, logged.ProducerEnd, logged.LoggedChannel
+Trainer, Producer = trainer_end.TrainerEnd, producer_end.ProducerEnd
+Base = logged.LoggedChannel
 Books = memory.MemoryChannel
 """
 
 SUITE = """
 import sqlite3
 from contextlib import closing
-from draftcore.testing import channels
+from draftcore.testing import channel_ends
 
-channels.SOON = 4.0  # seconds; what a wrong channel owes never comes
+channel_ends.SOON = 4.0  # seconds; what a wrong channel owes never comes
+from draftcore.testing import channels
 
 class TestSuite(channels.ChannelSuite):
     plugin = "{module}"
@@ -82,7 +84,7 @@ logged.Settings.of = lambda uri: dataclasses.replace(of(uri), patience=1e9)
 """
 
 ANY_NAME = """
-logged.require_name = lambda kind, name: name
+opening.require_name = producer_end.require_name = lambda kind, name: name
 """
 
 LEAVES_IN_SILENCE = """
@@ -279,7 +281,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             capture_output=True,
             text=True,
             cwd=folder,
-            env=Child.environment(),
+            env=child_environment(),
         )
         return done.stdout + done.stderr
 

@@ -241,3 +241,44 @@ def test_a_verb_of_the_shell_is_an_ordinary_click_command() -> None:
         "hooks": click.Command,
         "list-plugins": click.Command,
     }
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    result = CliRunner().invoke(main, ["--version"], prog_name="draftcore")
+    assert result.output == f"draftcore {draftcore.__version__}\n"
+
+
+def test_the_help_shows_every_verb_in_a_whole_sentence() -> None:
+    text = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    verbs = text.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(verbs) >= 8
+    assert [line for line in verbs if not line.endswith(".") or line.endswith("...")] == []
+
+
+FAILS = """
+    import click
+
+    @click.command()
+    @click.argument("where")
+    def fetch(where):
+        open(where).read()
+
+    @hookimpl
+    def commands():
+        return [fetch]
+"""
+
+
+def test_what_the_system_refuses_is_one_line_with_the_path_and_a_remedy(
+    site: Site, tmp_path: Path
+) -> None:
+    site.plugin("keen", FAILS)
+    result = invoke(site, "fetch", str(tmp_path))
+    assert result.exit_code == 1
+    first, remedy = result.stderr.splitlines()
+    assert first.startswith("error: IsADirectoryError: ")
+    assert str(tmp_path) in first
+    assert "--traceback" in remedy
+    assert isinstance(
+        invoke(site, "--traceback", "fetch", str(tmp_path)).exception, IsADirectoryError
+    )

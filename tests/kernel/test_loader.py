@@ -421,7 +421,7 @@ def test_two_plugins_with_one_offer_are_both_named(site: Site) -> None:
         "cannot use the store 'a'",
         "  a (draftcore-a 0.1) is ready",
         "  b (draftcore-b 0.1) is ready",
-        "  uninstall all but one of them",
+        "  uninstall all but one; a file: leave out --plugin",
     ]
 
 

@@ -436,5 +436,5 @@ def test_the_right_algorithm_passes(failures: dict[str, set[str]]) -> None:
 def test_every_standard_test_has_caught_something() -> None:
     from draftcore.testing.algorithms import AlgorithmSuite
 
-    standard = {name for name in vars(AlgorithmSuite) if name.startswith("test_")}
+    standard = {name for name in dir(AlgorithmSuite) if name.startswith("test_")}
     assert standard == {case[2].partition("[")[0] for case in WRONG.values()}

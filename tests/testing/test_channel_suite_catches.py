@@ -42,9 +42,10 @@ def channel(name, uri, run_id):
 """
 
 SUITE = """
-from draftcore.testing import channels
+from draftcore.testing import channel_ends
 
-channels.SOON = 2.0  # seconds; what a wrong channel owes never comes
+channel_ends.SOON = 2.0  # seconds; what a wrong channel owes never comes
+from draftcore.testing import channels
 
 class TestSuite(channels.ChannelSuite):
     plugin = "{module}"

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.disagg import DraftInput
+    from draftcore.evaluation import Drafter
     from draftcore.records import (
         DataSummary,
         Draft,
         DraftBatch,
-        Drafter,
         FeatureRequest,
         Sample,
         StepContext,

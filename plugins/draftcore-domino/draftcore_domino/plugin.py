@@ -13,7 +13,8 @@ from draftcore import hookimpl
 from draftcore.offers import Offer
 
 if TYPE_CHECKING:
-    from draftcore.records import DataSummary, Draft, Drafter, FeatureRequest
+    from draftcore.evaluation import Drafter
+    from draftcore.records import DataSummary, Draft, FeatureRequest
     from draftcore.target import TargetModel, TargetSpec
     from draftcore_domino.options import DominoOptions
     from draftcore_domino.served import ServedDomino

@@ -13,7 +13,8 @@ from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from torch import Tensor
 
-from draftcore.records import Draft, Drafter
+from draftcore.evaluation import Drafter
+from draftcore.records import Draft
 from draftcore.target import TargetModel, TargetSpec
 
 NUM_DRAFTS = 4

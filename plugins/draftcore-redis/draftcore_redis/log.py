@@ -27,7 +27,9 @@ from typing import Any, TypeVar
 import redis
 
 from draftcore.channels import require_name
-from draftcore.channels.logged import Letter, LoggedChannel, open_end, parse_record, report
+from draftcore.channels.log import Letter, parse_record, report
+from draftcore.channels.logged import LoggedChannel
+from draftcore.channels.opening import open_end
 from draftcore.errors import DraftcoreError
 from draftcore_redis.server import TIMEOUT, Server, ServerAway, passes
 
@@ -43,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisLog:
-    """A mailbox in a stream; see `draftcore.channels.logged.Log`. Making one does no I/O."""
+    """A mailbox in a stream; see `draftcore.channels.log.Log`. Making one does no I/O."""
 
     def __init__(self, server: Server, name: str) -> None:
         self.server, self.name = server, name

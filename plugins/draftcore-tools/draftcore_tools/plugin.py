@@ -35,7 +35,7 @@ def verify(
     ctx: click.Context, export: Path, target: str, server: str, prompts: str | None,
     run: Path | None, device: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare an export, as servers would read it, with the draft that was trained.
+    """Compare an export, as servers read it, with the draft.
 
     Both draft on the same prompts, in fp32. The first difference in captured layers, hidden states,
     log-probabilities or proposals is reported with its cause, and the exit status is 1.
@@ -69,7 +69,7 @@ def overfit(
     ctx: click.Context, config: Path, overrides: tuple[str, ...], row: int, steps: int,
     minutes: float, lr: float | None, label: str | None,
 ) -> None:  # fmt: skip
-    """Teach a draft one conversation, until all it drafts is accepted.
+    """Teach one conversation until every draft is accepted.
 
     The conversation goes through capture, store, training, checkpoint, export and decoding in a
     temporary folder; what a server would compute is compared at the end. If acceptance stays behind,

@@ -24,9 +24,10 @@ from draftcore.data.dataset import read_prompts
 from draftcore.data.rendering import Renderer
 from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore.errors import UsageError
+from draftcore.evaluation import Drafter
 from draftcore.evaluation.decode import verify
 from draftcore.plugins import Registry
-from draftcore.records import Draft, Drafter
+from draftcore.records import Draft
 from draftcore.run import DraftRun, Run
 from draftcore.served import Host
 from draftcore.training.checkpoint import MARK, Checkpoint

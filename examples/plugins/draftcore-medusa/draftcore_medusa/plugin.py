@@ -10,11 +10,11 @@ from draftcore import hookimpl
 from draftcore.offers import Offer
 
 if TYPE_CHECKING:
+    from draftcore.evaluation import Drafter
     from draftcore.records import (
         DataSummary,
         Draft,
         DraftBatch,
-        Drafter,
         FeatureRequest,
         Sample,
         StepContext,

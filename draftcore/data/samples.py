@@ -1,0 +1,66 @@
+"""The training samples as a run sees them, and as JSON data.
+
+They are rendered here (`dataset`), or described by a manifest: a complete capture holds all that
+training needs of them, and rank 0 tells the other ranks in the same form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftcore.errors import DraftcoreError
+from draftcore.records import DataSummary
+
+
+class Samples(Protocol):
+    """The training samples: rendered here, or described by the manifest of a store."""
+
+    @property
+    def feature_ids(self) -> tuple[str, ...]: ...
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+    @property
+    def summary(self) -> DataSummary: ...
+    def tokens(self, row: int) -> NDArray[np.int64]: ...
+    def loss_mask(self, row: int) -> NDArray[np.bool_]: ...
+
+
+class StoredSamples:
+    """The training samples as the manifest of a complete capture, or rank 0, describes them."""
+
+    def __init__(self, manifest: Mapping[str, Any]) -> None:
+        self.feature_ids: tuple[str, ...] = tuple(manifest["feature_ids"])
+        self.lengths: NDArray[np.int64] = np.array(manifest["lengths"], dtype=np.int64)
+        self.summary = read_summary(manifest["summary"])
+
+    def tokens(self, row: int) -> NDArray[np.int64]:
+        raise DraftcoreError(
+            f"sample {self.feature_ids[row]} is missing from the store, whose capture was complete\n"
+            "  its files were changed since: copy the store again, or set data.train to recapture"
+        )
+
+    def loss_mask(self, row: int) -> NDArray[np.bool_]:
+        return self.tokens(row).astype(np.bool_)
+
+
+def samples_data(samples: Samples) -> dict[str, Any]:
+    """Describe samples as JSON data, for `StoredSamples`."""
+    return {
+        "feature_ids": list(samples.feature_ids),
+        "lengths": samples.lengths.tolist(),
+        "summary": summary_data(samples.summary),
+    }
+
+
+def summary_data(summary: DataSummary) -> dict[str, Any]:
+    """Turn a DataSummary into JSON data, where token counts are pairs: their keys are numbers."""
+    return {**vars(summary), "token_counts": list(summary.token_counts.items())}
+
+
+def read_summary(data: Mapping[str, Any]) -> DataSummary:
+    """Read a DataSummary from its JSON form, where token counts are pairs."""
+    return DataSummary(**{**data, "token_counts": dict(data["token_counts"])})
