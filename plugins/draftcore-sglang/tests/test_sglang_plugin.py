@@ -6,15 +6,17 @@ import tomllib
 import types
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.internals import sglang_layers
 from draftcore_sglang.internals.signatures import TESTED, require_sglang
-from draftcore_sglang.options import SglangOptions
+from draftcore_sglang.options import ServerOptions, SglangOptions
 from packaging.requirements import Requirement
 
 from draftcore.errors import UsageError
+from draftcore.provenance import choices
 from draftcore.records import FeatureRequest
 from draftcore.target import TargetSpec
 from draftcore.testing.plugins import PluginSuite
@@ -142,3 +144,22 @@ def test_layers_are_asked_for_once_in_the_models_order_and_never_the_last() -> N
     assert sglang_layers((2, 0, 2), 4) == [0, 2]
     assert sglang_layers((3, 1), 4) == [1]
     assert sglang_layers((), 4) == [0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"tp": 2}, {"max_tokens": 512}),
+        ({"args": {"quantization": "fp8"}}, {"self_test": False}),
+        ({"args": {"attention_backend": "fa3"}}, {"tp": 1, "args": {}}),
+    ],
+    ids=str,
+)
+def test_a_store_remembers_what_changes_bits(changed: dict[str, Any], same: dict[str, Any]) -> None:
+    assert choices(SglangOptions(**same)) == {}
+    assert choices(SglangOptions(**same | changed)) == changed
+
+
+def test_where_servers_are_and_how_they_are_asked_changes_no_feature() -> None:
+    asked = ServerOptions(servers=("http://10.0.0.7:1",), in_flight=2, timeout=3, self_test=False)
+    assert choices(asked) == {}
