@@ -29,8 +29,9 @@ from draftcore_sglang.remote import ServerCapture, request_body
 
 from draftcore.records import CaptureGroup, CaptureInput, FeatureRequest
 from draftcore.stores.shm import ShmStore
+from draftcore.supervisor import free_port
 from draftcore.target import TargetSpec
-from draftcore.testing.serving import Serving, free_port
+from draftcore.testing.serving import Serving
 from draftcore.testing.targets import tiny_target
 
 LAYERS, IN_FLIGHT, ROUNDS = (1, 13, 24), 64, 4

@@ -3,38 +3,30 @@
     with Serving([*command, f"--port={port}"], port, log) as server: ...
 
 Odd: it is a session of its own, and what ends it is a signal to that session, which is what it
-started and nobody else's. A server's workers are children that a signal to the first alone leaves.
+started and nobody else's: a server's workers are children that a signal to the first alone leaves.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from draftcore.supervisor import Child
 from draftcore.testing import child_environment
 
-TAIL = 4000  # characters of the log that an error shows
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+LINES = 40  # of the log that an error shows
 
 
 class Serving:
     """A running server that listens on `port`; what it prints is in `log`.
 
     Raises AssertionError with the end of the log where it ends, or does not answer `ready`, within
-    so many seconds.
+    so many seconds. It ends with this process, whatever ends that.
     """
 
     def __init__(
@@ -48,14 +40,10 @@ class Serving:
         **environment: str,
     ) -> None:
         self.port, self.url, self.log = port, f"http://127.0.0.1:{port}", log
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command,
-                env={**child_environment(), **environment},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._child = Child("server", command, log, {**child_environment(), **environment})
+        self._child.start()
+        assert self._child.process is not None
+        self.process = self._child.process
         try:
             self._await(self.url + ready, seconds)
         except BaseException:
@@ -75,7 +63,8 @@ class Serving:
 
     @property
     def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-TAIL:]
+        """The end of its log."""
+        return self._child.tail(LINES)
 
     @property
     def alive(self) -> bool:

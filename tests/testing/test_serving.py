@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from draftcore.testing.serving import Serving, free_port
+from draftcore.supervisor import free_port
+from draftcore.testing.serving import Serving
 
 SERVER = """
 import http.server, subprocess, sys
@@ -50,12 +51,12 @@ def test_a_server_answers_once_it_is_there_and_ends_with_its_children(
 
 
 def test_a_server_that_ends_at_once_is_an_error_with_its_log(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"ended with status 3:\nno such model"):
+    with pytest.raises(AssertionError, match=r"ended with status 3:\n  no such model"):
         serving("print('no such model'); raise SystemExit(3)", tmp_path / "log")
 
 
 def test_a_server_that_never_answers_is_killed_and_an_error(tmp_path: Path) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    with pytest.raises(AssertionError, match=r"is silent:\n\d+"):
+    with pytest.raises(AssertionError, match=r"is silent:\n  \d+"):
         serving(code, tmp_path / "log", seconds=2)
     assert not running(int((tmp_path / "log").read_text()))

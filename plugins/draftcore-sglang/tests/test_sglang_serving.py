@@ -23,8 +23,9 @@ pytest.importorskip("sglang")
 
 from draftcore.cli import main
 from draftcore.data.dataset import read_prompts
+from draftcore.supervisor import free_port
 from draftcore.target import TargetSpec
-from draftcore.testing.serving import Serving, free_port
+from draftcore.testing.serving import Serving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 

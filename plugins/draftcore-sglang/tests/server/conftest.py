@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from draftcore.stores.shm import ShmStore
+from draftcore.supervisor import free_port
 from draftcore.target import TargetSpec
 from draftcore.testing.captures import capture_target
-from draftcore.testing.serving import Serving, free_port
+from draftcore.testing.serving import Serving
 
 StartServer = Callable[..., Serving]
 
