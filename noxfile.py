@@ -359,7 +359,7 @@ def long(session: nox.Session) -> None:
 
 @nox.session(**BARE)
 def speculators(session: nox.Session) -> None:
-    """Load an export in speculators 0.9.0, through its converter, and compare logits."""
+    """Load exports in speculators 0.9.0, through its converters: our logits, and what `verify` says."""
     install_wheels(session, "draftcore", *PLUGINS)
     others = [
         "pydantic-settings",
@@ -373,7 +373,8 @@ def speculators(session: nox.Session) -> None:
     ]
     session.install("-q", "-c", "constraints.txt", "datasets", *others)
     session.install("-q", "--no-deps", "speculators==0.9.0", "hs-connectors==0.9.0")
-    pytest(session, "tests/together/speculators_check.py", *session.posargs)
+    files = ("speculators_check.py", "speculators_verify_check.py")
+    pytest(session, *(f"tests/together/{file}" for file in files), *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +29,9 @@ from draftcore_sglang.remote import ServerCapture, request_body
 
 from draftcore.records import CaptureGroup, CaptureInput, FeatureRequest
 from draftcore.stores.shm import ShmStore
+from draftcore.supervisor import free_port
 from draftcore.target import TargetSpec
+from draftcore.testing.serving import Serving
 from draftcore.testing.targets import tiny_target
 
 LAYERS, IN_FLIGHT, ROUNDS = (1, 13, 24), 64, 4
@@ -69,32 +68,12 @@ COMMON = [
 @contextmanager
 def server(model: Path, flags: list[str], log: Path, **environment: str) -> Iterator[str]:
     """A server on loopback, up; its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={model}"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, f"--port={port}", *flags, *COMMON],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
-        while True:
-            try:
-                Server(url).get("/model_info", 5)
-                break
-            except Exception:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"no server:\n{log.read_text()[-3000:]}") from None
-                time.sleep(0.3)
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    command += [f"--port={port}", *flags, *COMMON]
+    offline = {"HF_HUB_OFFLINE": "1", **environment}
+    with Serving(command, port, log, **offline) as started:
+        yield started.url
 
 
 def group_of(prompts: list[list[int]]) -> CaptureInput:

@@ -15,6 +15,7 @@ from typing import TypeVar
 from draftcore.channels import ChannelEnded
 from draftcore.errors import DraftcoreError
 from draftcore.feed import Producer, forget
+from draftcore.provenance import differences
 from draftcore.records import CaptureTask, SampleRef
 from draftcore.run import PATIENCE, Run
 from draftcore.stores import StoreAway, StoreFull
@@ -136,7 +137,6 @@ def require_same_capture(run: Run) -> None:
     if theirs != run.provenance:
         raise DraftcoreError(
             "features captured here are not what the trainer trains on\n"
-            "  as [target, features, dtype, capture, capture.batch]\n"
-            f"  here: {run.provenance}\n  trainer: {theirs}\n"
+            f"{differences(run.provenance, theirs, 'for the trainer')}\n"
             "  give the producer the trainer's target, algorithm and capture settings"
         )

@@ -31,11 +31,11 @@ from draftcore.errors import UsageError, nearest
 from draftcore.evaluation import Drafter
 from draftcore.feed import Feed, Producer, Source
 from draftcore.files import write_atomic
-from draftcore.graphs.resolve import EAGER
 from draftcore.hookspecs import Specs
 from draftcore.locks import hold
 from draftcore.plan import Plan
 from draftcore.plugins import Plugin, Registry
+from draftcore.provenance import differences, provenance
 from draftcore.records import (
     Capture,
     DataSummary,
@@ -336,36 +336,35 @@ class Run:
         return Producer(self.open_capture, self.samples, self.store, self.channel, self.provenance)
 
     def open_capture(self) -> Capture:
-        choice = self.config.capture
         self.graphs.resolve("prefill", self.target)  # also where the backend does not ask
-        binding = bind(self.registry, "capture", choice.name, self.config.plugins)
-        return binding.hook.capture(
-            name=choice.name,
+        return self.capture_binding.hook.capture(
+            name=self.config.capture.name,
             target=self.target,
             request=self.request,
-            options=binding.options(choice.options),
+            options=self.capture_options,
         )
+
+    @functools.cached_property
+    def capture_binding(self) -> Binding:
+        return bind(self.registry, "capture", self.config.capture.name, self.config.plugins)
+
+    @functools.cached_property
+    def capture_options(self) -> Any:
+        """The capture's options, checked by its plugin's model; None where it has none."""
+        return self.capture_binding.options(self.config.capture.options)
 
     @functools.cached_property
     def provenance(self) -> str:
         """How features were made: what must be equal for one to stand for another."""
-        request, capture = self.request, self.config.capture
-        made = [self.target.fingerprint, request.names, request.dtype, capture.name, capture.batch]
-        # Padding to a bucket changes the last bits too. The buckets follow from these two.
-        graphs = self.config.graphs.prefill
-        if graphs.backend != EAGER:
-            dumped = graphs.model_dump(mode="json", exclude_defaults=True)
-            made += [dumped, self.config.data.max_length]
-        return json.dumps(made)
+        return provenance(self.target, self.request, self.config, self.capture_options)
 
     def check_store(self) -> None:
         """Refuse a durable store that holds features of another target, request or capture."""
         manifest = self._manifest()
         if manifest is not None and manifest["provenance"] != self.provenance:
+            differ = differences(self.provenance, manifest["provenance"], "in the store")
             raise UsageError(
-                f"the store {self.store_uri!r} holds features that this run cannot use\n"
-                "  as [target, features, dtype, capture, capture.batch]\n"
-                f"  store: {manifest['provenance']}\n  run:   {self.provenance}\n"
+                f"the store {self.store_uri!r} holds features that this run cannot use\n{differ}\n"
                 "  use another store folder, or delete this one to capture again"
             )
 

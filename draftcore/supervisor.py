@@ -104,7 +104,7 @@ class Supervisor:
             child.send(signal.SIGKILL if again else signal.SIGTERM)
 
     def _start_ranks(self) -> None:
-        port = str(_free_port())
+        port = str(free_port())
         for rank, child in enumerate(self.ranks):
             if len(self.ranks) > 1:
                 child.env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -171,7 +171,8 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

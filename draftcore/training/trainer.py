@@ -24,6 +24,7 @@ from torch import Tensor
 
 from draftcore.data.samples import read_summary, summary_data
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.provenance import choices
 from draftcore.records import DataSummary, DraftBatch, PlannedStep, Sample, StepContext, StepOutput
 from draftcore.run import DraftRun, Run
 from draftcore.training import checkpoint
@@ -308,6 +309,8 @@ def require_same_run(last: checkpoint.Checkpoint, draft: DraftRun) -> None:
     run = draft.run
     checkpoint.require_plugins(last, run.registry)
     then, now = last.state["config"], draft.config.model_dump(mode="json")
+    if then["capture"]["name"] == now["capture"]["name"]:
+        then, now = (_with_choices(side, run) for side in (then, now))
     changed = []
     for section in BINDING_KEYS:
         keys = sorted(
@@ -328,6 +331,13 @@ def require_same_run(last: checkpoint.Checkpoint, draft: DraftRun) -> None:
             + "\n  ".join(changed)
             + "\n  undo the change to resume, or set another run folder to start anew"
         )
+
+
+def _with_choices(config: dict[str, Any], run: Run) -> dict[str, Any]:
+    """A configuration with those options of its capture alone that change features."""
+    capture = config["capture"]
+    chosen = choices(run.capture_binding.options(capture["options"]))
+    return {**config, "capture": {**capture, "options": chosen}}
 
 
 @contextmanager

@@ -18,7 +18,6 @@ Three things its converter does not take from an export, found on the way:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ from torch import Tensor
 
 from draftcore.records import DataSummary, Draft, Sample, SampleId
 from draftcore.target import TargetSpec
+from draftcore.testing.exports import change, config_of
 from draftcore.testing.targets import tiny_target
 
 STEPS, LENGTHS = 3, (23, 14)
@@ -60,14 +60,11 @@ class Exported(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        return json.loads((self.folder / "config.json").read_text())
+        return config_of(self.folder)
 
     def change(self, edit: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> None:
         """Edit config.json's content and the tensors of the export in place."""
-        config, tensors = self.config, load_file(self.folder / "model.safetensors")
-        edit(config, tensors)
-        (self.folder / "config.json").write_text(json.dumps(config))
-        save_file(tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
+        change(self.folder, edit)
 
 
 def export(folder: Path, shape: dict[str, Any], **options: Any) -> Exported:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from draftcore_dflash import plugin
 from draftcore_dflash.options import DFlashOptions
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import DataSummary, Draft, StepContext
 from draftcore.target import TargetSpec
+from draftcore.testing.exports import GONE, change_config, change_tensors, config_of
 
 MakeDraft = Callable[..., Draft]
 NOTHING = DataSummary("", 0, 0, 0, 0, {})
@@ -25,24 +26,6 @@ LAYER_TENSORS = {
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "self_attn.q_norm", "self_attn.k_norm",
 }  # fmt: skip
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    data = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({name: value for name, value in data.items() if value != "gone"}))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return data
 
 
 @pytest.fixture
@@ -178,7 +161,7 @@ def test_published_spellings_are_read(exported: tuple[Draft, Path], target: Targ
 
     change_tensors(folder, rename)
     left_out = ("block_size", "is_causal", "layer_types", "sliding_window", "target_hidden_size")
-    change_config(folder, **dict.fromkeys(left_out, "gone"))
+    change_config(folder, **dict.fromkeys(left_out, GONE))
     again = plugin.import_draft(folder, target, DFlashOptions())
     assert again.module.config.block_size == 4
     for name, tensor in draft.module.state_dict().items():
@@ -201,7 +184,7 @@ REFUSED_CONFIGS = {
     "hidden_act": ("gelu", "hidden_act: 'gelu'"),
     "num_target_layers": (36, "num_target_layers 36, the target 8"),
     "vocab_size": (271, "vocab_size 271, the target 270"),
-    "hidden_size": ("gone", "hidden_size"),
+    "hidden_size": (GONE, "hidden_size"),
     "num_hidden_layers": (3, "num_hidden_layers 3 and 2 layer_types"),
     "layer_types": (["full_attention", "linear_attention"], r"\['linear_attention'\]"),
     "dflash_config": ({"projector_type": "domino", "block_size": 4}, "projector_type 'domino'"),

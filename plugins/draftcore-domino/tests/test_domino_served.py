@@ -1,16 +1,21 @@
 """The reader of exports stands on its own legs, and on those of the backbone's reader."""
 
-import ast
 from pathlib import Path
 
 import draftcore_domino
+import pytest
+from draftcore_domino.options import DominoOptions
 
-PACKAGE = Path(draftcore_domino.__file__).parent
+from draftcore.testing.exports import ROPES, imports_of_ours, largest_gap
 
 
 def test_the_reader_shares_no_code_with_what_it_checks() -> None:
-    tree = ast.parse((PACKAGE / "served.py").read_text())
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    ours = {name for name in imported if str(name).startswith("draftcore")}
+    package = Path(draftcore_domino.__file__).parent
+    ours = imports_of_ours(package / "served.py")
     assert ours == {"draftcore.served", "draftcore_dflash.served"}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_rope_is_read_as_it_was_trained(rope: str, tmp_path: Path) -> None:
+    options = DominoOptions(num_layers=2, block_size=4, gru_hidden_dim=12, emb_dim=6)
+    assert largest_gap("draftcore_domino.plugin", options, rope, "sglang", tmp_path) < 1e-3

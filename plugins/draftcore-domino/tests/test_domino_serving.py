@@ -1,6 +1,5 @@
 """Exports keep sglang's contract and reload exactly; damaged drafts are refused by name."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from draftcore_dflash.options import DFlashOptions
 from draftcore_domino import plugin
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from draftcore.errors import UsageError
 from draftcore.records import DataSummary, Draft, StepContext
 from draftcore.target import TargetSpec
+from draftcore.testing.exports import GONE, change_config, change_tensors, config_of
 
 MakeDraft = Callable[..., Draft]
 CONTEXT = StepContext(3, 20, 0)
@@ -26,18 +26,6 @@ HEAD = {
     "embed_proj.0.weight": (6, 44),
     "embed_proj.2.weight": (270, 6),
 }
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    """Change fields, also of dflash_config, whose names start with `_` here; "gone" removes one."""
-    file = folder / "config.json"
-    data = json.loads(file.read_text())
-    for name, value in changes.items():
-        part = data["dflash_config"] if name.startswith("_") else data
-        part[name.lstrip("_")] = value
-        if value == "gone":
-            del part[name.lstrip("_")]
-    file.write_text(json.dumps(data))
 
 
 @pytest.fixture
@@ -66,7 +54,7 @@ def test_an_export_reloads_bit_for_bit(
 
 
 def test_an_export_keeps_the_servers_contract(exported: tuple[Draft, Path]) -> None:
-    data = json.loads((exported[1] / "config.json").read_text())
+    data = config_of(exported[1])
     assert data["architectures"] == ["DFlashDraftModel"]
     assert data["emb_dim"] == 6
     assert data["vocab_size"] == 270
@@ -89,22 +77,25 @@ def test_an_export_keeps_the_servers_contract(exported: tuple[Draft, Path]) -> N
 
 def test_the_research_spelling_is_read(exported: tuple[Draft, Path], target: TargetSpec) -> None:
     draft, folder = exported
-    change_config(folder, architectures=["DominoDraftModel"], _emb_dim="gone")
+    change_config(folder, architectures=["DominoDraftModel"])
+    change_config(folder, "dflash_config", emb_dim=GONE)
     again = plugin.import_draft(folder, target, DominoOptions())
     for name, tensor in draft.module.state_dict().items():
         assert torch.equal(tensor, again.module.state_dict()[name]), name
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another projector": ({"_projector_type": "causal_v5"}, "projector_type 'causal_v5'"),
-    "no projector": ({"_projector_type": "gone"}, "projector_type None"),
-    "a long prefix": ({"_pure_draft_prefix_len": 2}, "pure_draft_prefix_len 2(.|\\n)*must be 1"),
-    "no shift": ({"_shift_label": "gone"}, "lacks shift_label"),
-    "no sizes": ({"_emb_dim": "gone", "emb_dim": "gone"}, "lacks emb_dim"),
-    "two sizes": ({"emb_dim": 7}, "two values of emb_dim: 7 (.|\\n)*6"),
-    "another vocabulary": ({"vocab_size": 269}, "vocab_size 269, the target 270"),
-    "another rank": ({"_emb_dim": 8, "emb_dim": 8}, r"embed_proj.0.weight is \[6, 44\], not \[8"),
-    "an architecture": ({"architectures": ["X"]}, r"DFlashDraftModel"),
+# Fields of dflash_config, fields of the top level, and what the refusal says.
+Fields = dict[str, Any]
+REFUSED: dict[str, tuple[Fields, Fields, str]] = {
+    "another projector": ({"projector_type": "causal_v5"}, {}, "projector_type 'causal_v5'"),
+    "no projector": ({"projector_type": GONE}, {}, "projector_type None"),
+    "a long prefix": ({"pure_draft_prefix_len": 2}, {}, "pure_draft_prefix_len 2(.|\\n)*must be 1"),
+    "no shift": ({"shift_label": GONE}, {}, "lacks shift_label"),
+    "no sizes": ({"emb_dim": GONE}, {"emb_dim": GONE}, "lacks emb_dim"),
+    "two sizes": ({}, {"emb_dim": 7}, "two values of emb_dim: 7 (.|\\n)*6"),
+    "another vocabulary": ({}, {"vocab_size": 269}, "vocab_size 269, the target 270"),
+    "another rank": ({"emb_dim": 8}, {"emb_dim": 8}, r"embed_proj.0.weight is \[6, 44\], not \[8"),
+    "an architecture": ({}, {"architectures": ["X"]}, r"DFlashDraftModel"),
 }
 
 
@@ -112,8 +103,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_breaks_the_contract_is_refused(
     case: str, exported: tuple[Draft, Path], target: TargetSpec
 ) -> None:
-    changes, message = REFUSED[case]
-    change_config(exported[1], **changes)
+    nested, top, message = REFUSED[case]
+    change_config(exported[1], "dflash_config", **nested)
+    change_config(exported[1], **top)
     with pytest.raises(UsageError, match=message):
         plugin.import_draft(exported[1], target, DominoOptions())
 
@@ -122,10 +114,7 @@ def test_what_breaks_the_contract_is_refused(
 def test_a_missing_part_of_the_head_is_named(
     name: str, exported: tuple[Draft, Path], target: TargetSpec
 ) -> None:
-    file = exported[1] / "model.safetensors"
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file)
+    change_tensors(exported[1], lambda tensors: tensors.pop(name))
     with pytest.raises(UsageError, match=f"missing {name}"):
         plugin.import_draft(exported[1], target, DominoOptions())
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from draftcore_eagle3 import plugin
 from draftcore_eagle3.options import Eagle3Options
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import DataSummary, Draft, StepContext
 from draftcore.target import TargetSpec
+from draftcore.testing.exports import GONE, change_config, change_tensors, config_of
 
 MakeDraft = Callable[..., Draft]
 NOTHING = DataSummary("", 0, 0, 0, 0, {})
@@ -23,19 +24,6 @@ LAYER_TENSORS = {
     "input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
     "mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
 }  # fmt: skip
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    data = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({name: value for name, value in data.items() if value != "gone"}))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
 
 
 @pytest.fixture
@@ -88,7 +76,7 @@ def test_tensors_bear_the_names_servers_know(exported: tuple[Draft, Path]) -> No
 
 def test_layer_ids_are_written_in_both_conventions(exported: tuple[Draft, Path]) -> None:
     """Outputs of layers 1, 3, 4 enter layers 2, 4, 5."""
-    data = json.loads((exported[1] / "config.json").read_text())
+    data = config_of(exported[1])
     assert data["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     assert data["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert data["norm_output"] is True
@@ -130,7 +118,7 @@ def test_rope_survives_in_either_spelling(
     if rope["rope_type"] != "default":
         assert not torch.allclose(frequency, 7e5 ** -(torch.arange(4).double() / 4))
     assert len(frequency) == (2 if "partial_rotary_factor" in rope else 4)
-    data = json.loads((folder / "config.json").read_text())
+    data = config_of(folder)
     for gone in (["rope_parameters"], ["rope_theta", "rope_scaling"]):
         part = {name: value for name, value in data.items() if name not in gone}
         (folder / "config.json").write_text(json.dumps(part))
@@ -155,7 +143,7 @@ def test_published_spellings_are_read(
             tensors[name.replace("midlayer.", prefix)] = tensors.pop(name)
 
     change_tensors(folder, rename)
-    change_config(folder, eagle_aux_hidden_state_layer_ids="gone")
+    change_config(folder, eagle_aux_hidden_state_layer_ids=GONE)
     again = plugin.import_draft(folder, target, Eagle3Options())
     for name, tensor in draft.module.state_dict().items():
         assert torch.equal(tensor, again.module.state_dict()[name]), name
@@ -169,7 +157,7 @@ REFUSED_CONFIGS = {
     "num_hidden_layers": (2, "num_hidden_layers: 2"),
     "target_hidden_size": (64, "target of 64"),
     "vocab_size": (50, "vocab_size 50, the target 48"),
-    "hidden_size": ("gone", "hidden_size"),
+    "hidden_size": (GONE, "hidden_size"),
     "draft_vocab_size": (25, r"d2t of shape \[24\]"),
     "rope_parameters": ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "'dynamic'"),
 }

@@ -21,7 +21,8 @@ from draftcore.records import CapturedGroup, CaptureInput, FeatureRequest
 from draftcore.target import TargetSpec, resolve_device
 from draftcore_sglang import selftest
 from draftcore_sglang.engine import open_engine
-from draftcore_sglang.internals import MAX_PROMPTS, Settings, require_arguments, require_sglang
+from draftcore_sglang.internals import MAX_PROMPTS, SIGNATURES, Settings, require_arguments
+from draftcore_sglang.internals.signatures import require_sglang
 from draftcore_sglang.options import SglangOptions
 
 
@@ -31,7 +32,7 @@ class SglangCapture:
     def __init__(self, target: TargetSpec, request: FeatureRequest, options: SglangOptions) -> None:
         target.require_layers(request)
         require_text(target)
-        require_sglang()
+        require_sglang(SIGNATURES)
         require_arguments(options.args)
         self.target, self.request, self.options = target, request, options
         self.engine = open_engine(settings_of(target, options))

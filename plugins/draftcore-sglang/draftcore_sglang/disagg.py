@@ -39,6 +39,7 @@ from draftcore.disagg import (
 from draftcore.errors import UsageError
 from draftcore.plugins import load
 from draftcore_sglang.internals import disagg as internals
+from draftcore_sglang.internals.signatures import require_sglang
 
 VARIABLE = "DRAFTCORE_SGLANG_ALGORITHM"
 PREFIX = "sglang:"
@@ -61,8 +62,10 @@ def register() -> None:
 def serve(algorithm: Algorithm) -> str:
     """Make sglang ask this algorithm for first draft inputs; return sglang's name for it.
 
-    Raises UsageError for an algorithm that cannot take over requests, or that sglang cannot run.
+    Raises UsageError for an algorithm that cannot take over requests, or that sglang cannot run,
+    and for an sglang that was not tested.
     """
+    require_sglang(internals.SIGNATURES)
     require(algorithm)
     build = functools.partial(take_over, algorithm)
     served = _served_as(algorithm)

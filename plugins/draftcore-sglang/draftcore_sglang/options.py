@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftcore.provenance import SAME_FEATURES
+
 
 class SglangOptions(BaseModel):
     """Options of the capture `sglang`."""
@@ -20,10 +22,12 @@ class SglangOptions(BaseModel):
     max_tokens: int = Field(
         default=16384,
         ge=1,
+        json_schema_extra=SAME_FEATURES,
         description="tokens that sglang's KV pool holds: those of the longest capture group, and no more",
     )
     self_test: bool = Field(
         default=True,
+        json_schema_extra=SAME_FEATURES,
         description="compare a layer and the last hidden state with transformers before the first "
         "group, where the target fits on the device beside nothing else",
     )
@@ -41,19 +45,35 @@ class ServerOptions(BaseModel):
     servers: tuple[Annotated[str, Field(pattern=r"^https?://[^/@\s]+$")], ...] = Field(
         default=("http://127.0.0.1:30000",),
         min_length=1,
+        json_schema_extra=SAME_FEATURES,
         description="where they listen; an API key comes from the environment, as DRAFTCORE_SGLANG_KEY",
     )
-    in_flight: int = Field(default=32, ge=1, description="requests under way at one server")
-    timeout: float = Field(default=120, gt=0, description="seconds that one request may take")
+    in_flight: int = Field(
+        default=32,
+        ge=1,
+        json_schema_extra=SAME_FEATURES,
+        description="requests under way at one server",
+    )
+    timeout: float = Field(
+        default=120,
+        gt=0,
+        json_schema_extra=SAME_FEATURES,
+        description="seconds that one request may take",
+    )
     patience: float = Field(
-        default=300, gt=0, description="seconds that a sample may take, with servers that are away"
+        default=300,
+        gt=0,
+        json_schema_extra=SAME_FEATURES,
+        description="seconds that a sample may take, with servers that are away",
     )
     self_test: bool = Field(
         default=True,
+        json_schema_extra=SAME_FEATURES,
         description="compare what each server captures with transformers, where the target fits here",
     )
     max_json: int = Field(
         default=64 << 20,
         ge=1,
+        json_schema_extra=SAME_FEATURES,
         description="bytes of an answer by a server without this dist, which sends states as text",
     )

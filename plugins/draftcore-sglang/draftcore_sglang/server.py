@@ -19,7 +19,7 @@ from draftcore.errors import UsageError
 
 
 def register() -> None:
-    """Hook into the server. Raises UsageError for settings, DraftcoreError for an unknown sglang."""
+    """Hook into the server. Raises UsageError for settings, and for an sglang that was not tested."""
     sink = os.environ.get("DRAFTCORE_SINK", "")
     if not sink:
         return

@@ -2,9 +2,12 @@
 
 import importlib.util
 import os
+import sys
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))  # for `sglang_on_cpu`, in children too
 if importlib.util.find_spec("draftcore_sglang_cpu") and not torch.cuda.is_available():
     from draftcore_sglang_cpu import mend_torchvision
 

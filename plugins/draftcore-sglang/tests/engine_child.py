@@ -3,15 +3,16 @@
 import json
 import sys
 
-import sglang_on_cpu
+from draftcore_sglang_cpu import mend_torchvision
+from sglang_on_cpu import ARGUMENTS
 
-sglang_on_cpu.mend_torchvision()  # in each process: children import this file before sglang
+mend_torchvision()  # in each process: children import this file before sglang
 
 if __name__ == "__main__":
     import sglang
 
     asked = json.loads(sys.argv[1])
-    engine = sglang.Engine(**sglang_on_cpu.ARGUMENTS, **asked["engine"])
+    engine = sglang.Engine(**ARGUMENTS, **asked["engine"])
     sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
     answers = engine.generate(input_ids=asked["prompts"], sampling_params=sampling, **asked["more"])
     answers = [(answer["output_ids"], answer["meta_info"]["finish_reason"]) for answer in answers]

@@ -1,8 +1,8 @@
-"""What tests need to run sglang on a CPU: a torchvision that imports, and arguments."""
+"""What tests give sglang where it runs on the CPU: arguments of its ServerArgs, and as flags."""
 
-import torch
+from typing import Any
 
-ARGUMENTS = {
+ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "dtype": "float32",
@@ -10,21 +10,15 @@ ARGUMENTS = {
     "grammar_backend": "none",
     "skip_server_warmup": True,
     "max_total_tokens": 4096,
-    "max_running_requests": 8,
-    "context_length": 256,
+    "max_running_requests": 32,
+    "context_length": 512,
     "mem_fraction_static": 0.1,
-    "disable_radix_cache": True,
     "disable_cuda_graph": True,
-    "chunked_prefill_size": -1,
-    "log_level": "error",
     "random_seed": 0,
 }
 
 
-def mend_torchvision() -> None:
-    """The registry's torchvision is a CUDA build; beside a CPU torch two operators lack a schema."""
-    if not hasattr(torch, "_torchvision_schemas"):
-        schemas = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            schemas.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        torch._torchvision_schemas = schemas
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """The same for sglang's launcher; True is a flag alone."""
+    names = {"--" + name.replace("_", "-"): value for name, value in arguments.items()}
+    return [name if value is True else f"{name}={value}" for name, value in names.items()]

@@ -1,7 +1,5 @@
 """The capture `sglang` against transformers, its limits, and what it leaves behind."""
 
-import functools
-import inspect
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,36 +228,6 @@ def test_a_model_that_scales_its_logits_is_refused(
         pytest.raises(DraftcoreError, match="scale or cap"),
     ):
         list(opener(target).features([group(0)]))
-
-
-@pytest.mark.parametrize("name", internals.SIGNATURES)
-def test_a_function_that_moved_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Gone, and with a parameter more that must be given."""
-    module, _, path = name.partition(":")
-    owner: Any = functools.reduce(
-        getattr, path.split(".")[:-1], __import__(module, fromlist=["any"])
-    )
-    last = path.split(".")[-1]
-    true = getattr(owner, last)
-    given = list(inspect.signature(true).parameters)
-    made: dict[str, Any] = {}
-    exec(f"def other(new, {', '.join(given)}): ...", made)
-    for replacement, seen in ((made["other"], r"\(new"), (None, name)):
-        with monkeypatch.context() as patch:
-            if replacement is None:
-                patch.delattr(owner, last)
-            else:
-                patch.setattr(
-                    owner,
-                    last,
-                    staticmethod(replacement) if inspect.isclass(owner) else replacement,
-                )
-            internals.require_signatures.cache_clear()
-            with pytest.raises(DraftcoreError, match=seen) as caught:
-                internals.require_sglang()
-            assert name in str(caught.value)
-    internals.require_signatures.cache_clear()
-    internals.require_sglang()
 
 
 # ---------------------------------------------------------------- what it leaves behind

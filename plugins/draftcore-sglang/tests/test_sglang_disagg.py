@@ -30,11 +30,6 @@ if find_spec("sglang") is None:
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import sglang_on_cpu  # noqa: E402
-
-sglang_on_cpu.mend_torchvision()
 
 from draftcore_sglang import disagg  # noqa: E402
 from draftcore_sglang.internals.disagg import METHOD  # noqa: E402
@@ -54,6 +49,7 @@ from sglang.srt.speculative.eagle_disaggregation import (  # noqa: E402
     build_eagle_disagg_draft_input,
 )
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
+from sglang_on_cpu import ARGUMENTS  # noqa: E402
 
 from draftcore.binding import Binding, bind  # noqa: E402
 from draftcore.errors import UsageError  # noqa: E402
@@ -91,7 +87,7 @@ def server(target: Path) -> Path:
     draft = target.with_name("draft")
     draft.mkdir()
     (draft / "config.json").write_text(json.dumps(DRAFT))
-    arguments = {**sglang_on_cpu.ARGUMENTS, "model_path": str(target)}
+    arguments = {**ARGUMENTS, "model_path": str(target)}
     runtime_context.publish(ServerArgs(**arguments), role="test")
     return draft
 
@@ -504,7 +500,7 @@ def test_our_algorithms_say_how_sglang_runs_them() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The algorithm that does nothing, installed: as it is, and without what it promises."""
     folder = tmp_path_factory.mktemp("site")
-    for file in ("idle_algorithm.py", "idle_worker.py", "sglang_on_cpu.py"):
+    for file in ("idle_algorithm.py", "idle_worker.py"):
         shutil.copy(HERE / file, folder)
     text = (HERE / "idle_algorithm.py").read_text().replace('"idle"', '"mute"')
     (folder / "mute_algorithm.py").write_text(text.replace('"disagg", ', ""))
@@ -536,6 +532,9 @@ def ask(target: Path, site: Path, more: dict[str, Any], log: str, **engine: Any)
         "speculative_num_draft_tokens": 1,
         "speculative_num_steps": 1,
         "speculative_eagle_topk": 1,
+        "disable_radix_cache": True,
+        "chunked_prefill_size": -1,
+        "log_level": "error",
         **engine,
     }
     asked = json.dumps({"engine": settings, "prompts": PROMPTS, "more": more})
@@ -592,7 +591,7 @@ def test_a_real_decode_server_asks_the_hook_for_the_first_input(
 def test_a_launch_with_an_algorithm_of_neither_capability_ends_with_the_reason(
     site: Path,
 ) -> None:
-    code = "import sglang_on_cpu as cpu; cpu.mend_torchvision()\n"
+    code = "import draftcore_sglang_cpu as cpu; cpu.mend_torchvision()\n"
     code += "from sglang.srt.plugins import load_plugins; load_plugins(); print('started')"
     done = child(site, ["-c", code], **{disagg.VARIABLE: "mute"})
     assert (done.returncode, done.stdout) == (1, "")

@@ -1,18 +1,22 @@
 """What needs no sglang: the offers, refusals, and where sglang is imported."""
 
 import ast
+import sys
 import tomllib
+import types
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
-from draftcore_sglang import internals
 from draftcore_sglang.capture import SglangCapture
-from draftcore_sglang.internals import require_sglang, sglang_layers
-from draftcore_sglang.options import SglangOptions
+from draftcore_sglang.internals import sglang_layers
+from draftcore_sglang.internals.signatures import TESTED, require_sglang
+from draftcore_sglang.options import ServerOptions, SglangOptions
 from packaging.requirements import Requirement
 
 from draftcore.errors import UsageError
+from draftcore.provenance import choices
 from draftcore.records import FeatureRequest
 from draftcore.target import TargetSpec
 from draftcore.testing.plugins import PluginSuite
@@ -91,13 +95,42 @@ def test_a_version_that_was_not_tested_is_refused(
 ) -> None:
     versions(monkeypatch, version)
     with pytest.raises(UsageError, match=rf"{version} is installed.*0\.5\.17"):
-        require_sglang()
+        require_sglang({})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (("value", "index"), r"other:moved\(value, index, extra\), where \(value, index\) was"),
+        (("value", "index", "extra", "more"), r"where \(value, index, extra, more\) was tested"),
+        (("index", "value", "extra"), r"moved\(value, index, extra\), where \(index, value"),
+    ],
+    ids=["one more, with a default", "one less", "another order"],
+)
+def test_a_function_with_other_parameters_is_refused(
+    monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, ...], found: str
+) -> None:
+    versions(monkeypatch, "0.5.23")
+    other = types.ModuleType("other")
+    exec("def moved(value, index, extra=None): ...", vars(other))
+    monkeypatch.setitem(sys.modules, "other", other)
+    require_sglang({"other:moved": ("value", "index", "extra")})
+    with pytest.raises(UsageError, match=rf"0\.5\.23 is not as.*\n.*{found}.*\n.*pip install"):
+        require_sglang({"other:moved": wanted})
+
+
+def test_all_that_moved_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, "0.5.17")
+    with pytest.raises(UsageError) as caught:
+        require_sglang({"json:gone": (), "no_such_module:f": (), "json:dumps": ("obj",)})
+    lines = str(caught.value).splitlines()[1:-1]
+    assert [line.split(":")[0].strip() for line in lines] == ["json", "no_such_module", "json"]
 
 
 def test_the_range_is_that_of_the_extra() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     (line,) = project["optional-dependencies"]["sglang"]
-    assert Requirement(line).specifier == internals.TESTED
+    assert Requirement(line).specifier == TESTED
 
 
 def test_a_vision_language_target_is_refused_by_name(tmp_path: Path) -> None:
@@ -111,3 +144,22 @@ def test_layers_are_asked_for_once_in_the_models_order_and_never_the_last() -> N
     assert sglang_layers((2, 0, 2), 4) == [0, 2]
     assert sglang_layers((3, 1), 4) == [1]
     assert sglang_layers((), 4) == [0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"tp": 2}, {"max_tokens": 512}),
+        ({"args": {"quantization": "fp8"}}, {"self_test": False}),
+        ({"args": {"attention_backend": "fa3"}}, {"tp": 1, "args": {}}),
+    ],
+    ids=str,
+)
+def test_a_store_remembers_what_changes_bits(changed: dict[str, Any], same: dict[str, Any]) -> None:
+    assert choices(SglangOptions(**same)) == {}
+    assert choices(SglangOptions(**same | changed)) == changed
+
+
+def test_where_servers_are_and_how_they_are_asked_changes_no_feature() -> None:
+    asked = ServerOptions(servers=("http://10.0.0.7:1",), in_flight=2, timeout=3, self_test=False)
+    assert choices(asked) == {}

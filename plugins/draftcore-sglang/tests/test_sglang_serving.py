@@ -7,25 +7,25 @@ trees by name, and DFlash's worker calls `record_stream` on a CPU tensor. Run by
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from sglang_on_cpu import flags
 
 pytest.importorskip("sglang")
 
 from draftcore.cli import main
 from draftcore.data.dataset import read_prompts
+from draftcore.supervisor import free_port
 from draftcore.target import TargetSpec
+from draftcore.testing.serving import Serving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
@@ -36,14 +36,27 @@ DRAFTS = {
     "eagle3": {"layers": [1, 3, 4], "ttt_length": 3},
     "dflash": BLOCKS,
 }
+SETTINGS = {
+    "dtype": "bfloat16",
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "context_length": 1024,
+    "max_running_requests": 32,
+    "mem_fraction_static": 0.3,
+    "log_level": "info",
+    "disable_radix_cache": True,
+    "skip_server_warmup": True,
+    "disable_cuda_graph": True,
+}
 ARGUMENTS = {
     "eagle3": {
-        "speculative-algorithm": "EAGLE3",
-        "speculative-num-steps": 3,
-        "speculative-eagle-topk": 1,
-        "speculative-num-draft-tokens": 4,
+        "speculative_algorithm": "EAGLE3",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
     },
-    "dflash": {"speculative-algorithm": "DFLASH", "speculative-num-draft-tokens": 8},
+    "dflash": {"speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 8},
 }
 
 
@@ -84,82 +97,40 @@ def reports(trained: Path) -> dict[str, dict[str, object]]:
     return found
 
 
-class Server:
-    """sglang's own launcher with a draft, on loopback."""
-
-    def __init__(self, draft: Path, log: Path, arguments: dict[str, object]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-            port = free.getsockname()[1]
-        settings = {
-            "model-path": QUICKSTART / "target",
-            "speculative-draft-model-path": draft,
-            "host": "127.0.0.1",
-            "port": port,
-            "dtype": "bfloat16",
-            "attention-backend": "triton",
-            "sampling-backend": "pytorch",
-            "grammar-backend": "none",
-            "context-length": 1024,
-            "max-running-requests": 32,
-            "mem-fraction-static": 0.3,
-            "log-level": "info",
-            **arguments,
-        }
-        flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        flags += ["--disable-radix-cache", "--skip-server-warmup", "--disable-cuda-graph"]
-        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        self.log = log
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *flags],
-                env={**os.environ, **offline},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait(self, seconds: float = 300) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-4000:]
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except OSError:
-                time.sleep(0.5)
-        raise AssertionError(f"no answer in {seconds} s\n{self.log.read_text()[-4000:]}")
-
-    def generate(self, prompts: list[list[int]]) -> list[dict[str, object]]:
-        greedy = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
-        body = json.dumps({"input_ids": prompts, "sampling_params": greedy}).encode()
-        kind = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/generate", body, kind)
-        try:
-            with urllib.request.urlopen(request, timeout=240) as answer:
-                return [one["meta_info"] for one in json.load(answer)]
-        except OSError:
-            raise AssertionError(self.log.read_text()[-4000:]) from None
-
-    def stop(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture
-def serve(tmp_path: Path, trained: Path) -> Iterator[object]:
-    running: list[Server] = []
+def serve(tmp_path: Path, trained: Path) -> Iterator[Callable[[str], Serving]]:
+    """Start sglang's own launcher with a draft; ended after the test."""
+    with ExitStack() as running:
 
-    def start(label: str) -> Server:
-        draft = trained.parent / "run" / label / "export"
-        running.append(Server(draft, tmp_path / "server.log", ARGUMENTS[label]))
-        running[-1].wait()
-        return running[-1]
+        def start(label: str) -> Serving:
+            port = free_port()
+            settings = {
+                "model_path": QUICKSTART / "target",
+                "speculative_draft_model_path": trained.parent / "run" / label / "export",
+                "host": "127.0.0.1",
+                "port": port,
+                **SETTINGS,
+                **ARGUMENTS[label],
+            }
+            command = [sys.executable, "-m", "sglang.launch_server", *flags(settings)]
+            offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+            server = Serving(command, port, tmp_path / "log", **offline)
+            return running.enter_context(server)
 
-    yield start
-    for server in running:
-        server.stop()
+        yield start
+
+
+def generate(server: Serving, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Answer prompts greedily; what sglang says of each."""
+    greedy = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
+    body = json.dumps({"input_ids": prompts, "sampling_params": greedy}).encode()
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/generate", body, kind)
+    try:
+        with urllib.request.urlopen(request, timeout=240) as answer:
+            return [one["meta_info"] for one in json.load(answer)]
+    except OSError:
+        raise AssertionError(server.tail) from None
 
 
 @pytest.mark.parametrize("label", DRAFTS)
@@ -169,8 +140,7 @@ def test_a_server_accepts_as_many_tokens_as_eval_says(label, serve, trained, rep
     prompts, _ = read_prompts(
         str(QUICKSTART / "data" / "eval.jsonl"), target.tokenizer, PROMPTS, 512
     )
-    server = serve(label)
-    answers = server.generate([list(prompt.token_ids) for prompt in prompts])
+    answers = generate(serve(label), [list(prompt.token_ids) for prompt in prompts])
     tokens = sum(answer["completion_tokens"] - 1 for answer in answers)
     rounds = sum(answer["spec_verify_ct"] for answer in answers)
     low, high = reports[label]["acceptance_length_95"]

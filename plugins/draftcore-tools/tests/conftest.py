@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.cli import main
+from draftcore.testing.exports import change
 from draftcore.testing.targets import conversations, tiny_target
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -52,11 +52,7 @@ class Exported:
 
     def change(self, edit: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> None:
         """Edit config.json's content and the tensors in place."""
-        file, weights = self.folder / "config.json", self.folder / "model.safetensors"
-        config, tensors = json.loads(file.read_text()), load_file(weights)
-        edit(config, tensors)
-        file.write_text(json.dumps(config))
-        save_file({n: t.contiguous() for n, t in tensors.items()}, weights)
+        change(self.folder, edit)
 
     def ask(self, *arguments: str | Path) -> Result:
         """Verify as a person would, and return what was printed."""

@@ -3,18 +3,18 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from draftcore_medusa import plugin
 from draftcore_medusa.options import MedusaOptions
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import Draft
 from draftcore.target import TargetSpec
+from draftcore.testing.exports import change_config, change_tensors, config_of
 from draftcore.testing.targets import tiny_target
 
 MakeDraft = Callable[..., Draft]
@@ -27,20 +27,9 @@ def exported(make_draft: MakeDraft, tmp_path: Path) -> tuple[Draft, Path]:
     return draft, tmp_path / "export"
 
 
-def change_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 def read_as_vllm(folder: Path, hidden_BH: Tensor) -> Tensor:
     """Logits [B, K, V] by vLLM's rules: its config class first, then its loader, then its forward."""
-    data = json.loads((folder / "config.json").read_text())
+    data = config_of(folder)
     assert data["architectures"] == ["MedusaModel"]
     assert data["model_type"] == "medusa"
     # Its config class renames every key that holds `num` and `heads` or `layers`; the last one wins.
@@ -154,7 +143,7 @@ def test_what_is_not_there_is_named(exported: tuple[Draft, Path], target: Target
     (folder / "model.safetensors").rename(folder / "medusa_lm_head.pt")
     with pytest.raises(UsageError, match=r"no model\.safetensors"):
         plugin.import_draft(folder, target, MedusaOptions())
-    data = json.loads((folder / "config.json").read_text())
+    data = config_of(folder)
     del data["num_heads"]
     (folder / "config.json").write_text(json.dumps(data))
     with pytest.raises(UsageError, match="lacks 'num_heads'"):

@@ -2,8 +2,9 @@
 
 sglang has no interface for what capture needs, so each name used here may move with any release.
 Hence the range of versions that was tested, and a self-test of every signature before the first
-use: a name that moved is an error that says which, never a wrong tensor. Here is what runs a model in
-this process; `server` hooks into a running server, `disagg` into one that takes requests over.
+use (`signatures`): a name that moved is an error that says which, never a wrong tensor. Here is what
+runs a model in this process; `server` hooks into a running server, `disagg` into one that takes
+requests over.
 
 A model is built and run as `sglang.benchmark.one_batch` does it, sglang's own program of one
 process without a scheduler: there is no chunked prefill, prefix cache or overlap that could shorten
@@ -16,9 +17,7 @@ takes a state at the *next* layer's input: it is what the final norm adds up.
 
 from __future__ import annotations
 
-import functools
 import gc
-import importlib
 import inspect
 import io
 import json
@@ -32,19 +31,14 @@ from typing import Any
 
 import numpy
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 from torch import Tensor, nn
 
 from draftcore.errors import DraftcoreError, UsageError, nearest
 
-TESTED = SpecifierSet(">=0.5.17,<0.5.24")
-INSTALL = "pip install 'draftcore-sglang[sglang]'"
-MAX_PROMPTS = (
-    256  # of one forward: rows of the table that maps a prompt's tokens to its cache slots
-)
+# Of one forward: rows of the table that maps a prompt's tokens to its cache slots.
+MAX_PROMPTS = 256
 
-# What is called, and the parameters that are given to it.
+# What is called here, with its parameters.
 SIGNATURES = {
     "sglang.benchmark.one_batch:load_model": ("server_args", "port_args", "gpu_id", "tp_rank"),
     "sglang.benchmark.one_batch:prepare_synthetic_inputs_for_latency_test": (
@@ -52,6 +46,7 @@ SIGNATURES = {
         "input_len",
         "custom_inputs",
     ),
+    "sglang.benchmark.one_batch:_TorchBenchRunner": ("model_runner",),
     "sglang.benchmark.one_batch:_TorchBenchRunner.extend": ("self", "reqs"),
     "sglang.benchmark.one_batch:_TorchBenchRunner.clear": ("self",),
     "sglang.srt.layers.logits_processor:LogitsProcessor.forward": (
@@ -61,8 +56,9 @@ SIGNATURES = {
         "lm_head",
         "logits_metadata",
         "aux_hidden_states",
+        "hidden_states_before_norm",
     ),
-    "sglang.srt.server_args:PortArgs.init_new": ("server_args",),
+    "sglang.srt.server_args:PortArgs.init_new": ("server_args", "dp_rank", "worker_ports"),
     "sglang.srt.plugins:load_plugins": (),
     "sglang.srt.distributed.parallel_state:destroy_model_parallel": (),
     "sglang.srt.distributed.parallel_state:destroy_distributed_environment": (),
@@ -118,56 +114,7 @@ class Limits:
     context: int
 
 
-# ---------------------------------------------------------------- is it the sglang we know
-
-
-def require_sglang() -> Version:
-    """Return the version of the installed sglang.
-
-    Raises UsageError where there is none, or one outside of the tested range; DraftcoreError where
-    a function that is used here has other parameters than were tested.
-    """
-    try:
-        version = Version(metadata.version("sglang"))
-    except metadata.PackageNotFoundError:
-        raise UsageError(
-            f"sglang is not installed, and this capture runs it\n  {INSTALL}"
-        ) from None
-    if version not in TESTED:
-        raise UsageError(
-            f"sglang {version} is installed, draftcore-sglang was tested with {TESTED}\n  {INSTALL}"
-        )
-    require_signatures()
-    return version
-
-
-@functools.cache
-def require_signatures() -> None:
-    """Raise DraftcoreError naming each function of sglang that moved or takes other parameters."""
-    moved = [line for name, wanted in SIGNATURES.items() if (line := _moved(name, wanted))]
-    if moved:
-        raise DraftcoreError(
-            f"sglang {metadata.version('sglang')} is not as draftcore-sglang knows it:\n  "
-            + "\n  ".join(moved)
-            + f"\n  another build of sglang may be as tested: {INSTALL}"
-        )
-
-
-def _moved(name: str, wanted: Sequence[str]) -> str:
-    module, _, path = name.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        return f"{name}: {error}"
-    parameters = inspect.signature(found).parameters
-    must = [
-        p.name for p in parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
-    ]
-    if list(parameters)[: len(wanted)] == list(wanted) and set(must) <= set(wanted):
-        return ""
-    return f"{name}({', '.join(parameters)}), where ({', '.join(wanted)}) was tested"
+# ---------------------------------------------------------------- what may be asked
 
 
 def require_arguments(args: Mapping[str, Any]) -> None:

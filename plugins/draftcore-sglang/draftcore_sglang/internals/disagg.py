@@ -22,6 +22,47 @@ from draftcore.disagg import DraftInput, DraftShape
 from draftcore.errors import UsageError
 
 METHOD = "build_disagg_draft_input"
+SPECULATIVE = "sglang.srt.speculative."
+ASKED = ("self", "batch", "last_tokens_tensor", "future_map")
+# What is called here, with its parameters; all of it first came together in 0.5.22.
+SIGNATURES = {
+    SPECULATIVE + "spec_info:SpeculativeAlgorithm." + METHOD: ASKED,
+    SPECULATIVE + "spec_registry:CustomSpecAlgo." + METHOD: ASKED,
+    SPECULATIVE + "spec_info:SpeculativeAlgorithm.register": (
+        "name",
+        "supports_overlap",
+        "validate_server_args",
+        "spec_class",
+    ),
+    SPECULATIVE + "spec_info:SpeculativeAlgorithm.is_dflash_family": ("self",),
+    SPECULATIVE + "spec_info:SpeculativeAlgorithm.carries_draft_hidden_states": ("self",),
+    SPECULATIVE + "eagle_utils:get_draft_recurrent_hidden_state_spec_from_config": (
+        "model_config",
+        "spec_algorithm",
+    ),
+    SPECULATIVE + "draft_worker_common:make_draft_input_v2": ("bonus_tokens", "new_seq_lens"),
+    SPECULATIVE + "eagle_disaggregation:pd_first_draft_proposal": ("topk_index", "vocab_size"),
+    SPECULATIVE + "eagle_disaggregation:_requires_dsa_seed_for_cuda_graph": ("hf_config", "topk"),
+    "sglang.srt.plugins.hook_registry:HookRegistry.register": (
+        "target",
+        "hook",
+        "hook_type",
+        "source",
+    ),
+    "sglang.srt.configs.model_config:ModelConfig.from_server_args": (
+        "server_args",
+        "model_path",
+        "model_revision",
+        "is_draft_model",
+        "context_length",
+        "kwargs",
+    ),
+    "sglang.srt.disaggregation.utils:_is_fake_transfer": ("req",),
+    "sglang.srt.managers.schedule_batch:FINISH_ABORT": ("message", "status_code", "err_type"),
+    "sglang.srt.managers.overlap_utils:RelayPayload.from_draft_input": ("draft_input",),
+    "sglang.srt.runtime_context:get_spec": (),
+    "sglang.srt.runtime_context:get_server_args": (),
+}
 Builder = Callable[[Any, Tensor, Any], Any]  # (batch, last_tokens, future_map) -> sglang's input
 
 # ---------------------------------------------------------------- what is called
@@ -38,8 +79,6 @@ def take_over_builtin(name: str, build: Builder) -> None:
     """Let `build` answer for sglang's algorithm `name`; all else stays sglang's."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    _require_signature(SpeculativeAlgorithm)
 
     def around(original: Any, algorithm: Any, *args: Any, **kwargs: Any) -> Any:
         return (build if algorithm.name == name else functools.partial(original, algorithm))(
@@ -73,7 +112,6 @@ def custom_algorithm(build: Builder) -> type:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-    _require_signature(CustomSpecAlgo)
     lacking = {
         name: method
         for name, method in vars(SpeculativeAlgorithm).items()
@@ -94,17 +132,6 @@ def _resolved(worker: str) -> type:
         raise UsageError(f"no worker at {worker!r}: {error}\n  name it module:Class") from error
     assert isinstance(found, type)
     return found
-
-
-def _require_signature(owner: type) -> None:
-    expected = ["self", "batch", "last_tokens_tensor", "future_map"]
-    method = getattr(owner, METHOD, None)
-    found = list(inspect.signature(method).parameters) if method else []
-    if found != expected:
-        raise UsageError(
-            f"{owner.__name__}.{METHOD} of this sglang takes {found}, not {expected}\n"
-            "  install a release of sglang that draftcore-sglang was tested with"
-        )
 
 
 # ---------------------------------------------------------------- the batch

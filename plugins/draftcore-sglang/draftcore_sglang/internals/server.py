@@ -16,30 +16,28 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 import logging
-import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftcore.errors import DraftcoreError
 from draftcore_sglang.desk import Desk, Slice, receipt_field
+from draftcore_sglang.internals.signatures import require_sglang
 from draftcore_sglang.sink import Writer
 from draftcore_sglang.wire import FIELD, VERSION
 
 logger = logging.getLogger(__name__)
 SRT = "sglang.srt."
-LOAD = SRT + "model_executor.model_runner.ModelRunner.load_model"
-LOGITS = SRT + "layers.logits_processor.LogitsProcessor.forward"
+LOAD = SRT + "model_executor.model_runner:ModelRunner.load_model"
+LOGITS = SRT + "layers.logits_processor:LogitsProcessor.forward"
 COMPONENTS = SRT + "managers.scheduler_components."
 PREFILL = (
-    COMPONENTS + "batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill"
+    COMPONENTS + "batch_result_processor:SchedulerBatchResultProcessor.process_batch_result_prefill"
 )
-STREAM = COMPONENTS + "output_streamer.SchedulerOutputStreamer.stream_output"
-TURN = SRT + "managers.scheduler.Scheduler.process_input_requests"
+STREAM = COMPONENTS + "output_streamer:SchedulerOutputStreamer.stream_output"
+TURN = SRT + "managers.scheduler:Scheduler.process_input_requests"
 SIGNATURES = {
     LOAD: ("self",),
     LOGITS: (
@@ -54,14 +52,16 @@ SIGNATURES = {
     PREFILL: ("self", "batch", "result"),
     STREAM: ("self", "reqs", "return_logprob", "skip_req"),
     TURN: ("self", "recv_reqs"),
+    SRT + "plugins.hook_registry:HookRegistry.register": ("target", "hook", "hook_type", "source"),
+    SRT + "runtime_context:get_parallel": (),
 }
 KEPT = "draftcore_states"  # attribute of a forward's output
 
 
 def install(sink: str, layers: tuple[int, ...], buffer_bytes: int) -> None:
-    """Hook this process. Raises DraftcoreError where sglang is not as it was when this was tested."""
+    """Hook this process. Raises UsageError where sglang is not as it was when this was tested."""
+    require_sglang(SIGNATURES)
     hooks = importlib.import_module(SRT + "plugins.hook_registry")
-    require_signatures(SIGNATURES)
     taps = Taps(sink, layers, buffer_bytes)
     for target, hook, kind in (
         (LOAD, taps.after_load, "AFTER"),
@@ -70,28 +70,7 @@ def install(sink: str, layers: tuple[int, ...], buffer_bytes: int) -> None:
         (STREAM, taps.around_stream, "AROUND"),
         (TURN, taps.after_turn, "AFTER"),
     ):
-        hooks.HookRegistry.register(target, hook, hooks.HookType[kind])
-
-
-def require_signatures(expected: dict[str, tuple[str, ...]]) -> None:
-    """Raise DraftcoreError unless each method is there with these parameters."""
-    for target, names in expected.items():
-        owner, _, name = target.rpartition(".")
-        try:
-            method = getattr(pkgutil.resolve_name(owner), name)
-            found = tuple(inspect.signature(inspect.unwrap(method)).parameters)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise _moved(target, f"is not there: {error}") from error
-        if found != names:
-            raise _moved(target, f"has the parameters {found}, not {names}")
-
-
-def _moved(target: str, how: str) -> DraftcoreError:
-    version = importlib.metadata.version("sglang")
-    return DraftcoreError(
-        f"sglang {version} is not as this version of draftcore-sglang knows it\n  {target} {how}\n"
-        "  install a release of sglang that the README names, or a newer draftcore-sglang"
-    )
+        hooks.HookRegistry.register(target.replace(":", "."), hook, hooks.HookType[kind])
 
 
 class Taps:

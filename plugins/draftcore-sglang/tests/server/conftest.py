@@ -4,91 +4,18 @@ A server takes some 20 seconds to come up. Tests that break one start their own.
 """
 
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from draftcore.stores.shm import ShmStore
+from draftcore.supervisor import free_port
 from draftcore.target import TargetSpec
-from draftcore.testing import child_environment
 from draftcore.testing.captures import capture_target
-
-START = 240  # seconds; this is a machine of two cores
-ARGS = (
-    "--device=cpu",
-    "--attention-backend=torch_native",
-    "--dtype=float32",
-    "--sampling-backend=pytorch",
-    "--grammar-backend=none",
-    "--skip-server-warmup",
-    "--max-total-tokens=4096",
-    "--max-running-requests=32",
-    "--context-length=512",
-    "--mem-fraction-static=0.1",
-    "--disable-cuda-graph",
-    "--host=127.0.0.1",
-    "--random-seed=0",
-)
-
-
-class Serving:
-    """A running server. `kill` is SIGKILL, for all of its processes."""
-
-    def __init__(
-        self, folder: Path, target: Path, *args: str, port: int = 0, **environment: str
-    ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = port or probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / f"server-{uuid.uuid4().hex[:8]}.log"
-        command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={target}"]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, *ARGS, f"--port={self.port}", *args],
-                env={**child_environment(), "SGLANG_PLATFORM": "draftcore_cpu", **environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            self._await()
-        except BaseException:
-            self.kill()
-            raise
-
-    def _await(self) -> None:
-        deadline = time.monotonic() + START
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"{self.url}/model_info", timeout=2).close()
-                return
-            except OSError:
-                time.sleep(0.3)
-        raise AssertionError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Signal the whole session that was started here, which is nobody else's."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return
-        if number in (signal.SIGKILL, signal.SIGTERM):
-            self.process.wait(30)
-
+from draftcore.testing.serving import Serving
 
 StartServer = Callable[..., Serving]
 
@@ -110,11 +37,17 @@ def start_server(
     tmp_path_factory: pytest.TempPathFactory, served_folder: Path
 ) -> Iterator[StartServer]:
     """Start servers of the suite's target; all end with the file's tests."""
+    from sglang_on_cpu import ARGUMENTS, flags
+
     started: list[Serving] = []
 
-    def start(*args: str, **settings: Any) -> Serving:
-        folder = tmp_path_factory.mktemp("server")
-        started.append(Serving(folder, served_folder, *args, **settings))
+    def start(*args: str, port: int = 0, **environment: str) -> Serving:
+        port = port or free_port()
+        where = {"model_path": served_folder, "host": "127.0.0.1", "port": port}
+        command = [sys.executable, "-m", "sglang.launch_server", *flags({**where, **ARGUMENTS})]
+        settings = {"SGLANG_PLATFORM": "draftcore_cpu", **environment}
+        log = tmp_path_factory.mktemp("server") / "log"
+        started.append(Serving([*command, *args], port, log, **settings))
         return started[-1]
 
     yield start

@@ -1,0 +1,57 @@
+"""Is it the sglang we know? Asked before the first use, by everything that calls into it.
+
+One check for capture, server and hand-over: the release is in the tested range, and each function
+that is used is there with exactly the parameters it had in every one of the releases. A further
+parameter is refused too, with a default or without: it is the sign of a change that nobody has looked
+at, and what it would change are numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from draftcore.errors import UsageError
+
+TESTED = SpecifierSet(">=0.5.17,<0.5.24")
+INSTALL = "pip install 'draftcore-sglang[sglang]'"
+Signatures = Mapping[str, tuple[str, ...]]  # MODULE:FUNCTION or MODULE:CLASS.METHOD -> parameters
+
+
+def require_sglang(used: Signatures) -> None:
+    """Raise UsageError unless the installed sglang was tested, down to each function in `used`."""
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        raise UsageError(f"sglang is not installed, and this runs it\n  {INSTALL}") from None
+    if Version(version) not in TESTED:
+        raise UsageError(
+            f"sglang {version} is installed, draftcore-sglang was tested with {TESTED}\n  {INSTALL}"
+        )
+    moved = [how for name, wanted in used.items() if (how := _moved(name, wanted))]
+    if moved:
+        raise UsageError(
+            f"sglang {version} is not as draftcore-sglang knows it:\n  "
+            + "\n  ".join(moved)
+            + f"\n  another build of sglang may be as tested: {INSTALL}"
+        )
+
+
+def _moved(name: str, wanted: tuple[str, ...]) -> str:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        parameters = tuple(inspect.signature(found).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        return f"{name}: {error}"
+    if parameters == wanted:
+        return ""
+    return f"{name}({', '.join(parameters)}), where ({', '.join(wanted)}) was tested"

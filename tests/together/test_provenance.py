@@ -1,0 +1,110 @@
+"""Features made with other settings are never mixed: a store, a run and a producer say which differ.
+
+The capture is a loose plugin around the built-in one, with an option that changes features and one
+that does not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftcore.config import load_config
+from draftcore.errors import DraftcoreError
+from draftcore.plugins import load
+from draftcore.producing import require_same_capture
+from draftcore.run import Run
+
+PLUGIN = """
+from draftcore import hookimpl
+from draftcore.offers import Offer
+
+@hookimpl
+def describe():
+    return [Offer("capture", "scaled", options="scaled_options:Options")]
+
+@hookimpl
+def capture(name, target, request, options):
+    from draftcore.local_capture import LocalCapture
+    from draftcore.records import CapturedGroup
+
+    class Scaled(LocalCapture):
+        def features(self, groups):
+            for one in super().features(groups):
+                rows = [{n: t * options.scale for n, t in row.items()} for row in one.features]
+                yield CapturedGroup(one.group, tuple(rows))
+
+    return Scaled(target, request)
+"""
+OPTIONS = """
+from pydantic import BaseModel, Field
+from draftcore.provenance import SAME_FEATURES
+
+class Options(BaseModel):
+    scale: float = 1.0
+    patience: float = Field(default=3.0, json_schema_extra=SAME_FEATURES)
+"""
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file for all tests, as a loose plugin's module is imported once."""
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "scaled_options.py").write_text(OPTIONS)
+    file = folder / "scaled.py"
+    file.write_text(PLUGIN)
+    return file
+
+
+@pytest.fixture
+def scaled(tmp_path, new_project):
+    options = {"name": "scaled", "batch": 4, "options": {"scale": 2.0}}
+    return new_project(tmp_path / "project", capture=options)
+
+
+def test_features_of_another_option_are_refused_and_named(scaled, plugin, tmp_path):
+    scaled.cli("capture", plugin=plugin)
+    other = (f"run={tmp_path / 'other'}", "train.max_steps=1")
+    refused = scaled.cli("train", *other, "capture.options.scale=3", plugin=plugin, ok=False)
+    assert refused.exit_code == 2
+    assert 'capture.options: {"scale": 3.0} here, {"scale": 2.0} in the store' in refused.output
+    assert "target:" not in refused.output
+    refused = scaled.cli("train", *other, "capture.options={}", plugin=plugin, ok=False)
+    assert 'capture.options: as by default here, {"scale": 2.0} in the store' in refused.output
+    scaled.cli("train", *other, "capture.options.patience=9", plugin=plugin)
+
+
+def test_features_computed_in_another_type_are_refused_though_stored_alike(scaled, plugin):
+    scaled.cli("capture", "capture.dtype=bfloat16", plugin=plugin)
+    other = ("capture.dtype=bfloat16", "target.dtype=bfloat16")
+    refused = scaled.cli("train", *other, plugin=plugin, ok=False)
+    assert 'target.dtype: "bfloat16" here, "float32" in the store' in refused.output
+
+
+def test_a_run_goes_on_with_options_that_change_no_feature_alone(scaled, plugin):
+    """Where the features lie in the run's memory there is no store to refuse them."""
+    scaled.cli("train", "store=memory", "train.max_steps=2", plugin=plugin)
+    more = ("store=memory", "train.max_steps=4")
+    refused = scaled.cli("train", *more, "capture.options.scale=3", plugin=plugin, ok=False)
+    assert "capture.options: {'scale': 2.0} then, {'scale': 3.0} now" in refused.output
+    scaled.cli("train", *more, "capture.options.patience=9", plugin=plugin)
+    assert list(scaled.losses()) == [1, 2, 3, 4]
+
+
+def test_a_producer_with_another_option_is_refused(scaled, plugin):
+    registry = load(files=[plugin])
+
+    def run_of(role, *changes):
+        channel = f"channel=sqlite:{scaled.folder / 'channel.db'}"
+        return Run(load_config(scaled.yaml, (channel, *changes)), registry, role=role)
+
+    trainer = run_of("trainer")
+    trainer.channel.announce({"provenance": trainer.provenance, "store": trainer.store_uri})
+    alike = run_of("producer", "capture.options.patience=9")
+    require_same_capture(alike)
+    other = run_of("producer", "capture.options.scale=3")
+    with pytest.raises(DraftcoreError, match=r'scale": 3.0} here, {"scale": 2.0} for the trainer'):
+        require_same_capture(other)
+    for run in (alike, other, trainer):
+        run.channel.close()
