@@ -163,21 +163,34 @@ def test_a_sliding_window_target_decodes_the_same(tmp_path, drafter, prompts):
     assert found == decode(target, drafter, prompts)
 
 
-def test_a_graph_plugin_sees_every_round(target, drafter, prompts):
-    class Noting(GraphPlugin):
-        def __init__(self):
-            self.captured, self.lengths = [], []
+class Noting(GraphPlugin):
+    def __init__(self):
+        self.captured, self.replayed = [], []
 
-        def on_capture(self, key, batch):
-            self.captured.append(key)
+    def on_capture(self, key, batch, work):
+        self.captured.append(key)
+        return work
 
-        def on_replay(self, key, batch):
-            self.lengths.append((key.variant, batch["lengths_B"].tolist()))
+    def on_replay(self, key, batch):
+        self.replayed.append((key.variant, batch["lengths_B"].tolist(), batch["live_B"].tolist()))
 
+
+def test_a_graph_plugin_sees_every_round_and_which_rows_are_real(target, drafter, prompts):
     plugin = Noting()
     runner = make(target, drafter, [plugin])
     decode(target, drafter, prompts[:3], runner)
     assert len(plugin.captured) == runner.captures == 9
-    assert plugin.lengths[0] == ("draft", [5, 20, 1, 5])
-    assert plugin.lengths[1] == ("verify", [5, 20, 1, 5])
-    assert len(plugin.lengths) == runner.counts["replayed"]
+    real = [True, True, True, False]
+    assert plugin.replayed[0] == ("draft", [5, 20, 1, 5], real)
+    assert plugin.replayed[1] == ("verify", [5, 20, 1, 5], real)
+    assert len(plugin.replayed) == runner.counts["replayed"]
+    assert plugin.replayed[-1][2] in ([True], [True, True], [True, False])  # of a smaller bucket
+
+
+def test_a_graph_plugin_that_divides_what_is_decoded_is_refused(target, drafter, prompts):
+    class Dividing(Noting):
+        def on_capture(self, key, batch, work):
+            return lambda whole: work({name: value[:1] for name, value in whole.items()})
+
+    with pytest.raises(DraftcoreError, match=r"divided a batch of 4 .*\n.*'phase:prefill'"):
+        decode(target, drafter, prompts, make(target, drafter, [Dividing()]))

@@ -103,7 +103,7 @@ class TwoBatchOverlap(GraphPlugin):
         if not hasattr(self, "counts_2"):
             self.counts_2 = torch.zeros(2, dtype=torch.int32, device=lengths_B.device)
         self.on_replay(key, batch)
-        return work if cut is None else Halves(work, cut)
+        return work if cut is None else Halves(work, cut, batch)
 
     def on_replay(self, key: ShapeKey, batch: Batch) -> None:
         """Count the live tokens of the halves; a bucket that is not cut has them in the first."""
@@ -119,11 +119,12 @@ class Halves:
 
     work: Work
     cut: Cut
+    whole: Batch
 
     def __call__(
         self, batch: Batch, *, ends: DividedRow | None = None, begins: DividedRow | None = None
     ) -> Outputs:
-        if ends is not None or begins is not None:  # another plugin has cut it
+        if batch is not self.whole:  # another plugin has cut it
             return self.work(batch, ends=ends, begins=begins)
         row = DividedRow(self.cut.inside, _width(batch)) if self.cut.inside else None
         first, second = split(batch, self.cut)

@@ -71,4 +71,4 @@ def test_a_mode_of_another_compiler_is_refused():
 
 def test_names_of_others_are_left_to_others():
     assert plugin.graph_backend("recording", None) is None
-    assert plugin.graph_plugin("other") is None
+    assert plugin.graph_plugin("other", None) is None
