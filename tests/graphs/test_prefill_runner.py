@@ -15,6 +15,7 @@ from draftcore.graphs.recording import RecordingBackend
 from draftcore.graphs.resolve import Phase
 from draftcore.records import FeatureRequest
 from draftcore.target import TargetModel, TargetSpec
+from draftcore.testing.replays import largest_gap
 from draftcore.testing.targets import tiny_target
 
 REQUEST = FeatureRequest((1, 4), True, "float32")
@@ -57,6 +58,31 @@ def test_replay_gives_the_bits_of_eager_on_the_same_padded_batch(target, prompts
     eager = target.static_features(padded_BT, REQUEST)
     for name in REQUEST.names:
         assert torch.equal(found[name], eager[name][:, : tokens_BT.shape[1]])
+
+
+def test_every_bucket_replays_to_the_bits_of_eager(target, prompts):
+    runner = make(target)
+    for batch in (prompts, prompts[:2], prompts[2:], [prompts[0]] * 4):
+        runner.features(*right_padded(batch, "cpu"), REQUEST)
+    assert len(runner.captured) == 4
+    for key in sorted(runner.captured):
+        assert largest_gap(runner, key) == 0, key
+
+
+def test_every_buffer_is_filled_anew_for_every_batch(target, prompts):
+    """A slot that was left out of a filling would go on with the values of another batch."""
+    runner, given = make(target), right_padded(prompts, "cpu")
+    right = runner.features(*given, REQUEST)
+    for storage in runner.buffers.storage.values():
+        storage.fill_(77)
+    found = runner.features(*given, REQUEST)
+    assert all(torch.equal(found[name], value) for name, value in right.items())
+    tokens_BT, lengths_B = given
+    batch = runner.buffers.view(ShapeKey(4, 32))
+    assert torch.equal(batch["tokens_BT"][:, :20], tokens_BT)
+    assert batch["tokens_BT"][:, 20:].eq(0).all()
+    assert torch.equal(batch["lengths_B"], lengths_B)
+    assert batch["live_B"].all()
 
 
 def test_all_buckets_are_captured_at_first_use_the_largest_first(target, prompts):

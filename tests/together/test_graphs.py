@@ -200,7 +200,7 @@ def columns(result) -> list[list[str]]:
             "graphs.decode.plugins=[tbo]",
             "graphs.decode.plugins: Input should be a valid dictionary",
         ),
-        ("graphs.prefill.plugins.tbo.share=1", "share: unknown key; there are least_share"),
+        ("graphs.prefill.plugins.tbo.share=1", "share: unknown key (did you mean 'least_share'?)"),
         (
             "graphs.prefill.plugins={tbo: {}}",
             "graphs.prefill.plugins.tbo was set, and the rule 'nothing-captured' refuses it",
