@@ -30,6 +30,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.graphs.parts import DividedRow
 from draftcore.graphs.prefill import EagerPrefillRunner, PrefillRunner
 from draftcore.records import FeatureRequest
 
@@ -211,20 +212,34 @@ class TargetModel:
         return {**taken, "last_hidden": output.last_hidden_state}
 
     @torch.inference_mode()
-    def static_features(self, tokens_BT: Tensor, request: FeatureRequest) -> dict[str, Tensor]:
+    def static_features(
+        self,
+        tokens_BT: Tensor,
+        request: FeatureRequest,
+        ends: DividedRow | None = None,
+        begins: DividedRow | None = None,
+    ) -> dict[str, Tensor]:
         """As `features` for rows of any length, without a look at the host: graphs can hold it.
 
         transformers looks at a mask of the padding before it makes its own. Right-padded rows need
-        none: what is padded comes after every token that counts.
+        none: what is padded comes after every token that counts. `ends` and `begins` are the rows
+        that these share with another part of their batch (`draftcore.graphs.Work`).
         """
-        T = tokens_BT.shape[1]
-        positions_1T = torch.arange(T, device=tokens_BT.device)[None]
+        span = tokens_BT.shape[1]
+        positions_BT = torch.arange(span, device=tokens_BT.device)[None]
+        cache = None
+        assert ends is None or begins is None
+        if ends is not None:
+            cache = ends.beginning(len(self.layers))
+        if begins is not None:
+            cache, span, positions_BT = begins.rest(), begins.length, begins.positions(tokens_BT)
         with self._tap(request) as taken:
             output = self.decoder(
                 input_ids=tokens_BT,
-                position_ids=positions_1T,
-                attention_mask=self._masks(positions_1T, T),
-                use_cache=False,
+                position_ids=positions_BT,
+                attention_mask=self._masks(positions_BT, span),
+                past_key_values=cache,
+                use_cache=cache is not None,
             )
         return {**taken, "last_hidden": output.last_hidden_state}
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("graph", "recording")]
+    return [Offer("graph", "recording", frozenset({"forks"}))]
 
 
 @hookimpl

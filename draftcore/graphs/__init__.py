@@ -11,13 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from draftcore.graphs.parts import DividedRow
+
 # A tensor, None, or a dict, tuple or list of outputs.
 Outputs: TypeAlias = Any
+# The static buffers of a bucket by name, or a part of their rows.
+Batch: TypeAlias = "Mapping[str, Tensor]"
 
 
 @dataclass(frozen=True, order=True)
@@ -42,7 +46,10 @@ class GraphBackend(ABC):
 
     @abstractmethod
     def capture_session(self) -> AbstractContextManager[None]:
-        """Wrap a runner's whole loop over its buckets, the largest first."""
+        """Wrap a runner's whole loop over its buckets, the largest first.
+
+        A mechanism that the garbage collector would disturb keeps it out here.
+        """
 
     @abstractmethod
     def capture_one(self, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
@@ -52,7 +59,7 @@ class GraphBackend(ABC):
         """
 
     @abstractmethod
-    def can_run(self, batch: Mapping[str, Tensor], key: ShapeKey) -> bool:
+    def can_run(self, batch: Batch, key: ShapeKey) -> bool:
         """Say whether this static batch can be replayed under this key."""
 
     @abstractmethod
@@ -72,17 +79,38 @@ class GraphBackend(ABC):
         """Drop graphs, outputs and memory pools; captures may follow again."""
 
 
+class Work(Protocol):
+    """What is done for a bucket, and recorded."""
+
+    def __call__(
+        self, batch: Batch, *, ends: DividedRow | None = None, begins: DividedRow | None = None
+    ) -> Outputs:
+        """Work on these rows, and return outputs [rows, ...], those per token [rows, tokens, ...].
+
+        The batch may be a part of the bucket's rows, and fewer of their tokens, in prefill only:
+        elsewhere a part raises DraftcoreError. A row may be divided between two parts: its
+        beginning is the last row of the one that it `ends`, its rest the first row of the one
+        that it `begins`, which is called second.
+        """
+        ...
+
+
 class GraphPlugin(ABC):
     """A cross-cutting feature, told of each capture and each replay.
 
-    `batch` holds the static buffers by name, padded; `lengths_B` among them says what is live. A
-    plugin writes only into buffers that it allocated before capture.
+    `batch` holds the static buffers by name, padded. `live_B` among them is true for the rows that
+    are no padding, whose lengths `lengths_B` says; what else is in rows of padding is the phase's.
+    A plugin writes only into buffers that it allocated before capture, and waits for no device.
     """
 
     @abstractmethod
-    def on_capture(self, key: ShapeKey, batch: Mapping[str, Tensor]) -> None:
-        """Called before the bucket `key` is captured over this batch."""
+    def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
+        """Return what is recorded for the bucket `key`: `work`, or what does it in another way.
+
+        Called before each capture of the bucket. What is returned is called on `batch`, and
+        gives the outputs of `work(batch)` within rounding.
+        """
 
     @abstractmethod
-    def on_replay(self, key: ShapeKey, batch: Mapping[str, Tensor]) -> None:
+    def on_replay(self, key: ShapeKey, batch: Batch) -> None:
         """Called before each replay of `key`, when the batch is filled."""

@@ -28,7 +28,9 @@ class PhaseConfig(BaseModel):
         None, description="prefill: padded tokens of a row; decode: cache slots that are attended"
     )
     padding: bool = Field(True, description="pad to the next bucket; else only exact sizes replay")
-    plugins: tuple[str, ...] = Field((), description="graph plugins told of captures and replays")
+    plugins: dict[str, dict[str, Any]] = Field(
+        {}, description="graph plugins that see captures and replays, each with its options"
+    )
 
 
 class GraphsConfig(BaseModel):

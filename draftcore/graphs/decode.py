@@ -14,12 +14,14 @@ Shape letters: B live rows, R rows of the bucket, K drafts, T = K + 1 tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from draftcore.errors import DraftcoreError
 from draftcore.evaluation import Drafter
 from draftcore.evaluation.decode import (
     EagerRunner,
@@ -29,9 +31,10 @@ from draftcore.evaluation.decode import (
     read_prompts,
     verify,
 )
-from draftcore.graphs import GraphBackend, GraphPlugin, Outputs, ShapeKey
+from draftcore.graphs import Batch, GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.graphs.buckets import pad_to
 from draftcore.graphs.buffers import Padding, Slot, StaticBuffers
+from draftcore.graphs.parts import DividedRow
 from draftcore.graphs.resolve import Phase
 from draftcore.graphs.runners import GraphRunner
 from draftcore.graphs.states import narrow, settle, tensors
@@ -81,6 +84,7 @@ class DecodeGraphRunner(GraphRunner):
         slots = (
             Slot("last_B", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
             Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
+            Slot("live_B", lambda key: (key.rows,), torch.bool, "rows"),
             Slot("source_B", lambda key: (key.rows,), torch.long, "rows"),  # ZERO: the first row
             Slot("drafts_BK", lambda key: (key.rows, K), torch.long, "none"),
         )
@@ -137,7 +141,8 @@ class DecodeGraphRunner(GraphRunner):
 
     def place(self, rows: int, last_B: Tensor, lengths_B: Tensor) -> None:
         source_B = torch.arange(len(last_B), device=last_B.device)
-        live = {"last_B": last_B, "lengths_B": lengths_B, "source_B": source_B}
+        live_B = torch.ones_like(last_B, dtype=torch.bool)
+        live = {"last_B": last_B, "lengths_B": lengths_B, "live_B": live_B, "source_B": source_B}
         self.buffers.fill(ShapeKey(rows), live)
 
     def before_capture(self, key: ShapeKey) -> None:
@@ -149,27 +154,41 @@ class DecodeGraphRunner(GraphRunner):
         modules = (self.target.model, self.module)
         return [t for module in modules for t in (*module.parameters(), *module.buffers())]
 
-    def work(self, key: ShapeKey) -> Callable[[], Outputs]:
+    def work(self, key: ShapeKey) -> Work:
         kinds = {DRAFT: self._draft, VERIFY: self._verify, PLAIN: self._plain}
-        return kinds[key.variant](key)
+        return functools.partial(self._undivided, key, kinds[key.variant](key))
 
-    def _draft(self, key: ShapeKey) -> Callable[[], Outputs]:
-        buffers = self.buffers.view(key)
+    def _undivided(
+        self,
+        key: ShapeKey,
+        do: Callable[[Batch], Outputs],
+        batch: Batch,
+        *,
+        ends: DividedRow | None = None,
+        begins: DividedRow | None = None,
+    ) -> Outputs:
+        if len(batch["lengths_B"]) != key.rows or ends is not None or begins is not None:
+            raise DraftcoreError(
+                f"a graph plugin divided a batch of {key.rows} rows that are decoded: their caches "
+                "lie in place\n  let its offer have the capability 'phase:prefill'"
+            )
+        return do(batch)
 
-        def draft() -> None:
+    def _draft(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
+        def draft(batch: Batch) -> None:
             state = narrow(self.state, key.rows)
             drafts_BK, _ = self.drafter.propose(state)
-            buffers["drafts_BK"].copy_(drafts_BK)
+            batch["drafts_BK"].copy_(drafts_BK)
             settle(self.state, state)
 
         return draft
 
-    def _verify(self, key: ShapeKey) -> Callable[[], Outputs]:
-        buffers, cache = self.buffers.view(key), self.cache.narrow(key.rows)
-        last_B, lengths_B, source_B = (buffers[n] for n in ("last_B", "lengths_B", "source_B"))
-        drafts_BK, generator = buffers["drafts_BK"], torch.Generator(self.target.device)
+    def _verify(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
+        cache, generator = self.cache.narrow(key.rows), torch.Generator(self.target.device)
 
-        def read_and_verify() -> tuple[Tensor, Tensor]:
+        def read_and_verify(batch: Batch) -> tuple[Tensor, Tensor]:
+            last_B, lengths_B, source_B = (batch[n] for n in ("last_B", "lengths_B", "source_B"))
+            drafts_BK = batch["drafts_BK"]
             features = read_drafts(
                 self.target, cache, last_B, drafts_BK, lengths_B, key.length, self.drafter
             )
@@ -185,11 +204,11 @@ class DecodeGraphRunner(GraphRunner):
 
         return read_and_verify
 
-    def _plain(self, key: ShapeKey) -> Callable[[], Outputs]:
-        buffers, cache = self.buffers.view(key), self.cache.narrow(key.rows)
-        last_B, lengths_B = buffers["last_B"], buffers["lengths_B"]
+    def _plain(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
+        cache = self.cache.narrow(key.rows)
 
-        def step() -> None:
+        def step(batch: Batch) -> None:
+            last_B, lengths_B = batch["last_B"], batch["lengths_B"]
             last_B.copy_(read_one(self.target, cache, last_B, lengths_B, key.length))
             lengths_B.add_(1)
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from draftcore.errors import UsageError
-from draftcore.graphs import GraphBackend, GraphPlugin, Outputs, ShapeKey
+from draftcore.graphs import Batch, GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.graphs.breaks import run_eager
 from draftcore.graphs.buckets import pad_to
-from draftcore.graphs.buffers import Padding, Slot, StaticBuffers
-from draftcore.graphs.resolve import Phase
+from draftcore.graphs.buffers import Slot, StaticBuffers
+from draftcore.graphs.parts import DividedRow
+from draftcore.graphs.resolve import RULES, Phase, conflict
 from draftcore.graphs.runners import GraphRunner
 from draftcore.records import FeatureRequest
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 SLOTS = (
     Slot("tokens_BT", lambda key: (key.rows, key.length), torch.long, "tokens"),
-    Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows", Padding.FILL, 1),
+    Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows"),
+    Slot("live_B", lambda key: (key.rows,), torch.bool, "rows"),
 )
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 # Relative to the largest number of a feature: one model with two ways to make its masks. Other
@@ -96,18 +98,22 @@ class PrefillGraphRunner(GraphRunner):
             for rows in self.phase.rows
             for length in self.phase.lengths
         )
-        outputs = self.run(key, {"tokens_BT": tokens_BT, "lengths_B": lengths_B})
+        live_B = torch.ones_like(lengths_B, dtype=torch.bool)
+        live = {"tokens_BT": tokens_BT, "lengths_B": lengths_B, "live_B": live_B}
+        outputs = self.run(key, live)
         dtype = getattr(torch, request.dtype)
         found = {name: outputs[name][:B, :T].to(dtype, copy=True) for name in request.names}
         if self.masks_differ is None:
             return self._checked(found, tokens_BT, lengths_B, request)
         return found
 
-    def work(self, key: ShapeKey) -> Callable[[], Outputs]:
-        tokens_BT, request = self.buffers.view(key)["tokens_BT"], self.requests[key.variant]
+    def work(self, key: ShapeKey) -> Work:
+        request = self.requests[key.variant]
 
-        def forward() -> Outputs:
-            taken = self.target.static_features(tokens_BT, request)
+        def forward(
+            batch: Batch, *, ends: DividedRow | None = None, begins: DividedRow | None = None
+        ) -> Outputs:
+            taken = self.target.static_features(batch["tokens_BT"], request, ends, begins)
             return {name: taken[name] for name in request.names}
 
         return forward
@@ -117,9 +123,10 @@ class PrefillGraphRunner(GraphRunner):
         return [*decoder.parameters(), *decoder.buffers()]
 
     def before_capture(self, key: ShapeKey) -> None:
-        """Tokens 0 in rows of one token."""
-        for slot in self.buffers.slots.values():
-            self.buffers.view(key)[slot.name].fill_(slot.value)
+        """Full rows of tokens 0."""
+        batch = self.buffers.view(key)
+        for name, value in (("tokens_BT", 0), ("lengths_B", key.length), ("live_B", True)):
+            batch[name].fill_(value)
 
     def _capture(self, keys: Sequence[ShapeKey]) -> None:
         with ExitStack() as stack:
@@ -149,12 +156,12 @@ class PrefillGraphRunner(GraphRunner):
         bound = SAME_MASKS.get(self.target.dtype, SAME_MASKS_IN_HALF)
         self.masks_differ = gap > bound
         if self.masks_differ and self.phase.decided.get("backend") == "you":
-            raise UsageError(
-                f"graphs.prefill.backend={self.phase.backend} was set, and the rule 'masks' refuses it\n"
-                f"  with masks that a graph can hold, {worst} of {self.target.spec.path!r} differs from "
-                f"the model's own by {gap:.3g} of its largest number (bound {bound:.3g})\n"
-                "  set graphs.prefill.backend=eager"
+            (rule,) = (rule for rule in RULES if rule.name == "masks")
+            fault = (
+                f"{worst} of {self.target.spec.path!r} differs from the model's own by {gap:.3g} "
+                f"of its largest number (bound {bound:.3g})"
             )
+            raise UsageError(conflict("prefill", self.phase.backend, rule, {"masks": fault}))
         return own if self.masks_differ else found
 
 

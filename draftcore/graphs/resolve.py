@@ -24,16 +24,18 @@ MOST = 16
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules judge by. `state_fault` is known only where a drafter is.
+    """What the rules judge by.
 
-    `rows` and `longest` bound the batches of the phase. `backends` maps each usable graph backend
-    to its capabilities, `capture` are those of the run's capture backend.
+    `rows` and `longest` bound the batches of the phase. `backends` and `plugins` map each usable
+    graph backend and plugin to its capabilities, `capture` are those of the run's capture backend.
+    `faults` says, by rule, what only a running draft or target shows.
     """
 
     rows: int
     longest: int
     device: str
     backends: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    plugins: Mapping[str, frozenset[str]] = field(default_factory=dict)
     capture: frozenset[str] = frozenset({"graphs"})
     attention: str | None = None
     layer_kinds: frozenset[str] = frozenset()
@@ -41,7 +43,7 @@ class Facts:
     rope: frozenset[str] = frozenset()
     experts: str | None = None
     temperature: float = 0.0
-    state_fault: str | None = None
+    faults: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,28 +56,50 @@ class Phase:
     rows: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     padding: bool = True
-    plugins: tuple[str, ...] = ()
+    plugins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     decided: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def lines(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield phase, key, value and who decided, for `--plan`."""
+        """Yield phase, key, value and who decided, for `--plan`, and the rules that are to speak."""
         yield self.name, "backend", self.backend, self.decided["backend"]
+        if self.backend == EAGER:
+            return
         for key in ("options", "rows", "lengths", "padding", "plugins"):
-            if self.backend != EAGER:
-                value = getattr(self, key)
-                shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                yield self.name, key, shown or "none", self.decided[key]
+            yield self.name, key, _shown(getattr(self, key)), self.decided[key]
+        outcome = "an error" if self.decided["backend"] == "you" else "eager"
+        for rule in RULES:
+            if self.name in rule.phases and rule.judge:
+                yield self.name, f"rule {rule.name}", f"{outcome} if it speaks", rule.judge
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = tuple(f"{key}={of}" if of != {} else key for key, of in value.items())
+    return (" ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A reason why a phase cannot run through graphs, and what the user may do about it."""
+    """A reason why a phase cannot run through graphs, and what the user may do about it.
+
+    `judge` is what gives it its fact, where that is known only when the phase runs.
+    """
 
     name: str
     phases: tuple[PhaseName, ...]
     refuses: Callable[[Facts, frozenset[str]], bool]
     reason: str
     remedy: str = ""
+    judge: str = ""
+
+
+@dataclass(frozen=True)
+class PluginRule:
+    """A reason why a graph plugin cannot work, by its capabilities and those of the backend."""
+
+    name: str
+    refuses: Callable[[PhaseName, frozenset[str], frozenset[str] | None], bool]
+    reason: str
 
 
 BOTH: tuple[PhaseName, ...] = ("prefill", "decode")
@@ -142,8 +166,37 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "drafter-state",
         ("decode",),
-        lambda facts, able: facts.state_fault is not None,
+        lambda facts, able: "drafter-state" in facts.faults,
         "the algorithm's decoding state cannot lie in static buffers",
+        judge="the draft's state",
+    ),
+    Rule(
+        "masks",
+        ("prefill",),
+        lambda facts, able: "masks" in facts.faults,
+        "the target does not keep to masks that a graph can hold",
+        judge="the first batch",
+    ),
+)
+
+# Refused is what the predicate says of the phase, the plugin and the backend, None for eager.
+PLUGIN_RULES: tuple[PluginRule, ...] = (
+    PluginRule(
+        "nothing-captured",
+        lambda phase, words, able: able is None,
+        "a graph plugin sees captures and replays, and in eager there are none",
+    ),
+    PluginRule(
+        "phase",
+        lambda phase, words, able: (
+            any(word.startswith("phase:") for word in words) and f"phase:{phase}" not in words
+        ),
+        "the plugin does not work in this phase",
+    ),
+    PluginRule(
+        "forks",
+        lambda phase, words, able: "forks" in words and "forks" not in (able or ()),
+        "the plugin forks streams off, which the backend cannot record",
     ),
 )
 
@@ -154,11 +207,13 @@ def resolve(name: PhaseName, given: PhaseConfig, facts: Facts) -> Phase:
     backend = given.backend
     if backend == AUTO:
         backend, decided["backend"] = _fitting(facts)
-    rule = _refusing(name, facts, facts.backends.get(backend, frozenset()))
+    able = facts.backends.get(backend, frozenset())
+    rule = _refusing(name, facts, able)
     if backend != EAGER and rule is not None:
         if given.backend != AUTO:
-            raise UsageError(_conflict(name, backend, rule, facts))
-        backend, decided["backend"] = EAGER, f"rule {rule.name}: {_reason(rule, facts)}"
+            raise UsageError(conflict(name, backend, rule, facts.faults))
+        backend, decided["backend"] = EAGER, f"rule {rule.name}: {_reason(rule, facts.faults)}"
+    _check_plugins(name, given, backend, None if backend == EAGER else able, facts)
     if backend == EAGER:
         return Phase(name, decided=decided)
     return Phase(
@@ -191,18 +246,43 @@ def _refusing(name: PhaseName, facts: Facts, able: frozenset[str]) -> Rule | Non
     return next(rules, None)
 
 
-def _reason(rule: Rule, facts: Facts) -> str:
-    fault = f": {facts.state_fault}" if rule.name == "drafter-state" else ""
-    return rule.reason + fault
+def _reason(rule: Rule, faults: Mapping[str, str]) -> str:
+    return ": ".join((rule.reason, *(why for name, why in faults.items() if name == rule.name)))
 
 
-def _conflict(name: str, backend: str, rule: Rule, facts: Facts) -> str:
+def conflict(name: str, backend: str, rule: Rule, faults: Mapping[str, str]) -> str:
+    """Say that a rule refuses the backend that the user named."""
     also = f", or {rule.remedy}" if rule.remedy else ""
     return (
         f"graphs.{name}.backend={backend} was set, and the rule {rule.name!r} refuses it\n"
-        f"  {_reason(rule, facts)}\n"
+        f"  {_reason(rule, faults)}\n"
         f"  set graphs.{name}.backend=eager{also}"
     )
+
+
+def _check_plugins(
+    name: PhaseName, given: PhaseConfig, backend: str, able: frozenset[str] | None, facts: Facts
+) -> None:
+    """Raise UsageError for a plugin that a rule refuses: what the user set is never left out."""
+    for plugin in given.plugins:
+        words = facts.plugins.get(plugin, frozenset())
+        rule = _refusing_plugin(name, words, able)
+        if rule is not None:
+            others = (
+                b for b, can in facts.backends.items() if not _refusing_plugin(name, words, can)
+            )
+            also = " or ".join(sorted(others))
+            raise UsageError(
+                f"graphs.{name}.plugins.{plugin} was set, and the rule {rule.name!r} refuses it "
+                f"with the backend {backend!r}\n  {rule.reason}\n"
+                f"  leave the plugin out{f', or set graphs.{name}.backend to {also}' * bool(also)}"
+            )
+
+
+def _refusing_plugin(
+    name: PhaseName, words: frozenset[str], able: frozenset[str] | None
+) -> PluginRule | None:
+    return next((rule for rule in PLUGIN_RULES if rule.refuses(name, words, able)), None)
 
 
 def _rows(name: PhaseName, given: PhaseConfig, facts: Facts) -> tuple[int, ...]:

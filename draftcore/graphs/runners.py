@@ -8,16 +8,15 @@ moved everything is captured anew. A bucket that is not there runs as it is, and
 
 from __future__ import annotations
 
-import gc
+import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from draftcore.graphs import GraphBackend, GraphPlugin, Outputs, ShapeKey
+from draftcore.graphs import GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.graphs.buckets import largest_first, pad_to
 from draftcore.graphs.buffers import StaticBuffers
 from draftcore.graphs.resolve import Phase
@@ -42,8 +41,8 @@ class GraphRunner(ABC):
         self.buffers: StaticBuffers
 
     @abstractmethod
-    def work(self, key: ShapeKey) -> Callable[[], Outputs]:
-        """The function of a bucket. It reads and writes the static buffers only."""
+    def work(self, key: ShapeKey) -> Work:
+        """The function of a bucket. It reads and writes static buffers only."""
 
     @abstractmethod
     def weights(self) -> Iterable[Tensor]:
@@ -80,7 +79,7 @@ class GraphRunner(ABC):
             batch = self.buffers.fill(key, live)
             if key not in self.captured or not self.backend.can_run(batch, key):
                 self.tally.counts["not captured" if key not in self.captured else "refused"] += 1
-                return self.work(key)()
+                return self.work(key)(batch)
             for plugin in self.plugins:
                 plugin.on_replay(key, batch)
             self.tally.counts["replayed"] += 1
@@ -94,28 +93,16 @@ class GraphRunner(ABC):
 
     def _capture(self, keys: Sequence[ShapeKey]) -> None:
         try:
-            with frozen_heap(), self.backend.capture_session():
+            with self.backend.capture_session():
                 for key in keys:
                     self.before_capture(key)
+                    work, batch = self.work(key), self.buffers.view(key)
                     for plugin in self.plugins:
-                        plugin.on_capture(key, self.buffers.view(key))
-                    self.backend.capture_one(key, self.work(key))
+                        work = plugin.on_capture(key, batch, work)
+                    self.backend.capture_one(key, functools.partial(work, batch))
                     self.captured.add(key)
                     self.tally.captures += 1
         except BaseException:
             self.backend.cleanup()
             self.captured.clear()
             raise
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Keep the garbage collector from freeing device memory in the middle of a capture."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -7,7 +7,7 @@
 
 There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each kind of offer:
 `algorithms.AlgorithmSuite`, `captures.CaptureSuite`, `stores.StoreSuite`, `channels.ChannelSuite`,
-`graphs.GraphBackendSuite`.
+`graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`.
 `draftcore check-plugin NAME` runs all that apply. A suite opens everything through the plugin's
 hooks, as a run does. The suites need pytest: `pip install draftcore[testing]`.
 """
@@ -26,7 +26,7 @@ from draftcore.explain import validate
 from draftcore.hookspecs import Specs
 from draftcore.offers import Kind, Offer
 
-SUITES = ("algorithms", "captures", "channels", "graphs", "plugins", "stores")
+SUITES = ("algorithms", "captures", "channels", "graph_plugins", "graphs", "plugins", "stores")
 PARTS = ("algorithm_training", "channel_ends", "channel_faults")  # of a suite
 # Asserts in a suite explain themselves as those of a test file do.
 pytest.register_assert_rewrite(*(f"draftcore.testing.{name}" for name in (*SUITES, *PARTS)))

@@ -144,7 +144,7 @@ class PluginSuite(Suite):
             assert bind(Registry((found,)), kind, name).plugin is found
 
     def test_a_graph_offer_is_opened(self, found: Plugin, offers: tuple[Offer, ...]) -> None:
-        """The other kinds are opened by suites of their own."""
+        """Its hook answers its name; what comes is judged by the suite of its kind."""
         graphs = [offer for offer in offers if offer.kind in ("graph", "graph-plugin")]
         if not graphs:
             pytest.skip("it offers nothing for graphs")

@@ -19,6 +19,7 @@ from draftcore.graphs.decode import DecodeGraphRunner
 from draftcore.graphs.recording import RecordingBackend
 from draftcore.graphs.resolve import Phase
 from draftcore.target import TargetModel, TargetSpec
+from draftcore.testing.replays import largest_gap
 from draftcore.testing.targets import tiny_target
 
 CONFIG = EvalConfig(max_new_tokens=24, batch=4)
@@ -45,6 +46,36 @@ def test_token_streams_and_acceptance_are_those_of_eager_decoding(target, drafte
     assert runner.counts.keys() == {"replayed"}
 
 
+def test_every_bucket_replays_to_the_bits_of_eager(target, drafter, prompts):
+    """Outputs, buffers, caches and the drafter's state, where real rows stand."""
+    runner = make(target, drafter)
+    decode(target, drafter, prompts, runner)
+    with torch.inference_mode():
+        runner.admit(4, *right_padded(prompts, "cpu"))
+    assert len(runner.captured) == 9
+    for key in sorted(runner.captured):
+        assert largest_gap(runner, key) == 0, key
+
+
+def test_a_replay_that_differs_in_a_cache_alone_shows(target, drafter, prompts):
+    """The comparison itself can fail."""
+
+    class Meddling(RecordingBackend):
+        def replay(self, key):
+            found = super().replay(key)
+            runner.cache.tensors()[0][0, 0].add_(0.5)
+            return found
+
+    phase = Phase("decode", "recording", rows=(2,), lengths=(32,))
+    runner = DecodeGraphRunner(target, drafter, drafter.module, phase, Meddling())
+    runner.reserve(2, 30)
+    with torch.inference_mode():
+        runner.ready(runner.keys())
+    assert [largest_gap(runner, key) for key in sorted(runner.captured)] == pytest.approx(
+        [0.5, 0.5]
+    )
+
+
 def test_an_evaluation_through_graphs_is_lossless(target, drafter, prompts):
     runner = make(target, drafter)
     report = evaluate_prompts(
@@ -61,6 +92,27 @@ def test_a_batch_leaves_nothing_behind_for_the_next(target, drafter, prompts):
     decode(target, drafter, prompts, runner)
     again = prompts[::-1][:3]
     assert decode(target, drafter, again, runner) == decode(target, drafter, again)
+
+
+@torch.inference_mode()
+def test_warming_up_and_capturing_leave_nothing_for_the_first_batch(target, drafter, prompts):
+    """They call the work several times, which moves rows on and writes the caches."""
+    runner = make(target, drafter)
+    runner.reserve(4, 64)
+    tokens_BT, lengths_B = right_padded(prompts, "cpu")
+    flights = []
+    for _ in range(2):
+        runner.forget()
+        for tensor in runner.cache.tensors():
+            tensor.fill_(3.0)
+        flight = runner.start(tokens_BT, lengths_B, 60, 0.0, torch.Generator())
+        rows = {name: value.clone() for name, value in runner.buffers.view(ShapeKey(4)).items()}
+        flight.propose()
+        flights.append((rows, flight.verify(64)))
+    (first, tokens), (second, again) = flights
+    assert first["lengths_B"].tolist() == lengths_B.tolist()
+    assert all(torch.equal(first[name], second[name]) for name in ("last_B", "lengths_B", "live_B"))
+    assert all(torch.equal(one, other) for one, other in zip(tokens, again, strict=True))
 
 
 def test_a_row_of_padding_stands_where_the_row_it_repeats_stands(
@@ -163,21 +215,34 @@ def test_a_sliding_window_target_decodes_the_same(tmp_path, drafter, prompts):
     assert found == decode(target, drafter, prompts)
 
 
-def test_a_graph_plugin_sees_every_round(target, drafter, prompts):
-    class Noting(GraphPlugin):
-        def __init__(self):
-            self.captured, self.lengths = [], []
+class Noting(GraphPlugin):
+    def __init__(self):
+        self.captured, self.replayed = [], []
 
-        def on_capture(self, key, batch):
-            self.captured.append(key)
+    def on_capture(self, key, batch, work):
+        self.captured.append(key)
+        return work
 
-        def on_replay(self, key, batch):
-            self.lengths.append((key.variant, batch["lengths_B"].tolist()))
+    def on_replay(self, key, batch):
+        self.replayed.append((key.variant, batch["lengths_B"].tolist(), batch["live_B"].tolist()))
 
+
+def test_a_graph_plugin_sees_every_round_and_which_rows_are_real(target, drafter, prompts):
     plugin = Noting()
     runner = make(target, drafter, [plugin])
     decode(target, drafter, prompts[:3], runner)
     assert len(plugin.captured) == runner.captures == 9
-    assert plugin.lengths[0] == ("draft", [5, 20, 1, 5])
-    assert plugin.lengths[1] == ("verify", [5, 20, 1, 5])
-    assert len(plugin.lengths) == runner.counts["replayed"]
+    real = [True, True, True, False]
+    assert plugin.replayed[0] == ("draft", [5, 20, 1, 5], real)
+    assert plugin.replayed[1] == ("verify", [5, 20, 1, 5], real)
+    assert len(plugin.replayed) == runner.counts["replayed"]
+    assert plugin.replayed[-1][2] in ([True], [True, True], [True, False])  # of a smaller bucket
+
+
+def test_a_graph_plugin_that_divides_what_is_decoded_is_refused(target, drafter, prompts):
+    class Dividing(Noting):
+        def on_capture(self, key, batch, work):
+            return lambda whole: work({name: value[:1] for name, value in whole.items()})
+
+    with pytest.raises(DraftcoreError, match=r"divided a batch of 4 .*\n.*'phase:prefill'"):
+        decode(target, drafter, prompts, make(target, drafter, [Dividing()]))

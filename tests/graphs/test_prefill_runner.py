@@ -9,11 +9,13 @@ from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.decode import right_padded
 from draftcore.graphs import GraphPlugin, ShapeKey
 from draftcore.graphs.breaks import recording
+from draftcore.graphs.parts import DividedRow
 from draftcore.graphs.prefill import EagerPrefillRunner, PrefillGraphRunner
 from draftcore.graphs.recording import RecordingBackend
 from draftcore.graphs.resolve import Phase
 from draftcore.records import FeatureRequest
 from draftcore.target import TargetModel, TargetSpec
+from draftcore.testing.replays import largest_gap
 from draftcore.testing.targets import tiny_target
 
 REQUEST = FeatureRequest((1, 4), True, "float32")
@@ -56,6 +58,31 @@ def test_replay_gives_the_bits_of_eager_on_the_same_padded_batch(target, prompts
     eager = target.static_features(padded_BT, REQUEST)
     for name in REQUEST.names:
         assert torch.equal(found[name], eager[name][:, : tokens_BT.shape[1]])
+
+
+def test_every_bucket_replays_to_the_bits_of_eager(target, prompts):
+    runner = make(target)
+    for batch in (prompts, prompts[:2], prompts[2:], [prompts[0]] * 4):
+        runner.features(*right_padded(batch, "cpu"), REQUEST)
+    assert len(runner.captured) == 4
+    for key in sorted(runner.captured):
+        assert largest_gap(runner, key) == 0, key
+
+
+def test_every_buffer_is_filled_anew_for_every_batch(target, prompts):
+    """A slot that was left out of a filling would go on with the values of another batch."""
+    runner, given = make(target), right_padded(prompts, "cpu")
+    right = runner.features(*given, REQUEST)
+    for storage in runner.buffers.storage.values():
+        storage.fill_(77)
+    found = runner.features(*given, REQUEST)
+    assert all(torch.equal(found[name], value) for name, value in right.items())
+    tokens_BT, lengths_B = given
+    batch = runner.buffers.view(ShapeKey(4, 32))
+    assert torch.equal(batch["tokens_BT"][:, :20], tokens_BT)
+    assert batch["tokens_BT"][:, 20:].eq(0).all()
+    assert torch.equal(batch["lengths_B"], lengths_B)
+    assert batch["live_B"].all()
 
 
 def test_all_buckets_are_captured_at_first_use_the_largest_first(target, prompts):
@@ -185,23 +212,87 @@ def test_a_model_that_asks_the_host_is_refused_and_nothing_is_left(target_folder
     assert runner.counts == {"replayed": 1}
 
 
+class Noting(GraphPlugin):
+    """Notes what it is told."""
+
+    def __init__(self):
+        self.captured, self.replayed = [], []
+
+    def on_capture(self, key, batch, work):
+        self.captured.append((key.rows, key.length, batch["lengths_B"].tolist()))
+        return work
+
+    def on_replay(self, key, batch):
+        live_B, lengths_B = batch["live_B"].tolist(), batch["lengths_B"].tolist()
+        self.replayed.append((tuple(batch["tokens_BT"].shape), live_B, lengths_B))
+
+
 def test_a_graph_plugin_is_told_of_every_capture_and_of_what_is_live(target, prompts):
-    class Noting(GraphPlugin):
-        def __init__(self):
-            self.captured, self.replayed = [], []
-
-        def on_capture(self, key, batch):
-            self.captured.append((key.rows, key.length, batch["lengths_B"].tolist()))
-
-        def on_replay(self, key, batch):
-            self.replayed.append((tuple(batch["tokens_BT"].shape), batch["lengths_B"].tolist()))
-
     plugin = Noting()
     runner = PrefillGraphRunner(target, phase(), RecordingBackend(), [plugin])
     runner.features(*right_padded(prompts[:3], "cpu"), REQUEST)
-    assert plugin.captured[0] == (4, 32, [1, 1, 1, 1])
+    assert plugin.captured[0] == (4, 32, [32, 32, 32, 32])
     assert [entry[:2] for entry in plugin.captured] == [(4, 32), (2, 32), (4, 8), (2, 8)]
-    assert plugin.replayed == [((4, 32), [5, 20, 1, 1])]
+    assert plugin.replayed == [((4, 32), [True, True, True, False], [5, 20, 1, 0])]
+
+
+def test_what_a_graph_plugin_makes_of_the_work_is_what_is_recorded(target, prompts):
+    """Each gets the work of the one before it."""
+
+    class Scaling(Noting):
+        def __init__(self, factor, shift):
+            super().__init__()
+            self.factor, self.shift = factor, shift
+
+        def on_capture(self, key, batch, work):
+            def scaled(part):
+                return {name: x * self.factor + self.shift for name, x in work(part).items()}
+
+            return scaled
+
+    plain, given = make(target), right_padded(prompts, "cpu")
+    right = plain.features(*given, REQUEST)
+    lenient = phase(decided={"backend": "auto"})
+    plugins = [Scaling(2.0, 0.0), Scaling(1.0, 4.0)]
+    runner = PrefillGraphRunner(target, lenient, RecordingBackend(), plugins)
+    runner.masks_differ = False  # as if the first batch had been looked at
+    found = runner.features(*given, REQUEST)
+    for name, value in right.items():
+        assert torch.equal(found[name], value * 2 + 4)
+
+
+@pytest.mark.parametrize("inside", [1, 3, 7])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_batch_that_is_divided_within_a_row_has_the_features_of_the_whole(target, row, inside):
+    """The rest of the row attends to what the first part left of its beginning."""
+    tokens_BT = torch.randint(200, (3, 8), generator=torch.Generator().manual_seed(row))
+    whole = target.static_features(tokens_BT, REQUEST)
+    divided = DividedRow(inside, 8)
+    head_BT, tail_BT = tokens_BT[: row + 1].clone(), tokens_BT[row:].clone()
+    head_BT[-1, inside:] = 0
+    tail_BT[0] = torch.cat([tokens_BT[row, inside:], torch.zeros(inside, dtype=torch.long)])
+    first = target.static_features(head_BT, REQUEST, ends=divided)
+    second = target.static_features(tail_BT, REQUEST, begins=divided)
+    for name, value in whole.items():
+        beginning, rest = first[name][-1, :inside], second[name][0, : 8 - inside]
+        torch.testing.assert_close(torch.cat([beginning, rest]), value[row], rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(first[name][:row], value[:row], rtol=0, atol=ROUNDING)
+        torch.testing.assert_close(second[name][1:], value[row + 1 :], rtol=0, atol=ROUNDING)
+
+
+def test_a_row_is_divided_within_its_window(tmp_path):
+    layers = ["sliding_attention", "full_attention"] * 3
+    folder = tiny_target(tmp_path, layer_types=layers, use_sliding_window=True, sliding_window=3)
+    target, divided = TargetModel(TargetSpec(str(folder), device="cpu")), DividedRow(4, 8)
+    tokens_BT = torch.randint(200, (1, 8), generator=torch.Generator().manual_seed(0))
+    whole = target.static_features(tokens_BT, REQUEST)
+    parts = [
+        target.static_features(tokens_BT[:, :4], REQUEST, ends=divided),
+        target.static_features(tokens_BT[:, 4:], REQUEST, begins=divided),
+    ]
+    for name, value in whole.items():
+        found = torch.cat([part[name] for part in parts], dim=1)
+        torch.testing.assert_close(found, value, rtol=0, atol=ROUNDING)
 
 
 def test_attention_is_a_break_for_backends_that_can(target, prompts):

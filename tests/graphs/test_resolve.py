@@ -8,7 +8,7 @@ import pytest
 
 from draftcore.errors import UsageError
 from draftcore.graphs.config import PhaseConfig
-from draftcore.graphs.resolve import MOST, RULES, Facts, resolve
+from draftcore.graphs.resolve import MOST, PLUGIN_RULES, RULES, Facts, resolve
 
 FACTS = Facts(
     rows=6,
@@ -26,7 +26,8 @@ SPEAKS = {
     "experts": ({"experts": "eager"}, "any"),
     "capture": ({"capture": frozenset()}, "any"),
     "sampling": ({"temperature": 0.7}, "any"),
-    "drafter-state": ({"state_fault": "state.step is a int"}, "any"),
+    "drafter-state": ({"faults": {"drafter-state": "state.step is a int"}}, "any"),
+    "masks": ({"faults": {"masks": "hidden.1 differs"}}, "any"),
 }
 CASES = [(rule, phase) for rule in RULES for phase in rule.phases]
 
@@ -61,8 +62,25 @@ def test_what_the_user_sets_stays_and_the_plan_says_so():
     who = {key: by for _, key, _, by in phase.lines()}
     assert who == {
         "backend": "you", "options": "default", "rows": "you", "lengths": "default",
-        "padding": "you", "plugins": "default",
+        "padding": "you", "plugins": "default", "rule drafter-state": "the draft's state",
     }  # fmt: skip
+
+
+def test_the_plan_names_rules_that_speak_only_when_a_phase_runs():
+    facts = replace(FACTS, backends={"chosen": frozenset({"auto:cpu"})})
+    for backend, outcome in (("auto", "eager if it speaks"), ("chosen", "an error if it speaks")):
+        last = {name: list(resolve(name, PhaseConfig(backend=backend), facts).lines())[-1]
+                for name in ("prefill", "decode")}  # fmt: skip
+        assert last == {
+            "prefill": ("prefill", "rule masks", outcome, "the first batch"),
+            "decode": ("decode", "rule drafter-state", outcome, "the draft's state"),
+        }
+
+
+def test_the_plan_names_options_and_plugins_with_theirs():
+    given = PhaseConfig(backend="any", options={"debug": True}, plugins={"a": {}, "b": {"c": 1}})
+    shown = {key: value for _, key, value, _ in resolve("decode", given, FACTS).lines()}
+    assert (shown["options"], shown["plugins"]) == ("debug=True", "a b={'c': 1}")
 
 
 def test_there_is_a_case_for_every_rule():
@@ -120,3 +138,44 @@ def test_emitting_only_differences_locks_nothing_more():
     assert emitted == {"backend": "any", "rows": (4,)}
     assert resolve("decode", PhaseConfig(**emitted), FACTS) == resolve("decode", given, FACTS)
     assert PhaseConfig().model_dump(exclude_defaults=True) == {}
+
+
+# ---------------------------------------------------------------- graph plugins
+
+PLUGINS = replace(
+    FACTS,
+    backends={"any": frozenset(), "forking": frozenset({"forks"})},
+    plugins={
+        "forks": frozenset({"forks"}),
+        "phase": frozenset({"phase:prefill"}),
+        "nothing-captured": frozenset(),
+    },
+)
+
+
+@pytest.mark.parametrize("rule", PLUGIN_RULES, ids=lambda rule: rule.name)
+def test_a_plugin_is_refused_by_the_name_of_the_rule(rule):
+    """It is named as the rule that refuses it, in the phase and with the backend that it says."""
+    backend = "eager" if rule.name == "nothing-captured" else "any"
+    given = PhaseConfig(backend=backend, plugins={rule.name: {}})
+    with pytest.raises(UsageError) as refused:
+        resolve("decode", given, PLUGINS)
+    first, reason, remedy = str(refused.value).splitlines()
+    assert first.startswith(
+        f"graphs.decode.plugins.{rule.name} was set, and the rule {rule.name!r}"
+    )
+    assert first.endswith(f"with the backend {backend!r}")
+    assert reason.strip() == rule.reason
+    hint = {"forks": "to forking", "nothing-captured": "to any or forking", "phase": "plugin out"}
+    assert remedy.endswith(hint[rule.name])
+
+
+def test_a_plugin_that_nothing_speaks_against_is_kept_with_its_options():
+    given = PhaseConfig(backend="forking", plugins={"forks": {"of": 2}, "phase": {}})
+    assert resolve("prefill", given, PLUGINS).plugins == {"forks": {"of": 2}, "phase": {}}
+
+
+def test_auto_that_comes_to_eager_leaves_out_no_plugin_without_a_word():
+    given = PhaseConfig(backend="auto", plugins={"forks": {}})
+    with pytest.raises(UsageError, match="the rule 'nothing-captured' refuses it"):
+        resolve("prefill", given, PLUGINS)

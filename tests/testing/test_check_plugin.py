@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from click.testing import CliRunner, Result
 from importlib_metadata import version
 
 from draftcore.cli import main
+from draftcore.offers import Kind
 from draftcore.plugins import load
 from draftcore.testing import check, child_environment
 
@@ -174,15 +175,17 @@ def test_the_report_as_data(loose: Loose) -> None:
     assert report["passed"] + report["failed"] + report["skipped"] == len(suite["tests"])
 
 
-def test_a_kind_without_a_suite_is_said_to_be_unchecked(loose: Loose) -> None:
+def test_there_is_a_suite_for_every_kind() -> None:
+    assert check.SUITE_OF.keys() == {"plugin", *get_args(Kind)}
+
+
+def test_a_graph_plugin_is_judged_by_a_suite_of_its_own(loose: Loose) -> None:
     loose.write(GRAPHS.replace("{body}", "return object()"))
     result = loose.check()
-    assert (
-        "graph-plugin mine\n  not checked: there is no suite for a graph-plugin yet\n"
-        in result.output
-    )
-    assert "  ok       a graph offer is opened\n" in result.output
-    assert result.exit_code == 0
+    assert result.exit_code == 1
+    report = result.output.partition("graph-plugin mine\n")[2]
+    assert "  FAIL     a replay waits for no device (2)\n" in report
+    assert "a graph plugin is a subclass of GraphPlugin" in report
 
 
 def test_cases_of_one_test_are_one_line_and_the_worst_is_shown() -> None:

@@ -6,8 +6,10 @@ The backend is the one that records on a CPU: what a graph would freeze, alias o
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+import torch
 
 from draftcore.config import load_config
 from draftcore.graphs.decode import DecodeGraphRunner
@@ -66,6 +68,48 @@ def test_features_captured_through_graphs_train_to_the_same_losses(tmp_path, new
         assert offline.losses()[step] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.parametrize("batch", [4, 3])
+def test_capture_by_halves_stores_the_features_of_the_whole(
+    tmp_path, new_project, monkeypatch, batch
+):
+    """Two rows beside two, or one row cut in two; fp32, of numbers of about 3."""
+    from draftcore_cudagraph import tbo
+
+    cuts, split = [], tbo.split
+    monkeypatch.setattr(tbo, "split", lambda rows, cut: (cuts.append(cut), split(rows, cut))[1])
+    stored = {}
+    for plugins in ({}, {"tbo": {}}):
+        project = new_project(tmp_path / f"{len(plugins)}", capture={"batch": batch})
+        through(project, prefill={**PREFILL, "rows": [batch], "plugins": plugins})
+        assert "captured 24 samples" in project.cli("capture").output
+        stored[bool(plugins)] = features(project)
+        assert bool(cuts) == bool(plugins)
+    assert {cut.inside > 0 for cut in cuts if not cut.row} <= {batch == 3}
+    assert any(cut.inside for cut in cuts) == (batch == 3)
+    assert stored[True].keys() == stored[False].keys()
+    for name, whole in stored[False].items():
+        torch.testing.assert_close(stored[True][name], whole, rtol=0, atol=4e-6)
+
+
+def features(project) -> dict[tuple[str, str], torch.Tensor]:
+    """All that a project's store holds, by sample and name."""
+    run = Run(load_config(project.yaml, []), load())
+    refs = list(run.store.lookup(run.samples.feature_ids).values())
+    found = {}
+    for ref, handle in zip(refs, run.store.get_many(refs), strict=True):
+        found |= {(ref.feature_id, name): value.clone() for name, value in handle.tensors.items()}
+        handle.close()
+    run.close()
+    return found
+
+
+def test_features_by_halves_are_not_mixed_with_others(tmp_path, new_project):
+    project = through(new_project(tmp_path / "p"), prefill=PREFILL)
+    project.cli("capture")
+    refused = project.cli("capture", "graphs.prefill.plugins={tbo: {}}", ok=False)
+    assert "holds features that this run cannot use" in refused.output
+
+
 def test_features_of_other_buckets_are_not_mixed(tmp_path, new_project):
     """Padding changes their last bits: a store and a run say so, whichever differs."""
     project = through(new_project(tmp_path / "p"), prefill=PREFILL)
@@ -117,20 +161,28 @@ def test_the_plan_says_what_is_run_and_who_decided(tmp_path, new_project):
         ["prefill", "backend", "eager", "default"],
         ["decode", "backend", "eager", "default"],
     ]
-    through(project, prefill=PREFILL, decode={"backend": "auto"})
-    lines = [
-        line.split(maxsplit=2) for line in project.cli("capture", "--plan").stdout.splitlines()
+    through(project, prefill={**PREFILL, "plugins": {"tbo": {}}}, decode={"backend": "auto"})
+    assert columns(project.cli("capture", "--plan")) == [
+        ["PHASE", "KEY", "VALUE", "DECIDED BY"],
+        ["prefill", "backend", "recording", "you"],
+        ["prefill", "options", "none", "default"],
+        ["prefill", "rows", "4", "default"],
+        ["prefill", "lengths", "64 256", "you"],
+        ["prefill", "padding", "True", "default"],
+        ["prefill", "plugins", "tbo", "you"],
+        ["prefill", "rule masks", "an error if it speaks", "the first batch"],
+        ["decode", "backend", "eager", "auto: no backend for cpu"],
     ]
-    assert lines[1:] == [
-        ["prefill", "backend", "recording  you"],
-        ["prefill", "options", "{}         default"],
-        ["prefill", "rows", "4          default"],
-        ["prefill", "lengths", "64 256     you"],
-        ["prefill", "padding", "True       default"],
-        ["prefill", "plugins", "none       default"],
-        ["decode", "backend", "eager      auto: no backend for cpu"],
-    ]
+    through(project, decode=DECODE)
+    planned = columns(project.cli("eval", "--plan"))
+    assert planned[-1] == [
+        "decode", "rule drafter-state", "an error if it speaks", "the draft's state",
+    ]  # fmt: skip
     assert not project.run.exists()
+
+
+def columns(result) -> list[list[str]]:
+    return [re.split(r"\s{2,}", line) for line in result.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +195,20 @@ def test_the_plan_says_what_is_run_and_who_decided(tmp_path, new_project):
         ("graphs.prefil.backend=full", "graphs.prefil: unknown key (did you mean 'prefill'?)"),
         ("graphs.decode.rows=[0]", "graphs.decode.rows.0: Input should be greater"),
         ("graphs.decode.backend=recordin", "did you mean 'recording'"),
-        ("graphs.decode.plugins=[nosuch]", "nosuch"),
+        ("graphs.decode.plugins={nosuch: {}}", "nosuch"),
+        (
+            "graphs.decode.plugins=[tbo]",
+            "graphs.decode.plugins: Input should be a valid dictionary",
+        ),
+        ("graphs.prefill.plugins.tbo.share=1", "share: unknown key (did you mean 'least_share'?)"),
+        (
+            "graphs.prefill.plugins={tbo: {}}",
+            "graphs.prefill.plugins.tbo was set, and the rule 'nothing-captured' refuses it",
+        ),
+        (
+            "graphs.decode={backend: recording, plugins: {tbo: {}}}",
+            "graphs.decode.plugins.tbo was set, and the rule 'phase' refuses it",
+        ),
     ],
 )
 def test_a_wrong_key_or_name_is_answered(tmp_path, new_project, override, says):
@@ -179,3 +244,36 @@ def test_a_drafter_whose_state_no_graph_can_hold_is_refused_by_the_rule(
     refused = project.cli("eval", "graphs.decode.backend=recording", ok=False)
     assert "the rule 'drafter-state' refuses it" in refused.output
     assert "state[1] is a int, which a graph would freeze" in refused.output
+
+
+CHOSEN = """
+from draftcore import hookimpl
+from draftcore.offers import Offer
+
+@hookimpl
+def describe():
+    return [Offer("graph", "chosen", frozenset({"auto:cpu"}))]
+
+@hookimpl
+def graph_backend(name):
+    from draftcore.graphs.recording import RecordingBackend
+    return RecordingBackend() if name == "chosen" else None
+"""
+
+
+def test_what_auto_leaves_to_eager_is_open_in_the_plan_and_said_by_the_run(
+    tmp_path, new_project, monkeypatch
+):
+    project = new_project(tmp_path / "p")
+    project.cli("train")
+    (tmp_path / "chosen.py").write_text(CHOSEN)
+    auto = "graphs.decode={backend: auto, rows: [1, 2], lengths: [256, 512]}"
+    planned = columns(project.cli("eval", "--plan", auto, plugin=tmp_path / "chosen.py"))
+    assert ["decode", "backend", "chosen", "auto, for cpu"] in planned
+    assert ["decode", "rule drafter-state", "eager if it speaks", "the draft's state"] in planned
+    output = project.cli("eval", auto, plugin=tmp_path / "chosen.py").output
+    assert re.search(r"^graphs\.decode +\d+ captured, \d+ replayed$", output, re.MULTILINE)
+    monkeypatch.setattr("draftcore.graphs.opening.fault", lambda state, rows: "state[1] is a int")
+    output = project.cli("eval", auto, plugin=tmp_path / "chosen.py").output
+    said = "eager, rule drafter-state: the algorithm's decoding state cannot lie in static buffers"
+    assert f"{said}: state[1] is a int" in output

@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from draftcore_cudagraph.options import BreakableOptions
 from draftcore_cudagraph.segments import Step
 
 _streams: dict[int, torch.cuda.Stream] = {}
+_second_streams: dict[int, torch.cuda.Stream] = {}
 _pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 _abandoned: list[torch.cuda.CUDAGraph] = []  # torch's allocators still point to them
 
@@ -70,6 +71,30 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     if device.index not in _streams:
         _streams[device.index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device.index]
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
+    """Fork a second stream off the current one and join it at the end; yield the block to enter it.
+
+    Without CUDA there is one stream: what is called second runs second. What the second stream
+    reads must be kept until it is joined.
+    """
+    if device.type != "cuda":
+        yield nullcontext()
+        return
+    first, second = torch.cuda.current_stream(device), second_stream(device)
+    second.wait_stream(first)
+    yield torch.cuda.stream(second)
+    first.wait_stream(second)
+
+
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of this process that runs beside a device's current one."""
+    assert device.index is not None
+    if device.index not in _second_streams:
+        _second_streams[device.index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _second_streams[device.index]
 
 
 def shared_pool(device: torch.device) -> Pool:

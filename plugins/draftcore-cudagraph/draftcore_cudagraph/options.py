@@ -6,6 +6,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+LEAST_SHARE = 0.48  # of the tokens, for the smaller half of a batch
+
 
 class BreakableOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,3 +39,14 @@ class PiecewiseOptions(BaseModel):
         if self.compiler == "inductor":
             return self.mode in (None, "reduce-overhead", "max-autotune")
         return self.compiler == "cudagraphs"
+
+
+class OverlapOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    least_share: float = Field(
+        LEAST_SHARE,
+        ge=0,
+        le=0.5,
+        description="of the tokens, for the smaller half; below it one row is cut in two",
+    )

@@ -15,14 +15,16 @@ OPTIONS = "draftcore_cudagraph.options"
 BREAKABLE = frozenset({"device:cuda", "breaks"})
 PIECEWISE = frozenset({"device:cuda", "device:cpu"})  # there, with compilers that record nothing
 
+OVERLAPS = frozenset({"phase:prefill", "forks"})
+
 
 @hookimpl
 def describe() -> Sequence[Offer]:
     return [
-        Offer("graph", "full", frozenset({"device:cuda", "auto:cuda"})),
+        Offer("graph", "full", frozenset({"device:cuda", "auto:cuda", "forks"})),
         Offer("graph", "breakable", BREAKABLE, f"{OPTIONS}:BreakableOptions"),
         Offer("graph", "piecewise", PIECEWISE, f"{OPTIONS}:PiecewiseOptions"),
-        Offer("graph-plugin", "tbo"),
+        Offer("graph-plugin", "tbo", OVERLAPS, f"{OPTIONS}:OverlapOptions"),
     ]
 
 
@@ -41,9 +43,9 @@ def graph_backend(name: str, options: Any) -> GraphBackend | None:
 
 
 @hookimpl
-def graph_plugin(name: str) -> GraphPlugin | None:
+def graph_plugin(name: str, options: Any) -> GraphPlugin | None:
     if name != "tbo":
         return None
     from draftcore_cudagraph.tbo import TwoBatchOverlap
 
-    return TwoBatchOverlap()
+    return TwoBatchOverlap(options.least_share)

@@ -1,22 +1,25 @@
-"""Two-batch overlap: a batch in two halves of like many tokens, to be run beside each other.
+"""Two-batch overlap: a batch in two halves of like many tokens, run beside each other.
 
 A batch holds right-padded rows, one request each: tensors [B, ...] per request, among them
 `lengths_B`, and [B, T, ...] per token, told apart by the shape letters of their names (`_B`,
 `_BT`). A cut leaves the requests before it to the first half and the others to the second. Where
 one half would have too small a share of the tokens, one request is cut in two: its later tokens
-begin the second half's first row. `starts_B` says how many tokens of a row lie in the first half,
-`rows_B` which row of the batch it is: what looks back over a request, as attention does, runs the
-first half first and finds its tokens there.
+begin the second half's first row, and attend to what the first half left of its beginning
+(`draftcore.graphs.parts`).
+
+On CUDA the second half runs on a stream of its own, forked off and joined within the graph: small
+kernels of the one fill the device while those of the other end. Elsewhere it follows the first.
 
 In a graph the cut depends on the padded shape alone. All that a replay changes are the numbers of
-live tokens in the halves, `counts_2`, at an address that stays.
+live tokens in the halves, `counts_2`, at an address that stays: for a target's code that, as an
+exchange between devices does, must know how much of a half is no padding.
 
 Shape letters: B requests, T tokens of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.graphs import GraphPlugin, Outputs, ShapeKey
-
-Batch = Mapping[str, Tensor]
-LEAST_SHARE = 0.48  # of the tokens, for the smaller half
+from draftcore.graphs import Batch, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore.graphs.parts import DividedRow
+from draftcore_cudagraph.cuda import beside
+from draftcore_cudagraph.options import LEAST_SHARE
 
 
 @dataclass(frozen=True)
@@ -59,20 +62,13 @@ def balanced_cut(lengths: Sequence[int], least_share: float = LEAST_SHARE) -> Cu
 
 def split(batch: Batch, cut: Cut) -> tuple[Batch, Batch]:
     """Return the halves. No value is looked at, so a graph can hold it."""
-    lengths_B = batch["lengths_B"]
-    rows_B = torch.arange(len(lengths_B), device=lengths_B.device)
-    whole = {**batch, "rows_B": rows_B, "starts_B": torch.zeros_like(lengths_B)}
-    first = {name: value[: cut.row + (cut.inside > 0)] for name, value in whole.items()}
-    second = {name: value[cut.row :] for name, value in whole.items()}
+    first = {name: value[: cut.row + (cut.inside > 0)] for name, value in batch.items()}
+    second = {name: value[cut.row :] for name, value in batch.items()}
     if cut.inside:
-        at_cut_B = rows_B == cut.row
-        head_B = torch.where(at_cut_B, lengths_B.clamp(max=cut.inside), lengths_B)
-        first["lengths_B"], second["lengths_B"] = head_B[: cut.row + 1], lengths_B[cut.row :]
-        second["starts_B"] = torch.where(at_cut_B, head_B, 0)[cut.row :]
-        second["lengths_B"] = second["lengths_B"] - second["starts_B"]
         for name, value in batch.items():
             if per_token(name):
                 first[name], second[name] = _cut_rows(value, cut)
+        first["lengths_B"], second["lengths_B"] = _cut_lengths(batch["lengths_B"], cut)
     return first, second
 
 
@@ -93,34 +89,57 @@ def per_token(name: str) -> bool:
 
 
 class TwoBatchOverlap(GraphPlugin):
-    """Cuts every captured bucket; `run` does a bucket's work by halves."""
+    """Records the work of every bucket by halves. A bucket of a single token stays whole."""
 
     def __init__(self, least_share: float = LEAST_SHARE) -> None:
         self.least_share = least_share
         self.cuts: dict[ShapeKey, Cut | None] = {}
-        self.counts_2: Tensor | None = None  # int32, made at the first capture
+        self.counts_2: Tensor  # int32, made at the first capture
 
-    def on_capture(self, key: ShapeKey, batch: Batch) -> None:
-        self.cuts[key] = balanced_cut([_width(batch)] * len(batch["lengths_B"]), self.least_share)
-        if self.counts_2 is None:
-            self.counts_2 = torch.zeros(2, dtype=torch.int32, device=batch["lengths_B"].device)
+    def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
+        lengths_B = batch["lengths_B"]
+        cut = balanced_cut([_width(batch)] * len(lengths_B), self.least_share)
+        self.cuts[key] = cut
+        if not hasattr(self, "counts_2"):
+            self.counts_2 = torch.zeros(2, dtype=torch.int32, device=lengths_B.device)
         self.on_replay(key, batch)
+        return work if cut is None else Halves(work, cut, batch)
 
     def on_replay(self, key: ShapeKey, batch: Batch) -> None:
         """Count the live tokens of the halves; a bucket that is not cut has them in the first."""
-        assert self.counts_2 is not None
-        cut, lengths_B = self.cuts[key], batch["lengths_B"].clamp(max=_width(batch))
+        cut, lengths_B = self.cuts[key], batch["lengths_B"] * batch["live_B"]
         halves = (lengths_B,) if cut is None else _lengths(split({"lengths_B": lengths_B}, cut))
         for at, half_B in enumerate(halves):
             self.counts_2[at] = half_B.sum()
 
-    def run(self, key: ShapeKey, batch: Batch, work: Callable[[Batch], Outputs]) -> Outputs:
-        """Call `work` for each half of the batch, or for a bucket that cannot be cut as it is."""
-        cut = self.cuts[key]
-        if cut is None:
-            return work(batch)
-        first, second = split(batch, cut)
-        return merge(work(first), work(second), cut)
+
+@dataclass(frozen=True)
+class Halves:
+    """Does a bucket's work by halves, the second beside the first."""
+
+    work: Work
+    cut: Cut
+    whole: Batch
+
+    def __call__(
+        self, batch: Batch, *, ends: DividedRow | None = None, begins: DividedRow | None = None
+    ) -> Outputs:
+        if batch is not self.whole:  # another plugin has cut it
+            return self.work(batch, ends=ends, begins=begins)
+        row = DividedRow(self.cut.inside, _width(batch)) if self.cut.inside else None
+        first, second = split(batch, self.cut)
+        with beside(batch["lengths_B"].device) as second_stream:
+            one = self.work(first, ends=row)
+            with second_stream:
+                other = self.work(second, begins=row)
+        return merge(one, other, self.cut)
+
+
+def _cut_lengths(lengths_B: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+    """The lengths in both halves, of which the cut row has a part in each."""
+    before, row, after = lengths_B.tensor_split((cut.row, cut.row + 1))
+    head = row.clamp(max=cut.inside)
+    return torch.cat([before, head]), torch.cat([row - head, after])
 
 
 def _lengths(halves: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:
@@ -128,8 +147,8 @@ def _lengths(halves: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:
 
 
 def _width(batch: Batch) -> int:
-    """The tokens of a padded row: one, where a batch has no tensor per token."""
-    return next((value.shape[1] for name, value in batch.items() if per_token(name)), 1)
+    """The tokens of a padded row."""
+    return next(value.shape[1] for name, value in batch.items() if per_token(name))
 
 
 def _cut_rows(value_BT: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The conformance suite of graph backends, as far as it goes without CUDA.
+"""The conformance suites of graph backends, as far as they go without CUDA, and of graph plugins.
 
 `piecewise` comes last: what Dynamo leaves in memory makes every later look at it slow.
 """
@@ -9,9 +9,18 @@ import pytest
 import torch
 from draftcore_cudagraph.backend import SegmentBackend
 
+from draftcore.testing.graph_plugins import GraphPluginSuite
 from draftcore.testing.graphs import GraphBackendSuite
 
 PLUGIN = "draftcore_cudagraph.plugin"
+
+
+class TestOverlap(GraphPluginSuite):
+    plugin, name = PLUGIN, "tbo"
+
+
+class TestOverlapThatCutsNoRow(GraphPluginSuite):
+    plugin, name, options = PLUGIN, "tbo", {"least_share": 0}
 
 
 class TestSegments(GraphBackendSuite):

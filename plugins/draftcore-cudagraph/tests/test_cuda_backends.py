@@ -4,6 +4,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,18 +12,20 @@ from draftcore_cudagraph import cuda
 from draftcore_cudagraph.cuda import open_backend
 from draftcore_cudagraph.options import BreakableOptions, PiecewiseOptions
 from draftcore_cudagraph.piecewise import PiecewiseBackend
-from draftcore_cudagraph.tbo import TwoBatchOverlap
+from draftcore_cudagraph.tbo import Halves, TwoBatchOverlap
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from draftcore.errors import DraftcoreError
-from draftcore.graphs import GraphBackend, ShapeKey
+from draftcore.graphs import GraphBackend, GraphPlugin, ShapeKey
 from draftcore.graphs.breaks import run_eager
+from draftcore.graphs.decode import DecodeGraphRunner
 from draftcore.graphs.prefill import PrefillGraphRunner
 from draftcore.graphs.resolve import Phase
 from draftcore.records import FeatureRequest
 from draftcore.target import TargetModel, TargetSpec
 from draftcore.testing.graphs import GraphBackendSuite
+from draftcore.testing.replays import largest_gap
 from draftcore.testing.targets import tiny_target
 
 pytestmark = pytest.mark.gpu
@@ -351,49 +354,117 @@ def test_compiled_buckets_come_and_go_without_leaving_memory(piecewise):
 # ---------------------------------------------------------------- a target's prefill
 
 
+REQUEST = FeatureRequest((0, 5), True, "float32")
+
+
+def prefill(
+    backend: GraphBackend, folder: Path, dtype: str, *plugins: GraphPlugin, breaks: bool = False
+) -> PrefillGraphRunner:
+    """A runner of a tiny target, whose buckets are all captured."""
+    target = TargetModel(TargetSpec(str(tiny_target(folder)), dtype=dtype, device="cuda"))
+    phase = Phase("prefill", "named", rows=(1, 2, 3, 4), lengths=(8, 32))
+    runner = PrefillGraphRunner(target, phase, backend, plugins, breaks=breaks)
+    runner.features(*batch_of(1, 8), REQUEST)
+    assert runner.captures == 8
+    return runner
+
+
+def batch_of(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + length)
+    tokens_BT = torch.randint(1, 200, (rows, length), generator=generator)
+    return tokens_BT.cuda(), torch.full((rows,), length, device="cuda")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["full", "breakable", "debug"])
-def test_a_target_replays_to_the_bits_of_eager(name, dtype, tmp_path):
+def test_every_bucket_of_prefill_replays_to_the_bits_of_eager(name, dtype, tmp_path):
     """The same padded batch: the runner's own work, called on what its buffers hold."""
     options = BreakableOptions(debug=name == "debug")
     backend = open_backend("full" if name == "full" else "breakable", options)
-    target = TargetModel(TargetSpec(str(tiny_target(tmp_path)), dtype=dtype, device="cuda"))
-    phase = Phase("prefill", name, rows=(2, 4), lengths=(8, 16, 32))
-    runner = PrefillGraphRunner(target, phase, backend, breaks=name != "full")
-    request = FeatureRequest((0, target.spec.num_layers - 1), True, dtype)
-    generator = torch.Generator().manual_seed(0)
-    for rows, length in ((4, 32), (1, 5), (3, 16), (2, 9)):
-        tokens_BT = torch.randint(1, 200, (rows, length), generator=generator).cuda()
-        lengths_B = torch.full((rows,), length, device="cuda")
-        found = runner.features(tokens_BT, lengths_B, request)
-        key = runner._bucket(rows, length, request)
-        eager = runner.work(key)()
-        for feature in request.names:
-            assert torch.equal(found[feature], eager[feature][:rows, :length]), feature
-    assert runner.counts == {"replayed": 4}
-    assert runner.captures == 6
+    runner = prefill(backend, tmp_path, dtype, breaks=name != "full")
+    for key in sorted(runner.captured):
+        runner.features(*batch_of(key.rows, key.length - 2), REQUEST)
+        assert largest_gap(runner, key) == 0, key
+    assert runner.counts == {"replayed": 9}
     runner.forget()
 
 
-def test_tbo_counts_are_refreshed_at_replay(full):
-    """A graph of the whole work by halves; it reads the counts where they always are."""
-    tbo, key = TwoBatchOverlap(), ShapeKey(3, 8)
-    batch = {
-        "hidden_BTH": torch.randn(3, 8, 16, device="cuda"),
-        "lengths_B": torch.full((3,), 8, device="cuda"),
-    }
-    tbo.on_capture(key, batch)
-    counts_2 = tbo.counts_2
-    assert counts_2.tolist() == [12, 12]  # the second row is cut in two
+class Repeats:
+    """A drafter that proposes the last token again and again."""
 
-    def work() -> tuple[Tensor, Tensor]:
-        whole = tbo.run(key, batch, lambda half: half["hidden_BTH"].tanh() * 2)
-        return whole, counts_2 * 10
+    def __init__(self) -> None:
+        self.num_drafts, self.request, self.module = 3, REQUEST, nn.Module()
 
-    capture(full, work, key)
-    batch["hidden_BTH"].normal_()
-    batch["lengths_B"].copy_(torch.tensor([8, 5, 0]))
-    tbo.on_replay(key, batch)
-    whole, counts = full.replay(key)
-    assert torch.equal(whole, batch["hidden_BTH"].tanh() * 2)
-    assert counts.tolist() == [120, 10]
+    def allocate(self, batch, max_len):
+        return {"last_B": torch.zeros(batch, dtype=torch.long, device="cuda")}
+
+    def prefill(self, state, tokens_BT, lengths_B, features, next_B):
+        state["last_B"].copy_(next_B)
+
+    def propose(self, state, temperature=0.0, generator=None):
+        return state["last_B"][:, None].expand(-1, self.num_drafts), None
+
+    def accept(self, state, tokens_BK, features, counts_B):
+        state["last_B"].copy_(tokens_BK.gather(1, counts_B[:, None] - 1)[:, 0])
+
+    def select(self, state, rows_B):
+        return {"last_B": state["last_B"][rows_B]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_bucket_of_decoding_replays_to_the_bits_of_eager(full, dtype, tmp_path):
+    target = TargetModel(TargetSpec(str(tiny_target(tmp_path)), dtype=dtype, device="cuda"))
+    phase, drafter = Phase("decode", "full", rows=(1, 2, 4), lengths=(32, 64)), Repeats()
+    runner = DecodeGraphRunner(target, drafter, drafter.module, phase, full)
+    runner.reserve(4, 60)
+    with torch.inference_mode():
+        runner.ready(runner.keys())
+        runner.admit(4, *batch_of(3, 9))
+    assert len(runner.captured) == 3 + 3 * 2
+    for key in sorted(runner.captured):
+        assert largest_gap(runner, key) == 0, key
+    runner.forget()
+
+
+# ---------------------------------------------------------------- by halves, on two streams
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_prefill_by_halves_on_two_streams_has_the_features_of_the_whole(
+    full, dtype, bound, tmp_path
+):
+    """To the bits of the same halves run eagerly; of the whole within rounding."""
+    tbo = TwoBatchOverlap()
+    halved = prefill(full, tmp_path / "halved", dtype, tbo)
+    plain = prefill(open_backend("full", None), tmp_path / "plain", dtype)
+    for key in sorted(halved.captured):
+        given = batch_of(key.rows, key.length)
+        found, whole = (runner.features(*given, REQUEST) for runner in (halved, plain))
+        batch = halved.buffers.view(key)
+        eager = Halves(halved.work(key), tbo.cuts[key], batch)(batch)
+        for name, value in whole.items():
+            assert torch.equal(found[name], eager[name].float()), (key, name)
+            gap = float((found[name] - value).abs().max() / value.abs().max())
+            assert gap <= bound, (key, name, gap)
+        assert tbo.counts_2.tolist() == [key.rows * key.length // 2] * 2
+    plain.forget()
+
+
+def test_halves_are_recorded_and_dropped_again_and_again_without_leaving_memory(full, tmp_path):
+    runner, held = prefill(full, tmp_path, "bfloat16", TwoBatchOverlap()), []
+    for cycle in range(20):
+        for _ in range(1000 if cycle == 10 else 2):
+            runner.features(*batch_of(3, 32), REQUEST)
+        runner.forget()
+        gc.collect()
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert all(last <= early for last, early in zip(held[-1], held[2], strict=True)), held
+
+
+def test_the_second_half_runs_on_a_stream_of_its_own():
+    here, there = torch.cuda.current_stream(), []
+    with cuda.beside(torch.device("cuda", 0)) as second_stream:
+        with second_stream:
+            there.append(torch.cuda.current_stream())
+        assert torch.cuda.current_stream() == here
+    assert there == [cuda.second_stream(torch.device("cuda", 0))] != [here]

@@ -7,6 +7,8 @@ from draftcore_cudagraph.cuda import CudaSegments
 from draftcore_cudagraph.options import PiecewiseOptions
 
 from draftcore.errors import UsageError
+from draftcore.graphs.config import PhaseConfig
+from draftcore.graphs.resolve import Facts, resolve
 from draftcore.testing import hooks_of, offer_of, options_of
 from draftcore.testing.plugins import PluginSuite
 
@@ -46,6 +48,27 @@ def test_work_on_the_cpu_is_refused_where_there_is_cuda():
 
 
 @pytest.mark.parametrize(
+    ("backend", "refuses"), [("full", None), ("breakable", "forks"), ("piecewise", "forks")]
+)
+def test_halves_run_on_streams_of_their_own_where_a_backend_records_these(backend, refuses):
+    """A break or a compiled piece ends where the second stream is still away."""
+    offers = plugin.describe()
+    offered = {
+        kind: {offer.name: offer.capabilities for offer in offers if offer.kind == kind}
+        for kind in ("graph", "graph-plugin")
+    }
+    facts = Facts(4, 256, "cuda", backends=offered["graph"], plugins=offered["graph-plugin"])
+    given = PhaseConfig(backend=backend, plugins={"tbo": {}})
+    if refuses is None:
+        assert resolve("prefill", given, facts).plugins == {"tbo": {}}
+        return
+    with pytest.raises(UsageError) as refused:
+        resolve("prefill", given, facts)
+    assert f"the rule {refuses!r} refuses it with the backend {backend!r}" in str(refused.value)
+    assert str(refused.value).endswith("or set graphs.prefill.backend to full")
+
+
+@pytest.mark.parametrize(
     ("options", "records"),
     [
         ({}, True),
@@ -71,4 +94,4 @@ def test_a_mode_of_another_compiler_is_refused():
 
 def test_names_of_others_are_left_to_others():
     assert plugin.graph_backend("recording", None) is None
-    assert plugin.graph_plugin("other") is None
+    assert plugin.graph_plugin("other", None) is None
