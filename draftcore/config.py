@@ -68,9 +68,7 @@ class TuningConfig(Section):
     lr: float | None = Field(None, gt=0, description="peak rate; the algorithm's default if unset")
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_ratio: float | None = Field(None, ge=0, lt=1, description="algorithm's default if unset")
-    clip: float | None = Field(
-        None, gt=0, description="gradient norm; algorithm's default if unset"
-    )
+    clip: float | None = Field(None, gt=0, description="gradient norm; algorithm's if unset")
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="compute type over fp32 masters")
@@ -86,8 +84,10 @@ class TrainConfig(TuningConfig):
     log_every: int = Field(10, ge=1, description="steps per line of metrics.jsonl")
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1)
-    eval_every: int | None = Field(
-        None, ge=1, description="steps between evaluations; never if unset"
+    eval_every: int | None = Field(None, ge=1, description="steps between evaluations, if any")
+    overlap: bool | None = Field(
+        None,
+        description="capture for a step while the one before trains; if unset, on a CUDA device",
     )
     eval_samples: int = Field(64, ge=1, description="held-out samples of the loss during training")
     eval_prompts: int = Field(8, ge=0, description="prompts decoded at each evaluation; 0 is none")

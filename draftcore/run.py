@@ -46,7 +46,7 @@ from draftcore.records import (
     FeatureStore,
     Sample,
 )
-from draftcore.target import TargetSpec
+from draftcore.target import TargetSpec, resolve_device
 from draftcore.training.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -311,11 +311,16 @@ class Run:
     def feed(self) -> Feed:
         """The features of every step, from this store, this channel and, if needed, this target."""
         self.check_store()
-        names = self.request.names
         # Features in this process's memory, and those captured on demand, are not waited for.
         ahead = self.durable or self.role == "trainer"
         return Feed(
-            self.ranks, self.store, self._source, names=names, durable=self.durable, ahead=ahead
+            self.ranks,
+            self.store,
+            self._source,
+            names=self.request.names,
+            durable=self.durable,
+            ahead=ahead,
+            overlap=self.overlap,
         )
 
     def _source(self) -> Source:
@@ -343,6 +348,28 @@ class Run:
             request=self.request,
             options=self.capture_options,
         )
+
+    @property
+    def overlap(self) -> torch.device | None:
+        """Where the target captures for a step while the one before trains; None: it does not.
+
+        Raises UsageError where that was asked for and the capture backend does not offer it.
+        """
+        name, asked = self.config.capture.name, self.config.train.overlap
+        if self.role != "both" or asked is False or not (asked or torch.cuda.is_available()):
+            return None
+        offer = self.registry.find("capture", name).offer("capture", name)
+        assert offer is not None
+        if "overlap" in offer.capabilities:
+            device = resolve_device(self.config.target.device)
+            return device if asked or device.type == "cuda" else None
+        if asked:
+            raise UsageError(
+                f"train.overlap=true was set, and the capture {name!r} cannot work beside training\n"
+                "  leave train.overlap out, or choose a capture that `draftcore list-plugins` shows "
+                "with overlap"
+            )
+        return None
 
     @functools.cached_property
     def capture_binding(self) -> Binding:

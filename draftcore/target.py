@@ -15,6 +15,7 @@ import copy
 import functools
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -347,11 +348,13 @@ class TargetModel:
 
     @contextmanager
     def _tap(self, request: FeatureRequest) -> Iterator[dict[str, Tensor]]:
-        """Collect the outputs of the requested layers during one forward."""
+        """Collect the outputs of the requested layers during one forward of this thread."""
         taken: dict[str, Tensor] = {}
+        thread = threading.get_ident()
 
         def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
-            taken[name] = output[0] if isinstance(output, tuple) else output
+            if threading.get_ident() == thread:
+                taken[name] = output[0] if isinstance(output, tuple) else output
 
         hooks = [
             self.layers[layer].register_forward_hook(functools.partial(take, f"hidden.{layer}"))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("capture", "hf", frozenset({"graphs"}))]
+    return [Offer("capture", "hf", frozenset({"graphs", "overlap"}))]
 
 
 @hookimpl

@@ -4,7 +4,7 @@ The target is a tiny random Qwen3 on the CPU in fp32, whose reference is transfo
 pass, row by row and without padding. Two of its tokens are traps: `NAN`, whose embedding is nan,
 and `LOUD`, whose embedding fits fp32 and overflows fp16. A backend that reads its target elsewhere
 than from a folder, such as a running server, overrides `target_folder` and serves what
-`capture_target` writes.
+`capture_target` writes. One of capability `overlap` is tested for that as well.
 
 Other implementations add in another order than transformers does, so features are compared with
 the reference within rounding; a backend is compared with itself bit by bit.
@@ -13,11 +13,14 @@ Shape letters: T tokens, H width, V vocabulary.
 """
 
 import copy
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -232,6 +235,21 @@ class CaptureSuite(Suite):
         assert len(asked) < 64
         assert [one.group.index for one in captured] == list(range(1, 64))
 
+    def test_capturing_in_another_thread_is_seen_by_neither(
+        self, open_capture: OpenCapture
+    ) -> None:
+        """As `train.overlap` does it: the first group while nobody trains, others beside a step."""
+        if "overlap" not in offer_of(self.plugin, "capture", self.name).capabilities:
+            pytest.skip("the capture does not claim the capability overlap")
+        capture = open_capture(ALL)
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(features_of, capture, group(0, 1, 2)).result()
+            before = of_the_process()
+            again = thread.submit(features_of, capture, group(0, 1, 2)).result()
+        assert of_the_process() == before, "a step beside it would draw or compute otherwise"
+        require_same(again, first)
+        require_same(features_of(open_capture(ALL), group(0, 1, 2)), first)
+
     def test_closing_twice_is_harmless(self, open_capture: OpenCapture) -> None:
         capture = open_capture(REQUESTS["both"])
         list(capture.features([group(0)]))
@@ -281,6 +299,19 @@ def group(
     ids = tuple(f"sample-{row}" for row in rows)
     padded = max(map(len, members)) + padding
     return CaptureInput(CaptureGroup(index, tuple(rows), ids, padded), tuple(members))
+
+
+def of_the_process() -> dict[str, Any]:
+    """What training reads that belongs to no thread: random states, and how numbers are computed."""
+    return {
+        "torch's random state": torch.get_rng_state().tolist(),
+        "Python's random state": random.getstate(),
+        "numpy's random state": str(np.random.get_state()),
+        "default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32 products": torch.get_float32_matmul_precision(),
+    }
 
 
 def features_of(capture: Capture, asked: CaptureInput) -> Sequence[Mapping[str, Tensor]]:

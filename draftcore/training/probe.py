@@ -7,16 +7,24 @@ features are captured once, in groups of their own, and kept in memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from draftcore.data.dataset import read_prompts
+from draftcore.data.dataset import Dataset, read_prompts
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import Runner, evaluate_prompts
 from draftcore.plan import Plan
-from draftcore.records import CaptureInput, Draft, Sample, SampleId, StepContext
+from draftcore.records import (
+    CapturedGroup,
+    CaptureGroup,
+    CaptureInput,
+    Draft,
+    Sample,
+    SampleId,
+    StepContext,
+)
 from draftcore.run import DraftRun, Run
 from draftcore.training.metrics import ratios, totals
 
@@ -50,25 +58,29 @@ class HeldOut:
             batch=1,
             seed=0,
         )
-        capture = self.run.open_capture()
-        groups = (
-            CaptureInput(group, tuple(dataset.tokens(row).tolist() for row in group.rows))
-            for group in plan.groups
-        )
-        samples = [
+        captured = self.run.feed.beside(lambda: self._captured(dataset, plan.groups))
+        return [
             Sample(
                 SampleId(feature_id, 0),
                 torch.from_numpy(dataset.tokens(row)),
                 torch.from_numpy(dataset.loss_mask(row)),
                 features,
             )
-            for captured in capture.features(groups)
+            for one in captured
             for row, feature_id, features in zip(
-                captured.group.rows, captured.group.feature_ids, captured.features, strict=True
+                one.group.rows, one.group.feature_ids, one.features, strict=True
             )
         ]
+
+    def _captured(self, dataset: Dataset, groups: Iterable[CaptureGroup]) -> list[CapturedGroup]:
+        capture = self.run.open_capture()
+        given = (
+            CaptureInput(group, tuple(dataset.tokens(row).tolist() for row in group.rows))
+            for group in groups
+        )
+        found = list(capture.features(given))
         capture.close()
-        return samples
+        return found
 
 
 class Probe:

@@ -48,6 +48,7 @@ FREE_TRAIN_KEYS = {
     "eval_samples",
     "eval_prompts",
     "device",
+    "overlap",
     "rank_timeout",
 }
 
@@ -77,8 +78,9 @@ def train(run: Run, trainers: Sequence[Trainer]) -> str:
         with stop_on_signal() as stop, bar as progress:
             given_up = {name: why for t in active for name, why in t.given_up.items()}
             feed.start(at, lambda: bool(stop), given_up)
+            began = time.perf_counter()
             while at < total and active and not ranks.any(bool(stop)):
-                planned, began = run.plan.step(at), time.perf_counter()
+                planned = run.plan.step(at)
                 with feed.samples(planned) as fetched:
                     if fetched is None:  # asked to stop while it waited for features
                         break
@@ -93,6 +95,7 @@ def train(run: Run, trainers: Sequence[Trainer]) -> str:
                                 raise
                             active.remove(trainer)
                             failed[trainer.draft.label] = error
+                began = time.perf_counter()  # what is captured for the next step is waited for here
                 feed.release(planned)
                 at += 1
                 progress.update(at, {t.draft.label: t.metrics for t in active})
@@ -168,6 +171,7 @@ class Trainer:
         if self.step % self.config.checkpoint_every == 0:
             self.save()
         if (probe := self.probe) and self.step % (self.config.eval_every or 1) == 0:
+            self.run.feed.settle()  # both run the target
             whole, step = self.forward.whole(), self.step
             report = self.ranks.first(lambda: probe.evaluate(whole, step, total))
             self.log.evaluation(self.step, report)

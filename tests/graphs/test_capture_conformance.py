@@ -18,7 +18,7 @@ PHASE = Phase("prefill", "recording", rows=(2, 4), lengths=(32, 64), decided={"b
 
 @hookimpl
 def describe() -> list[Offer]:
-    return [Offer("capture", "graphed")]
+    return [Offer("capture", "graphed", frozenset({"overlap"}))]
 
 
 @hookimpl

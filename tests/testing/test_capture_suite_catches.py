@@ -16,7 +16,7 @@ from draftcore.offers import Offer
 
 @hookimpl
 def describe():
-    return [Offer("capture", "mine")]
+    return [Offer("capture", "mine", frozenset({"overlap"}))]
 
 @hookimpl
 def capture(name, target, request):
@@ -205,6 +205,19 @@ CLOSES_ONCE = """
     Capture.close = close
 """
 
+DRAWS = """
+    def drawing(f):
+        torch.rand(1)
+        return f
+    changed(drawing)
+"""
+
+BOUND_TO_ITS_THREAD = """
+    from threading import get_ident
+    own = get_ident()
+    changed(lambda f: {n: v if get_ident() == own else v * (1 + 1e-6) for n, v in f.items()})
+"""
+
 ANSWERS_NONE = """
     return None
 """
@@ -263,6 +276,11 @@ CAUGHT = {
     ),
     "captures_all_at_once": (ALL_AT_ONCE, "test_groups_are_asked_for_as_features_are_taken"),
     "closes_once": (CLOSES_ONCE, "test_closing_twice_is_harmless"),
+    "draws_a_number": (DRAWS, "test_capturing_in_another_thread_is_seen_by_neither"),
+    "is_bound_to_its_thread": (
+        BOUND_TO_ITS_THREAD,
+        "test_capturing_in_another_thread_is_seen_by_neither",
+    ),
     "answers_none": (ANSWERS_NONE, "test_closing_twice_is_harmless"),
     "is_right": ("", ""),
 }

@@ -1,0 +1,238 @@
+"""What capturing beside training gains: steps per second with train.overlap off and on, in turn.
+
+    python benchmarks/overlap.py [--only small,large] [--rounds 2] [--steps 60] [--seconds 330]
+
+Colocated runs that keep features in memory and capture each sample once, for the quickstart's target
+and for a random Llama of a billion parameters, with an EAGLE-3 draft, bf16. A step is captured and
+trained one after the other where overlap is off: what the two take alone bounds what overlap can
+gain. Ratios are of runs in one process that take turns. Afterwards one more run is traced, and it is
+computed how long kernels of two streams ran at once. Prints each figure as soon as it is known; what
+is left when the seconds are spent is named and left out.
+
+`--device cpu --steps 14 --layers 4 --width 256 --rounds 1` tries it without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftcore.config import load_config
+from draftcore.plugins import load
+from draftcore.records import PlannedStep, Sample
+from draftcore.run import Run
+from draftcore.testing.streams import busy_streams
+from draftcore.training.trainer import Trainer, prepare, train
+
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
+BILLION = {
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+}
+SKIPPED = 4  # steps at the beginning: loading, first captures, growing memory
+TRACED = range(6, 12)  # steps
+BATCH = 8
+began = time.perf_counter()
+given = argparse.Namespace()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="small,large")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60, help=f"more than {TRACED.stop}")
+    parser.add_argument("--seconds", type=float, default=330)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.parse_args(namespace=given)
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
+    say(f"{name}, torch {torch.__version__}, {given.steps} steps of {BATCH} samples")
+    with tempfile.TemporaryDirectory() as folder:
+        for label, settings in targets(given.only.split(","), Path(folder)):
+            compare(label, settings, Path(folder))
+            if not late(f"{label}: the trace"):
+                trace(label, settings, Path(folder))
+    say("done")
+
+
+def targets(wanted: list[str], folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The targets by label, each with its settings."""
+    if "small" in wanted:
+        yield "small", [f"target.path={QUICKSTART / 'target'}"]
+    if "large" in wanted:
+        config = {**BILLION, "hidden_size": given.width, "num_hidden_layers": given.layers}
+        with torch.device(given.device):
+            model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
+        model.save_pretrained(folder / "large")
+        for file in QUICKSTART.glob("target/tokenizer*.json"):
+            shutil.copy(file, folder / "large")
+        say(f"large: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters")
+        del model
+        draft = "algorithm.options.intermediate_size=null", "algorithm.options.ttt_length=7"
+        yield "large", [f"target.path={folder / 'large'}", *draft]
+
+
+# ---------------------------------------------------------------- one run
+
+
+@dataclass
+class Timed:
+    """Seconds of each step: what it waited for its features, what it trained, and all in all."""
+
+    waited: list[float] = field(default_factory=list)
+    trained: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Steps per second."""
+        return (len(self.ends) - 1) / (self.ends[-1] - self.ends[0])
+
+    def keep(self, waited: float, trained: float) -> None:
+        self.waited.append(waited)
+        self.trained.append(trained)
+        self.ends.append(time.perf_counter())
+
+
+def run_once(
+    settings: list[str],
+    folder: Path,
+    *,
+    overlap: bool,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> Timed:
+    """Train a draft from nothing; returns the seconds of its steps after the first few."""
+    kind = "bfloat16" if given.device == "cuda" else "float32"
+    overrides = [
+        *settings,
+        f"run={folder / 'run'}",
+        "store=memory",
+        f"target.device={given.device}",
+        f"target.dtype={kind}",
+        f"data.train={QUICKSTART / 'data' / 'train.jsonl'}",
+        f"data.limit={given.steps * BATCH}",
+        f"train.device={given.device}",
+        f"train.precision={'bf16' if given.device == 'cuda' else 'fp32'}",
+        "train.epochs=1",
+        f"train.batch={BATCH}",
+        "train.checkpoint_every=1000000",
+        f"train.overlap={str(overlap).lower()}",
+    ]
+    run = Run(load_config(QUICKSTART / "eagle3.yaml", overrides), load())
+    try:
+        (trainer,) = prepare(run)
+        timed = watch(trainer, before_step)
+        train(run, [trainer])
+    finally:
+        run.close()
+        shutil.rmtree(folder / "run")
+    return timed
+
+
+def watch(trainer: Trainer, before_step: Callable[[int], None]) -> Timed:
+    """Note what each step takes, and call something before it."""
+    timed, advance = Timed(), trainer.advance
+
+    def noted(planned: PlannedStep, samples: Mapping[int, Sample], fetch_seconds: float) -> None:
+        before_step(planned.index)
+        started = time.perf_counter()
+        advance(planned, samples, fetch_seconds)
+        if planned.index >= SKIPPED:
+            timed.keep(fetch_seconds, time.perf_counter() - started)
+
+    trainer.advance = noted  # type: ignore[method-assign]
+    return timed
+
+
+# ---------------------------------------------------------------- the figures
+
+
+def compare(label: str, settings: list[str], folder: Path) -> None:
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(given.rounds):
+        for overlap in (False, True):
+            word = "on" if overlap else "off"
+            if late(f"{label}, overlap {word}, round {turn + 1}"):
+                return
+            forget_peak()
+            timed = run_once(settings, folder, overlap=overlap)
+            rates[overlap].append(timed.rate)
+            say(f"{label}, overlap {word}: {timed.rate:.2f} steps/s{peak()}")
+            if not overlap:
+                say(f"{label}: {bound(timed)}")
+        gain = statistics.median(rates[True]) / statistics.median(rates[False])
+        say(f"{label}: overlap gives {gain:.2f} x the steps/s, round {turn + 1}")
+
+
+def bound(timed: Timed) -> str:
+    capture, step = 1e3 * statistics.mean(timed.waited), 1e3 * statistics.mean(timed.trained)
+    most = (capture + step) / max(capture, step)
+    return (
+        f"capture alone {capture:.1f} ms and step alone {step:.1f} ms, in sum {capture + step:.1f} ms: "
+        f"overlap can give {most:.2f} x"
+    )
+
+
+def trace(label: str, settings: list[str], folder: Path) -> None:
+    """Say how long kernels of two streams ran at once in a few steps of a run with overlap."""
+    cuda = given.device == "cuda"
+    tracer = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
+
+    def before_step(step: int) -> None:
+        if step == TRACED.start:
+            tracer.start()
+        elif step == TRACED.stop:
+            if cuda:
+                torch.cuda.synchronize()
+            tracer.stop()
+
+    run_once(settings, folder, overlap=True, before_step=before_step)
+    tracer.export_chrome_trace(str(folder / "trace.json"))
+    busy = busy_streams(folder / "trace.json")
+    streams = ", ".join(f"stream {s}: {ms:.1f} ms" for (_, s), ms in busy.streams.items())
+    say(
+        f"{label}: in {len(TRACED)} steps kernels of several streams ran at once for "
+        f"{busy.at_once:.2f} ms, {busy.share:.0%} of the less busy one's time "
+        f"({streams or 'no kernels: a CPU has no streams'})"
+    )
+
+
+def forget_peak() -> None:
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak() -> str:
+    if given.device != "cuda":
+        return ""
+    held = torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20
+    return f", peak {held[0]:.0f} MiB held, {held[1]:.0f} MiB reserved"
+
+
+def late(what: str) -> bool:
+    if time.perf_counter() - began < given.seconds:
+        return False
+    say(f"{what}: left out, the time is spent")
+    return True
+
+
+def say(line: str) -> None:
+    print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Captures beside training on a CUDA device, on a stream of their own: `nox -s gpu`."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from draftcore.config import load_config
+from draftcore.plugins import load
+from draftcore.run import Run
+from draftcore.testing.streams import busy_streams
+from draftcore.testing.targets import conversations, tiny_target
+from draftcore.training.trainer import prepare, train
+
+pytestmark = pytest.mark.gpu
+
+CUDA = ("target.device=cuda", "train.device=cuda", "store=memory")
+ROUNDING = 1e-4  # of kernels that add in the order in which their threads come by
+
+
+@pytest.mark.parametrize("backend", ["eager", "full", "breakable", "piecewise"])
+def test_overlap_changes_no_loss(tmp_path, new_project, backend):
+    """To the bit, where two runs without overlap agree to the bit, and else as far as they do.
+
+    A capture runs the same kernels on any stream, so its features are the same bits; a draft's own
+    backward may add by atomic operations, whose order no stream decides.
+    """
+    losses = []
+    for number, overlap in enumerate(("false", "false", "true")):
+        project = new_project(tmp_path / str(number), samples=48)
+        evaluated = ("train.eval_every=5", "train.eval_prompts=1", "train.eval_samples=4")
+        graphs = f"graphs.prefill.backend={backend}"
+        project.cli("train", *CUDA, *evaluated, graphs, f"train.overlap={overlap}")
+        losses.append(project.losses())
+    plain, again, beside = losses
+    assert len(plain) == 12
+    if plain == again:
+        assert beside == plain
+    else:
+        assert again == pytest.approx(plain, rel=ROUNDING)
+        assert beside == pytest.approx(plain, rel=ROUNDING)
+
+
+def test_it_is_on_where_nothing_else_is_said(project):
+    def overlap(*overrides):
+        return Run(load_config(project.yaml, [*CUDA, *overrides]), load()).overlap
+
+    assert overlap() == torch.device("cuda")
+    assert overlap("train.overlap=false") is None
+    assert overlap("target.device=cpu") is None
+
+
+@pytest.mark.parametrize("backend", ["eager", "full"])
+def test_kernels_of_capture_and_training_run_at_once(tmp_path, new_project, backend):
+    """As a trace of the device says; with a target whose kernels are long enough to meet others."""
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256, "num_hidden_layers": 8}
+    target = tiny_target(tmp_path / "wide", std=0.02, **wide)
+    data = conversations(tmp_path / "long.jsonl", [chr(97 + row % 26) * 230 for row in range(96)])
+    changes = {"target": {"path": str(target)}, "data": {"train": str(data)}, "train": {"batch": 8}}
+    project = new_project(tmp_path / "project", **changes, capture={"batch": 8})
+    graphs = f"graphs.prefill.backend={backend}"
+    run = Run(load_config(project.yaml, [*CUDA, graphs, "train.overlap=true"]), load())
+    tracer = profile(activities=[ProfilerActivity.CUDA])
+    try:
+        (trainer,) = prepare(run)
+        advance = trainer.advance
+
+        def traced(planned, samples, waited):
+            if planned.index == 3:  # what is loaded, recorded and tuned once is behind
+                tracer.start()
+            advance(planned, samples, waited)
+
+        trainer.advance = traced
+        train(run, [trainer])
+        torch.cuda.synchronize()
+        tracer.stop()
+    finally:
+        run.close()
+    tracer.export_chrome_trace(str(tmp_path / "trace.json"))
+    busy = busy_streams(tmp_path / "trace.json")
+    assert len(busy.streams) >= 2, busy
+    assert busy.at_once > 0, busy
