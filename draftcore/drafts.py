@@ -63,19 +63,9 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
     """Write a checkpoint's draft for servers, with a manifest of where it came from.
 
     The folder appears whole or not at all. Raises UsageError for one that holds something, and for
-    a layout that the algorithm does not offer.
+    a layout that the algorithm does not offer; DraftcoreError where it cannot be written.
     """
-    hook, target = draft.algorithm.hook, draft.run.target
-    layouts = sorted(
-        name.removeprefix("layout:")
-        for name in draft.algorithm.capabilities
-        if name.startswith("layout:")
-    )
-    if layout not in layouts:
-        raise UsageError(
-            f"{draft.choice.name} does not export the layout {layout!r}\n"
-            f"  it offers: {', '.join(layouts) or 'none'}\n  choose one with --layout"
-        )
+    _require_layout(draft, layout)
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty\n  choose another folder with --out, or empty it")
     built = load_checkpoint(draft, found)
@@ -83,10 +73,11 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
-        hook.export_draft(draft=built, folder=aside, layout=layout)
-        origin = {key: found.state[key] for key in ("step", "samples_seen", "plugins")}
-        origin |= {"target": target.path, "target_fingerprint": target.fingerprint}
-        origin |= {
+        draft.algorithm.hook.export_draft(draft=built, folder=aside, layout=layout)
+        origin = {
+            **{key: found.state[key] for key in ("step", "samples_seen", "plugins")},
+            "target": draft.run.target.path,
+            "target_fingerprint": draft.run.target.fingerprint,
             "algorithm": found.state["config"]["algorithm"],
             "checkpoint": os.path.relpath(found.folder, folder),
             "chat_template": found.state["data"].get("chat_template", ""),
@@ -103,3 +94,13 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # whatever went wrong; else it is not there
     return folder
+
+
+def _require_layout(draft: DraftRun, layout: str) -> None:
+    offered = [name for name in draft.algorithm.capabilities if name.startswith("layout:")]
+    layouts = sorted(name.removeprefix("layout:") for name in offered)
+    if layout not in layouts:
+        raise UsageError(
+            f"{draft.choice.name} does not export the layout {layout!r}\n"
+            f"  it offers: {', '.join(layouts) or 'none'}\n  choose one with --layout"
+        )

@@ -21,7 +21,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"no configuration file {path}\n  YAML files in {path.parent}: {near}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}\n  name a YAML file in UTF-8") from None
+        raise UsageError(
+            f"cannot read {path}: {error}\n  name a YAML file, in UTF-8, that you may read"
+        ) from None
     except yaml.YAMLError as error:
         problem = str(error).replace("<unicode string>", str(path))
         raise UsageError(f"{path} is not YAML: {problem}\n  correct it there") from None

@@ -130,17 +130,19 @@ def train(
     if role is None and topology.producers > 0:
         role = "trainer"
     with open_run(registry, config, overrides, role=role or "both") as run:
-        if role != "producer":
-            reason = train_drafts(run)
-        else:
-            from draftcore.producing import PATIENCE, produce
-
-            where = f"the trainer at {run.channel_uri}, for {PATIENCE:g} s at most"
-            click.echo(f"waiting for {where}", err=True)
-            click.echo(produce(run))
-            return
+        if role == "producer":
+            return produce_features(run)
+        reason = train_drafts(run)
     if reason == "interrupted":
         raise click.exceptions.Exit(130)
+
+
+def produce_features(run: Run) -> None:
+    """Capture for a trainer elsewhere, and tell of it."""
+    from draftcore.producing import produce
+
+    click.echo(f"waiting for the trainer at {run.channel_uri}", err=True)
+    click.echo(produce(run))
 
 
 def train_drafts(run: Run) -> str:

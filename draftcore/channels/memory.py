@@ -29,85 +29,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
 from draftcore.channels import Credit, Standing, require_claim, require_metadata, require_refs_of
+from draftcore.channels.books import Books, Group
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.records import CaptureGroup, CaptureTask, PlannedStep, SampleId, SampleRef
 from draftcore.uris import format_size, parse_uri
 
 UNLIMITED = sys.maxsize  # who pumps on demand, as a colocated run does, never runs ahead
 RESUME_AT = 0.75  # of the limits, so that producers work in stretches and not group by group
-
-
-@dataclass
-class _Group:
-    """A group that was handed out. `due` holds the uses that are not behind the cursor yet,
-    `received` counts the uses between the trainer and the cursor, `place` is its place in order."""
-
-    task: CaptureTask
-    due: set[SampleId]
-    place: int
-    stale: dict[SampleRef, None]  # freed with the group; ordered, as a set is not
-    outcome: tuple[SampleRef, ...] | Exception | None = None  # None while in flight
-    received: int = 0
-    claim: str = ""  # empty while it waits to be handed out again
-    producer: str = ""
-    failed_by: list[str] = field(default_factory=list)  # one name per attempt
-    promised: int = -1  # the last epoch whose uses were added to `due`
-    spoilt: dict[str, str] = field(default_factory=dict)  # members that are given up: reason
-    tried: int = 0  # the round in which its features were put last, by a thread of this process
-
-    def promise(self, epoch: int) -> None:
-        """Serve an epoch's uses too; those that are over do not come back."""
-        if epoch > self.promised:
-            self.promised = epoch
-            kept = [i for i in self.task.group.feature_ids if i not in self.spoilt]
-            self.due |= {SampleId(feature_id, epoch) for feature_id in kept}
-
-    def serves(self, needed: Collection[str]) -> bool:
-        return any(feature_id in needed for feature_id in self.task.group.feature_ids)
-
-    @property
-    def refs(self) -> tuple[SampleRef, ...]:
-        return self.outcome if isinstance(self.outcome, tuple) else ()
-
-    @property
-    def failed(self) -> bool:
-        return isinstance(self.outcome, Exception)
-
-
-@dataclass
-class _Books:
-    """Everything a channel remembers. Groups are found by their index and by their members."""
-
-    tasks: Iterator[CaptureTask] = field(default_factory=lambda: iter(()))
-    upcoming: CaptureTask | None = None  # taken from `tasks`, not claimed yet
-    exhausted: bool = False  # all of `tasks` are taken
-    returned: list[_Group] = field(default_factory=list)  # to be handed out again, in order
-    claims: int = 0
-    captured: int = 0  # samples that were published and served
-    producers: set[str] = field(default_factory=set)
-    groups: dict[int, _Group] = field(default_factory=dict)
-    group_of: dict[str, _Group] = field(default_factory=dict)
-    steps: dict[int, PlannedStep] = field(default_factory=dict)  # received, not behind the cursor
-    waiting: PlannedStep | None = None  # the step whose receive returned None
-    cursor: int = 0
-    epoch: int = 0  # of the last step behind the cursor
-    given_up: dict[str, str] = field(default_factory=dict)
-    # A full store. Refs are being freed until the next `receive`, with which a new round begins.
-    round: int = 0
-    freeing: bool = False
-    full: set[int] = field(default_factory=set)  # groups in flight that had no room in this round
-    evicted: dict[int, _Group] = field(default_factory=dict)  # to be captured again, and their uses
-    narrow: frozenset[str] = frozenset()  # the samples of the step for which room is being made
-    emptied: bool = False  # of that step's own samples too, as a last resort
-    # Stale refs of groups that are not held: of those that were released, and of those that an
-    # earlier session had handed out, which are likely to be found in the store and served again.
-    late: dict[int, dict[SampleRef, None]] = field(default_factory=dict)
-    inherited: dict[int, dict[SampleRef, None]] = field(default_factory=dict)
-    leaving: set[int] = field(default_factory=set)  # groups whose refs are being freed just now
 
 
 class MemoryChannel:
@@ -133,7 +64,7 @@ class MemoryChannel:
         self.limit = Credit(limit_refs, limit_bytes)
         self._used = Credit(0, 0)
         self._paused = False
-        self._books = _Books()
+        self._books = Books()
         self._closed = False
         self._mutex = threading.Condition(threading.Lock())
 
@@ -267,7 +198,7 @@ class MemoryChannel:
         with self._mutex:
             self._require_open()
             books = self._books
-            touched: dict[int, _Group] = {}
+            touched: dict[int, Group] = {}
             for index in sorted(index for index in books.steps if index < step_index):
                 step = books.steps.pop(index)
                 if step.epoch > books.epoch:
@@ -368,7 +299,7 @@ class MemoryChannel:
         """End both sides: whatever is called from now on raises."""
         with self._mutex:
             self._closed = True
-            self._books = _Books()
+            self._books = Books()
             self._mutex.notify_all()
 
     # ------------------------------------------------------------ tasks
@@ -396,7 +327,7 @@ class MemoryChannel:
         group.tried = books.round
         return CaptureTask(group.task.epoch, group.task.group, group.claim)
 
-    def _returned_for(self, producer: str) -> _Group | None:
+    def _returned_for(self, producer: str) -> Group | None:
         """Take the first returned group, but one that this producer failed only if all others did.
 
         A returned group has kept its credit.
@@ -419,19 +350,19 @@ class MemoryChannel:
         narrow = self._books.narrow
         return not narrow or not narrow.isdisjoint(group.feature_ids)
 
-    def _current(self, task: CaptureTask) -> _Group | None:
+    def _current(self, task: CaptureTask) -> Group | None:
         """Return the group that is in flight under a task's claim; None where the claim is void."""
         group = self._books.groups.get(task.group.index)
         if group is None or not group.claim or group.outcome is not None:
             return None
         return group if group.claim == task.claim else None
 
-    def _return(self, group: _Group) -> None:
+    def _return(self, group: Group) -> None:
         group.claim = ""
         bisect.insort(self._books.returned, group, key=lambda group: group.place)
         self._mutex.notify_all()
 
-    def _fail(self, group: _Group, error: Exception) -> None:
+    def _fail(self, group: Group, error: Exception) -> None:
         group.failed_by.append(group.producer)
         if len(group.failed_by) < self.attempts:
             self._return(group)
@@ -441,7 +372,7 @@ class MemoryChannel:
         self._use(refs=-len(group.task.group.rows), nbytes=0)
         self._mutex.notify_all()
 
-    def _spoil(self, group: _Group, ref: SampleRef, reason: str) -> None:
+    def _spoil(self, group: Group, ref: SampleRef, reason: str) -> None:
         """Give up one member after the last attempt; the others' features are as good as ever."""
         group.outcome = tuple(other for other in group.refs if other != ref)
         group.due = {sample for sample in group.due if sample.feature_id != ref.feature_id}
@@ -462,10 +393,10 @@ class MemoryChannel:
             held.promise(books.upcoming.epoch)
             books.upcoming = None
 
-    def _start(self, task: CaptureTask) -> _Group:
+    def _start(self, task: CaptureTask) -> Group:
         books, index = self._books, task.group.index
         stale = books.late.pop(index, {}) | books.inherited.pop(index, {})
-        group = books.evicted.pop(index, None) or _Group(task, set(), 0, {})
+        group = books.evicted.pop(index, None) or Group(task, set(), 0, {})
         group.task, group.place, group.stale = task, books.claims, stale
         group.due = {sample for sample in group.due if sample.epoch >= books.epoch}
         group.promise(task.epoch)
@@ -518,7 +449,7 @@ class MemoryChannel:
             books.full.add(task.group.index)
         return books.round
 
-    def _last_resort(self, step: PlannedStep) -> list[_Group]:
+    def _last_resort(self, step: PlannedStep) -> list[Group]:
         """All that is held of a step that finds no room: put anew, it may lie closer together.
 
         Raises DraftcoreError where this was done before.
@@ -529,7 +460,7 @@ class MemoryChannel:
         self._books.emptied = True
         return held
 
-    def _set_aside(self, group: _Group) -> tuple[SampleRef, ...]:
+    def _set_aside(self, group: Group) -> tuple[SampleRef, ...]:
         """Let go of a group that will be offered again, but not of its uses. Returns its refs."""
         refs = self._release(group)
         group.outcome, group.claim = None, ""
@@ -549,7 +480,7 @@ class MemoryChannel:
             raise DraftcoreError(group.spoilt[sample.feature_id])
         return next((ref for ref in group.refs if ref.feature_id == sample.feature_id), None)
 
-    def _end_epochs_before(self, epoch: int) -> dict[int, _Group]:
+    def _end_epochs_before(self, epoch: int) -> dict[int, Group]:
         """Forget uses that never came: those before the step at which a run was resumed."""
         self._books.epoch = epoch
         for group in self._books.groups.values():
@@ -558,7 +489,7 @@ class MemoryChannel:
             index: group for index, group in self._books.groups.items() if group.outcome is not None
         }
 
-    def _release(self, group: _Group) -> tuple[SampleRef, ...]:
+    def _release(self, group: Group) -> tuple[SampleRef, ...]:
         del self._books.groups[group.task.group.index]
         for feature_id in group.task.group.feature_ids:
             del self._books.group_of[feature_id]

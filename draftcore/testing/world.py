@@ -16,9 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftcore.records import (
-    FeatureRequest,
-)
+from draftcore.records import FeatureRequest
 from draftcore.target import TargetSpec
 from draftcore.testing.targets import tiny_target
 

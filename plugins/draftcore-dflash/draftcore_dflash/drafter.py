@@ -35,7 +35,7 @@ class DraftState:
 
 
 class DFlashDrafter:
-    """Decodes with a draft in its own dtype and on its own device; see `draftcore.evaluation.Drafter`.
+    """Decodes with a draft in its own dtype and on its own device; see `evaluation.Drafter`.
 
     Raises UsageError for more drafts per round than a block has masked rows.
     """

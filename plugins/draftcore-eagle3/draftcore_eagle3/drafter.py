@@ -41,7 +41,7 @@ class DraftState:
 
 
 class Eagle3Drafter:
-    """Decodes with a draft in its own dtype and on its own device; see `draftcore.evaluation.Drafter`."""
+    """Decodes with a draft in its own dtype and on its own device; see `evaluation.Drafter`."""
 
     def __init__(self, draft: Eagle3Draft, num_drafts: int, dtype: str) -> None:
         self.draft, self.num_drafts = draft, num_drafts

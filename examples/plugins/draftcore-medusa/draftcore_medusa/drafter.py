@@ -28,7 +28,7 @@ class DraftState:
 
 
 class MedusaDrafter:
-    """Decodes with a draft in its own dtype and on its own device; see `draftcore.evaluation.Drafter`."""
+    """Decodes with a draft in its own dtype and on its own device; see `evaluation.Drafter`."""
 
     def __init__(self, draft: MedusaDraft, request: FeatureRequest) -> None:
         self.draft, self.request = draft, request
