@@ -65,7 +65,7 @@ class ServedBackbone:
         """Check the tensors and take those that the server fills."""
         ignored = tuple(sorted(tensors.keys() - shapes.keys()))
         if server == "vllm":  # which would take an embedding or a head of the draft's own, too
-            require_no_others(ignored)
+            require_no_others(name for name in ignored if name != "t2d")
         require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
         return cls(server, config, {name: tensors[name] for name in shapes}, ignored)
 
