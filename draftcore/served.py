@@ -217,6 +217,15 @@ def require_tensors(
         )
 
 
+def require_no_others(names: Iterable[str]) -> None:
+    """Raise UnservableError for tensors that a server would look for a place for, and not find."""
+    if shown := ", ".join(sorted(names)[:4]):
+        raise UnservableError(
+            f"the server has no place for: {shown}\n"
+            "  names are bare, without `model.`, and a draft has no tensors but its own: export again"
+        )
+
+
 def square_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of matrices whose transpose has the same shape, so that no shape gives it away."""
     return [n for n, t in tensors.items() if t.ndim == 2 and t.shape[0] == t.shape[1] > 1]

@@ -5,7 +5,9 @@ cannot hide a mistake from `draftcore verify`. Plain on purpose: no cache, conte
 every question. Another plugin whose draft has this backbone derives its reader from this one.
 
 Embedding and head are the target's. Inside a block servers take full layers for bidirectional and
-sliding ones for causal, unless `is_causal` says otherwise for all.
+sliding ones for causal, unless `is_causal` says otherwise for all. What is not there has other
+defaults: sglang spreads the captured layers and looks for a mask token by name, vLLM takes those of
+the target and refuses; a tensor that nothing reads is left alone by sglang and ends vLLM.
 
 Shape letters: T tokens of context, S rows of a block, Z = T + S, H hidden, V vocabulary.
 """
@@ -30,6 +32,7 @@ from draftcore.served import (
     read_folder,
     read_rope,
     require_field,
+    require_no_others,
     require_server,
     require_tensors,
     rms_norm,
@@ -60,8 +63,10 @@ class ServedBackbone:
         shapes: Mapping[str, tuple[int, ...]],
     ) -> Self:  # fmt: skip
         """Check the tensors and take those that the server fills."""
-        require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
         ignored = tuple(sorted(tensors.keys() - shapes.keys()))
+        if server == "vllm":  # which would take an embedding or a head of the draft's own, too
+            require_no_others(name for name in ignored if name != "t2d")
+        require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
         return cls(server, config, {name: tensors[name] for name in shapes}, ignored)
 
     @property
@@ -93,7 +98,14 @@ class ServedBackbone:
 
     def captured(self, host: Host) -> tuple[int, ...]:
         ids, depth = self.field("target_layer_ids"), int(self.config["num_hidden_layers"])
-        if ids is None and depth == 1:
+        if ids is None and self.server == "vllm":
+            if depth != 3:
+                raise UnservableError(
+                    "config.json has no dflash_config.target_layer_ids: vLLM captures three layers "
+                    f"then, and makes fc for {depth}\n  add the field, or export the draft again"
+                )
+            ids = [1, host.num_layers // 2 - 1, host.num_layers - 4]
+        elif ids is None and depth == 1:
             ids = [host.num_layers // 2]
         elif ids is None:
             span = host.num_layers - 4
@@ -210,6 +222,11 @@ class ServedBackbone:
 
     def _mask_token(self, host: Host) -> int:
         token = self.field("mask_token_id")
+        if self.server == "vllm" and self.nested.get("mask_token_id") is None:
+            raise UnservableError(
+                "config.json has no dflash_config.mask_token_id, and vLLM looks for it nowhere else\n"
+                "  add the field, or export the draft again"
+            )
         if token is None:
             name = self.field("mask_token") or MASK_TOKEN
             token = host.tokenizer.get_vocab().get(name)
@@ -232,7 +249,7 @@ class ServedBackbone:
 def read(folder: Path, server: str) -> ServedBackbone:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
     require_server(server, SERVERS)
-    config, tensors = read_backbone(folder)
+    config, tensors = read_backbone(folder, server)
     for name in tensors:
         if name.startswith(("prefix_gru.", "embed_proj.")):
             raise UnservableError(
@@ -243,7 +260,7 @@ def read(folder: Path, server: str) -> ServedBackbone:
     return ServedBackbone.of(server, config, tensors, backbone_shapes(config))
 
 
-def read_backbone(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_backbone(folder: Path, server: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json's content, and the tensors under the names that servers give them."""
     config, stored = read_folder(folder, ARCHITECTURE)
     if "transformer_layer_config" in config:
@@ -254,7 +271,7 @@ def read_backbone(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     require_field({**config, **(config.get("dflash_config") or {})}, "block_size")
     tensors = {}
     for name, tensor in stored.items():
-        name = name.removeprefix("model.")
+        name = name.removeprefix("model.") if server == "sglang" else name
         for theirs, ours in ALIASES.items():
             name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
         tensors[name] = tensor

@@ -9,8 +9,9 @@ import torch
 from draftcore_dflash import plugin
 from draftcore_dflash.options import DFlashOptions
 
-from draftcore.records import DataSummary, Draft, Sample, SampleId
+from draftcore.records import DataSummary, Draft, Sample
 from draftcore.target import TargetSpec
+from draftcore.testing.samples import random_samples
 from draftcore.testing.targets import tiny_target
 
 WIDTH = 32
@@ -63,23 +64,11 @@ def make_draft(target: TargetSpec) -> MakeDraft:
 
 @pytest.fixture
 def make_samples() -> MakeSamples:
-    """Random samples of the given lengths, about three in four tokens to be learned."""
+    """Random samples of the given lengths."""
 
     def make(*lengths: int, seed: int = 3, layers: tuple[int, ...] = LAYERS) -> list[Sample]:
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(length: int) -> torch.Tensor:
-            return torch.randn(length, WIDTH, generator=generator, dtype=torch.float64)
-
-        return [
-            Sample(
-                SampleId(f"{seed}.{index}", 0),
-                torch.randint(250, (length,), generator=generator),
-                torch.rand(length, generator=generator) < 0.75,
-                {f"hidden.{layer}": normal(length) for layer in layers},
-            )
-            for index, length in enumerate(lengths)
-        ]
+        names = [f"hidden.{layer}" for layer in layers]
+        return random_samples(lengths, names, width=WIDTH, tokens=250, seed=seed)
 
     return make
 

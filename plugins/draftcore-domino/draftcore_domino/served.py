@@ -76,7 +76,7 @@ def _gru(x_H: Tensor, state_G: Tensor, read: Mapping[str, Tensor]) -> Tensor:
 def read(folder: Path, server: str) -> ServedDomino:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
     require_server(server, SERVERS)
-    config, tensors = read_backbone(folder)
+    config, tensors = read_backbone(folder, server)
     nested = config.get("dflash_config") or {}
     if nested.get("projector_type") != "domino":
         raise UnservableError(

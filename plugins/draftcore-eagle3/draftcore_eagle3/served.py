@@ -5,7 +5,9 @@ cannot hide a mistake from `draftcore verify`. Plain on purpose: no cache, the w
 every drafted token.
 
 What the servers read differently: captured layers stand in `eagle_config` as outputs (sglang), or
-at the top level as inputs, one more (vLLM). Both map draft tokens by offsets, `id = i + d2t[i]`.
+at the top level as inputs, one more (vLLM). A tensor that nothing reads is left alone by sglang and
+ends vLLM, which puts `model.` before the names by itself. Both map draft tokens by offsets,
+`id = i + d2t[i]`.
 
 Shape letters: T tokens, S rows so far, H hidden, V target and U draft vocabulary.
 """
@@ -30,6 +32,7 @@ from draftcore.served import (
     read_folder,
     read_rope,
     require_field,
+    require_no_others,
     require_server,
     require_tensors,
     rms_norm,
@@ -198,22 +201,24 @@ def read(folder: Path, server: str) -> ServedEagle3:
             raise UnservableError(
                 f"config.json says {name}: true, which this kind of draft never has"
             )
-    tensors = {_known_name(name): tensor for name, tensor in stored.items()}
+    tensors = {_known_name(name, server): tensor for name, tensor in stored.items()}
     shapes = _shapes(config)
     if "d2t" in shapes and "d2t" not in tensors:
         raise UnservableError(
             "the tensor d2t is missing, and the draft's vocabulary is not the target's: its tokens "
             "mean nothing\n  export the draft again; a tensor was dropped on the way"
         )
-    require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
     used = {*shapes, "d2t", "t2d", "embed_tokens.weight"}
     ignored = tuple(sorted(tensors.keys() - used))
+    if server == "vllm":
+        require_no_others(ignored)
+    require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
     return ServedEagle3(server, config, {n: tensors[n] for n in used & tensors.keys()}, ignored)
 
 
-def _known_name(name: str) -> str:
-    """Servers know the one layer by two names."""
-    name = name.removeprefix("model.")
+def _known_name(name: str, server: str) -> str:
+    """Servers know the one layer by two names; sglang knows all of them with a prefix too."""
+    name = name.removeprefix("model.") if server == "sglang" else name
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
 

@@ -10,8 +10,9 @@ from draftcore_eagle3 import plugin
 from draftcore_eagle3.options import Eagle3Options
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from draftcore.records import DataSummary, Draft, Sample, SampleId
+from draftcore.records import DataSummary, Draft, Sample
 from draftcore.target import TargetSpec
+from draftcore.testing.samples import random_samples
 
 VOCAB, WIDTH, LAYERS = 48, 32, 8
 
@@ -74,26 +75,11 @@ def make_draft(target: TargetSpec) -> MakeDraft:
 
 @pytest.fixture
 def make_samples() -> MakeSamples:
-    """Random samples of the given lengths, about three in four tokens to be learned."""
+    """Random samples of the given lengths."""
 
     def make(*lengths: int, seed: int = 3, layers: tuple[int, ...] = (1, 3, 4)) -> list[Sample]:
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(length: int) -> torch.Tensor:
-            return torch.randn(length, WIDTH, generator=generator, dtype=torch.float64)
-
-        return [
-            Sample(
-                SampleId(f"{seed}.{index}", 0),
-                torch.randint(VOCAB, (length,), generator=generator),
-                torch.rand(length, generator=generator) < 0.75,
-                {
-                    **{f"hidden.{layer}": normal(length) for layer in layers},
-                    "last_hidden": normal(length),
-                },
-            )
-            for index, length in enumerate(lengths)
-        ]
+        names = [*(f"hidden.{layer}" for layer in layers), "last_hidden"]
+        return random_samples(lengths, names, width=WIDTH, tokens=VOCAB, seed=seed)
 
     return make
 

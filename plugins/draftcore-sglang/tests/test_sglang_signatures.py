@@ -1,9 +1,15 @@
-"""A sglang that moved is refused by name, by whatever of this dist is asked to use it."""
+"""A sglang that moved is refused by name, by whatever of this dist is asked to use it.
 
+Its launcher's flags may move too: those that our READMEs tell people to type are looked up.
+"""
+
+import argparse
 import functools
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,3 +68,26 @@ def test_a_server_whose_sglang_moved_takes_nothing_over(monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match=r"HookRegistry\.register\(target, hook\)"):
         server.install("shm:none", (), 1 << 20)
     assert HookRegistry._hooks == before
+
+
+# What stands in the same pages for other programs.
+OTHERS = {
+    "--no-deps", "--role", "--target", "--plan", "--speculative-config", "--server", "--prompts",
+    "--run", "--device", "--json", "--row", "--steps", "--minutes", "--lr", "--draft",
+}  # fmt: skip
+
+
+def test_every_flag_that_our_readmes_give_is_one_of_sglangs() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    pages = [*Path(__file__).parents[3].glob("plugins/*/README.md")]
+    pages = [page for page in pages if "sglang" in page.read_text()]
+    assert len(pages) > 3
+    named = {
+        flag for page in pages for flag in re.findall(r"(?<![-\w])--[a-z][a-z-]+", page.read_text())
+    }
+    assert len(named - OTHERS) > 12
+    assert named - OTHERS - known == set()

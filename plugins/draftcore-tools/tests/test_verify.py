@@ -200,11 +200,14 @@ def test_the_report_is_in_plain_words(exported: Any) -> None:
     ]
 
 
-def test_what_the_server_leaves_unread_is_named(exported: Any) -> None:
+def test_what_a_server_leaves_unread_is_named_and_what_ends_one_is_refused(exported: Any) -> None:
     run = exported("dflash")
     run.change(lambda _, tensors: tensors.update(d2t=torch.arange(3)))
-    for verdict in run.verify(status=0):
-        assert verdict["notes"] == ["the server leaves unread: d2t"]
+    sglang, vllm = run.verify(status=1)
+    assert sglang["agrees"]
+    assert sglang["notes"] == ["the server leaves unread: d2t"]
+    assert vllm["divergence"]["check"] == "loading"
+    assert "has no place for: d2t" in vllm["divergence"]["what"]
 
 
 # ---------------------------------------------------------------- what is compared with what

@@ -70,7 +70,10 @@ def test_a_server_that_is_killed_at_work_is_waited_for_and_nothing_is_lost(
     server, start_server, sink, target, caplog
 ):
     """Then its store is made anew under it, which a new run of the same name would do."""
-    store, capture = ShmStore.open(sink), opened(server, target, patience=200)
+    store, capture = (
+        ShmStore.open(sink),
+        opened(server, target, patience=400),
+    )  # longer than a start
     done, problems = [], []
 
     def work():
@@ -87,7 +90,7 @@ def test_a_server_that_is_killed_at_work_is_waited_for_and_nothing_is_lost(
     server.kill()
     before = len(done)
     again = start_server(port=server.port, DRAFTCORE_SINK=sink, DRAFTCORE_LAYERS="0,2")
-    worker.join(200)
+    worker.join(400)
     assert not problems
     assert before < len(done) == 40
     for refs, members in done:
