@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftcore.errors import DraftcoreError
+
 
 @dataclass
 class DividedRow:
@@ -32,8 +34,16 @@ class DividedRow:
         return Cache(layers=[_Beginning(self, kept) for kept in self.kept])
 
     def rest(self) -> Cache:
-        """The cache of a forward whose first row is the rest; the beginning comes first."""
-        assert self.kept
+        """The cache of a forward whose first row is the rest.
+
+        Raises DraftcoreError where nothing is left of the beginning.
+        """
+        if not any(hasattr(kept, "keys") for kept in self.kept):
+            raise DraftcoreError(
+                "a row was divided between two parts of a batch, and the first left no keys and values"
+                "\n  the target's attention does not keep them in the cache that it is given: leave "
+                "out the graph plugin that divides rows"
+            )
         return Cache(layers=[_Rest(self, kept) for kept in self.kept])
 
     def positions(self, tokens_BT: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "capture": ("torch",),
     "channel": (),
     "graph": ("torch",),
+    "graph-plugin": ("torch",),
 }
 PLACEHOLDERS = ("NAME", "PACKAGE", "KIND", "DEPENDENCIES", "TESTS")
 LONGEST = 24  # a longer name would push lines of the written code over its formatter's limit

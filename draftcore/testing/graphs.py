@@ -196,6 +196,31 @@ class GraphBackendSuite(Suite):
             assert torch.equal(found, broken())
             assert seen[-1] == seen[-2]
 
+    def test_what_is_forked_off_and_joined_is_part_of_the_replay(
+        self, backend: GraphBackend, work: Work, device: torch.device
+    ) -> None:
+        """On a second stream where the device has such; elsewhere the one follows the other."""
+        if "forks" not in offer_of(self.plugin, "graph", self.name).capabilities:
+            pytest.skip("the backend does not claim the capability forks")
+        side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+        def forked() -> Tensor:
+            if side is None:
+                return work.input_BH * 2 + work.module(work.input_BH)  # type: ignore[no-any-return]
+            here = torch.cuda.current_stream(device)
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                twice_BH = work.input_BH * 2
+            hidden_BH = work.module(work.input_BH)
+            here.wait_stream(side)
+            return twice_BH + hidden_BH  # type: ignore[no-any-return]
+
+        with backend.capture_session():
+            backend.capture_one(LARGE, forked)
+        for seed in (1, 2):
+            work.vary(seed)
+            assert torch.equal(replay(backend, LARGE).clone(), forked())
+
     # ------------------------------------------------------------ the end
 
     def test_after_cleanup_nothing_runs_until_it_is_captured_again(

@@ -280,6 +280,18 @@ def test_a_batch_that_is_divided_within_a_row_has_the_features_of_the_whole(targ
         torch.testing.assert_close(second[name][1:], value[row + 1 :], rtol=0, atol=ROUNDING)
 
 
+def test_a_target_that_keeps_nothing_of_a_divided_row_is_refused(target, monkeypatch):
+    """As one whose attention knows no cache; without a word it would attend to nothing."""
+    forward = target.decoder.forward
+    monkeypatch.setattr(
+        target.decoder, "forward", lambda **given: forward(**{**given, "past_key_values": None})
+    )
+    tokens_BT, divided = torch.ones(1, 4, dtype=torch.long), DividedRow(2, 4)
+    target.static_features(tokens_BT[:, :2], REQUEST, ends=divided)
+    with pytest.raises(DraftcoreError, match="leave out the graph plugin that divides rows"):
+        target.static_features(tokens_BT[:, 2:], REQUEST, begins=divided)
+
+
 def test_a_row_is_divided_within_its_window(tmp_path):
     layers = ["sliding_attention", "full_attention"] * 3
     folder = tiny_target(tmp_path, layer_types=layers, use_sliding_window=True, sliding_window=3)

@@ -158,6 +158,14 @@ FREEZES_BREAKS = """
     Backend.capture_one = capture
 """
 
+# Replays the first operation, and keeps what came after it.
+STOPS_AT_A_FORK = """
+    def first(self, key, fn):
+        RecordingBackend.capture_one(self, key, fn)
+        self.tapes[key].steps = self.tapes[key].steps[:1]
+    Backend.capture_one = first
+"""
+
 NO_SUBCLASS = """
     class Backend:
         def __getattr__(self, name):
@@ -196,6 +204,10 @@ CAUGHT = {
     "hoards_tapes": (HOARDS_TAPES, f"test_capturing_and_cleaning_up_{KEEPS}"),
     "hoards_outputs": (HOARDS_OUTPUTS, f"test_replaying_{KEEPS}"),
     "freezes_breaks": (FREEZES_BREAKS, "test_a_break_runs_on_what_is_there_at_replay"),
+    "stops_at_a_fork": (
+        STOPS_AT_A_FORK,
+        "test_what_is_forked_off_and_joined_is_part_of_the_replay",
+    ),
     "is_no_backend": (NO_SUBCLASS, "test_what_was_not_captured_cannot_run"),
     "is_right": ("", ""),
 }
@@ -207,7 +219,7 @@ def failures(
 ) -> dict[str, set[str]]:
     """Run every wrong backend through its test and the right one through all of them."""
     for name, (wrong, _) in CAUGHT.items():
-        capabilities = '"breaks"' if "break" in name else ""
+        capabilities = next((f'"{word}s"' for word in ("break", "fork") if word in name), "")
         text = PLUGIN.replace("{wrong}", wrong).replace("{CAPABILITIES}", f"{{{capabilities}}}")
         (wrong_folder / f"{name}.py").write_text(text.replace("frozenset({})", "frozenset()"))
     return run_suites(

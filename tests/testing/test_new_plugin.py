@@ -171,7 +171,7 @@ def test_what_it_imports_is_what_it_requires(tmp_path: Path) -> None:
         folder = written(tmp_path, kind, f"my-{kind}")
         code = "\n".join(file.read_text() for file in folder.glob("draftcore_*/*.py"))
         imported = set(re.findall(r"^\s*(?:from|import) (\w+)", code, re.MULTILINE))
-        assert imported - {f"draftcore_my_{kind}", *sys.stdlib_module_names} == {
+        assert imported - {f"draftcore_my_{kind}".replace("-", "_"), *sys.stdlib_module_names} == {
             "draftcore",
             *NEEDS[kind],
         }
