@@ -9,7 +9,7 @@ gain. Ratios are of runs in one process that take turns. Afterwards one more run
 computed how long kernels of two streams ran at once. Prints each figure as soon as it is known; what
 is left when the seconds are spent is named and left out.
 
-`--device cpu --steps 14 --layers 4 --width 256 --rounds 1` tries it without a GPU.
+`--device cpu --steps 14 --batch 1 --layers 8 --width 128 --rounds 1` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ BILLION = {
 }
 SKIPPED = 4  # steps at the beginning: loading, first captures, growing memory
 TRACED = range(6, 12)  # steps
-BATCH = 8
 began = time.perf_counter()
 given = argparse.Namespace()
 
@@ -53,13 +52,14 @@ def main() -> None:
     parser.add_argument("--only", default="small,large")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60, help=f"more than {TRACED.stop}")
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=330)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.parse_args(namespace=given)
     name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
-    say(f"{name}, torch {torch.__version__}, {given.steps} steps of {BATCH} samples")
+    say(f"{name}, torch {torch.__version__}, {given.steps} steps of {given.batch} samples")
     with tempfile.TemporaryDirectory() as folder:
         for label, settings in targets(given.only.split(","), Path(folder)):
             compare(label, settings, Path(folder))
@@ -123,11 +123,12 @@ def run_once(
         f"target.device={given.device}",
         f"target.dtype={kind}",
         f"data.train={QUICKSTART / 'data' / 'train.jsonl'}",
-        f"data.limit={given.steps * BATCH}",
+        f"data.limit={given.steps * given.batch}",
         f"train.device={given.device}",
         f"train.precision={'bf16' if given.device == 'cuda' else 'fp32'}",
         "train.epochs=1",
-        f"train.batch={BATCH}",
+        f"train.batch={given.batch}",
+        f"capture.batch={given.batch}",
         "train.checkpoint_every=1000000",
         f"train.overlap={str(overlap).lower()}",
     ]

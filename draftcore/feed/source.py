@@ -28,6 +28,7 @@ from draftcore.stores import StoreFull
 
 logger = logging.getLogger(__name__)
 IDLE = 0.002  # seconds between two looks for features that others capture
+Found = tuple[PlannedStep, tuple[SampleRef, ...]] | None
 
 
 class Source:
@@ -59,9 +60,7 @@ class Source:
         """Ask for the groups of each epoch anew; what the store holds is not captured again."""
         self.channel.offer(self.plan.captures(step))
 
-    def fetch(
-        self, planned: PlannedStep, *, wait: bool = True, capture: bool = True
-    ) -> tuple[PlannedStep, tuple[SampleRef, ...]] | None:
+    def fetch(self, planned: PlannedStep, *, wait: bool = True, capture: bool = True) -> Found:
         """Return a step without the samples that were given up, and its refs; None when stopped.
 
         Without `wait` it looks ahead: it does not wait for others, frees nothing, meets no error of

@@ -21,14 +21,13 @@ import torch
 from draftcore.errors import DraftcoreError
 from draftcore.feed.aside import Aside
 from draftcore.feed.producer import TEXT, forget
-from draftcore.feed.source import Source
+from draftcore.feed.source import Found, Source
 from draftcore.records import FeatureStore, Handle, PlannedStep, Sample, SampleId, SampleRef
 from draftcore.stores import StoreAway
 from draftcore.training.ranks import Ranks
 from draftcore.uris import format_size
 
 T = TypeVar("T")
-Found = tuple[PlannedStep, tuple[SampleRef, ...]] | None
 
 
 @dataclass(frozen=True)

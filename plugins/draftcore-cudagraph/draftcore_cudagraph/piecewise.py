@@ -4,14 +4,17 @@ What its compiler cannot take into a graph runs between the pieces. With inducto
 the default, each piece is a CUDA graph in memory of torch's own; with `compiler=eager` or
 `aot_eager` nothing is recorded, and it works on any device: to see what tracing alone changes.
 
-Odd: Dynamo keeps what it compiled with the code of a function, and stops compiling, silently, at
-eight versions of one. So every key has code of its own, which goes when the key does, and the limit
-is raised during capture, for what the model's layers share.
+Two things are odd. torch's own graphs belong to a thread (`own_trees`). And Dynamo keeps what it
+compiled with the code of a function, and stops compiling, silently, at eight versions of one. So
+every key has code of its own, which goes when the key does, and the limit is raised during capture,
+for what the model's layers share.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
@@ -95,6 +98,22 @@ def alone(fn: Callable[[], Outputs]) -> Callable[[], Outputs]:
 
 def stepped(compiled: Callable[[], Outputs]) -> Outputs:
     """Call a compiled function, giving up the outputs of the call before."""
+    own_trees()
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         return compiled()
+
+
+def own_trees() -> None:
+    """Let this thread have graphs of torch's.
+
+    torch keeps them by thread and, before 2.13, knows the one that imported it and no other: a run
+    whose captures have a thread of their own would end in an AssertionError without words.
+    """
+    from torch._inductor import cudagraph_trees  # as marking a step does
+
+    local: Any = cudagraph_trees.local
+    if not hasattr(local, "tree_manager_containers"):
+        local.tree_manager_containers, local.tree_manager_locks = {}, defaultdict(threading.Lock)
+        for name in ("tree_manager_containers", "tree_manager_locks"):
+            torch._C._stash_obj_in_tls(name, getattr(local, name))

@@ -1,12 +1,14 @@
 """`piecewise` with compilers that work on the CPU; what records graphs is in test_cuda_backends."""
 
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 from draftcore_cudagraph.piecewise import PiecewiseBackend
 from torch import Tensor, nn
+from torch._inductor import cudagraph_trees
 
 from draftcore.errors import DraftcoreError
 from draftcore.graphs import ShapeKey
@@ -36,6 +38,23 @@ def test_a_replay_reads_buffers_and_weights_as_they_are_now(backend):
         found = backend.replay(ShapeKey(2, 3))
         assert torch.equal(found["y"], layer(x).relu())
     assert found["none"] is None
+
+
+def test_any_thread_may_record_and_replay(backend):
+    """Where torch keeps its graphs by thread; that it finds them there is all a CPU can show."""
+    x = torch.ones(2, 3)
+    seen = {}
+
+    def work():
+        capture(backend, ShapeKey(2, 3), lambda: x * 2)
+        seen["outputs"] = backend.replay(ShapeKey(2, 3))
+        seen["trees"] = vars(cudagraph_trees.local).keys()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert torch.equal(seen["outputs"], x * 2)
+    assert seen["trees"] == {"tree_manager_containers", "tree_manager_locks"}
 
 
 def test_every_bucket_is_compiled_and_stays_so():

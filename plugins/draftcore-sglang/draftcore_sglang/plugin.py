@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 def describe() -> Sequence[Offer]:
     return [
         Offer("capture", "sglang", options="draftcore_sglang.options:SglangOptions"),
-        Offer("capture", "sglang-server", options="draftcore_sglang.options:ServerOptions"),
+        Offer(
+            "capture",
+            "sglang-server",
+            frozenset({"overlap"}),
+            options="draftcore_sglang.options:ServerOptions",
+        ),
     ]
 
 
