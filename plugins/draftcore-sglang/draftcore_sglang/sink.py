@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import select
 import socket
 import subprocess
 import sys
@@ -113,7 +114,7 @@ class Sink:
         """What was answered since, by request id; a failure for each where the writer has ended."""
         found: dict[str, Receipt] = {}
         try:
-            while self._waiting and self._writer.connection.poll():
+            while self._waiting and self._writer.has_answered:
                 found |= self._writer.connection.recv()
         except (EOFError, OSError):
             lost = Refusal(FAILED, f"the writer of this server ended with {self._writer.end()}")
@@ -167,6 +168,13 @@ class _WriterProcess:
                 pass_fds=fds,
             )
         self.connection = Connection(here.detach())
+        self._readable = select.poll()  # 2 us, where Connection.poll makes a selector in 50
+        self._readable.register(self.connection, select.POLLIN)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether there is something to receive, be it the end."""
+        return bool(self._readable.poll(0))
 
     @property
     def ended(self) -> bool:

@@ -232,3 +232,30 @@ def test_a_refused_request_gives_its_rows_back(desk):
     take(desk, share(0, 2, 9, last=False), states(2))
     assert take(desk, share(3, 2, 9, last=False), states(2))["error"] == "short"
     assert not desk.sink._blocks
+
+
+@pytest.mark.gpu
+def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(store):
+    sink = Sink(store.uri, 64 << 20, "cuda")
+    desk = Desk(sink, {}, ("hidden.1", "last_hidden"))
+    values_TH = torch.randn(512, 1024, device="cuda").bfloat16()
+    hidden_TH = torch.zeros_like(values_TH).fill_(7)  # loads the kernels, which would wait
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2 * 10**9)  # a forward of a second
+    hidden_TH.copy_(values_TH)
+    ready = torch.cuda.Event()
+    ready.record()
+    ask = replace(ASK, dtype="bfloat16")
+    began = time.monotonic()
+    desk.take(
+        [share(0, 512, 512, ask=ask)], {"hidden.1": hidden_TH, "last_hidden": hidden_TH}, ready
+    )
+    del hidden_TH
+    torch.zeros_like(values_TH).fill_(7)  # takes the memory, were it free already
+    assert time.monotonic() - began < 0.2
+    assert not ready.query()
+    assert "ref" in receipt_of(desk)
+    with store.get(store.lookup([ASK.sample])[ASK.sample]) as handle:
+        assert handle.tensors["hidden.1"].equal(values_TH.cpu())
+    store.free(store.lookup([ASK.sample]).values())
+    sink.close()
