@@ -32,6 +32,7 @@ from draftcore.stores.shm import ShmStore
 NAMES, WIDTH, TOKENS, PROMPTS = ("hidden.1", "hidden.2", "hidden.3", "last_hidden"), 1024, 768, 10
 ROW = len(NAMES) * WIDTH * 2  # bytes
 FORWARD = PROMPTS * TOKENS * ROW
+TURNS = 20
 LAUNCHES = 400  # of a forward, some ten for each of 28 layers and what lies between
 
 
@@ -151,12 +152,14 @@ def whole_sink(pump: Pump, rounds: int) -> None:
 
 
 def scheduler(pump: Pump, rounds: int) -> None:
-    """A thread that launches, alone and with a forward handed over in each turn, in turn."""
+    """A thread that launches, alone and with a forward handed over in each turn where there is room."""
     kernel = torch.zeros(64, 64, device=pump.forwards[0]["last_hidden"].device)
 
     def launch() -> None:
         for _ in range(LAUNCHES):
             torch.add(kernel, 1.0)
+        if kernel.is_cuda:  # else the launches of many turns would wait in a queue
+            torch.cuda.current_stream().synchronize()
 
     def captured() -> None:
         if pump.under_way <= 2 * PROMPTS:
@@ -164,17 +167,18 @@ def scheduler(pump: Pump, rounds: int) -> None:
         launch()
         pump.look()
 
-    alone, beside, handed, stored = list[float](), list[float](), pump.handed, pump.stored
-    for _ in range(10 * rounds):
-        alone += _times(launch, 1, settle=0)
-        beside += _times(captured, 1, settle=0)
-    handed, stored = pump.handed - handed, pump.stored - stored
-    pump.drain()
-    cost = (sum(beside) - sum(alone)) / max(handed, 1)
+    alone, beside, handed, stored = list[float](), list[float](), pump.handed, 0
+    for _ in range(rounds):
+        alone += _times(launch, TURNS, settle=0)
+        before = pump.stored
+        beside += _times(captured, TURNS, settle=0)
+        stored += pump.stored - before
+        pump.drain()
+    cost = (sum(beside) - sum(alone)) / max(pump.handed - handed, 1)
     print(
         f"scheduler: {LAUNCHES} launches take {1e3 * statistics.median(alone):.2f} ms alone, "
         f"{1e3 * statistics.median(beside):.2f} ms beside the sink, which stored "
-        f"{stored * TOKENS * ROW / sum(beside + alone) / 1e9:.2f} GB/s; a forward's capture takes "
+        f"{stored * TOKENS * ROW / sum(beside) / 1e9:.2f} GB/s; a forward's capture takes "
         f"{1e3 * cost:.2f} ms of the thread",
         flush=True,
     )

@@ -72,6 +72,7 @@ class Sink:
         self._kept: list[Tensor] = []  # until they are copied
         self._blocks: list[Block] = []  # in the order of their bytes
         self._waiting: dict[str, Sequence[Block]] = {}  # by request id, at the writer
+        self._unread: dict[str, Receipt] = {}  # answers of a writer that has ended
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._writer = _WriterProcess(uri, self._memory, max_bytes)
         self._teller = threading.Thread(target=self._tell, name="draftcore-sink", daemon=True)
@@ -101,6 +102,7 @@ class Sink:
     def send(self, jobs: Mapping[str, tuple[Job, Sequence[Block]]]) -> None:
         """Have jobs written, by request id. To be called after each forward of which rows were staged."""
         if self._writer.ended:
+            self._unread |= self._answered()
             self._writer = _WriterProcess(self.uri, self._memory, self.max_bytes)
         self._waiting.update({rid: blocks for rid, (_, blocks) in jobs.items()})
         done = None
@@ -112,15 +114,7 @@ class Sink:
 
     def receipts(self) -> dict[str, Receipt]:
         """What was answered since, by request id; a failure for each where the writer has ended."""
-        found: dict[str, Receipt] = {}
-        try:
-            while self._waiting and self._writer.has_answered:
-                found |= self._writer.connection.recv()
-        except (EOFError, OSError):
-            lost = Refusal(FAILED, f"the writer of this server ended with {self._writer.end()}")
-            found = dict.fromkeys(self._waiting, lost.receipt) | found
-        for rid in found:
-            self.release(self._waiting.pop(rid))
+        found, self._unread = self._unread | self._answered(), {}
         return found
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -137,6 +131,18 @@ class Sink:
         self._writer.connection.close()
         self._writer.process.wait()
         os.close(self._memory)
+
+    def _answered(self) -> dict[str, Receipt]:
+        found: dict[str, Receipt] = {}
+        try:
+            while len(found) < len(self._waiting) and self._writer.has_answered:
+                found |= self._writer.connection.recv()
+        except (EOFError, OSError):
+            lost = Refusal(FAILED, f"the writer of this server ended with {self._writer.end()}")
+            found = dict.fromkeys(self._waiting, lost.receipt) | found
+        for rid in found:
+            self.release(self._waiting.pop(rid))
+        return found
 
     def _room(self, size: int) -> tuple[int, int]:
         """Return the first gap that holds so many bytes: its place among the blocks, its start."""

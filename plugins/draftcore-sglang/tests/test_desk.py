@@ -85,6 +85,29 @@ def test_a_writer_that_dies_fails_what_it_had_and_the_next_one_goes_on(desk, sto
     assert "ref" in receipt_of(desk)
 
 
+def test_what_a_dead_writer_had_is_answered_also_after_the_next_one_began(desk, store):
+    """The next forward comes before anybody looked for answers; one that was sent is not lost."""
+    asks = [Ask(f"{n:02d}" * 12, ("hidden.1",), "float32", "p", {}) for n in range(3)]
+    shares = [replace(share(ask=ask), rid=f"rid{n}") for n, ask in enumerate(asks)]
+    writer = desk.sink._writer
+    desk.take([shares[0]], states(3), None)
+    while not writer.has_answered:
+        time.sleep(0.005)
+    writer.process.send_signal(signal.SIGSTOP)
+    desk.take([shares[1]], states(3), None)
+    writer.process.kill()
+    writer.process.wait()
+    desk.take([shares[2]], states(3), None)
+    assert desk.sink._writer is not writer
+    found, deadline = {}, time.monotonic() + 60
+    while len(found) < 3 and time.monotonic() < deadline:
+        found |= desk.sink.receipts()
+        time.sleep(0.005)
+    assert ["ref" in found[f"rid{n}"] for n in range(3)] == [True, False, True]
+    assert found["rid1"]["error"] == "failed"
+    store.free(store.lookup([ask.sample for ask in asks]).values())
+
+
 def test_a_writer_that_died_idle_is_replaced_unnoticed(desk, store):
     desk.sink._writer.process.kill()
     desk.sink._writer.process.wait()
