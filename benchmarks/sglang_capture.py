@@ -4,7 +4,12 @@
     python benchmarks/sglang_capture.py --small    # the same on a CPU, to try it
 
 Two servers share the device, one with this project's plugin switched on (a `shm` sink, receipts) and one
-without; they answer the same prompts in turn. Prints one line for each figure.
+without; they answer the same prompts in turn. The capture is asked for as the plugin's README says, in
+groups of 64 by two producers, and the bare server has as many requests under way. Prints one line for each
+figure, first those of the sink alone (`sglang_sink.py`), which bound what follows.
+
+The small model has few operations for each byte of its states, so that writing them matters as on a
+GPU; there the device copies, here the scheduler's thread and the writer do, on whatever cores there are.
 """
 
 from __future__ import annotations
@@ -14,16 +19,19 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sglang_sink
 import torch
-from draftcore_sglang.client import Server
+from draftcore_sglang import client
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture, request_body
 
@@ -34,7 +42,7 @@ from draftcore.target import TargetSpec
 from draftcore.testing.serving import Serving
 from draftcore.testing.targets import tiny_target
 
-LAYERS, IN_FLIGHT, ROUNDS = (1, 13, 24), 64, 4
+GROUP, PRODUCERS, ROUNDS = 64, 2, 4
 LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -46,7 +54,19 @@ LARGE = {
     "max_position_embeddings": 4096,
     "dtype": "bfloat16",
 }
-CUDA = ["--attention-backend=triton", "--dtype=bfloat16", "--mem-fraction-static=0.3"]
+SMALL = {
+    "hidden_size": 2048,
+    "intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+CUDA = [
+    "--attention-backend=triton",
+    "--dtype=bfloat16",
+    "--max-total-tokens=65536",  # 7 GiB: both servers measure the free memory at once
+    "--mem-fraction-static=0.3",
+]
 CPU = [
     "--device=cpu",
     "--attention-backend=torch_native",
@@ -65,15 +85,12 @@ COMMON = [
 ]
 
 
-@contextmanager
-def server(model: Path, flags: list[str], log: Path, **environment: str) -> Iterator[str]:
-    """A server on loopback, up; its URL."""
+def serving(model: Path, flags: list[str], log: Path, environment: dict[str, str]) -> Serving:
+    """A server on loopback, up."""
     port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={model}"]
     command += [f"--port={port}", *flags, *COMMON]
-    offline = {"HF_HUB_OFFLINE": "1", **environment}
-    with Serving(command, port, log, **offline) as started:
-        yield started.url
+    return Serving(command, port, log, HF_HUB_OFFLINE="1", **environment)
 
 
 def group_of(prompts: list[list[int]]) -> CaptureInput:
@@ -92,13 +109,27 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def plain(url: str, prompts: list[list[int]]) -> None:
     """What the capture asks for, without the capture."""
-    ask = Server(url)
-    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+    ask = client.Server(url)
+    with ThreadPoolExecutor(PRODUCERS * GROUP) as threads:
         list(threads.map(lambda tokens: ask.post(request_body(tokens, {}), 240), prompts))
 
 
-def captured(capture: ServerCapture, store: ShmStore, prompts: list[list[int]]) -> None:
-    store.free(capture.deliver(group_of(prompts), [{} for _ in prompts], "benchmark", store))
+def captured(captures: list[ServerCapture], store: ShmStore, prompts: list[list[int]]) -> None:
+    """Producers take a group each until none is left. What a group stored is freed in its place."""
+    groups = iter([prompts[at : at + GROUP] for at in range(0, len(prompts), GROUP)])
+    lock = threading.Lock()
+
+    def produce(capture: ServerCapture) -> None:
+        while True:
+            with lock:
+                group = next(groups, None)
+            if group is None:
+                return
+            refs = capture.deliver(group_of(group), [{} for _ in group], "benchmark", store)
+            store.free(refs)
+
+    with ThreadPoolExecutor(len(captures)) as threads:
+        list(threads.map(produce, captures))
 
 
 def largest_difference(
@@ -125,47 +156,55 @@ def largest_difference(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=768)
     options = parser.parse_args()
+    sglang_sink.ceilings(options.small)
     folder, name = Path(tempfile.mkdtemp()), f"bench{os.getpid()}"
-    shape = {"num_hidden_layers": 28} if options.small else LARGE
-    model = tiny_target(folder / "model", std=0.02, **shape)
-    flags = CPU if options.small else CUDA
+    model = tiny_target(folder / "model", std=0.02, **(SMALL if options.small else LARGE))
+    flags, layers = (CPU, (0, 1, 2)) if options.small else (CUDA, (1, 13, 24))
     target = TargetSpec(str(model))
-    request = FeatureRequest(LAYERS, True, "float32" if options.small else "bfloat16")
+    request = FeatureRequest(layers, True, "float32" if options.small else "bfloat16")
     random = torch.Generator().manual_seed(0)
     low, high = (16, 64) if options.small else (512, 1024)
     lengths = torch.randint(low, high, (options.prompts,), generator=random).tolist()
     prompts = [torch.randint(0, 250, (n,), generator=random).tolist() for n in lengths]
-    tokens = sum(lengths)
-    sink = {"DRAFTCORE_SINK": f"shm:{name}", "DRAFTCORE_LAYERS": ",".join(map(str, LAYERS))}
-    store = ShmStore(name, max_bytes=(64 << 20) if options.small else (8 << 30))
-    with (
-        server(model, flags, folder / "plain.log") as bare,
-        server(model, flags, folder / "capture.log", **sink) as capturing,
-    ):
-        asked = ServerOptions(servers=(capturing,), in_flight=IN_FLIGHT, self_test=False)
-        capture = ServerCapture(target, request, asked)
+    sink = {"DRAFTCORE_SINK": f"shm:{name}", "DRAFTCORE_LAYERS": ",".join(map(str, layers))}
+    store = ShmStore(name, max_bytes=(1 if options.small else 4) << 30)
+    # Both at once; a server ends with the thread that started it.
+    with ThreadPoolExecutor(2) as starting, ExitStack() as running:
+        logs, environments = (folder / "plain.log", folder / "capture.log"), ({}, sink)
+        started = starting.map(partial(serving, model, flags), logs, environments)
+        bare, capturing = map(running.enter_context, started)
+        asked = ServerOptions(servers=(capturing.url,), in_flight=GROUP, self_test=False)
+        captures = [ServerCapture(target, request, asked) for _ in range(PRODUCERS)]
         print(
-            f"warm: {seconds(lambda: plain(bare, prompts)):.1f} s without, "
-            f"{seconds(lambda: captured(capture, store, prompts)):.1f} s with capture",
+            f"warm: {seconds(lambda: plain(bare.url, prompts)):.1f} s without, "
+            f"{seconds(lambda: captured(captures, store, prompts)):.1f} s with capture",
             flush=True,
         )
-        for feature, gap in largest_difference(capture, store, target, prompts[0]).items():
+        rounds(
+            lambda: plain(bare.url, prompts), lambda: captured(captures, store, prompts), lengths
+        )
+        gaps = largest_difference(captures[0], store, target, prompts[0])
+        for feature, gap in gaps.items():
             print(f"{feature}: largest difference to transformers {gap:.2g} of its largest value")
-        ratios = []
-        for _ in range(ROUNDS):
-            without = seconds(lambda: plain(bare, prompts))
-            with_ = seconds(lambda: captured(capture, store, prompts))
-            ratios.append(without / with_)
-            print(
-                f"{tokens / without:,.0f} tokens/s without, {tokens / with_:,.0f} with capture: "
-                f"{without / with_:.1%}",
-                flush=True,
-            )
-        print(f"median {statistics.median(ratios):.1%} of the prefill's throughput")
-        capture.close()
+        for capture in captures:
+            capture.close()
     store.close()
+
+
+def rounds(plain: Callable[[], None], captured: Callable[[], None], lengths: list[int]) -> None:
+    """Both in turn, and the median of their ratios."""
+    ratios, tokens = [], sum(lengths)
+    for _ in range(ROUNDS):
+        without, with_ = seconds(plain), seconds(captured)
+        ratios.append(without / with_)
+        print(
+            f"{tokens / without:,.0f} tokens/s without, {tokens / with_:,.0f} with capture: "
+            f"{without / with_:.1%}",
+            flush=True,
+        )
+    print(f"median {statistics.median(ratios):.1%} of the prefill's throughput", flush=True)
 
 
 if __name__ == "__main__":

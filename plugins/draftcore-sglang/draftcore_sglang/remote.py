@@ -39,7 +39,6 @@ from draftcore.target import TargetSpec
 from draftcore_sglang import plain, selftest
 from draftcore_sglang.client import Server, ServerAway, Servers
 from draftcore_sglang.options import ServerOptions
-from draftcore_sglang.sink import open_store
 from draftcore_sglang.wire import (
     AWAY,
     BUSY,
@@ -53,6 +52,7 @@ from draftcore_sglang.wire import (
     Refusal,
     pack,
 )
+from draftcore_sglang.writer import open_store
 
 logger = logging.getLogger(__name__)
 PAUSE = 0.2  # seconds before a busy server is asked again

@@ -5,7 +5,7 @@ run. Without `DRAFTCORE_SINK` in the environment it does nothing.
 
     DRAFTCORE_SINK=shm:NAME     the feature store that captured states go to
     DRAFTCORE_LAYERS=2,18,33    outputs of these layers, counted from 0; none: the last hidden state only
-    DRAFTCORE_BUFFER=4GiB       captured states under way to the store
+    DRAFTCORE_BUFFER=2GiB       pinned memory for captured states under way to the store
 
 sglang fails open: where `register` raises, the server starts without it. Clients notice, as no
 receipt comes, and the server's log has the reason.
@@ -33,7 +33,7 @@ def register() -> None:
     from draftcore_sglang.internals.server import install
 
     layers = read_layers(os.environ.get("DRAFTCORE_LAYERS", ""))
-    install(sink, layers, parse_size(os.environ.get("DRAFTCORE_BUFFER", "4GiB")))
+    install(sink, layers, parse_size(os.environ.get("DRAFTCORE_BUFFER", "2GiB")))
 
 
 def read_layers(text: str) -> tuple[int, ...]:

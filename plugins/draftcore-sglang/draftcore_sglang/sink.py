@@ -1,220 +1,231 @@
-"""The server's end of the feature store: one thread that writes, off the scheduler's path.
+"""The server's end of the feature store: memory that a writer process reads, off the scheduler's path.
 
-The scheduler hands over slices of what the forward left on the device, with an event that says when
-they are there, and goes on. The thread copies them on a stream of its own into pinned memory, which
-torch pools, and puts them into the store that the launch environment names. What is under way is
-bounded in bytes: beyond that a capture is refused as `busy`, and the client asks again later.
+The scheduler launches copies of what a forward left on the device, on a stream of their own into
+pinned memory, and goes on. A thread waits until they are there and tells the writer (`writer`),
+which shares that memory; whatever costs time or holds the interpreter's lock happens there. What
+is under way is bounded by the memory: where it is full a capture is refused as `busy`, and the client
+asks again later.
 
-The store is opened at the first put, and closed after a minute without one, so that a server that
-waits for the next run keeps no memory of the last.
+A forward's rows are copied together, one copy for each feature however many requests asked: a launch
+costs the scheduler some ten microseconds. Requests share such a block, and the last receipt frees it.
+All methods belong to one thread, the scheduler's.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
+import select
+import socket
+import subprocess
+import sys
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftcore.binding import bind
 from draftcore.errors import DraftcoreError
-from draftcore.plugins import load
-from draftcore.records import FeatureStore, SampleRef, StoreItem
-from draftcore.stores import StoreAway, StoreError, StoreFull
-from draftcore_sglang.wire import (
-    AWAY,
-    BUSY,
-    FAILED,
-    FULL,
-    NOT_FINITE,
-    REFUSED,
-    Ask,
-    Refusal,
-    unpack,
-)
+from draftcore.uris import format_size
+from draftcore_sglang.wire import BUSY, FAILED, Refusal
+from draftcore_sglang.writer import Job, Place, Receipt, shared_memory
 
-IDLE = 60.0  # seconds
-LENT = 600.0  # seconds that a lent sample may be read, if the client does not free it
-AT_ONCE = 64  # samples of one put
+logger = logging.getLogger(__name__)
+ALIGN = 64  # bytes
+START = "from draftcore_sglang.writer import main; main()"
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
-@dataclass(frozen=True)
-class Job:
-    """A prompt whose forward was launched. `parts` are its pieces in order, one for each chunk."""
+@dataclass(eq=False)
+class Block:
+    """States [rows, H] of consecutive rows of a forward, by feature, and how many requests use them."""
 
-    ask: Ask
-    tokens: int
-    parts: Sequence[Part]
-    answer: Callable[[dict[str, Any]], None]
+    start: int  # byte
+    nbytes: int
+    places: Mapping[str, Place]
+    users: int = 0
+
+    def part(self, names: Sequence[str], first: int, rows: int) -> dict[str, Place]:
+        """Where `rows` of these features lie, from the block's row `first` on."""
+        found = {}
+        for name in names:
+            place = self.places[name]
+            at = place.start + first * place.width * place.dtype.itemsize
+            found[name] = replace(place, start=at, rows=rows)
+        return found
+
+
+class Sink:
+    """Takes states over and gives receipts out. Raises DraftcoreError where memory cannot be pinned."""
+
+    def __init__(self, uri: str, max_bytes: int, device: torch.device | str = "cpu") -> None:
+        self.uri, self.max_bytes = uri, max_bytes
+        self._memory = os.memfd_create("draftcore-sink")
+        os.truncate(self._memory, max_bytes)
+        self._bytes = shared_memory(self._memory, max_bytes)
+        self._stream = _stream_to(self._bytes, torch.device(device))
+        self._kept: list[Tensor] = []  # until they are copied
+        self._blocks: list[Block] = []  # in the order of their bytes
+        self._waiting: dict[str, Sequence[Block]] = {}  # by request id, at the writer
+        self._unread: dict[str, Receipt] = {}  # answers of a writer that has ended
+        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+        self._writer = _WriterProcess(uri, self._memory, max_bytes)
+        self._teller = threading.Thread(target=self._tell, name="draftcore-sink", daemon=True)
+        self._teller.start()
+
+    def stage(self, states: Mapping[str, Tensor], ready: Any) -> Block:
+        """Start copying states [rows, H]; `ready` is an event after which they are there, or None.
+
+        Raises Refusal where too much is under way.
+        """
+        places, size = dict[str, Place](), 0
+        for name, state in states.items():
+            places[name] = Place(size, len(state), state.shape[1], state.dtype)
+            size += -(-places[name].nbytes // ALIGN) * ALIGN
+        at, start = self._room(size)
+        places = {name: replace(p, start=start + p.start) for name, p in places.items()}
+        self._kept += states.values()
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if ready is not None:
+                ready.wait(self._stream)
+            for name, state in states.items():
+                places[name].of(self._bytes).copy_(state, non_blocking=True)
+        block = Block(start, size, places)
+        self._blocks.insert(at, block)
+        return block
+
+    def send(self, jobs: Mapping[str, tuple[Job, Sequence[Block]]]) -> None:
+        """Have jobs written, by request id. To be called after each forward of which rows were staged."""
+        if self._writer.ended:
+            self._unread |= self._answered()
+            self._writer = _WriterProcess(self.uri, self._memory, self.max_bytes)
+        self._waiting.update({rid: blocks for rid, (_, blocks) in jobs.items()})
+        done = None
+        if self._stream is not None:
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        kept, self._kept = self._kept, []
+        self._launched.put(_Launched(done, kept, self._writer, [job for job, _ in jobs.values()]))
+
+    def receipts(self) -> dict[str, Receipt]:
+        """What was answered since, by request id; a failure for each where the writer has ended."""
+        found, self._unread = self._unread | self._answered(), {}
+        return found
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Let go of the blocks of a request."""
+        for block in blocks:
+            block.users -= 1
+            if not block.users:
+                self._blocks.remove(block)
+
+    def close(self) -> None:
+        """End the writer, once it has written what it was told of."""
+        self._launched.put(None)
+        self._teller.join()
+        self._writer.connection.close()
+        self._writer.process.wait()
+        os.close(self._memory)
+
+    def _answered(self) -> dict[str, Receipt]:
+        found: dict[str, Receipt] = {}
+        try:
+            while len(found) < len(self._waiting) and self._writer.has_answered:
+                found |= self._writer.connection.recv()
+        except (EOFError, OSError):
+            lost = Refusal(FAILED, f"the writer of this server ended with {self._writer.end()}")
+            found = dict.fromkeys(self._waiting, lost.receipt) | found
+        for rid in found:
+            self.release(self._waiting.pop(rid))
+        return found
+
+    def _room(self, size: int) -> tuple[int, int]:
+        """Return the first gap that holds so many bytes: its place among the blocks, its start."""
+        start = 0
+        for at, block in enumerate(self._blocks):
+            if block.start - start >= size:
+                return at, start
+            start = block.start + block.nbytes
+        if start + size > self.max_bytes:
+            held = sum(block.nbytes for block in self._blocks)
+            raise Refusal(BUSY, f"{format_size(held)} wait for the store already")
+        return len(self._blocks), start
+
+    def _tell(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            launched.tell()
+            del launched  # and the states on the device, before the next one comes
+
+
+class _WriterProcess:
+    """A writer and the connection to it, which nobody else holds: it ends when this process does."""
+
+    def __init__(self, uri: str, memory: int, max_bytes: int) -> None:
+        here, there = socket.socketpair()
+        with there:
+            fds = (memory, there.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", START, uri, *map(str, (memory, max_bytes, fds[1]))],
+                pass_fds=fds,
+            )
+        self.connection = Connection(here.detach())
+        self._readable = select.poll()  # 2 us, where Connection.poll makes a selector in 50
+        self._readable.register(self.connection, select.POLLIN)
 
     @property
-    def nbytes(self) -> int:
-        states = (state for part in self.parts for state in part.states.values())
-        return sum(state.numel() * state.element_size() for state in states)
+    def has_answered(self) -> bool:
+        """Whether there is something to receive, be it the end."""
+        return bool(self._readable.poll(0))
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def end(self) -> str:
+        """Wait for a writer that closed its connection; returns how it ended."""
+        try:
+            code = self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        return f"signal {-code}" if code < 0 else f"status {code}; see the server's log"
 
 
 @dataclass(frozen=True)
-class Part:
-    """States [t, H] of consecutive tokens by feature name; `ready` is a CUDA event, or None."""
+class _Launched:
+    """Jobs whose copies are on their way until `done`; `kept` is what is copied."""
 
-    states: dict[str, Tensor]
-    ready: Any = None
+    done: Any
+    kept: Sequence[Tensor]
+    writer: _WriterProcess
+    jobs: Sequence[Job]
 
-
-class Writer:
-    """Puts jobs into the store at `uri` and answers each with its receipt, from its own thread."""
-
-    def __init__(self, uri: str, max_bytes: int) -> None:
-        self.uri, self.max_bytes = uri, max_bytes
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._waiting = 0  # bytes
-        self._lock = threading.Lock()
-        self._store: FeatureStore | None = None
-        self._lent: deque[tuple[float, SampleRef]] = deque()
-        self._stream: Any = None
-        threading.Thread(target=self._run, name="draftcore-writer", daemon=True).start()
-
-    def take(self, job: Job) -> None:
-        """Take a job over. Raises Refusal where too much is under way."""
-        with self._lock:
-            if self._waiting and self._waiting + job.nbytes > self.max_bytes:
-                raise Refusal(BUSY, f"{self._waiting} bytes wait for the store already")
-            self._waiting += job.nbytes
-        self._jobs.put(job)
-
-    def _run(self) -> None:
-        while True:
-            try:
-                jobs = [self._jobs.get(timeout=IDLE)]
-            except queue.Empty:
-                self._close()
-                continue
-            while len(jobs) < AT_ONCE and not self._jobs.empty():
-                jobs.append(self._jobs.get())
-            self._write(jobs)
-            with self._lock:
-                self._waiting -= sum(job.nbytes for job in jobs)
-
-    def _write(self, jobs: Sequence[Job]) -> None:
-        """Put jobs together; where that fails, one by one, so that each has a reason of its own."""
+    def tell(self) -> None:
+        """Wait and tell the writer. Where that fails it has to end, so that all are answered."""
         try:
-            self._put(jobs)
-        except Exception as error:
-            if len(jobs) == 1:
-                jobs[0].answer(_refusal(error).receipt)
-                return
-            for job in jobs:
-                self._write([job])
-
-    def _put(self, jobs: Sequence[Job]) -> None:
-        refs = self._stored([self._item(job) for job in jobs])
-        for job, ref in zip(jobs, refs, strict=True):
-            if job.ask.lent:
-                self._lent.append((time.monotonic() + LENT, ref))
-            job.answer({"ref": ref.to_json()})
-
-    def _stored(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
-        """Put items; once more into the store opened anew, where a run since has made another."""
-        while True:
-            fresh = self._store is None
-            try:
-                if self._store is None:
-                    self._store = open_store(self.uri)
-                self._end_loans(self._store)
-                return self._store.put_many(items)
-            except (StoreFull, StoreAway):
-                raise
-            except StoreError:
-                self._close()
-                if fresh:
-                    raise
-
-    def _item(self, job: Job) -> StoreItem:
-        tensors = self._on_host(job)
-        for name, packed in job.ask.beside.items():
-            value_T = unpack(*packed)
-            if len(value_T) != job.tokens:
-                raise Refusal(REFUSED, f"{len(value_T)} rows of {name!r} for {job.tokens} tokens")
-            tensors[name] = value_T
-        return StoreItem(job.ask.sample, tensors, job.tokens, job.ask.origin)
-
-    def _on_host(self, job: Job) -> dict[str, Tensor]:
-        """Copy a job's features to the host in the asked type, [T, H] each. Raises Refusal for nan."""
-        dtype: torch.dtype = getattr(torch, job.ask.dtype)
-        states = job.parts[0].states
-        device = states[job.ask.names[0]].device
-        pinned = device.type == "cuda"
-        tensors = {
-            name: torch.empty((job.tokens, states[name].shape[1]), dtype=dtype, pin_memory=pinned)
-            for name in job.ask.names
-        }
-        if not pinned:
-            finite = self._copy(job, tensors)
-        else:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._stream):
-                finite = self._copy(job, tensors)
-            self._stream.synchronize()
-        for name, flags in finite.items():
-            if not all(bool(flag) for flag in flags):
-                raise Refusal(NOT_FINITE, f"feature {name!r} holds inf or nan in {dtype}")
-        return tensors
-
-    def _copy(self, job: Job, tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Start the copies; returns by name whether all is finite, to be read when they are done.
-
-        Cast and look where the states lie: fewer bytes travel, and no copy waits for the host.
-        """
-        finite: dict[str, list[Tensor]] = {name: [] for name in tensors}
-        at = 0
-        for part in job.parts:
-            if part.ready is not None:
-                part.ready.wait(self._stream)
-            rows = len(part.states[job.ask.names[0]])
-            for name, value in tensors.items():
-                state = part.states[name].to(value.dtype)
-                value[at : at + rows].copy_(state, non_blocking=True)
-                finite[name].append(state.isfinite().all())
-            at += rows
-        return finite
-
-    def _end_loans(self, store: FeatureStore) -> None:
-        """Free what clients that died have not read."""
-        while self._lent and self._lent[0][0] < time.monotonic():
-            store.free([self._lent.popleft()[1]])
-
-    def _close(self) -> None:
-        store, self._store = self._store, None
-        if store is not None:
-            with suppress(Exception):  # it may be gone; this thread must go on
-                store.close()
+            if self.done is not None:
+                self.done.synchronize()
+            if self.jobs:
+                self.writer.connection.send(self.jobs)
+        except Exception:
+            logger.exception("draftcore could not hand captures to their writer")
+            self.writer.process.kill()
 
 
-def open_store(uri: str) -> FeatureStore:
-    """Open a store through its plugin. Raises DraftcoreError for one that stays in a process."""
-    name = uri.partition(":")[0]
-    binding = bind(load(), "store", name)
-    if "shared" not in binding.capabilities:
+def _stream_to(memory: Tensor, device: torch.device) -> Any:
+    """Pin the memory and return a stream for copies to it; None on a CPU, where copies do not wait."""
+    if device.type != "cuda":
+        return None
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), PORTABLE))
+    if code:
         raise DraftcoreError(
-            f"the store {uri!r} stays in one process\n"
-            "  set DRAFTCORE_SINK to one that `draftcore list-plugins` shows as shared"
+            f"{format_size(memory.numel())} of memory cannot be pinned: CUDA error {code}\n"
+            "  set a smaller DRAFTCORE_BUFFER"
         )
-    return binding.hook.feature_store(name=name, uri=uri, options=binding.options({}))
-
-
-def _refusal(error: Exception) -> Refusal:
-    if isinstance(error, Refusal):
-        return error
-    kind = (
-        FULL if isinstance(error, StoreFull) else AWAY if isinstance(error, StoreAway) else FAILED
-    )
-    text = str(error) if isinstance(error, DraftcoreError) else f"{type(error).__name__}: {error}"
-    return Refusal(kind, text)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,34 +1,41 @@
-"""The desk and the writer, without sglang: what is put together, refused, held and answered."""
+"""The desk and its sink, without sglang: what is put together, refused, held and answered."""
 
+import signal
 import time
 import uuid
+from dataclasses import replace
 
 import pytest
 import torch
 from draftcore_sglang.desk import Desk, Slice
 from draftcore_sglang.internals.server import Taps
-from draftcore_sglang.sink import Job, Part, Writer
-from draftcore_sglang.wire import Ask, Refusal, pack
+from draftcore_sglang.sink import Sink
+from draftcore_sglang.wire import Ask, pack
 
-from draftcore.records import StoreItem
 from draftcore.stores.shm import ShmStore
 
 ASK = Ask("ab" * 12, ("hidden.1",), "float32", "p", {})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def store():
-    store = ShmStore.open(f"shm:test-{uuid.uuid4().hex}?max_bytes={1 << 20}")
+    store = ShmStore.open(f"shm:test-{uuid.uuid4().hex}?max_bytes={4 << 20}")
     yield store
-    store.free(store.lookup([ASK.sample]).values())
     store.close()
 
 
+@pytest.fixture(scope="module")
+def sink(store):
+    sink = Sink(store.uri, max_bytes=1 << 20)
+    yield sink
+    sink.close()
+
+
 @pytest.fixture
-def desk(store):
-    writer = Writer(store.uri, max_bytes=1 << 20)
-    yield Desk(writer, {"version": 1}, ("hidden.1", "last_hidden"))
-    writer._close()
+def desk(sink, store):
+    yield Desk(sink, {"version": 1}, ("hidden.1", "last_hidden"))
+    assert not sink._blocks
+    store.free(store.lookup([ASK.sample]).values())
 
 
 def share(start=0, rows=3, prompt=3, *, first=0, last=True, ask=ASK, new_tokens=1):
@@ -39,36 +46,95 @@ def states(rows, value=0.0):
     return {name: torch.full((rows, 4), value) for name in ("hidden.1", "last_hidden")}
 
 
-def receipt_of(desk):
-    """The receipt of what is held, once it is there."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if found := desk.receipts():
-            assert not desk.held
-            return found[0][1]
+def take(desk, share, states):
+    """The receipt that is there at once, or None."""
+    return desk.take([share], states, None).get("rid")
+
+
+def receipts_of(desk, count):
+    """The receipts of all that is held, once they are there."""
+    found, deadline = [], time.monotonic() + 60
+    while len(found) < count and time.monotonic() < deadline:
+        found += [receipt for _, receipt in desk.receipts()]
         time.sleep(0.005)
-    raise AssertionError("no receipt came")
+    assert (len(found), desk.held) == (count, {})
+    return found
+
+
+def receipt_of(desk):
+    return receipts_of(desk, 1)[0]
 
 
 def test_a_request_is_held_until_its_sample_is_stored(desk, store):
-    assert desk.take(share(), states(3), None) is None
+    assert take(desk, share(), states(3)) is None
     assert "rid" in desk.held
     receipt = receipt_of(desk)
     assert store.lookup([ASK.sample])[ASK.sample].to_json() == receipt["ref"]
 
 
+def test_a_writer_that_dies_fails_what_it_had_and_the_next_one_goes_on(desk, store):
+    desk.sink._writer.process.send_signal(signal.SIGSTOP)
+    take(desk, share(), states(3))
+    desk.sink._writer.process.kill()
+    receipt = receipt_of(desk)
+    assert (receipt["error"], receipt["reason"]) == (
+        "failed",
+        "the writer of this server ended with signal 9",
+    )
+    take(desk, share(), states(3))
+    assert "ref" in receipt_of(desk)
+
+
+def test_what_a_dead_writer_had_is_answered_also_after_the_next_one_began(desk, store):
+    """The next forward comes before anybody looked for answers; one that was sent is not lost."""
+    asks = [Ask(f"{n:02d}" * 12, ("hidden.1",), "float32", "p", {}) for n in range(3)]
+    shares = [replace(share(ask=ask), rid=f"rid{n}") for n, ask in enumerate(asks)]
+    writer = desk.sink._writer
+    desk.take([shares[0]], states(3), None)
+    while not writer.has_answered:
+        time.sleep(0.005)
+    writer.process.send_signal(signal.SIGSTOP)
+    desk.take([shares[1]], states(3), None)
+    writer.process.kill()
+    writer.process.wait()
+    desk.take([shares[2]], states(3), None)
+    assert desk.sink._writer is not writer
+    found, deadline = {}, time.monotonic() + 60
+    while len(found) < 3 and time.monotonic() < deadline:
+        found |= desk.sink.receipts()
+        time.sleep(0.005)
+    assert ["ref" in found[f"rid{n}"] for n in range(3)] == [True, False, True]
+    assert found["rid1"]["error"] == "failed"
+    store.free(store.lookup([ask.sample for ask in asks]).values())
+
+
+def test_a_writer_that_died_idle_is_replaced_unnoticed(desk, store):
+    desk.sink._writer.process.kill()
+    desk.sink._writer.process.wait()
+    take(desk, share(), states(3))
+    assert "ref" in receipt_of(desk)
+
+
+def test_the_writer_ends_with_its_server(store):
+    """However that ends: nobody else holds the connection."""
+    sink = Sink(store.uri, max_bytes=4096)
+    writer = sink._writer
+    writer.connection.close()
+    assert writer.process.wait(60) == 0
+
+
 def test_chunks_are_put_together_in_order(desk, store):
-    desk.take(share(0, 4, 9, last=False), states(4, 1.0), None)
-    desk.take(share(4, 4, 9, first=2, last=False), states(6, 2.0), None)
-    desk.take(share(8, 1, 9), states(1, 3.0), None)
+    take(desk, share(0, 4, 9, last=False), states(4, 1.0))
+    take(desk, share(4, 4, 9, first=2, last=False), states(6, 2.0))
+    take(desk, share(8, 1, 9), states(1, 3.0))
     receipt_of(desk)
     with store.get(store.lookup([ASK.sample])[ASK.sample]) as handle:
         assert handle.tensors["hidden.1"][:, 0].tolist() == [1.0] * 4 + [2.0] * 4 + [3.0]
 
 
 def test_a_request_that_was_retracted_begins_anew(desk, store):
-    desk.take(share(0, 2, 3, last=False), states(2, 1.0), None)
-    desk.take(share(0, 3, 3), states(3, 2.0), None)
+    take(desk, share(0, 2, 3, last=False), states(2, 1.0))
+    take(desk, share(0, 3, 3), states(3, 2.0))
     receipt_of(desk)
     with store.get(store.lookup([ASK.sample])[ASK.sample]) as handle:
         assert handle.tensors["hidden.1"][:, 0].tolist() == [2.0] * 3
@@ -84,18 +150,18 @@ def test_a_request_that_was_retracted_begins_anew(desk, store):
     ],
 )
 def test_what_would_be_short_or_is_not_there_is_refused(desk, part, kind, reason):
-    receipt = desk.take(part, states(3), None)
+    receipt = take(desk, part, states(3))
     assert receipt["error"] == kind
     assert reason in receipt["reason"]
     assert not desk.held
 
 
 def test_a_forward_that_left_no_states_is_a_failure(desk):
-    assert desk.take(share(), None, None)["error"] == "failed"
+    assert take(desk, share(), None)["error"] == "failed"
 
 
 def test_an_error_at_the_desk_is_a_receipt(desk):
-    receipt = desk.take(share(), {"hidden.1": None}, None)
+    receipt = take(desk, share(), {"hidden.1": None})
     assert receipt == {
         "error": "failed",
         "reason": "TypeError: 'NoneType' object is not subscriptable",
@@ -118,7 +184,7 @@ def test_no_exception_leaves_a_hook(caplog):
     ("value", "dtype"), [(float("nan"), "float32"), (float("inf"), "bfloat16"), (1e6, "float16")]
 )
 def test_what_is_not_finite_in_the_stored_type_is_refused(desk, store, value, dtype):
-    desk.take(share(ask=Ask("ab" * 12, ("hidden.1",), dtype, "p", {})), states(3, value), None)
+    take(desk, share(ask=Ask("ab" * 12, ("hidden.1",), dtype, "p", {})), states(3, value))
     receipt = receipt_of(desk)
     assert receipt["error"] == "not-finite"
     assert "hidden.1" in receipt["reason"]
@@ -127,71 +193,92 @@ def test_what_is_not_finite_in_the_stored_type_is_refused(desk, store, value, dt
 
 def test_tensors_beside_must_have_a_row_for_each_token(desk, store):
     beside = {"loss_mask": pack(torch.ones(2, dtype=torch.bool))}
-    desk.take(share(ask=Ask("ab" * 12, ("hidden.1",), "float32", "p", beside)), states(3), None)
+    take(desk, share(ask=Ask("ab" * 12, ("hidden.1",), "float32", "p", beside)), states(3))
     assert receipt_of(desk)["reason"] == "2 rows of 'loss_mask' for 3 tokens"
 
 
-def job(tensor, answers, sample=ASK.sample):
-    ask = Ask(sample, ("hidden.1",), "float32", "p", {})
-    return Job(ask, len(tensor), [Part({"hidden.1": tensor})], answers.append)
+def test_requests_of_one_forward_share_its_copy(desk, store):
+    """The rows between them that nobody asked for come along; each gets its own."""
+    asks = [Ask(f"{n:02d}" * 12, ("hidden.1",), "float32", "p", {}) for n in range(2)]
+    shares = [
+        Slice(f"rid{n}", ask.to_json(), 3, 0, 1 + 4 * n, 3, True, 1) for n, ask in enumerate(asks)
+    ]
+    hidden_TH = torch.arange(9.0).repeat_interleave(4).view(9, 4)
+    assert desk.take(shares, {"hidden.1": hidden_TH, "last_hidden": hidden_TH}, None) == {}
+    assert [block.nbytes for block in desk.sink._blocks] == [7 * 16 + 16]  # rounded up to 64
+    assert {"ref"} == {key for receipt in receipts_of(desk, 2) for key in receipt}
+    for number, ask in enumerate(asks):
+        (ref,) = store.lookup([ask.sample]).values()
+        with store.get(ref) as handle:
+            assert handle.tensors["hidden.1"][:, 0].tolist() == [
+                1 + 4 * number + k for k in range(3)
+            ]
+        store.free([ref])
+    assert not desk.sink._blocks
 
 
-def wait_for(answers, count):
-    deadline = time.monotonic() + 10
-    while len(answers) < count and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return answers
+def test_where_a_forward_is_too_much_each_request_is_taken_that_has_room(desk, store):
+    rows, width = 6, 8192  # 192 KiB; the buffer has 1 MiB
+    asks = [Ask(f"{n:02d}" * 12, ("hidden.1",), "float32", "p", {}) for n in range(6)]
+    shares = [
+        Slice(f"rid{n}", ask.to_json(), rows, 0, rows * n, rows, True, 1)
+        for n, ask in enumerate(asks)
+    ]
+    answers = desk.take(shares, {"hidden.1": torch.zeros(36, width)}, None)
+    assert {rid: answer["error"] for rid, answer in answers.items()} == {"rid5": "busy"}
+    assert "960.0 KiB wait" in answers["rid5"]["reason"]
+    receipts_of(desk, 5)
+    assert not desk.sink._blocks
+    store.free(store.lookup([ask.sample for ask in asks]).values())
 
 
-def test_more_than_the_buffer_is_refused_as_busy(store):
-    """One sample is always taken: a buffer that is smaller holds it alone."""
-    writer, answers = Writer("nosuch:x", max_bytes=100), []
-    writer._write = lambda jobs: time.sleep(60)
-    for _ in range(2):
-        writer.take(job(torch.zeros(3, 4), answers))  # 48 bytes
-    with pytest.raises(Refusal, match="96 bytes wait") as caught:
-        writer.take(job(torch.zeros(3, 4), answers))
-    assert caught.value.kind == "busy"
+def test_a_prompt_for_which_there_is_never_room_is_refused(desk):
+    receipt = take(desk, share(0, 1, 40_000, last=False), states(1))
+    assert receipt["error"] == "refused"
+    assert "625.0 KiB" in receipt["reason"]
+    assert "DRAFTCORE_BUFFER" in receipt["reason"]
 
 
-def test_one_sample_that_cannot_be_stored_spoils_no_other(store):
-    writer, answers, bad = Writer(store.uri, max_bytes=1 << 20), [], []
-    writer._write(
-        [job(torch.zeros(3, 4), answers), job(torch.full((3, 4), torch.nan), bad, "cd" * 12)]
+def test_what_aborted_requests_left_makes_room(desk, store):
+    """Half a prompt stays until its other half comes, or until the room is needed."""
+    wide = {"hidden.1": torch.zeros(6, 8192), "last_hidden": torch.zeros(6, 8192)}
+    for number in range(5):
+        half = share(0, 6, 12, last=False)
+        assert desk.take([replace(half, rid=f"aborted{number}")], wide, None) == {}
+    assert len(desk.sink._blocks) == 5
+    assert take(desk, share(0, 6, 6), wide) is None
+    assert "ref" in receipt_of(desk)
+    assert not desk.sink._blocks
+
+
+def test_a_refused_request_gives_its_rows_back(desk):
+    take(desk, share(0, 2, 9, last=False), states(2))
+    assert take(desk, share(3, 2, 9, last=False), states(2))["error"] == "short"
+    assert not desk.sink._blocks
+
+
+@pytest.mark.gpu
+def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(store):
+    sink = Sink(store.uri, 64 << 20, "cuda")
+    desk = Desk(sink, {}, ("hidden.1", "last_hidden"))
+    values_TH = torch.randn(512, 1024, device="cuda").bfloat16()
+    hidden_TH = torch.zeros_like(values_TH).fill_(7)  # loads the kernels, which would wait
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2 * 10**9)  # a forward of a second
+    hidden_TH.copy_(values_TH)
+    ready = torch.cuda.Event()
+    ready.record()
+    ask = replace(ASK, dtype="bfloat16")
+    began = time.monotonic()
+    desk.take(
+        [share(0, 512, 512, ask=ask)], {"hidden.1": hidden_TH, "last_hidden": hidden_TH}, ready
     )
-    assert (list(answers[0]), bad[0]["error"]) == (["ref"], "not-finite")
-    writer._close()
-
-
-def test_a_full_store_is_told_as_such(store):
-    ballast = store.put(StoreItem("cd" * 12, {"x": torch.zeros(261_000)}, 261_000))
-    writer, answers = Writer(store.uri, max_bytes=1 << 20), []
-    writer.take(job(torch.zeros(3, 4000), answers))
-    assert wait_for(answers, 1)[0]["error"] == "full"
-    store.free([ballast])
-    writer.take(job(torch.zeros(3, 4000), answers))
-    assert "ref" in wait_for(answers, 2)[1]
-    writer._close()
-
-
-@pytest.mark.parametrize(
-    ("uri", "reason"),
-    [("nosuch:x", "there is no store 'nosuch'"), ("memory", "stays in one process")],
-)
-def test_a_sink_that_cannot_be_opened_is_a_reason_in_the_receipt(uri, reason):
-    writer, answers = Writer(uri, max_bytes=1 << 20), []
-    writer.take(job(torch.zeros(3, 4), answers))
-    assert reason in wait_for(answers, 1)[0]["reason"]
-
-
-def test_what_a_dead_client_did_not_read_is_freed(store, monkeypatch):
-    monkeypatch.setattr("draftcore_sglang.sink.LENT", 0.0)
-    writer, answers = Writer(store.uri, max_bytes=1 << 20), []
-    lent = Ask("cd" * 12, ("hidden.1",), "float32", "", {}, lent=True)
-    writer.take(Job(lent, 3, [Part({"hidden.1": torch.zeros(3, 4)})], answers.append))
-    wait_for(answers, 1)
-    assert store.lookup(["cd" * 12])
-    writer.take(job(torch.zeros(3, 4), answers))
-    wait_for(answers, 2)
-    assert not store.lookup(["cd" * 12])
-    writer._close()
+    del hidden_TH
+    torch.zeros_like(values_TH).fill_(7)  # takes the memory, were it free already
+    assert time.monotonic() - began < 0.2
+    assert not ready.query()
+    assert "ref" in receipt_of(desk)
+    with store.get(store.lookup([ASK.sample])[ASK.sample]) as handle:
+        assert handle.tensors["hidden.1"].equal(values_TH.cpu())
+    store.free(store.lookup([ASK.sample]).values())
+    sink.close()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftcore_sglang.desk import Desk, Slice, receipt_field
 from draftcore_sglang.internals.signatures import require_sglang
-from draftcore_sglang.sink import Writer
+from draftcore_sglang.sink import Sink
 from draftcore_sglang.wire import FIELD, VERSION
 
 logger = logging.getLogger(__name__)
@@ -84,27 +84,11 @@ class Taps:
     # ------------------------------------------------------------ hooks
 
     def after_load(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        if runner.is_draft_worker:
-            return
-        config = runner.model_config.hf_text_config
-        names = [*(f"hidden.{layer}" for layer in self.layers), "last_hidden"]
-        about = {
-            "version": VERSION,
-            "sglang": importlib.metadata.version("sglang"),
-            "sink": self.sink,
-            "names": names,
-            "layers": int(config.num_hidden_layers),
-            "width": int(config.hidden_size),
-            "vocabulary": int(config.vocab_size),
-            "model": str(runner.model_config.model_path),
-        }
-        self.desk = Desk(Writer(self.sink, self.buffer_bytes), about, names)
         try:
-            self.desk.problem = self._tap_model(runner, int(config.num_hidden_layers))
-        except Exception as error:
-            self.desk.problem = f"the model cannot be tapped: {type(error).__name__}: {error}"
-        if self.desk.problem:
-            logger.error("draftcore captures nothing here: %s", self.desk.problem)
+            if not runner.is_draft_worker and _writes():
+                self.desk = self._desk(runner)
+        except Exception:
+            logger.exception("draftcore captures nothing here")
 
     def after_logits(
         self,
@@ -120,7 +104,7 @@ class Taps:
     ) -> None:
         before, self._before_norm = self._before_norm, None
         try:
-            if self.desk is None or result is None or not _writes():
+            if self.desk is None or self.desk.problem or result is None:
                 return
             if not logits_metadata.forward_mode.is_extend() or _is_recording(hidden_states):
                 return
@@ -138,7 +122,7 @@ class Taps:
         self, original: Callable[..., Any], processor: Any, batch: Any, result: Any
     ) -> Any:
         try:
-            if self.desk is not None and _writes():
+            if self.desk is not None:
                 self._take(self.desk, batch, result)
         except Exception:  # nobody gets a receipt, which every client takes for a failure
             logger.exception("draftcore lost the captures of a batch")
@@ -170,6 +154,31 @@ class Taps:
                 logger.exception("draftcore could not send a receipt")
 
     # ------------------------------------------------------------ pieces
+
+    def _desk(self, runner: Any) -> Desk:
+        config = runner.model_config.hf_text_config
+        names = [*(f"hidden.{layer}" for layer in self.layers), "last_hidden"]
+        about = {
+            "version": VERSION,
+            "sglang": importlib.metadata.version("sglang"),
+            "sink": self.sink,
+            "names": names,
+            "layers": int(config.num_hidden_layers),
+            "width": int(config.hidden_size),
+            "vocabulary": int(config.vocab_size),
+            "model": str(runner.model_config.model_path),
+        }
+        sink = None
+        try:
+            problem = self._tap_model(runner, int(config.num_hidden_layers))
+            if not problem:
+                device = next(runner.model.parameters()).device
+                sink = Sink(self.sink, self.buffer_bytes, device)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            logger.error("draftcore captures nothing here: %s", problem)
+        return Desk(sink, about, names, problem)
 
     def _tap_model(self, runner: Any, num_layers: int) -> str:
         """Ask the model for its layers' outputs; returns why it cannot, or ''."""
@@ -216,10 +225,10 @@ class Taps:
         lengths = batch.extend_lens
         if states is not None and len(states["last_hidden"]) != sum(lengths):
             states = None
-        first = 0
+        shares, first = [], 0
         for req, start, rows in zip(batch.reqs, batch.prefix_lens, lengths, strict=True):
             if (field := _asked(req)) is not None:
-                part = Slice(
+                share = Slice(
                     rid=req.rid,
                     field=field,
                     prompt=len(req.origin_input_ids),
@@ -229,10 +238,12 @@ class Taps:
                     last=req.inflight_middle_chunks <= 0,
                     new_tokens=req.sampling_params.max_new_tokens,
                 )
-                receipt = desk.take(part, states, ready)
-                if receipt is not None:
-                    _answer(req, receipt)
+                shares.append(share)
             first += rows
+        answers = desk.take(shares, states, ready)
+        for req in batch.reqs:
+            if req.rid in answers:
+                _answer(req, answers[req.rid])
 
 
 def _asked(req: Any) -> Any:

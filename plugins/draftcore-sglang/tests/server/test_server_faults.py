@@ -1,8 +1,11 @@
 """What breaks while a server captures: the server itself, and the store under it."""
 
+import os
 import signal
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +49,7 @@ def require_stored(store, refs, members):
 
 
 def test_a_server_that_hangs_is_given_up_when_patience_ends(server, sink, target):
+    opened(server, target).close()  # a server's first answer may take it more than a second
     store, capture = ShmStore.open(sink), opened(server, target, timeout=1, patience=3)
     server.kill(signal.SIGSTOP)
     began = time.monotonic()
@@ -62,6 +66,42 @@ def test_a_server_that_hangs_is_given_up_when_patience_ends(server, sink, target
             time.sleep(1)
     require_stored(store, refs, members)
     store.free(refs)
+    capture.close()
+    store.close()
+
+
+def writer_of(server):
+    """The process beside the scheduler that puts: of the server's group, known by its command."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            number = int(folder.name)
+            ours = os.getpgid(number) == server.process.pid
+            if ours and b"draftcore_sglang.writer" in (folder / "cmdline").read_bytes():
+                return number
+    raise AssertionError("the server has no writer")
+
+
+def test_a_server_whose_writer_is_killed_at_work_starts_another(server, sink, target):
+    store, capture = ShmStore.open(sink), opened(server, target)
+    done, killed = [deliver(capture, store, 0)], []
+
+    def work():
+        for number in range(1, 12):
+            done.append(deliver(capture, store, number))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        if len(killed) < 3 and len(done) > len(killed) * 3:
+            with suppress(AssertionError, OSError):  # none is there: the next forward starts one
+                killed.append(writer_of(server))
+                os.kill(killed[-1], signal.SIGKILL)
+        time.sleep(0.01)
+    assert len(done) == 12
+    assert len(killed) == len(set(killed)) > 1
+    for refs, members in done:
+        require_stored(store, refs, members)
+        store.free(refs)
     capture.close()
     store.close()
 

@@ -1,0 +1,200 @@
+"""The process that puts captured states into the store: it reads the memory it shares with a server.
+
+The scheduler of a server is one Python thread that launches some ten kernels for each layer. Beside
+a thread that puts it would share the interpreter's lock with every copy, digest and JSON of a put,
+and each side wait for the other (docs/performance.md, 2026-11-22); so puts have a process. It is
+told of jobs when their states have arrived, and answers each with its receipt once that is stored.
+
+It ends when the server's end of the connection closes, however that happens. The store is opened at
+the first put, and closed after a minute without one, so that a server that waits for the next run
+keeps no memory of the last.
+"""
+
+from __future__ import annotations
+
+import mmap
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isfinite
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftcore.binding import bind
+from draftcore.errors import DraftcoreError
+from draftcore.plugins import load
+from draftcore.records import FeatureStore, SampleRef, StoreItem
+from draftcore.stores import StoreAway, StoreError, StoreFull
+from draftcore_sglang.wire import (
+    AWAY,
+    FAILED,
+    FULL,
+    NOT_FINITE,
+    REFUSED,
+    Ask,
+    Refusal,
+    unpack,
+)
+
+IDLE = 60.0  # seconds
+LENT = 600.0  # seconds that a lent sample may be read, if the client does not free it
+AT_ONCE = 8  # samples of one put: the first receipt leaves before the last sample is written
+
+Receipt = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where [rows, width] numbers lie in the shared memory, one row after the other."""
+
+    start: int  # byte
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.width * self.dtype.itemsize
+
+    def of(self, memory: Tensor) -> Tensor:
+        flat = memory[self.start : self.start + self.nbytes]
+        return flat.view(self.dtype).view(self.rows, self.width)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt whose states lie in the shared memory: in `parts`, by feature, one for each chunk."""
+
+    rid: str
+    ask: Ask
+    tokens: int
+    parts: Sequence[Mapping[str, Place]]
+
+
+class Writer:
+    """Puts jobs whose states lie in `memory` into the store at `uri`."""
+
+    def __init__(self, uri: str, memory: Tensor) -> None:
+        self.uri, self.memory = uri, memory
+        self._store: FeatureStore | None = None
+        self._lent: deque[tuple[float, SampleRef]] = deque()
+
+    def run(self, connection: Connection) -> None:
+        """Take lists of jobs and send receipts by request id until the other end closes."""
+        with suppress(EOFError, OSError):
+            while True:
+                if not connection.poll(IDLE):
+                    self.close()
+                    continue
+                jobs: Sequence[Job] = connection.recv()
+                for at in range(0, len(jobs), AT_ONCE):
+                    connection.send(self.write(jobs[at : at + AT_ONCE]))
+        self.close()
+
+    def write(self, jobs: Sequence[Job]) -> dict[str, Receipt]:
+        """Put jobs together; where that fails, one by one, so that each has a reason of its own."""
+        try:
+            refs = self._stored([self._item(job) for job in jobs])
+        except Exception as error:
+            if len(jobs) == 1:
+                return {jobs[0].rid: _refusal(error).receipt}
+            return {rid: receipt for job in jobs for rid, receipt in self.write([job]).items()}
+        pairs = list(zip(jobs, refs, strict=True))
+        self._lent += [(time.monotonic() + LENT, ref) for job, ref in pairs if job.ask.lent]
+        return {job.rid: {"ref": ref.to_json()} for job, ref in pairs}
+
+    def close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            with suppress(Exception):  # it may be gone; this process must go on
+                store.close()
+
+    def _stored(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        """Put items; once more into the store opened anew, where a run since has made another."""
+        while True:
+            fresh = self._store is None
+            try:
+                if self._store is None:
+                    self._store = open_store(self.uri)
+                self._end_loans(self._store)
+                return self._store.put_many(items)
+            except (StoreFull, StoreAway):
+                raise
+            except StoreError:
+                self.close()
+                if fresh:
+                    raise
+
+    def _item(self, job: Job) -> StoreItem:
+        dtype: torch.dtype = getattr(torch, job.ask.dtype)
+        tensors = {name: self._whole(job, name).to(dtype) for name in job.ask.names}
+        for name, value_TH in tensors.items():
+            require_finite(name, value_TH)
+        for name, packed in job.ask.beside.items():
+            value_T = unpack(*packed)
+            if len(value_T) != job.tokens:
+                raise Refusal(REFUSED, f"{len(value_T)} rows of {name!r} for {job.tokens} tokens")
+            tensors[name] = value_T
+        return StoreItem(job.ask.sample, tensors, job.tokens, job.ask.origin)
+
+    def _whole(self, job: Job, name: str) -> Tensor:
+        """A feature's chunks as one [T, H]; a single one stays where it lies."""
+        chunks = [part[name].of(self.memory) for part in job.parts]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+
+    def _end_loans(self, store: FeatureStore) -> None:
+        """Free what clients that died have not read."""
+        while self._lent and self._lent[0][0] < time.monotonic():
+            store.free([self._lent.popleft()[1]])
+
+
+def require_finite(name: str, value_TH: Tensor) -> None:
+    """Raise Refusal for inf or nan, both of which reach an extreme.
+
+    One pass without a result of the tensor's size: in bfloat16 15 GB/s, where `isfinite().all()`
+    takes twenty times as long.
+    """
+    if not all(isfinite(extreme.item()) for extreme in value_TH.aminmax()):
+        raise Refusal(NOT_FINITE, f"feature {name!r} holds inf or nan in {value_TH.dtype}")
+
+
+def open_store(uri: str) -> FeatureStore:
+    """Open a store through its plugin. Raises DraftcoreError for one that stays in a process."""
+    name = uri.partition(":")[0]
+    binding = bind(load(), "store", name)
+    if "shared" not in binding.capabilities:
+        raise DraftcoreError(
+            f"the store {uri!r} stays in one process\n"
+            "  set DRAFTCORE_SINK to one that `draftcore list-plugins` shows as shared"
+        )
+    return binding.hook.feature_store(name=name, uri=uri, options=binding.options({}))
+
+
+def shared_memory(fd: int, nbytes: int) -> Tensor:
+    """Map shared memory as bytes."""
+    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+
+
+def main() -> None:
+    """`sink.Sink` starts this: URI of the store, file and size of the memory, connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, and that ends this
+    torch.set_num_threads(1)  # others would wait for each other in copies of a megabyte
+    uri, (memory, nbytes, connection) = sys.argv[1], map(int, sys.argv[2:])
+    Writer(uri, shared_memory(memory, nbytes)).run(Connection(connection))
+
+
+def _refusal(error: Exception) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    kind = (
+        FULL if isinstance(error, StoreFull) else AWAY if isinstance(error, StoreAway) else FAILED
+    )
+    text = str(error) if isinstance(error, DraftcoreError) else f"{type(error).__name__}: {error}"
+    return Refusal(kind, text)

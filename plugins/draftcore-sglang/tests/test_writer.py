@@ -1,0 +1,94 @@
+"""The writer's work, done here: what it puts, refuses and tells, without a process of its own."""
+
+import uuid
+
+import pytest
+import torch
+from draftcore_sglang.wire import Ask
+from draftcore_sglang.writer import Job, Place, Writer
+
+from draftcore.records import StoreItem
+from draftcore.stores.shm import ShmStore
+
+SAMPLE, OTHER = "ab" * 12, "cd" * 12
+
+
+@pytest.fixture
+def store():
+    store = ShmStore.open(f"shm:test-{uuid.uuid4().hex}?max_bytes={1 << 20}")
+    yield store
+    store.free(store.lookup([SAMPLE, OTHER]).values())
+    store.close()
+
+
+@pytest.fixture
+def writer(store):
+    writer = Writer(store.uri, torch.zeros(1 << 16, dtype=torch.uint8))
+    yield writer
+    writer.close()
+
+
+def job(writer, *chunks, at=0, sample=SAMPLE, dtype="float32", lent=False):
+    """A job whose chunks lie in the writer's memory from byte `at` on."""
+    ask = Ask(sample, ("hidden.1",), dtype, "p", {}, lent)
+    parts = []
+    for chunk in chunks:
+        parts.append({"hidden.1": Place(at, *chunk.shape, chunk.dtype)})
+        parts[-1]["hidden.1"].of(writer.memory).copy_(chunk)
+        at += chunk.nbytes
+    return Job(sample, ask, sum(map(len, chunks)), parts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_states_are_stored_in_the_asked_type_whatever_the_models_is(writer, store, dtype):
+    chunks = torch.randn(7, 4).bfloat16().split([4, 3])
+    writer.write([job(writer, *chunks, dtype=dtype)])
+    with store.get(store.lookup([SAMPLE])[SAMPLE]) as handle:
+        assert handle.tensors["hidden.1"].equal(torch.cat(chunks).to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_number_that_is_not_finite_is_noticed(writer, value, dtype):
+    states_TH = torch.randn(33, 65).to(dtype)
+    states_TH[17, 29] = value
+    receipt = writer.write([job(writer, states_TH)])[SAMPLE]
+    assert receipt["error"] == "not-finite"
+    assert "hidden.1" in receipt["reason"]
+
+
+def test_what_is_not_finite_in_the_stored_type_alone_is_refused_too(writer):
+    receipt = writer.write([job(writer, torch.full((3, 4), 1e6), dtype="float16")])[SAMPLE]
+    assert receipt["error"] == "not-finite"
+
+
+def test_one_sample_that_cannot_be_stored_spoils_no_other(writer):
+    bad = job(writer, torch.full((3, 4), torch.nan), at=4096, sample=OTHER)
+    receipts = writer.write([job(writer, torch.zeros(3, 4)), bad])
+    assert "ref" in receipts[SAMPLE]
+    assert receipts[OTHER]["error"] == "not-finite"
+
+
+def test_a_full_store_is_told_as_such(writer, store):
+    ballast = store.put(StoreItem(OTHER, {"x": torch.zeros(261_000)}, 261_000))
+    wide = job(writer, torch.zeros(3, 4000))
+    assert writer.write([wide])[SAMPLE]["error"] == "full"
+    store.free([ballast])
+    assert "ref" in writer.write([wide])[SAMPLE]
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [("nosuch:x", "there is no store 'nosuch'"), ("memory", "stays in one process")],
+)
+def test_a_store_that_cannot_be_opened_is_a_reason_in_the_receipt(uri, reason):
+    writer = Writer(uri, torch.zeros(1 << 10, dtype=torch.uint8))
+    assert reason in writer.write([job(writer, torch.zeros(3, 4))])[SAMPLE]["reason"]
+
+
+def test_what_a_dead_client_did_not_read_is_freed(writer, store, monkeypatch):
+    monkeypatch.setattr("draftcore_sglang.writer.LENT", 0.0)
+    writer.write([job(writer, torch.zeros(3, 4), sample=OTHER, lent=True)])
+    assert store.lookup([OTHER])
+    writer.write([job(writer, torch.zeros(3, 4))])
+    assert not store.lookup([OTHER])
