@@ -37,15 +37,14 @@ CPU = torch.device("cpu")
 class Colocated:
     """A feed and its own capture, which can be held up and notes what it captured, and where."""
 
-    def __init__(self, overlap=CPU, max_bytes=None, plan=PLAN):
+    def __init__(self, overlap=CPU, max_bytes=None, plan=PLAN, durable=False):
         self.plan, self.store = plan, MemoryStore(max_bytes=max_bytes)
         self.channel = MemoryChannel("run")
         self.captured, self.threads, self.errors = [], [], []
         self.gate, self.begun, self.closed = threading.Event(), threading.Event(), False
         self.gate.set()
-        self.feed = Feed(
-            ALONE, self.store, self.source, names=NAMES, durable=False, ahead=False, overlap=overlap
-        )
+        settings = {"names": NAMES, "durable": durable, "ahead": durable, "overlap": overlap}
+        self.feed = Feed(ALONE, self.store, self.source, **settings)
         self.feed.finished = True
         self.stopped = False
         self.feed.start(0, lambda: self.stopped, {})
@@ -142,6 +141,22 @@ def test_the_first_capture_is_made_while_nobody_trains(run):
     run.feed.settle()
     assert run.captured == []
     assert run.train(0) == list(PLAN.step(0).rows)
+
+
+def test_what_the_store_holds_is_opened_ahead_and_not_captured():
+    run = Colocated(durable=True, plan=planned(rows=STEPS, epochs=2))
+    for index in range(3):
+        run.train(index)
+        run.feed.release(run.plan.step(index))
+    deadline = time.monotonic() + 10
+    while run.store.stats().open_handles < 2:
+        assert time.monotonic() < deadline
+    for index in range(3, STEPS):
+        assert run.train(index) == list(run.plan.step(index).rows)
+        run.feed.release(run.plan.step(index))
+    assert len(run.captured) == 3
+    assert run.store.stats().open_handles == 0
+    run.feed.close()
 
 
 def test_an_error_is_raised_by_the_step_that_needs_the_features(run):
