@@ -72,7 +72,7 @@ given = argparse.Namespace()
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default=SECTIONS)
-    parser.add_argument("--targets", default="small,large", help="of trace, bits and growth")
+    parser.add_argument("--targets", default="small,large", help="of the last four")
     parser.add_argument("--seconds", type=float, default=290)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backends", default="eager,full,breakable,piecewise")
@@ -104,7 +104,9 @@ def measure(targets: Targets, wanted: list[str], backends: list[str]) -> None:
         for label, backend in itertools.product(labels, quick):
             count_launches(label, targets, backend)
     if "overlap" in wanted:
-        time_overlap(targets, next(b for b in graphs if "forks" in words(b)))
+        forking = next(backend for backend in graphs if "forks" in words(backend))
+        for label in reversed(labels):
+            time_overlap(label, targets, forking)
     if "bits" in wanted:
         for label, backend in itertools.product(labels, graphs):
             compare_prefill(label, targets, backend)
@@ -303,12 +305,12 @@ def count_launches(label: str, targets: Targets, name: str) -> None:
 # ---------------------------------------------------------------- two halves
 
 
-def time_overlap(targets: Targets, name: str) -> None:
-    """Prefill of the large target by halves beside the whole, each in turn, and how far they differ."""
+def time_overlap(label: str, targets: Targets, name: str) -> None:
+    """Prefill by halves beside the whole, each in turn, and how far they differ."""
     for rows in reversed(given.rows):
-        if late(f"overlap {name}, {rows} rows"):
+        if late(f"overlap {label} {name}, {rows} rows"):
             continue
-        target = targets["large"]
+        target = targets[label]
         runners = [prefill(target, name), prefill(target, name, HALVES)]
         whole, halves = (forward_of(runner, target, rows) for runner in runners)
         pairs = [(own, halves()[key]) for key, own in whole().items()]
@@ -316,7 +318,7 @@ def time_overlap(targets: Targets, name: str) -> None:
         times = [(timed(whole), timed(halves)) for _ in range(20)]
         one, other = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
         say(
-            f"overlap {name}, {rows} rows: halves {other:.2f} ms, {one / other:.2f} x the whole "
+            f"overlap {label} {name}, {rows} rows: halves {other:.2f} ms, {one / other:.2f} x the whole "
             f"({one:.2f} ms); largest difference {gap:.2g} of the largest number"
         )
         for runner in runners:
