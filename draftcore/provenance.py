@@ -51,10 +51,11 @@ def choices(options: BaseModel | None) -> dict[str, Any]:
     """The options that change features, where they are not at their defaults."""
     if options is None:
         return {}
+    extras = {name: info.json_schema_extra for name, info in type(options).model_fields.items()}
     neutral = {
         name
-        for name, info in type(options).model_fields.items()
-        if info.json_schema_extra == SAME_FEATURES
+        for name, extra in extras.items()
+        if isinstance(extra, dict) and SAME_FEATURES.items() <= extra.items()
     }
     return options.model_dump(mode="json", exclude_defaults=True, exclude=neutral)
 
