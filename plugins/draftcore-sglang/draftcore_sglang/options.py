@@ -43,7 +43,7 @@ class ServerOptions(BaseModel):
         min_length=1,
         description="where they listen; an API key comes from the environment, as DRAFTCORE_SGLANG_KEY",
     )
-    in_flight: int = Field(default=64, ge=1, description="requests under way at one server")
+    in_flight: int = Field(default=32, ge=1, description="requests under way at one server")
     timeout: float = Field(default=120, gt=0, description="seconds that one request may take")
     patience: float = Field(
         default=300, gt=0, description="seconds that a sample may take, with servers that are away"
