@@ -49,7 +49,7 @@ class ServerOptions(BaseModel):
         description="where they listen; an API key comes from the environment, as DRAFTCORE_SGLANG_KEY",
     )
     in_flight: int = Field(
-        default=64,
+        default=32,
         ge=1,
         json_schema_extra=SAME_FEATURES,
         description="requests under way at one server",

@@ -84,9 +84,15 @@ class Taps:
     # ------------------------------------------------------------ hooks
 
     def after_load(self, result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if runner.is_draft_worker:
+            return
         try:
-            if not runner.is_draft_worker and _writes():
-                self.desk = self._desk(runner)
+            problem = self._tap_model(runner)  # in all ranks: they must compute alike
+        except Exception as error:
+            problem = f"the model cannot be tapped: {type(error).__name__}: {error}"
+        try:
+            if _writes():
+                self.desk = self._desk(runner, problem)
         except Exception:
             logger.exception("draftcore captures nothing here")
 
@@ -155,7 +161,7 @@ class Taps:
 
     # ------------------------------------------------------------ pieces
 
-    def _desk(self, runner: Any) -> Desk:
+    def _desk(self, runner: Any, problem: str) -> Desk:
         config = runner.model_config.hf_text_config
         names = [*(f"hidden.{layer}" for layer in self.layers), "last_hidden"]
         about = {
@@ -169,20 +175,20 @@ class Taps:
             "model": str(runner.model_config.model_path),
         }
         sink = None
-        try:
-            problem = self._tap_model(runner, int(config.num_hidden_layers))
-            if not problem:
-                device = next(runner.model.parameters()).device
+        if not problem:
+            device = next(runner.model.parameters()).device
+            try:
                 sink = Sink(self.sink, self.buffer_bytes, device)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            except (DraftcoreError, OSError, ValueError) as error:
+                problem = str(error)
         if problem:
             logger.error("draftcore captures nothing here: %s", problem)
         return Desk(sink, about, names, problem)
 
-    def _tap_model(self, runner: Any, num_layers: int) -> str:
+    def _tap_model(self, runner: Any) -> str:
         """Ask the model for its layers' outputs; returns why it cannot, or ''."""
         args = runner.server_args
+        num_layers = int(runner.model_config.hf_text_config.num_hidden_layers)
         self._last = num_layers - 1
         self._inner = {f"hidden.{layer}" for layer in self.layers if layer != self._last}
         if beyond := [layer for layer in self.layers if layer >= num_layers]:
