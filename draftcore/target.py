@@ -43,7 +43,12 @@ def resolve_device(name: str) -> torch.device:
     """Turn `auto` into the first accelerator there is; raises UsageError for an absent one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(
+            f"there is no device {name!r}\n  use auto, cpu, cuda, or cuda:N for the N-th GPU"
+        ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             f"device {name!r} was asked for, but this torch ({torch.__version__}) sees no CUDA device\n"
@@ -72,7 +77,14 @@ class TargetSpec:
         try:
             self.config: Any = AutoConfig.from_pretrained(path, revision=revision)
         except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read the config of target {path!r}: {error}") from None
+            reason = str(error).partition("\n")[0]
+            raise UsageError(
+                f"no target model at {path!r}: it is no folder here, and as a Hugging Face id: {reason}\n"
+                "  set target.path to a folder with config.json or to a Hugging Face model id"
+                if not Path(path).is_dir()
+                else f"cannot read the config of the target in {path!r}: {reason}\n"
+                "  its config.json must be one that this version of transformers knows"
+            ) from None
         name = dtype if dtype != "auto" else str(self.config.dtype or "float32")
         self.dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
 

@@ -29,6 +29,7 @@ from draftcore.training.ranks import ALONE, Ranks
 
 MARK = "COMPLETE"
 OPTIMIZER = "optimizer.safetensors"
+STATE = {"step", "samples_seen", "config", "target", "plan", "data", "plugins", "given_up"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not (folder / MARK).exists():
         there = "is not complete" if (folder / "state.json").exists() else "is no checkpoint"
         raise UsageError(f"{folder} {there}\n  choose a step-* folder that holds a file {MARK}")
-    return Checkpoint(folder, json.loads((folder / "state.json").read_text()))
+    return Checkpoint(folder, _state(folder / "state.json"))
 
 
 def require_plugins(found: Checkpoint, registry: Registry) -> None:
@@ -166,6 +167,27 @@ def optimizer_tensors(
         (f"{name}/{key}", value)
         for name, parameter in module.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
+    )
+
+
+def _state(file: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads(file.read_text())
+        lacking = sorted(STATE - state.keys())
+    except (OSError, ValueError, AttributeError) as error:
+        raise DraftcoreError(_damaged(file, error)) from None
+    if lacking:
+        raise UsageError(
+            f"{file} lacks {', '.join(lacking)}: another version of draftcore wrote it\n"
+            "  go on with that one, or set another run folder to start anew"
+        )
+    return state
+
+
+def _damaged(file: Path, error: Exception) -> str:
+    return (
+        f"cannot read {file}: {error}\n"
+        "  the file is damaged; delete its folder to go on from the checkpoint before"
     )
 
 
@@ -194,10 +216,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = load_file(file)
         return tensors
     except (OSError, SafetensorError) as error:
-        raise DraftcoreError(
-            f"cannot read {file}: {error}\n"
-            "  the file is damaged; delete its folder to go on from the checkpoint before"
-        ) from None
+        raise DraftcoreError(_damaged(file, error)) from None
 
 
 def _sync(path: Path) -> None:

@@ -317,13 +317,12 @@ def require_same_run(last: checkpoint.Checkpoint, draft: DraftRun) -> None:
         then, now = (_with_choices(side, run) for side in (then, now))
     changed = []
     for section in BINDING_KEYS:
-        keys = sorted(
-            {*then[section], *now[section]} - (FREE_TRAIN_KEYS if section == "train" else set())
-        )
+        was, is_ = then.get(section, {}), now[section]  # one may be newer than the checkpoint
+        keys = sorted({*was, *is_} - (FREE_TRAIN_KEYS if section == "train" else set()))
         changed += [
-            f"{section}.{key}: {then[section].get(key)!r} then, {now[section].get(key)!r} now"
+            f"{section}.{key}: {was.get(key)!r} then, {is_.get(key)!r} now"
             for key in keys
-            if then[section].get(key) != now[section].get(key) and (section, key) not in PLACES
+            if was.get(key) != is_.get(key) and (section, key) not in PLACES
         ]
     if last.state["target"] != run.target.fingerprint:
         changed.append(f"target: weights {last.state['target']} then, {run.target.fingerprint} now")

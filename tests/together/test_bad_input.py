@@ -150,6 +150,36 @@ def test_a_checkpoint_of_another_algorithm(project):
     refused(project, "eval", says=["medusa", "eagle3"])
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        (lambda text: text[:-9], 1, ["state.json", "damaged", "the checkpoint before"]),
+        (lambda text: text.replace('"plan"', '"order"'), 2, ["lacks plan", "another version"]),
+        (lambda text: text.replace('"graphs"', '"grahps"'), 2, ["graphs.prefill: None then"]),
+    ],
+)
+def test_an_old_or_damaged_checkpoint_says_what_of_it_is_wrong(project, change, code, says):
+    project.cli("train", "train.max_steps=1")
+    state = project.run / "checkpoints" / "step-00000001" / "state.json"
+    state.write_text(change(state.read_text()))
+    refused(project, "train", code=code, says=says)
+
+
+@pytest.mark.parametrize("key", ["train.device", "target.device"])
+def test_a_device_that_does_not_exist_is_named(project, key):
+    refused(project, "train", f"{key}=gpu", says=["'gpu'", "cuda:N"])
+
+
+def test_a_model_id_that_nobody_has_is_told_apart_from_a_broken_folder(project, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(
+        project, "train", "target.path=nobody/nothing", says=["nobody/nothing", "no folder here"]
+    )
+    target = project.folder / "empty"
+    target.mkdir()
+    refused(project, "train", f"target.path={target}", says=["cannot read", "config.json"])
+
+
 def test_a_checkpoint_of_another_target(project, tmp_path):
     project.cli("train", "train.max_steps=1")
     other = tiny_target(tmp_path / "other", seed=5)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftcore.errors import DraftcoreError
 from draftcore_sglang.desk import Desk, Slice, receipt_field
 from draftcore_sglang.internals.signatures import require_sglang
 from draftcore_sglang.sink import Sink
