@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ class LocalCapture:
             if not self.checked:
                 self.model.check(self.request, list(group.token_ids[0])[:32])
                 self.checked = True
-            yield CapturedGroup(group.group, tuple(self._rows(group)))
+            yield CapturedGroup(group.group, self._rows(group))
 
-    def _rows(self, group: CaptureInput) -> Iterator[dict[str, Tensor]]:
+    def _rows(self, group: CaptureInput) -> tuple[dict[str, Tensor], ...]:
         lengths = [len(tokens) for tokens in group.token_ids]
         tokens_BT = torch.zeros(len(lengths), group.group.padded_length, dtype=torch.long)
         for row, tokens in enumerate(group.token_ids):
@@ -41,21 +41,33 @@ class LocalCapture:
         device = self.model.device
         lengths_B = torch.tensor(lengths, device=device)
         taken = self.runner.features(tokens_BT.to(device), lengths_B, self.request)
-        for row, length in enumerate(lengths):
-            features = {name: value_BTH[row, :length] for name, value_BTH in taken.items()}
-            require_finite(features, group, row)
-            yield features
+        rows = tuple(
+            {name: value_BTH[row, :length] for name, value_BTH in taken.items()}
+            for row, length in enumerate(lengths)
+        )
+        require_finite(taken, rows, group)
+        return rows
 
     def close(self) -> None:
         """Nothing to release: the model belongs to the target's description."""
 
 
-def require_finite(features: Mapping[str, Tensor], group: CaptureInput, row: int) -> None:
-    """Raise DraftcoreError for a member's feature that holds inf or nan, naming its dataset row."""
-    for name, value_TH in features.items():
-        if not value_TH.isfinite().all():
-            raise DraftcoreError(
-                f"feature {name!r} of dataset row {group.group.rows[row]} "
-                f"(sample {group.group.feature_ids[row]}) holds inf or nan in {value_TH.dtype}\n"
-                "  capture in a wider type (capture.dtype=float32), or leave the row out"
-            )
+def require_finite(
+    taken: Mapping[str, Tensor], rows: Sequence[Mapping[str, Tensor]], group: CaptureInput
+) -> None:
+    """Raise DraftcoreError for a member's feature that holds inf or nan, naming its dataset row.
+
+    `taken` is all of a group's features, padding too, `rows` the members' shares. Both reach an
+    extreme, so one pass tells that all is well, and the device is waited for once.
+    """
+    extremes = torch.stack([e.float() for value in taken.values() for e in value.aminmax()])
+    if extremes.isfinite().all():
+        return
+    for row, features in enumerate(rows):
+        for name, value_TH in features.items():
+            if not value_TH.isfinite().all():
+                raise DraftcoreError(
+                    f"feature {name!r} of dataset row {group.group.rows[row]} "
+                    f"(sample {group.group.feature_ids[row]}) holds inf or nan in {value_TH.dtype}\n"
+                    "  capture in a wider type (capture.dtype=float32), or leave the row out"
+                )

@@ -44,7 +44,7 @@ def capture(name, target, request):
         def taken(self, group):
             with MonkeyPatch.context() as patch:
                 patch.setattr(local_capture, "require_finite", check)
-                return list(rows(self, group))
+                return rows(self, group)
         Capture._rows = taken
 
 {wrong}
@@ -123,7 +123,7 @@ LEAVES_A_HOOK = """
 """
 
 SILENT_NAN = """
-    checked_by(lambda features, group, row: None)
+    checked_by(lambda taken, rows, group: None)
 """
 
 CHECKS_BEFORE_THE_CAST = """
@@ -138,8 +138,8 @@ CHECKS_BEFORE_THE_CAST = """
 
 NAMES_NO_ROW = """
     from draftcore.errors import DraftcoreError
-    def vague(features, group, row):
-        if not all(value.isfinite().all() for value in features.values()):
+    def vague(taken, rows, group):
+        if not all(value.isfinite().all() for features in rows for value in features.values()):
             raise DraftcoreError("a feature is not finite")
     checked_by(vague)
 """

@@ -47,7 +47,7 @@ class SglangCapture:
         for group in groups:
             if not self.engine.running:
                 self._start([int(token) for token in group.token_ids[0][:32]])
-            yield CapturedGroup(group.group, tuple(self._rows(group)))
+            yield CapturedGroup(group.group, self._rows(group))
 
     def _start(self, prompt: list[int]) -> None:
         expected = None
@@ -65,16 +65,16 @@ class SglangCapture:
             self.engine.stop()
             raise
 
-    def _rows(self, group: CaptureInput) -> Iterator[dict[str, Tensor]]:
+    def _rows(self, group: CaptureInput) -> tuple[dict[str, Tensor], ...]:
         self._require_room(group)
         prompts = [[int(token) for token in tokens] for tokens in group.token_ids]
         dtype, lengths = getattr(torch, self.request.dtype), [len(prompt) for prompt in prompts]
-        taken = self.engine.forward(prompts, self.request.layers)
-        split = {name: torch.split(taken[name].to(dtype), lengths) for name in self.request.names}
-        for row in range(len(lengths)):
-            features = {name: values[row] for name, values in split.items()}
-            require_finite(features, group, row)
-            yield features
+        states = self.engine.forward(prompts, self.request.layers)
+        taken = {name: states[name].to(dtype) for name in self.request.names}
+        split = {name: torch.split(value, lengths) for name, value in taken.items()}
+        rows = tuple({name: split[name][row] for name in split} for row in range(len(lengths)))
+        require_finite(taken, rows, group)
+        return rows
 
     def _require_room(self, group: CaptureInput) -> None:
         limits = self.engine.limits
