@@ -73,6 +73,8 @@ def test_every_yaml_is_a_whole_run_with_options_that_its_plugins_take(name: str,
     for phase in (config.graphs.prefill, config.graphs.decode):
         if phase.backend not in ("eager", "auto"):
             bind(registry, "graph", phase.backend).options(phase.options)
+        for plugin, options in phase.plugins.items():
+            bind(registry, "graph-plugin", plugin).options(options)
     for kind, uri in (("store", config.store), ("channel", config.channel)):
         if ":" in uri:
             assert registry.find(kind, uri.partition(":")[0])
