@@ -239,7 +239,8 @@ def test_closing_in_the_middle_leaves_nothing_behind(run):
 
 def test_a_second_ctrl_c_waits_for_no_capture():
     code = (
-        "import time; from draftcore.feed.aside import Aside\n"
+        "import signal, time; from draftcore.feed.aside import Aside\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & had it ignored\n"
         "aside = Aside(); aside.begin(lambda: time.sleep(60)); print('began', flush=True)\n"
         "aside.close()"
     )

@@ -63,14 +63,14 @@ def attributes(tree: ast.AST) -> Iterator[str]:
 
 
 def test_the_configuration_of_graphs_is_read_where_it_is_resolved_and_nowhere_else():
-    """But for `run.py`, where a store remembers what the user set."""
+    """But for what a store remembers, which is what the user set."""
     readers = {
         file.relative_to(CORE).as_posix()
         for file in CORE.rglob("*.py")
         for path in attributes(ast.parse(file.read_text()))
         if path.endswith("config.graphs")
     }
-    assert readers == {"graphs/opening.py", "run.py"}
+    assert readers == {"graphs/opening.py", "provenance.py"}
 
 
 @pytest.mark.parametrize("contract", [GraphBackend, GraphPlugin])
