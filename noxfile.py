@@ -323,7 +323,7 @@ def soak(session: nox.Session) -> None:
     """Kill and freeze at random in 50 runs; DRAFTCORE_SEED=N repeats the moments that one printed."""
     install_with_servers(session)
     session.env.setdefault("DRAFTCORE_SOAK", "50")
-    pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs)
+    pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs, mark="long")
 
 
 @nox.session(**BARE, name="bench-transport")

@@ -25,7 +25,7 @@ def test_a_process_may_be_killed_at_any_named_point(drill, undisturbed):
 
 
 def test_the_same_command_goes_on_whatever_ended_it(drill, undisturbed):
-    run = drill(channel=SQLITE)
+    run = drill(channel=SQLITE, topology={"producers": 1, "restarts": 40})
     run.sabotage = "pace:0.2"
     supervisor = run.start()
     run.until(lambda: run.steps() >= 3, supervisor)
@@ -47,7 +47,7 @@ def test_the_same_command_goes_on_whatever_ended_it(drill, undisturbed):
     assert run.state()["step"] >= 13
 
     run.sabotage = ""
-    assert "resuming from step" in run.finish("topology.producers=1")
+    assert "resuming from step" in run.finish("topology.producers=2")
     run.require_done()
     assert run.losses() == undisturbed
 
@@ -69,6 +69,7 @@ def test_processes_may_freeze_for_longer_than_the_others_wait(drill, undisturbed
     assert run.losses() == undisturbed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(RUNS))
 def test_random_processes_are_killed_or_frozen_at_random_moments(drill, undisturbed, number):
     seed = int(os.environ.get("DRAFTCORE_SEED", time.time_ns() % 1_000_000))

@@ -46,7 +46,7 @@ def alone(tmp_path_factory, target_folder, make_project):
 @pytest.mark.parametrize(
     ("store", "channel", "producers"),
     [
-        ("auto", "auto", 2),
+        pytest.param("auto", "auto", 2, marks=pytest.mark.long),
         ("file:{folder}/features", "dir:{folder}/channel", 1),
         ("shm:{name}?max_bytes=64MiB", "sqlite:{folder}/channel.db?limit_refs=8", 3),
     ],

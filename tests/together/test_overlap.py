@@ -102,6 +102,7 @@ def test_a_stopped_run_leaves_nothing_and_resumes_to_the_same_bits(tmp_path, new
     assert project.losses() == straight.losses()
 
 
+@pytest.mark.long
 def test_two_ranks_train_alike_with_and_without(tmp_path, new_project):
     """The first captures beside the step; what ranks say to each other has the order it had."""
     losses = []
