@@ -234,8 +234,7 @@ def core(session: nox.Session) -> None:
     """The core's wheel alone: a hidden need of a plugin shows here."""
     install_wheels(session, "draftcore")
     apart = [f"--ignore=tests/{name}" for name in ("together", "thirdparty", "faults")]
-    # A file's tests stay with one worker: some share what takes half a minute to make.
-    pytest(session, "tests", *apart, "--dist", "loadscope", *session.posargs)
+    pytest(session, "tests", *apart, *session.posargs)
 
 
 @nox.session(**BARE)
