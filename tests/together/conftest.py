@@ -73,11 +73,6 @@ class Project:
         return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: the worker that came to it last would work on alone."""
-    items.sort(key=lambda item: item.path.name != "test_writing_a_plugin.py")
-
-
 @pytest.fixture
 def project(tmp_path: Path, target_folder: Path) -> Project:
     return make_project(tmp_path, target_folder)
