@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError
+from draftcore.finite import all_finite
 from draftcore.records import CapturedGroup, CaptureInput, FeatureRequest
 from draftcore.target import TargetSpec
 
@@ -57,11 +58,9 @@ def require_finite(
 ) -> None:
     """Raise DraftcoreError for a member's feature that holds inf or nan, naming its dataset row.
 
-    `taken` is all of a group's features, padding too, `rows` the members' shares. Both reach an
-    extreme, so one pass tells that all is well, and the device is waited for once.
+    `taken` is all of a group's features, padding too, `rows` the members' shares.
     """
-    extremes = torch.stack([e.float() for value in taken.values() for e in value.aminmax()])
-    if extremes.isfinite().all():
+    if all_finite(taken.values()):
         return
     for row, features in enumerate(rows):
         for name, value_TH in features.items():

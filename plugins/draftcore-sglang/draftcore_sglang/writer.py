@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import isfinite
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from draftcore.binding import bind
 from draftcore.errors import DraftcoreError
+from draftcore.finite import all_finite
 from draftcore.plugins import load
 from draftcore.records import FeatureStore, SampleRef, StoreItem
 from draftcore.stores import StoreAway, StoreError, StoreFull
@@ -156,12 +156,8 @@ class Writer:
 
 
 def require_finite(name: str, value_TH: Tensor) -> None:
-    """Raise Refusal for inf or nan, both of which reach an extreme.
-
-    One pass without a result of the tensor's size: in bfloat16 15 GB/s, where `isfinite().all()`
-    takes twenty times as long.
-    """
-    if not all(isfinite(extreme.item()) for extreme in value_TH.aminmax()):
+    """Raise Refusal for a feature that holds inf or nan."""
+    if not all_finite([value_TH]):
         raise Refusal(NOT_FINITE, f"feature {name!r} holds inf or nan in {value_TH.dtype}")
 
 
