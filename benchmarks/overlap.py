@@ -1,20 +1,22 @@
 """What capturing beside training gains: steps per second with train.overlap off and on, in turn.
 
-    python benchmarks/overlap.py [--only small,large] [--rounds 2] [--steps 60] [--seconds 330]
+    python benchmarks/overlap.py [--only small,large,long] [--prefill full]
 
 Colocated runs that keep features in memory and capture each sample once, for the quickstart's target
-and for a random Llama of a billion parameters, with an EAGLE-3 draft, bf16. A step is captured and
-trained one after the other where overlap is off: what the two take alone bounds what overlap can
+and for a random Llama of a billion parameters, with an EAGLE-3 draft, bf16; `long` has the latter read
+samples of some 1,600 tokens, where `small` and `large` have the quickstart's of 140. A step is captured
+and trained one after the other where overlap is off: what the two take alone bounds what overlap can
 gain. Ratios are of runs in one process that take turns. Afterwards one more run is traced, and it is
 computed how long kernels of two streams ran at once. Prints each figure as soon as it is known; what
 is left when the seconds are spent is named and left out.
 
-`--device cpu --steps 14 --batch 1 --layers 8 --width 128 --rounds 1` tries it without a GPU.
+`--device cpu --steps 27 --batch 1 --layers 8 --width 128 --rounds 1` tries it without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 import tempfile
@@ -32,6 +34,7 @@ from draftcore.plugins import load
 from draftcore.records import PlannedStep, Sample
 from draftcore.run import Run
 from draftcore.testing.streams import busy_streams
+from draftcore.testing.targets import conversations
 from draftcore.training.trainer import Trainer, prepare, train
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
@@ -41,19 +44,21 @@ BILLION = {
     "num_key_value_heads": 8,
     "vocab_size": 32_000,
 }
-SKIPPED = 4  # steps at the beginning: loading, first captures, growing memory
-TRACED = range(6, 12)  # steps
+SKIPPED = 20  # steps at the beginning: loading, first captures, a new stream's pool of memory
+TRACED = range(20, 26)  # steps
+JOINED = 11  # answers of the quickstart's data in a long sample
 began = time.perf_counter()
 given = argparse.Namespace()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="small,large")
+    parser.add_argument("--only", default="small,large,long")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60, help=f"more than {TRACED.stop}")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=330)
+    parser.add_argument("--prefill", default="eager", help="graph backend of the captures")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
@@ -72,7 +77,7 @@ def targets(wanted: list[str], folder: Path) -> Iterator[tuple[str, list[str]]]:
     """The targets by label, each with its settings."""
     if "small" in wanted:
         yield "small", [f"target.path={QUICKSTART / 'target'}"]
-    if "large" in wanted:
+    if {"large", "long"} & set(wanted):
         config = {**BILLION, "hidden_size": given.width, "num_hidden_layers": given.layers}
         with torch.device(given.device):
             model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
@@ -82,7 +87,20 @@ def targets(wanted: list[str], folder: Path) -> Iterator[tuple[str, list[str]]]:
         say(f"large: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters")
         del model
         draft = "algorithm.options.intermediate_size=null", "algorithm.options.ttt_length=7"
-        yield "large", [f"target.path={folder / 'large'}", *draft]
+        settings = [f"target.path={folder / 'large'}", *draft]
+        if "large" in wanted:
+            yield "large", settings
+        if "long" in wanted:
+            long = f"data.train={long_samples(folder / 'long.jsonl')}"
+            yield "long", [*settings, long, "data.max_length=2048"]
+
+
+def long_samples(file: Path) -> Path:
+    rows = map(json.loads, (QUICKSTART / "data" / "train.jsonl").read_text().splitlines())
+    answers = [row["conversations"][-1]["content"] for row in rows]
+    return conversations(
+        file, ["\n".join(answers[at : at + JOINED]) for at in range(0, len(answers), JOINED)]
+    )
 
 
 # ---------------------------------------------------------------- one run
@@ -117,7 +135,6 @@ def run_once(
     """Train a draft from nothing; returns the seconds of its steps after the first few."""
     kind = "bfloat16" if given.device == "cuda" else "float32"
     overrides = [
-        *settings,
         f"run={folder / 'run'}",
         "store=memory",
         f"target.device={given.device}",
@@ -131,6 +148,8 @@ def run_once(
         f"capture.batch={given.batch}",
         "train.checkpoint_every=1000000",
         f"train.overlap={str(overlap).lower()}",
+        f"graphs.prefill.backend={given.prefill}",
+        *settings,
     ]
     run = Run(load_config(QUICKSTART / "eagle3.yaml", overrides), load())
     try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from draftcore.errors import DraftcoreError
-from draftcore.finite import all_finite
 from draftcore.records import CapturedGroup, CaptureInput, FeatureRequest
 from draftcore.target import TargetSpec
 
@@ -23,10 +21,9 @@ class LocalCapture:
         self.checked = False
 
     def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
-        """Yield features of the request's dtype on the target's device.
+        """Yield features of the request's dtype on the target's device, which is not waited for.
 
-        Raises DraftcoreError for a row with a non-finite feature, naming it; before the first
-        group, checks that last hidden x head is the model's own prediction.
+        Before the first group, checks that last hidden x head is the model's own prediction.
         """
         for group in groups:
             if not self.checked:
@@ -42,31 +39,10 @@ class LocalCapture:
         device = self.model.device
         lengths_B = torch.tensor(lengths, device=device)
         taken = self.runner.features(tokens_BT.to(device), lengths_B, self.request)
-        rows = tuple(
+        return tuple(
             {name: value_BTH[row, :length] for name, value_BTH in taken.items()}
             for row, length in enumerate(lengths)
         )
-        require_finite(taken, rows, group)
-        return rows
 
     def close(self) -> None:
         """Nothing to release: the model belongs to the target's description."""
-
-
-def require_finite(
-    taken: Mapping[str, Tensor], rows: Sequence[Mapping[str, Tensor]], group: CaptureInput
-) -> None:
-    """Raise DraftcoreError for a member's feature that holds inf or nan, naming its dataset row.
-
-    `taken` is all of a group's features, padding too, `rows` the members' shares.
-    """
-    if all_finite(taken.values()):
-        return
-    for row, features in enumerate(rows):
-        for name, value_TH in features.items():
-            if not value_TH.isfinite().all():
-                raise DraftcoreError(
-                    f"feature {name!r} of dataset row {group.group.rows[row]} "
-                    f"(sample {group.group.feature_ids[row]}) holds inf or nan in {value_TH.dtype}\n"
-                    "  capture in a wider type (capture.dtype=float32), or leave the row out"
-                )

@@ -81,10 +81,13 @@ class CapturedGroup:
 
 
 class Capture(Protocol):
-    """An open capture backend. A short or non-finite row raises; it is never returned."""
+    """An open capture backend. A short row raises; it is never returned."""
 
     def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
-        """Yield each group's features in the order asked, rows exactly as long as their tokens."""
+        """Yield each group's features in the order asked, rows exactly as long as their tokens.
+
+        The device need not be waited for: who stores them does, and asks whether they are finite.
+        """
         ...
 
     def close(self) -> None: ...

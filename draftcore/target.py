@@ -15,7 +15,6 @@ import copy
 import functools
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -360,13 +359,11 @@ class TargetModel:
 
     @contextmanager
     def _tap(self, request: FeatureRequest) -> Iterator[dict[str, Tensor]]:
-        """Collect the outputs of the requested layers during one forward of this thread."""
+        """Collect the outputs of the requested layers during one forward."""
         taken: dict[str, Tensor] = {}
-        thread = threading.get_ident()
 
         def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
-            if threading.get_ident() == thread:
-                taken[name] = output[0] if isinstance(output, tuple) else output
+            taken[name] = output[0] if isinstance(output, tuple) else output
 
         hooks = [
             self.layers[layer].register_forward_hook(functools.partial(take, f"hidden.{layer}"))

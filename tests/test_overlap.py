@@ -1,4 +1,7 @@
-"""A run that captures for itself: the next step is captured while this one trains, and only that."""
+"""A run that captures for itself: the next step's captures are launched before this one trains.
+
+The thread that trains launches them; another one waits for them and stores them.
+"""
 
 import signal
 import subprocess
@@ -15,9 +18,8 @@ from draftcore.channels.memory import MemoryChannel
 from draftcore.errors import DraftcoreError
 from draftcore.feed import Feed, Producer, Source
 from draftcore.plan import Plan
-from draftcore.records import CapturedGroup, FeatureRequest
+from draftcore.records import CapturedGroup
 from draftcore.stores.memory import MemoryStore
-from draftcore.target import TargetModel, TargetSpec
 from draftcore.training.ranks import ALONE
 
 NAMES, WIDTH, LENGTH, STEPS = ("hidden.1",), 4, 3, 6
@@ -34,15 +36,29 @@ STEP_BYTES = 2 * LENGTH * (WIDTH * 4 + 8 + 1)
 CPU = torch.device("cpu")
 
 
+class HeldUp(MemoryStore):
+    """A store whose puts can be held up, and that notes in which threads they are made."""
+
+    def __init__(self, max_bytes):
+        super().__init__(max_bytes=max_bytes)
+        self.gate, self.begun, self.threads = threading.Event(), threading.Event(), []
+        self.gate.set()
+
+    def put_many(self, items):
+        self.begun.set()
+        assert self.gate.wait(10)
+        self.threads.append(threading.current_thread())
+        return super().put_many(items)
+
+
 class Colocated:
-    """A feed and its own capture, which can be held up and notes what it captured, and where."""
+    """A feed and its own capture, which notes what it captured, and where."""
 
     def __init__(self, overlap=CPU, max_bytes=None, plan=PLAN, durable=False):
-        self.plan, self.store = plan, MemoryStore(max_bytes=max_bytes)
+        self.plan, self.store = plan, HeldUp(max_bytes)
         self.channel = MemoryChannel("run")
         self.captured, self.threads, self.errors = [], [], []
-        self.gate, self.begun, self.closed = threading.Event(), threading.Event(), False
-        self.gate.set()
+        self.closed = False
         settings = {"names": NAMES, "durable": durable, "ahead": durable, "overlap": overlap}
         self.feed = Feed(ALONE, self.store, self.source, **settings)
         self.feed.finished = True
@@ -62,8 +78,6 @@ class Colocated:
 
     def features(self, groups):
         for group in groups:
-            self.begun.set()
-            assert self.gate.wait(10)
             self.captured.append(group.group.index)
             self.threads.append(threading.current_thread())
             if self.errors:
@@ -86,20 +100,25 @@ class Colocated:
 def run():
     made = Colocated()
     yield made
-    made.gate.set()
+    made.store.gate.set()
     with suppress(DraftcoreError):  # a test may have closed it
         made.feed.close()
 
 
 def test_the_next_step_is_captured_while_this_one_trains(run):
     with run.feed.samples(PLAN.step(0)):
+        run.store.gate.clear()
         run.feed.prefetch(PLAN.step(1))
+        assert len(run.captured) == 2, "it is launched, and nobody waits for it"
+        run.store.gate.set()
         run.feed.settle()
-        assert len(run.captured) == 2
     run.feed.release(PLAN.step(0))
     assert run.train(1) == list(PLAN.step(1).rows)
-    assert set(run.threads) == {run.threads[0]}, "one thread captures"
-    assert run.threads[0] is not threading.current_thread()
+    assert set(run.threads) == {threading.current_thread()}, "who trains launches"
+    first, *others = run.store.threads
+    assert first is threading.current_thread()
+    assert len(set(others)) == 1
+    assert first not in others, "another thread waits and stores"
 
 
 def test_without_overlap_a_step_is_captured_when_it_is_needed():
@@ -161,7 +180,7 @@ def test_what_the_store_holds_is_opened_ahead_and_not_captured():
 
 def test_an_error_is_raised_by_the_step_that_needs_the_features(run):
     with run.feed.samples(PLAN.step(0)):
-        run.errors.append(DraftcoreError("row 3 is odd"))
+        run.errors += [DraftcoreError("row 3 is odd"), DraftcoreError("row 3 is odd")]
         run.feed.prefetch(PLAN.step(1))
         run.feed.settle()
     run.feed.release(PLAN.step(0))
@@ -169,19 +188,21 @@ def test_an_error_is_raised_by_the_step_that_needs_the_features(run):
         run.train(1)
 
 
-@pytest.mark.parametrize("waits", ["settle", "release"])
+@pytest.mark.parametrize("waits", ["settle", "beside", "release"])
 def test_who_uses_the_target_or_frees_features_waits_for_the_capture(run, waits):
     with run.feed.samples(PLAN.step(0)):
-        run.begun.clear()
-        run.gate.clear()
+        run.store.begun.clear()
+        run.store.gate.clear()
         run.feed.prefetch(PLAN.step(1))
-        assert run.begun.wait(10)
-    threading.Timer(0.05, run.gate.set).start()
+        assert run.store.begun.wait(10)
+    threading.Timer(0.05, run.store.gate.set).start()
     if waits == "settle":
         run.feed.settle()
+    elif waits == "beside":
+        run.feed.beside(lambda: None)
     else:
         run.feed.release(PLAN.step(0))
-    assert len(run.captured) == 2
+    assert len(run.store.threads) == 2
 
 
 def test_a_full_store_is_asked_again_when_the_step_before_is_over(caplog):
@@ -208,11 +229,6 @@ def test_a_device_without_memory_for_both_is_asked_again_too(run):
     assert run.captured[2] == run.captured[3]
 
 
-def test_held_out_features_are_captured_where_the_others_are(run):
-    run.train(0)
-    assert run.feed.beside(threading.current_thread) is run.threads[0]
-
-
 def test_a_stop_begins_no_further_capture(run):
     run.train(0)
     run.feed.release(PLAN.step(0))
@@ -226,14 +242,14 @@ def test_a_stop_begins_no_further_capture(run):
 
 def test_closing_in_the_middle_leaves_nothing_behind(run):
     with run.feed.samples(PLAN.step(0)):
-        run.begun.clear()
-        run.gate.clear()
+        run.store.begun.clear()
+        run.store.gate.clear()
         run.feed.prefetch(PLAN.step(1))
-        assert run.begun.wait(10)
-    threading.Timer(0.05, run.gate.set).start()
+        assert run.store.begun.wait(10)
+    threading.Timer(0.05, run.store.gate.set).start()
     run.feed.close()
     assert run.closed
-    assert not run.threads[0].is_alive()
+    assert not run.store.threads[1].is_alive()
     assert run.store.stats().open_handles == run.store.stats().samples == 0
 
 
@@ -251,23 +267,3 @@ def test_a_second_ctrl_c_waits_for_no_capture():
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=50)
     assert time.monotonic() - began < 30
-
-
-def test_a_forward_sees_no_other_threads_layers(target_folder):
-    """Training that runs the target itself, beside a capture, leaves no trace in the features."""
-    target = TargetModel(TargetSpec(str(target_folder), device="cpu"))
-    request, tokens_BT = FeatureRequest((0, 3), True, "float32"), torch.tensor([[5, 6, 7]])
-    with target._tap(request) as taken:
-        other = threading.Thread(target=lambda: target.model(input_ids=tokens_BT))
-        other.start()
-        other.join()
-        assert taken == {}
-        with torch.inference_mode():
-            target.decoder(input_ids=tokens_BT)
-    assert taken.keys() == {"hidden.0", "hidden.3"}
-
-
-def teardown_module():
-    with suppress(StopIteration):  # every feed of these tests was closed
-        left = next(t for t in threading.enumerate() if t.name == "aside")
-        raise AssertionError(f"{left} is still there")

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from draftcore.channels.memory import MemoryChannel
+from draftcore.errors import DraftcoreError
 from draftcore.feed import Producer
 from draftcore.plan import Plan
 from draftcore.records import CapturedGroup, StoreItem
@@ -71,6 +72,24 @@ def test_what_was_captured_in_another_way_is_captured_again(producer):
     producer.provenance = "p"
     assert {ref.provenance for ref in producer.refs(task)} == {"p"}
     assert producer.capture.captured == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_one_number_that_is_not_finite_is_refused_with_its_row_and_a_remedy(producer, value):
+    """Whatever the capture: it hands its features over, and here they are looked at."""
+    taken = producer.open_capture().features
+
+    def loud(groups):
+        for one in taken(groups):
+            one.features[1]["hidden.1"][2, 3] = value
+            yield one
+
+    producer.open_capture().features = loud
+    task = producer.channel.claim("one")
+    with pytest.raises(DraftcoreError, match=rf"row {task.group.rows[1]} \(sample s\d\)") as error:
+        producer.refs(task)
+    assert "capture.dtype=float32" in str(error.value)
+    assert producer.store.stats().samples == 0
 
 
 class Elsewhere(Counting):

@@ -1,23 +1,30 @@
 """From a capture task to stored samples: what the store does not hold, the target is run for.
 
-What a capture returns is whole or refused here, before any store sees it. A task that was claimed
-is kept until it is published, and what was captured for it until it is stored: a store that was
-full is asked again for the same, and the target is not run twice.
+What a capture returns is whole and finite or refused here, before any store sees it. A task that was
+claimed is kept until it is published, and what was captured for it until it is stored: a store that
+was full is asked again for the same, and the target is not run twice.
+
+A capture launches what the target computes and waits for no device; its check and its put do. So a
+thread that trains may `launch` for tasks to come, and another one `run_once` through them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from draftcore.channels import Channel
 from draftcore.errors import DraftcoreError
+from draftcore.finite import require_finite
 from draftcore.records import (
     Capture,
+    CapturedGroup,
     CaptureInput,
     CaptureTask,
     FeatureStore,
@@ -59,8 +66,8 @@ class Producer:
         self.store, self.channel, self.provenance = store, channel, provenance
         self.capture: Capture | None = None
         self.begun = False
-        self._claimed: CaptureTask | None = None  # not published yet
-        self._unstored: tuple[CaptureTask, Put] | None = None
+        self._claimed = deque[CaptureTask]()  # not published yet
+        self._puts: dict[CaptureTask, Put] = {}  # what brings the refs of those that were launched
 
     def run_once(self) -> CaptureTask | None:
         """Claim one task and publish its samples; None when there is nothing to claim.
@@ -70,22 +77,40 @@ class Producer:
         task = self._next()
         if task is not None:
             self.channel.publish(task, self.refs(task))
-            self._claimed = None
+            self._claimed.popleft()
         return task
 
-    def holds_next(self) -> bool:
-        """Say whether the next task needs no capture: the store holds its samples."""
+    @property
+    def is_local(self) -> bool:
+        """Whether the target is run in this process."""
+        return not isinstance(self.capture, StoringCapture)
+
+    @property
+    def launched(self) -> Iterator[str]:
+        """The samples of what was launched and is not stored yet."""
+        return (feature_id for task in self._puts for feature_id in task.group.feature_ids)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the next task needs no capture: it was launched, or the store holds its samples."""
         task = self._next()
-        return task is not None and self.held(task) is not None
+        return task is not None and (task in self._puts or self.held(task) is not None)
+
+    def launch(self) -> CaptureTask | None:
+        """Launch what one more task needs; None when there is nothing to claim."""
+        task = next((task for task in self._claimed if task not in self._puts), None)
+        task = task or self._claim()
+        if task is not None:
+            self._puts[task] = self._begin(task)
+        return task
 
     def refs(self, task: CaptureTask) -> tuple[SampleRef, ...]:
         """The refs of a task's samples: those that the store holds, or captured ones."""
-        if self._unstored is None or self._unstored[0] != task:
-            if (held := self.held(task)) is not None:
-                return held
-            self._unstored = task, self.captured(task)
-        refs = self._unstored[1]()
-        self._unstored, self.begun = None, True
+        if task not in self._puts:
+            self._puts[task] = self._begin(task)
+        refs = self._puts[task]()
+        del self._puts[task]
+        self.begun = self.capture is not None
         return refs
 
     def close(self) -> None:
@@ -104,9 +129,9 @@ class Producer:
         return refs if len(refs) == len(ids) else None
 
     def captured(self, task: CaptureTask) -> Put:
-        """Capture the group; what is returned puts it into the store, and may be called again.
+        """Launch the group's capture; what is returned waits for it, checks it and puts it.
 
-        Where the capture reaches the store from where it runs, the call does both.
+        That may be called again. Where the capture reaches the store from where it runs, it does all.
         """
         if self.capture is None:
             self.capture = self.open_capture()
@@ -123,20 +148,34 @@ class Producer:
             deliver = self.capture.deliver
             return lambda: deliver(group, text, self.provenance, self.store)
         (captured,) = self.capture.features([group])
+        return lambda: self._put(captured, text)
+
+    def _put(
+        self, captured: CapturedGroup, text: Sequence[dict[str, Tensor]]
+    ) -> tuple[SampleRef, ...]:
         items = [
             StoreItem(feature_id, {**features, **own}, len(own["token_ids"]), self.provenance)
             for feature_id, features, own in zip(
-                task.group.feature_ids, captured.features, text, strict=True
+                captured.group.feature_ids, captured.features, text, strict=True
             )
         ]
         for item in items:
             require_whole(item)
-        return lambda: self.store.put_many(items)
+        require_finite(captured)
+        return self.store.put_many(items)
+
+    def _begin(self, task: CaptureTask) -> Put:
+        held = self.held(task)
+        return self.captured(task) if held is None else lambda: held
 
     def _next(self) -> CaptureTask | None:
-        if self._claimed is None:
-            self._claimed = self.channel.claim("local")
-        return self._claimed
+        return self._claimed[0] if self._claimed else self._claim()
+
+    def _claim(self) -> CaptureTask | None:
+        task = self.channel.claim("local")
+        if task is not None:
+            self._claimed.append(task)
+        return task
 
 
 def require_whole(item: StoreItem) -> None:

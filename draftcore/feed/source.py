@@ -60,12 +60,30 @@ class Source:
         """Ask for the groups of each epoch anew; what the store holds is not captured again."""
         self.channel.offer(self.plan.captures(step))
 
+    def launch(self, planned: PlannedStep) -> None:
+        """Launch the captures that a step lacks, for `fetch` to store; nothing is waited for.
+
+        What stands in the way, a first capture among it, is left to the call that needs the step.
+        """
+        producer = self.producer
+        if producer is None or not (producer.begun and producer.is_local):
+            return
+        ids = {sample.feature_id for sample in self._remaining(planned).samples}
+        try:
+            lacking = ids - self.store.lookup(tuple(ids)).keys() - set(producer.launched)
+            while lacking and not self.stop() and (task := producer.launch()) is not None:
+                lacking -= set(task.group.feature_ids)
+        except torch.OutOfMemoryError as error:
+            self._warn_of_room(error)
+        except DraftcoreError:
+            pass
+
     def fetch(self, planned: PlannedStep, *, wait: bool = True, capture: bool = True) -> Found:
         """Return a step without the samples that were given up, and its refs; None when stopped.
 
         Without `wait` it looks ahead: it does not wait for others, frees nothing, meets no error of
-        theirs, makes no first capture and gives way where there is no room. It returns None then,
-        and the next call does all that. Without `capture` it makes no capture at all.
+        theirs, captures nothing that was not launched and gives way where there is no room. It
+        returns None then, and the next call does all that.
         """
         while True:
             step = self._remaining(planned)
@@ -125,22 +143,26 @@ class Source:
         return True
 
     def _produce(self, producer: Producer, step: PlannedStep, wait: bool, capture: bool) -> bool:
-        if not (wait or (capture and producer.begun) or producer.holds_next()):
+        elsewhere = capture and producer.begun and not producer.is_local
+        if not (wait or elsewhere or producer.has_next):
             return False
         try:
             done = producer.run_once() is not None
         except (StoreFull, torch.OutOfMemoryError) as error:
             if wait:
                 raise
-            self._warn(
-                "there is no room for the next step's features beside this one, so they are made "
-                f"after it\n  {str(error).partition(chr(10))[0]}\n"
-                "  set train.overlap=false to spare the attempt, or lower capture.batch"
-            )
+            self._warn_of_room(error)
             return False
         if wait and not done:
             raise DraftcoreError(f"step {step.index} waits for samples that nobody captures")
         return done
+
+    def _warn_of_room(self, error: Exception) -> None:
+        self._warn(
+            "there is no room for the next step's features beside this one, so they are made after it\n"
+            f"  {str(error).partition(chr(10))[0]}\n"
+            "  set train.overlap=false to spare the attempt, or lower capture.batch"
+        )
 
     def _warn(self, text: str) -> None:
         """Say once what the run does about too little room."""

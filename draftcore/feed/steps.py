@@ -150,8 +150,10 @@ class Feed:
             handles = self._aside.begin(self._next.handles).result
             self._next = dataclasses.replace(self._next, handles=handles)
         elif self.overlaps and self.ranks.rank == 0:
-            look = functools.partial(self.source.fetch, planned, wait=False)
-            self._captured = self._aside.begin(look)
+            with self._aside.launching():
+                self.source.launch(planned)
+            store = functools.partial(self.source.fetch, planned, wait=False)
+            self._captured = self._aside.begin(store)
 
     def settle(self) -> None:
         """Wait until nothing is being captured: who calls may use the target, or free features.
@@ -163,9 +165,11 @@ class Feed:
 
     def beside(self, work: Callable[[], T]) -> T:
         """Do work that captures where this run's captures are made, after those that are begun."""
-        if self._aside is None or not self.overlaps:
+        if self._aside is None:
             return work()
-        return self._aside.begin(work).result()
+        self.settle()
+        with self._aside.launching():
+            return self._aside.finish(work)
 
     def release(self, step: PlannedStep) -> None:
         """A step is done: a volatile store drops what only it needed; a durable one keeps it."""

@@ -1,10 +1,9 @@
 """What every capture backend must do. See `draftcore.testing` for how to use it.
 
 The target is a tiny random Qwen3 on the CPU in fp32, whose reference is transformers' own forward
-pass, row by row and without padding. Two of its tokens are traps: `NAN`, whose embedding is nan,
-and `LOUD`, whose embedding fits fp32 and overflows fp16. A backend that reads its target elsewhere
-than from a folder, such as a running server, overrides `target_folder` and serves what
-`capture_target` writes. One of capability `overlap` is tested for that as well.
+pass, row by row and without padding. A backend that reads its target elsewhere than from a folder,
+such as a running server, overrides `target_folder` and serves what `capture_target` writes. One of
+capability `overlap` is tested for that as well.
 
 Other implementations add in another order than transformers does, so features are compared with
 the reference within rounding; a backend is compared with itself bit by bit.
@@ -26,13 +25,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import UsageError
 from draftcore.records import (
     Capture,
     CapturedGroup,
     CaptureGroup,
     CaptureInput,
     FeatureRequest,
+    StoringCapture,
 )
 from draftcore.target import TargetSpec
 from draftcore.testing import Suite, hooks_of, offer_of, options_of
@@ -40,7 +40,6 @@ from draftcore.testing.targets import tiny_target
 
 OpenCapture = Callable[[FeatureRequest], Capture]
 LAYERS, WIDTH = 4, 32
-NAN, LOUD = 200, 201
 ROWS = ([5, 6, 7], list(range(40, 60)), [9, 9, 9, 9, 1], [11], list(range(90, 130)))
 # fp32 rounding over a few layers is a few 1e-7 of the largest number; another layer's output, or
 # the state before the final norm, differs by a tenth of it and more.
@@ -211,16 +210,6 @@ class CaptureSuite(Suite):
         capture.close()
         assert torch.equal(target.model.model(input_ids=tokens).logits, before_TV)
 
-    @pytest.mark.parametrize(("token", "dtype"), [(NAN, "float32"), (LOUD, "float16")])
-    def test_a_feature_that_is_not_finite_raises_and_names_the_row(
-        self, open_capture: OpenCapture, token: int, dtype: str
-    ) -> None:
-        """nan as the target computes it, and inf from the cast to the request's dtype."""
-        capture = open_capture(FeatureRequest((0,), False, dtype))
-        bad = group(members=[ROWS[0], [5, token, 6]], rows=(17, 42))
-        with pytest.raises(DraftcoreError, match=r"\b42\b"):
-            list(capture.features([group(0), bad]))
-
     def test_groups_are_asked_for_as_features_are_taken(self, open_capture: OpenCapture) -> None:
         """A data set does not fit into memory: some look-ahead is welcome, all of it is not."""
         asked: list[int] = []
@@ -235,20 +224,23 @@ class CaptureSuite(Suite):
         assert len(asked) < 64
         assert [one.group.index for one in captured] == list(range(1, 64))
 
-    def test_capturing_in_another_thread_is_seen_by_neither(
-        self, open_capture: OpenCapture
-    ) -> None:
-        """As `train.overlap` does it: the first group while nobody trains, others beside a step."""
+    def test_capturing_beside_training_is_seen_by_neither(self, open_capture: OpenCapture) -> None:
+        """As `train.overlap` does it: the first group while nobody trains, others beside a step.
+
+        A capture elsewhere is waited for by another thread, one of this process runs in the trainer's.
+        """
         if "overlap" not in offer_of(self.plugin, "capture", self.name).capabilities:
             pytest.skip("the capture does not claim the capability overlap")
         capture = open_capture(ALL)
-        with ThreadPoolExecutor(1) as thread:
-            first = thread.submit(features_of, capture, group(0, 1, 2)).result()
-            before = of_the_process()
-            again = thread.submit(features_of, capture, group(0, 1, 2)).result()
+        first = features_of(capture, group(0, 1, 2))
+        before = of_the_process()
+        if isinstance(capture, StoringCapture):
+            with ThreadPoolExecutor(1) as thread:
+                again = thread.submit(features_of, capture, group(0, 1, 2)).result()
+        else:
+            again = features_of(capture, group(0, 1, 2))
         assert of_the_process() == before, "a step beside it would draw or compute otherwise"
         require_same(again, first)
-        require_same(features_of(open_capture(ALL), group(0, 1, 2)), first)
 
     def test_closing_twice_is_harmless(self, open_capture: OpenCapture) -> None:
         capture = open_capture(REQUESTS["both"])
@@ -265,8 +257,6 @@ def capture_target(folder: Path) -> Path:
     tiny_target(folder, hidden_size=WIDTH, num_hidden_layers=LAYERS)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        embedding_VH = model.get_input_embeddings().weight
-        embedding_VH[NAN], embedding_VH[LOUD] = float("nan"), 1e6
         # A norm that does more than scale: another weight for each of the state's numbers.
         model.get_decoder().norm.weight.copy_(torch.linspace(0.5, 1.5, WIDTH))
     model.save_pretrained(folder)

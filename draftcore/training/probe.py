@@ -15,6 +15,7 @@ import torch
 from draftcore.data.dataset import Dataset, read_prompts
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import Runner, evaluate_prompts
+from draftcore.finite import require_finite
 from draftcore.plan import Plan
 from draftcore.records import (
     CapturedGroup,
@@ -79,6 +80,8 @@ class HeldOut:
             for group in groups
         )
         found = list(capture.features(given))
+        for one in found:
+            require_finite(one)
         capture.close()
         return found
 

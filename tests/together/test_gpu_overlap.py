@@ -52,11 +52,15 @@ def test_it_is_on_where_nothing_else_is_said(project):
 
 @pytest.mark.parametrize("backend", ["eager", "full"])
 def test_kernels_of_capture_and_training_run_at_once(tmp_path, new_project, backend):
-    """As a trace of the device says; with a target whose kernels are long enough to meet others."""
-    wide = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256, "num_hidden_layers": 8}
-    target = tiny_target(tmp_path / "wide", std=0.02, **wide)
-    data = conversations(tmp_path / "long.jsonl", [chr(97 + row % 26) * 200 for row in range(96)])
-    changes = {"target": {"path": str(target)}, "data": {"train": str(data)}, "train": {"batch": 8}}
+    """As a trace of the device says; with a target that computes longer than its launches take."""
+    wide = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 512, "num_hidden_layers": 8}
+    target = tiny_target(tmp_path / "wide", std=0.02, max_position_embeddings=2048, **wide)
+    data = conversations(tmp_path / "long.jsonl", [chr(97 + row % 26) * 1000 for row in range(96)])
+    changes = {
+        "target": {"path": str(target)},
+        "data": {"train": str(data), "max_length": 2048},
+        "train": {"batch": 8},
+    }
     project = new_project(tmp_path / "project", **changes, capture={"batch": 8})
     graphs = f"graphs.prefill.backend={backend}"
     run = Run(load_config(project.yaml, [*CUDA, graphs, "train.overlap=true"]), load())

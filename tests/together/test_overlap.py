@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from draftcore.config import load_config
-from draftcore.local_capture import LocalCapture
 from draftcore.plugins import load
 from draftcore.run import Run
+from draftcore.stores.memory import MemoryStore
 
 DRAFTS = {
     "eagle": {"algorithm": {"name": "eagle3", "options": {"layers": [1, 2, 4], "ttt_length": 2}}},
@@ -45,14 +45,14 @@ def dropout(tmp_path):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """The threads that captured, one entry a group."""
-    seen, rows = [], LocalCapture._rows
+    """The threads that stored, one entry a group."""
+    seen, put = [], MemoryStore.put_many
 
-    def noted(self, group):
+    def noted(self, items):
         seen.append(threading.current_thread().name)
-        return rows(self, group)
+        return put(self, items)
 
-    monkeypatch.setattr(LocalCapture, "_rows", noted)
+    monkeypatch.setattr(MemoryStore, "put_many", noted)
     return seen
 
 
@@ -69,7 +69,7 @@ def test_overlap_changes_no_bit(tmp_path, new_project, dropout, threads, prefill
     on = "train.overlap=true"
     beside.cli("train", on, "train.max_steps=3", plugin=dropout)
     assert "resuming from step 3" in beside.cli("train", on, plugin=dropout).output
-    assert set(threads) == {"aside"}
+    assert set(threads) == {threading.current_thread().name, "aside"}
     for label in DRAFTS:
         assert len(plain.losses(plain.run / label)) == 5
         assert beside.losses(beside.run / label) == plain.losses(plain.run / label)

@@ -153,12 +153,15 @@ class Taps:
     def after_turn(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if self.desk is None or not self.desk.held:
             return
-        for req, receipt in self.desk.receipts():
-            try:
+        try:
+            answered: dict[bool, list[Any]] = {}
+            for req, receipt in self.desk.receipts():
                 _answer(req, receipt)
-                scheduler.output_streamer.stream_output([req], req.return_logprob)
-            except Exception:
-                logger.exception("draftcore could not send a receipt")
+                answered.setdefault(req.return_logprob, []).append(req)
+            for with_logprob, reqs in answered.items():  # a message costs as much as a request
+                scheduler.output_streamer.stream_output(reqs, with_logprob)
+        except Exception:
+            logger.exception("draftcore could not send receipts")
 
     # ------------------------------------------------------------ pieces
 
