@@ -123,7 +123,7 @@ class Desk:
         if states is None or (absent := sorted(set(ask.names) - states.keys())):
             what = "states" if states is None else ", ".join(absent)
             raise Refusal(FAILED, f"the forward left no {what}")
-        self._require_room(share, sum(states[name][:1].nbytes for name in ask.names))
+        self._require_room(share, sum(_row_bytes(states[name]) for name in ask.names))
         self._require_next(share)
 
     def _require_room(self, share: Slice, row_bytes: int) -> None:
@@ -204,6 +204,10 @@ class Desk:
     def _forget(self, rid: str) -> None:
         if prompt := self._prompts.pop(rid, None):
             self.sink.release([part.block for part in prompt.parts])
+
+
+def _row_bytes(state: Tensor) -> int:
+    return state.shape[1] * state.itemsize  # a slice's `nbytes` would cost ten times as long
 
 
 def receipt_field(receipt: dict[str, Any]) -> dict[str, list[Any]]:

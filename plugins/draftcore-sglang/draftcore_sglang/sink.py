@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,7 +56,7 @@ class Block:
         for name in names:
             place = self.places[name]
             at = place.start + first * place.width * place.dtype.itemsize
-            found[name] = replace(place, start=at, rows=rows)
+            found[name] = place._replace(start=at, rows=rows)
         return found
 
 
@@ -88,7 +88,7 @@ class Sink:
             places[name] = Place(size, len(state), state.shape[1], state.dtype)
             size += -(-places[name].nbytes // ALIGN) * ALIGN
         at, start = self._room(size)
-        places = {name: replace(p, start=start + p.start) for name, p in places.items()}
+        places = {name: p._replace(start=start + p.start) for name, p in places.items()}
         self._kept += states.values()
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if ready is not None:

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,7 @@ HANDS = 4  # threads that put
 Receipt = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where [rows, width] numbers lie in the shared memory, one row after the other."""
 
     start: int  # byte

@@ -164,7 +164,7 @@ def test_an_error_at_the_desk_is_a_receipt(desk):
     receipt = take(desk, share(), {"hidden.1": None})
     assert receipt == {
         "error": "failed",
-        "reason": "TypeError: 'NoneType' object is not subscriptable",
+        "reason": "AttributeError: 'NoneType' object has no attribute 'shape'",
     }
 
 
