@@ -14,7 +14,7 @@ Ratios are to eager in the same process. What is left when the seconds are spent
 out; compiling comes last, as it takes longest. A first try without a GPU, which says nothing about speed:
 
     python benchmarks/graphs.py --device cpu --backends eager,recording --rows 1,3 --length 8
-        --layers 1 --replays 3
+        --layers 8 --replays 3 --samples 16
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from billion import LAYERS, QUICKSTART, random_llama
+from timing import Watch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftcore.binding import bind
 from draftcore.config import load_config
@@ -52,35 +53,31 @@ from draftcore.target import TargetModel, TargetSpec
 from draftcore.testing.replays import largest_gap
 from draftcore.training.trainer import prepare, train
 
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
-BILLION = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32_000,
-}
 COMPILED = "piecewise"
 HALVES = {"tbo": {}}
 CYCLES = 20
 SECTIONS = "small,large,eval,trace,overlap,bits,growth"
-began = time.perf_counter()
+watch = Watch()
+say, late = watch.say, watch.late
 given = argparse.Namespace()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default=SECTIONS)
-    parser.add_argument("--targets", default="small,large", help="of the last four")
+    parser.add_argument("--targets", default="small,large", help="of the sections from eval on")
     parser.add_argument("--seconds", type=float, default=290)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backends", default="eager,full,breakable,piecewise")
     parser.add_argument("--rows", type=sizes, default=(1, 8, 32))
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=BILLION["num_hidden_layers"])
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument(
+        "--samples", type=int, default=300, help="that the draft of eval learns from"
+    )
     parser.add_argument("--replays", type=int, default=1000)
     parser.parse_args(namespace=given)
+    watch.seconds = given.seconds
     name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
     say(f"{name}, torch {torch.__version__}, prompts of {given.length} tokens")
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +96,8 @@ def measure(targets: Targets, wanted: list[str], backends: list[str]) -> None:
         for backend in quick:
             time_capture(label, targets, backend, eager)
     if "eval" in wanted:
-        time_decoding([b for b in quick if b != "breakable"], targets.folder)
+        for label in labels:
+            time_decoding(label, targets, [b for b in quick if b != "breakable"])
     if "trace" in wanted:
         for label, backend in itertools.product(labels, quick):
             count_launches(label, targets, backend)
@@ -129,17 +127,16 @@ class Targets:
 
     def __getitem__(self, label: str) -> TargetModel:
         if label not in self.opened:
-            path = self._random_llama() if label == "large" else QUICKSTART / "target"
-            spec = TargetSpec(str(path), dtype="bfloat16", device=given.device)
+            spec = TargetSpec(str(self.path(label)), dtype="bfloat16", device=given.device)
             self.opened[label] = TargetModel(spec)
         return self.opened[label]
 
-    def _random_llama(self) -> Path:
-        config = LlamaConfig(**{**BILLION, "num_hidden_layers": given.layers})
-        with torch.device(given.device):
-            model = LlamaForCausalLM(config).to(torch.bfloat16)
-        model.save_pretrained(self.folder / "large")
-        say(f"large: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters")
+    def path(self, label: str) -> Path:
+        if label == "small":
+            return QUICKSTART / "target"
+        if not (self.folder / "large").exists():
+            billions = random_llama(self.folder / "large", given.device, given.layers)
+            say(f"large: {billions:.2f} billion parameters")
         return self.folder / "large"
 
 
@@ -221,28 +218,28 @@ def graph_plugins(plugins: Mapping[str, Mapping[str, Any]]) -> list[GraphPlugin]
 # ---------------------------------------------------------------- decoding
 
 
-def time_decoding(backends: list[str], folder: Path) -> None:
+def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
     """Tokens per second of decoding with a draft, per number of prompts decoded together."""
     settings = [
-        f"run={folder / 'run'}",
+        f"run={targets.folder / label}-run",
         "store=memory",
-        f"target.path={QUICKSTART / 'target'}",
+        f"target.path={targets.path(label)}",
         f"target.device={given.device}",
         "target.dtype=bfloat16",
         f"train.device={given.device}",
         f"data.train={QUICKSTART / 'data' / 'train.jsonl'}",
         f"data.eval={QUICKSTART / 'data' / 'eval.jsonl'}",
-        "data.limit=300",
+        f"data.limit={given.samples}",
         "train.epochs=1",
     ]
     run = Run(load_config(QUICKSTART / "eagle3.yaml", settings), load())
     train(run, prepare(run))
     run.close()
-    say("eval: a draft is trained")
+    say(f"eval {label}: a draft is trained")
     for batch in (1, 32):
         base = 0.0
         for name in backends:
-            if late(f"eval {name}, {batch} prompts"):
+            if late(f"eval {label} {name}, {batch} prompts"):
                 continue
             own = [f"graphs.decode.backend={name}", f"eval.batch={batch}", "eval.max_new_tokens=64"]
             run = Run(load_config(QUICKSTART / "eagle3.yaml", [*settings, *own]), load())
@@ -250,7 +247,7 @@ def time_decoding(backends: list[str], folder: Path) -> None:
             run.close()
             base = base or rate
             say(
-                f"eval {name}, {batch} prompts: {rate:.0f} tokens/s, {rate / base:.2f} x eager; "
+                f"eval {label} {name}, {batch} prompts: {rate:.0f} tokens/s, {rate / base:.2f} x eager; "
                 f"{rounds:.2f} ms a round; caches and graphs take {more}"
             )
 
@@ -457,17 +454,6 @@ def forget(runner: PrefillRunner) -> None:
 
 def sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(int(size) for size in text.split(",")))
-
-
-def late(what: str) -> bool:
-    if time.perf_counter() - began < given.seconds:
-        return False
-    say(f"{what}: left out, the time is spent")
-    return True
-
-
-def say(line: str) -> None:
-    print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
 
 
 if __name__ == "__main__":

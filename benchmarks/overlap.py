@@ -6,7 +6,7 @@ Colocated runs that keep features in memory and capture each sample once, for th
 and for a random Llama of a billion parameters, with an EAGLE-3 draft, bf16; `long` has the latter read
 samples of some 1,600 tokens, where `small` and `large` have the quickstart's of 140. A step is captured
 and trained one after the other where overlap is off: what the two take alone bounds what overlap can
-gain. Ratios are of runs in one process that take turns. Afterwards one more run is traced, and it is
+gain. Ratios are of runs in one process that take turns. Before them a run is traced, and it is
 computed how long kernels of two streams ran at once. Prints each figure as soon as it is known; what
 is left when the seconds are spent is named and left out.
 
@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from billion import LAYERS, QUICKSTART, WIDTH, random_llama
+from timing import Watch
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftcore.config import load_config
 from draftcore.plugins import load
@@ -37,17 +38,11 @@ from draftcore.testing.streams import busy_streams
 from draftcore.testing.targets import conversations
 from draftcore.training.trainer import Trainer, prepare, train
 
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
-BILLION = {
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32_000,
-}
 SKIPPED = 20  # steps at the beginning: loading, first captures, a new stream's pool of memory
-TRACED = range(20, 26)  # steps
+TRACED = range(12, 18)  # steps
 JOINED = 11  # answers of the quickstart's data in a long sample
-began = time.perf_counter()
+watch = Watch()
+say, late = watch.say, watch.late
 given = argparse.Namespace()
 
 
@@ -60,16 +55,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=330)
     parser.add_argument("--prefill", default="eager", help="graph backend of the captures")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--width", type=int, default=WIDTH)
     parser.parse_args(namespace=given)
+    watch.seconds = given.seconds
     name = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
     say(f"{name}, torch {torch.__version__}, {given.steps} steps of {given.batch} samples")
     with tempfile.TemporaryDirectory() as folder:
         for label, settings in targets(given.only.split(","), Path(folder)):
-            compare(label, settings, Path(folder))
             if not late(f"{label}: the trace"):
                 trace(label, settings, Path(folder))
+            compare(label, settings, Path(folder))
     say("done")
 
 
@@ -78,14 +74,8 @@ def targets(wanted: list[str], folder: Path) -> Iterator[tuple[str, list[str]]]:
     if "small" in wanted:
         yield "small", [f"target.path={QUICKSTART / 'target'}"]
     if {"large", "long"} & set(wanted):
-        config = {**BILLION, "hidden_size": given.width, "num_hidden_layers": given.layers}
-        with torch.device(given.device):
-            model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
-        model.save_pretrained(folder / "large")
-        for file in QUICKSTART.glob("target/tokenizer*.json"):
-            shutil.copy(file, folder / "large")
-        say(f"large: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters")
-        del model
+        billions = random_llama(folder / "large", given.device, given.layers, given.width)
+        say(f"large: {billions:.2f} billion parameters")
         draft = "algorithm.options.intermediate_size=null", "algorithm.options.ttt_length=7"
         settings = [f"target.path={folder / 'large'}", *draft]
         if "large" in wanted:
@@ -154,7 +144,7 @@ def run_once(
     run = Run(load_config(QUICKSTART / "eagle3.yaml", overrides), load())
     try:
         (trainer,) = prepare(run)
-        timed = watch(trainer, before_step)
+        timed = timed_by(trainer, before_step)
         train(run, [trainer])
     finally:
         run.close()
@@ -162,7 +152,7 @@ def run_once(
     return timed
 
 
-def watch(trainer: Trainer, before_step: Callable[[int], None]) -> Timed:
+def timed_by(trainer: Trainer, before_step: Callable[[int], None]) -> Timed:
     """Note what each step takes, and call something before it."""
     timed, advance = Timed(), trainer.advance
 
@@ -241,17 +231,6 @@ def peak() -> str:
         return ""
     held = torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20
     return f", peak {held[0]:.0f} MiB held, {held[1]:.0f} MiB reserved"
-
-
-def late(what: str) -> bool:
-    if time.perf_counter() - began < given.seconds:
-        return False
-    say(f"{what}: left out, the time is spent")
-    return True
-
-
-def say(line: str) -> None:
-    print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True)
 
 
 if __name__ == "__main__":

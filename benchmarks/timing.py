@@ -1,5 +1,6 @@
-"""What the step benchmarks share: a median, a peak, and the device's own matrix rate."""
+"""What benchmarks share: lines with the time, a median, a peak, and the device's own matrix rate."""
 
+import math
 import statistics
 import time
 
@@ -7,6 +8,22 @@ import torch
 from torch import nn
 
 from draftcore.records import DraftBatch, StepContext
+
+
+class Watch:
+    """Prints each figure as soon as it is known, and says what `seconds` leave no time for."""
+
+    def __init__(self) -> None:
+        self.began, self.seconds = time.perf_counter(), math.inf
+
+    def say(self, line: str) -> None:
+        print(f"{time.perf_counter() - self.began:6.1f} s  {line}", flush=True)
+
+    def late(self, what: str) -> bool:
+        if time.perf_counter() - self.began < self.seconds:
+            return False
+        self.say(f"{what}: left out, the time is spent")
+        return True
 
 
 def measure(draft: nn.Module, batch: DraftBatch) -> tuple[float, float]:

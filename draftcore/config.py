@@ -85,10 +85,7 @@ class TrainConfig(TuningConfig):
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1)
     eval_every: int | None = Field(None, ge=1, description="steps between evaluations, if any")
-    overlap: bool | None = Field(
-        None,
-        description="capture for a step while the one before trains; if unset, on a CUDA device",
-    )
+    overlap: bool = Field(False, description="capture for a step while the one before trains")
     eval_samples: int = Field(64, ge=1, description="held-out samples of the loss during training")
     eval_prompts: int = Field(8, ge=0, description="prompts decoded at each evaluation; 0 is none")
     window: int = Field(

@@ -355,21 +355,18 @@ class Run:
 
         Raises UsageError where that was asked for and the capture backend does not offer it.
         """
-        name, asked = self.config.capture.name, self.config.train.overlap
-        if self.role != "both" or asked is False or not (asked or torch.cuda.is_available()):
+        name = self.config.capture.name
+        if self.role != "both" or not self.config.train.overlap:
             return None
         offer = self.registry.find("capture", name).offer("capture", name)
         assert offer is not None
-        if "overlap" in offer.capabilities:
-            device = resolve_device(self.config.target.device)
-            return device if asked or device.type == "cuda" else None
-        if asked:
+        if "overlap" not in offer.capabilities:
             raise UsageError(
                 f"train.overlap=true was set, and the capture {name!r} cannot work beside training\n"
                 "  leave train.overlap out, or choose a capture that `draftcore list-plugins` shows "
                 "with overlap"
             )
-        return None
+        return resolve_device(self.config.target.device)
 
     @functools.cached_property
     def capture_binding(self) -> Binding:

@@ -5,7 +5,7 @@ one in which it holds everything), else by running the target. A `Source` asks t
 samples of a step: in a colocated run it pumps the producer until they are there, else it waits for
 producers elsewhere. A `Feed` opens them for reading: on several ranks each has one and opens its own
 share, and rank 0 alone a source. While a step is trained on, a thread of the feed's own (`aside`)
-opens the next one, and captures for it where the run overlaps.
+opens the next one; where the run overlaps, its captures were launched before and are stored then.
 
     plan ── Source ── channel ── Producer ── target      (rank 0)
               │ refs                │

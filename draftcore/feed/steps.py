@@ -2,8 +2,8 @@
 
 Ranks agree on a step's refs, which rank 0 finds; each opens its own share. While a step is trained
 on, the next one is looked for: what is there already is opened by every rank's thread, and what has
-to be captured is captured by rank 0's, where the run overlaps. What ranks do together, and what
-lets go of features, stays in the thread that trains.
+to be captured is launched, and stored by rank 0's, where the run overlaps. What ranks do together, and
+what lets go of features, stays in the thread that trains.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Feed:
     def prefetch(self, planned: PlannedStep) -> None:
         """Look for a step that the next call of `samples` will ask for.
 
-        What is there already begins to be opened; what is not, to be captured where the run overlaps.
+        What is there already begins to be opened; what is not is launched, where the run overlaps.
         """
         if self._aside is None:
             return

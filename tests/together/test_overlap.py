@@ -114,7 +114,7 @@ def test_two_ranks_train_alike_with_and_without(tmp_path, new_project):
     assert losses[0] == losses[1]
 
 
-def test_it_is_on_where_it_was_asked_for_and_follows_the_device_else(project):
+def test_it_is_on_where_it_was_asked_for_and_the_run_captures_itself(project):
     def overlap(*overrides, **facts):
         return Run(load_config(project.yaml, overrides), load(), **facts).overlap
 
