@@ -10,7 +10,8 @@ gain. Ratios are of runs in one process that take turns. Before them a run is tr
 computed how long kernels of two streams ran at once. Prints each figure as soon as it is known; what
 is left when the seconds are spent is named and left out.
 
-`--device cpu --steps 27 --batch 1 --layers 8 --width 128 --rounds 1` tries it without a GPU.
+`--device cpu --only small,large --steps 27 --batch 1 --layers 8 --width 128 --rounds 1` tries it
+without a GPU.
 """
 
 from __future__ import annotations
