@@ -162,6 +162,22 @@ def test_the_first_capture_is_made_while_nobody_trains(run):
     assert run.train(0) == list(PLAN.step(0).rows)
 
 
+def test_no_more_is_launched_than_a_step_has_samples():
+    """A step of mixed samples needs a group for each; they would all lie on the device."""
+    run = Colocated(plan=Plan([f"s{row}" for row in range(24)], [LENGTH] * 24, capture_batch=2,
+                              batch=4, seed=0, window=6))  # fmt: skip
+    with run.feed.samples(run.plan.step(0)):
+        held = len(run.captured)
+        run.feed.prefetch(run.plan.step(1))
+        assert len(run.captured) == held + 2
+        run.feed.settle()
+    run.feed.release(run.plan.step(0))
+    with run.feed.samples(run.plan.step(1)) as fetched:
+        assert len(fetched.samples) == 4
+    assert len(run.captured) > held + 2, "else there is nothing to bound"
+    run.feed.close()
+
+
 def test_what_the_store_holds_is_opened_ahead_and_not_captured():
     run = Colocated(durable=True, plan=planned(rows=STEPS, epochs=2))
     for index in range(3):

@@ -11,7 +11,7 @@ thread that trains may `launch` for tasks to come, and another one `run_once` th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -84,11 +84,6 @@ class Producer:
     def is_local(self) -> bool:
         """Whether the target is run in this process."""
         return not isinstance(self.capture, StoringCapture)
-
-    @property
-    def launched(self) -> Iterator[str]:
-        """The samples of what was launched and is not stored yet."""
-        return (feature_id for task in self._puts for feature_id in task.group.feature_ids)
 
     @property
     def has_next(self) -> bool:

@@ -61,18 +61,20 @@ class Source:
         self.channel.offer(self.plan.captures(step))
 
     def launch(self, planned: PlannedStep) -> None:
-        """Launch the captures that a step lacks, for `fetch` to store; nothing is waited for.
+        """Launch captures that a step lacks, for `fetch` to store; nothing is waited for.
 
-        What stands in the way, a first capture among it, is left to the call that needs the step.
+        No more than a step has samples, as they lie on the device until they are stored. The rest, and
+        what stands in the way, a first capture among it, is left to the call that needs the step.
         """
         producer = self.producer
         if producer is None or not (producer.begun and producer.is_local):
             return
         ids = {sample.feature_id for sample in self._remaining(planned).samples}
         try:
-            lacking = ids - self.store.lookup(tuple(ids)).keys() - set(producer.launched)
-            while lacking and not self.stop() and (task := producer.launch()) is not None:
+            lacking, room = ids - self.store.lookup(tuple(ids)).keys(), len(planned.rows)
+            while lacking and room > 0 and not self.stop() and (task := producer.launch()):
                 lacking -= set(task.group.feature_ids)
+                room -= len(task.group.rows)
         except torch.OutOfMemoryError as error:
             self._warn_of_room(error)
         except DraftcoreError:
