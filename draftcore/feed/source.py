@@ -84,7 +84,7 @@ class Source:
         """Return a step without the samples that were given up, and its refs; None when stopped.
 
         Without `wait` it looks ahead: it does not wait for others, frees nothing, meets no error of
-        theirs, captures nothing that was not launched and gives way where there is no room. It
+        theirs, captures nothing here that was not launched and gives way where there is no room. It
         returns None then, and the next call does all that.
         """
         while True:
