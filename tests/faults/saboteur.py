@@ -12,8 +12,9 @@ n-th time; a file in the folder marks what was done, so a restarted process pass
 Other deeds strike once, too: `full:publish` and `full:advance` leave the channel no byte to write,
 `twice:publish` tells all again, `torn:publish` dies amid a line, `flip:published` alters a stored byte.
 These go on:
-`raise:WORD` fails every group in which a sample begins with the word, `narrow:WORD`, `lacking:WORD`
-and `nan:WORD` return something else than was asked for that sample, `pace:SECONDS` slows steps down.
+`raise:WORD` fails every group in which a sample begins with the word, `narrow:WORD`, `lacking:WORD`,
+`nan:WORD` and `huge:WORD` return something else than was asked for that sample, and `pace:SECONDS` slows
+steps down.
 """
 
 import itertools
@@ -102,9 +103,10 @@ class Capture(Around):
                     features.update({name: value[:, :5] for name, value in features.items()})
                 if hits("lacking", text):
                     features.pop("last_hidden")
-                if hits("nan", text):
-                    features["last_hidden"] = features["last_hidden"].clone()
-                    features["last_hidden"][2, 3] = float("nan")
+                for deed, number in (("nan", float("nan")), ("huge", 3e38)):
+                    if hits(deed, text):
+                        features["last_hidden"] = features["last_hidden"].clone()
+                        features["last_hidden"][2, 3] = number
             reach("captured")
             yield captured
 

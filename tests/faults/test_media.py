@@ -37,16 +37,19 @@ def test_a_store_that_cannot_hold_one_step_is_refused_in_words(drill):
 
 
 def test_samples_that_cannot_be_captured_are_given_up_and_all_others_are_not(drill):
-    """A capture that raises says nothing of the other samples of its group; all else names one."""
+    """A capture that raises says nothing of the other samples of its group, nor does one that is not
+    finite; all else names one.
+    """
     run = drill(channel="sqlite:{}/channel.db?ttl=20&attempts=2", topology=ONE)
-    run.sabotage = "raise:q7? narrow:q9? lacking:q11?"
+    run.sabotage = "raise:q7? nan:q13? narrow:q9? lacking:q11?"
     said = run.finish()
     reasons = list(run.state()["given_up"].values())
     unused = frozenset(row for row, uses in run.uses().items() if not uses)
-    assert unused > {7, 9, 11}
-    assert said.count("is given up") == len(reasons) == len(unused) == 6
+    assert unused > {7, 9, 11, 13}
+    assert said.count("is given up") == len(reasons) == len(unused) == 10
     for words, samples in (
         ("no capture of q7?", 4),
+        ("holds inf or nan", 4),
         ("has hidden.1 of shape", 1),
         ("lacks last_hidden", 1),
     ):
@@ -54,10 +57,10 @@ def test_samples_that_cannot_be_captured_are_given_up_and_all_others_are_not(dri
     run.require_done(without=unused)
 
 
-def test_features_that_are_not_finite_end_the_run_naming_the_row(drill):
-    """Before they change the weights; what they were made of is for the user to look at."""
+def test_a_gradient_that_is_not_finite_ends_the_run_naming_the_row(drill):
+    """Before it changes the weights; the features were finite, and too large for the draft."""
     run = drill(channel=CHANNELS["sqlite"], train={"max_steps": 12}, topology=ONE)
-    run.sabotage = "nan:q13?"
+    run.sabotage = "huge:q13?"
     said = run.finish(code=1)
     assert "is not finite; the weights were not changed" in said
     assert "from: row 13 (sample " in said
