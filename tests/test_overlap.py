@@ -283,3 +283,9 @@ def test_a_second_ctrl_c_waits_for_no_capture():
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=50)
     assert time.monotonic() - began < 30
+
+
+def teardown_module():
+    with suppress(StopIteration):  # every feed of these tests was closed
+        left = next(t for t in threading.enumerate() if t.name == "aside")
+        raise AssertionError(f"{left} is still there")

@@ -241,6 +241,7 @@ class CaptureSuite(Suite):
             again = features_of(capture, group(0, 1, 2))
         assert of_the_process() == before, "a step beside it would draw or compute otherwise"
         require_same(again, first)
+        require_same(features_of(open_capture(ALL), group(0, 1, 2)), first)
 
     def test_closing_twice_is_harmless(self, open_capture: OpenCapture) -> None:
         capture = open_capture(REQUESTS["both"])
