@@ -52,7 +52,7 @@ from draftcore_sglang.wire import (
     Refusal,
     pack,
 )
-from draftcore_sglang.writer import open_store, require_finite
+from draftcore_sglang.writer import open_store
 
 logger = logging.getLogger(__name__)
 PAUSE = 0.2  # seconds before a busy server is asked again
@@ -222,7 +222,6 @@ class ServerCapture:
                     f"{len(tokens)} tokens\n  start it with --chunked-prefill-size -1 and "
                     "--disable-radix-cache, or install draftcore-sglang beside it"
                 )
-            require_finite(name, value_TH)
         return features
 
     def _require_as_asked(self, server: Server, ref: SampleRef, ask: Ask, tokens: int) -> None:
