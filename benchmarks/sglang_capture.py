@@ -4,9 +4,10 @@
     python benchmarks/sglang_capture.py --small    # the same on a CPU, to try it
 
 Two servers share the device, one with this project's plugin switched on (a `shm` sink, receipts) and one
-without; they answer the same prompts in turn. The capture is asked for as the plugin's README says, in
-groups of 64 by two producers, and the bare server has as many requests under way. Prints one line for each
-figure, first those of the sink alone (`sglang_sink.py`), which bound what follows.
+without; they answer the same prompts in turn, some of 512 to 1,023 tokens and some of twice that. They
+run and the capture is asked for as the plugin's README says, in groups of 64 by several producers, and
+the bare server has as many requests under way. Prints one line for each figure, first those of the sink
+alone (`sglang_sink.py`), which bound what follows.
 
 The small model has few operations for each byte of its states, so that writing them matters as on a
 GPU; there the device copies, here the scheduler's thread and the writer do, on whatever cores there are.
@@ -42,7 +43,8 @@ from draftcore.target import TargetSpec
 from draftcore.testing.serving import Serving
 from draftcore.testing.targets import tiny_target
 
-GROUP, PRODUCERS, ROUNDS = 64, 2, 4
+GROUP, PRODUCERS, ROUNDS = 64, 6, 3
+TOKENS = 2_400_000  # of a round: what begins and ends alone is little of it
 LARGE = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -64,8 +66,11 @@ SMALL = {
 CUDA = [
     "--attention-backend=triton",
     "--dtype=bfloat16",
-    "--max-total-tokens=65536",  # 7 GiB: both servers measure the free memory at once
+    "--max-total-tokens=131072",  # 15 GiB: both servers measure the free memory at once
     "--mem-fraction-static=0.3",
+    "--chunked-prefill-size=32768",
+    "--max-prefill-tokens=65536",
+    "--max-running-requests=512",
 ]
 CPU = [
     "--device=cpu",
@@ -73,6 +78,7 @@ CPU = [
     "--dtype=float32",
     "--max-total-tokens=8192",
     "--mem-fraction-static=0.1",
+    "--max-running-requests=64",
 ]
 COMMON = [
     "--sampling-backend=pytorch",
@@ -80,7 +86,6 @@ COMMON = [
     "--skip-server-warmup",
     "--disable-radix-cache",
     "--host=127.0.0.1",
-    "--max-running-requests=64",
     "--disable-cuda-graph",
 ]
 
@@ -156,7 +161,6 @@ def largest_difference(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--prompts", type=int, default=768)
     options = parser.parse_args()
     sglang_sink.ceilings(options.small)
     folder, name = Path(tempfile.mkdtemp()), f"bench{os.getpid()}"
@@ -164,12 +168,9 @@ def main() -> None:
     flags, layers = (CPU, (0, 1, 2)) if options.small else (CUDA, (1, 13, 24))
     target = TargetSpec(str(model))
     request = FeatureRequest(layers, True, "float32" if options.small else "bfloat16")
-    random = torch.Generator().manual_seed(0)
-    low, high = (16, 64) if options.small else (512, 1024)
-    lengths = torch.randint(low, high, (options.prompts,), generator=random).tolist()
-    prompts = [torch.randint(0, 250, (n,), generator=random).tolist() for n in lengths]
+    kinds = ((16, 64),) if options.small else ((512, 1024), (1024, 2048))
     sink = {"DRAFTCORE_SINK": f"shm:{name}", "DRAFTCORE_LAYERS": ",".join(map(str, layers))}
-    store = ShmStore(name, max_bytes=(1 if options.small else 4) << 30)
+    store = ShmStore(name, max_bytes=(1 if options.small else 8) << 30)
     # Both at once; a server ends with the thread that started it.
     with ThreadPoolExecutor(2) as starting, ExitStack() as running:
         logs, environments = (folder / "plain.log", folder / "capture.log"), ({}, sink)
@@ -177,14 +178,14 @@ def main() -> None:
         bare, capturing = map(running.enter_context, started)
         asked = ServerOptions(servers=(capturing.url,), in_flight=GROUP, self_test=False)
         captures = [ServerCapture(target, request, asked) for _ in range(PRODUCERS)]
-        print(
-            f"warm: {seconds(lambda: plain(bare.url, prompts)):.1f} s without, "
-            f"{seconds(lambda: captured(captures, store, prompts)):.1f} s with capture",
-            flush=True,
-        )
-        rounds(
-            lambda: plain(bare.url, prompts), lambda: captured(captures, store, prompts), lengths
-        )
+        for low, high in kinds:
+            prompts = prompts_of(low, high, 4000 if options.small else TOKENS)
+            print(f"{len(prompts)} prompts of {low} to {high - 1} tokens", flush=True)
+            rounds(
+                lambda prompts: plain(bare.url, prompts),
+                lambda prompts: captured(captures, store, prompts),
+                prompts,
+            )
         gaps = largest_difference(captures[0], store, target, prompts[0])
         for feature, gap in gaps.items():
             print(f"{feature}: largest difference to transformers {gap:.2g} of its largest value")
@@ -193,11 +194,29 @@ def main() -> None:
     store.close()
 
 
-def rounds(plain: Callable[[], None], captured: Callable[[], None], lengths: list[int]) -> None:
-    """Both in turn, and the median of their ratios."""
-    ratios, tokens = [], sum(lengths)
+def prompts_of(low: int, high: int, tokens: int) -> list[list[int]]:
+    """Random prompts of low to high - 1 tokens, so many tokens in all."""
+    random = torch.Generator().manual_seed(0)
+    prompts: list[list[int]] = []
+    while tokens > 0:
+        length = int(torch.randint(low, high, (), generator=random))
+        prompts.append(torch.randint(0, 250, (length,), generator=random).tolist())
+        tokens -= length
+    return prompts
+
+
+def rounds(
+    plain: Callable[[list[list[int]]], None],
+    captured: Callable[[list[list[int]]], None],
+    prompts: list[list[int]],
+) -> None:
+    """Both in turn, and the median of their ratios; a quarter of it before, to warm up."""
+    few = prompts[: len(prompts) // 4]
+    plain(few)
+    captured(few)
+    ratios, tokens = [], sum(map(len, prompts))
     for _ in range(ROUNDS):
-        without, with_ = seconds(plain), seconds(captured)
+        without, with_ = seconds(lambda: plain(prompts)), seconds(lambda: captured(prompts))
         ratios.append(without / with_)
         print(
             f"{tokens / without:,.0f} tokens/s without, {tokens / with_:,.0f} with capture: "

@@ -105,7 +105,7 @@ class Specs:
 
     @hookspec(firstresult=True)
     def collate(self, samples: Sequence[Sample], options: Any) -> DraftBatch:
-        """Make a batch of samples; padding must not change the loss."""
+        """Make a batch of samples, on the device where they lie; padding must not change the loss."""
         raise AssertionError
 
     @hookspec(firstresult=True)

@@ -277,6 +277,14 @@ class Sample:
     loss_mask_T: Tensor
     features: Mapping[str, Tensor]
 
+    def to(self, device: torch.device | str) -> Sample:
+        return dataclasses.replace(
+            self,
+            token_ids_T=self.token_ids_T.to(device, non_blocking=True),
+            loss_mask_T=self.loss_mask_T.to(device, non_blocking=True),
+            features={n: v.to(device, non_blocking=True) for n, v in self.features.items()},
+        )
+
 
 @dataclass(frozen=True)
 class DraftBatch:

@@ -502,14 +502,18 @@ class DraftRun:
             target=self.run.target, data=summary, options=self.options
         )
 
-    def collate(self, samples: Sequence[Sample]) -> DraftBatch:
-        """Batch samples with the features that this draft asked for, and no others' features."""
+    def collate(self, samples: Sequence[Sample], device: torch.device) -> DraftBatch:
+        """Batch samples on a device, with the features that this draft asked for and no others'.
+
+        They are moved before they are padded: a host pads at a fiftieth of a device's speed.
+        """
         names = self.request.names
         own = [
-            dataclasses.replace(s, features={name: s.features[name] for name in names})
+            dataclasses.replace(s, features={name: s.features[name] for name in names}).to(device)
             for s in samples
         ]
-        return self.algorithm.hook.collate(samples=own, options=self.options)
+        batch: DraftBatch = self.algorithm.hook.collate(samples=own, options=self.options)
+        return batch.to(device)
 
     def drafter(self, draft: Draft) -> Drafter:
         return self.algorithm.hook.drafter(

@@ -120,7 +120,7 @@ class Probe:
         )
         outputs = []
         for start in range(0, len(samples), size):
-            batch = self.draft.collate(samples[start : start + size]).to(self.device)
+            batch = self.draft.collate(samples[start : start + size], self.device)
             outputs.append(hook.forward_loss(draft=built, batch=batch, context=context))
         loss = totals({"loss": (output.numerator, output.denominator)} for output in outputs)
         return {**ratios(*loss), **ratios(*totals(output.counts for output in outputs))}

@@ -223,7 +223,7 @@ class Trainer:
         A rank that has none keeps step with the others on a sample without loss, which counts
         nothing. `last` ends the gradient of the step.
         """
-        batch = self.draft.collate([samples[at] for at in part] or [idle(samples)]).to(self.device)
+        batch = self.draft.collate([samples[at] for at in part] or [idle(samples)], self.device)
         with self.autocast():
             output = self.forward(batch, context, last=last)
         if output.numerator.requires_grad:

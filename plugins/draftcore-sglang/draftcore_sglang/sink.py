@@ -8,12 +8,14 @@ asks again later.
 
 A forward's rows are copied together, one copy for each feature however many requests asked: a launch
 costs the scheduler some ten microseconds. Requests share such a block, and the last receipt frees it.
-All methods belong to one thread, the scheduler's.
+The device also finds the largest magnitude in a block, one number: where that is finite the writer
+need not look, which takes it as long as the copy. All methods belong to one thread, the scheduler's.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import select
@@ -33,7 +35,7 @@ from torch import Tensor
 from draftcore.errors import DraftcoreError
 from draftcore.uris import format_size
 from draftcore_sglang.wire import BUSY, FAILED, Refusal
-from draftcore_sglang.writer import Job, Place, Receipt, shared_memory
+from draftcore_sglang.writer import LARGEST, Job, Place, Receipt, shared_memory
 
 logger = logging.getLogger(__name__)
 ALIGN = 64  # bytes
@@ -57,6 +59,8 @@ class Block:
             place = self.places[name]
             at = place.start + first * place.width * place.dtype.itemsize
             found[name] = place._replace(start=at, rows=rows)
+        if LARGEST in self.places:
+            found[LARGEST] = self.places[LARGEST]
         return found
 
 
@@ -83,9 +87,12 @@ class Sink:
 
         Raises Refusal where too much is under way.
         """
+        shapes = {name: (*state.shape, state.dtype) for name, state in states.items()}
+        if self._stream is not None:
+            shapes[LARGEST] = 1, 1, torch.float32
         places, size = dict[str, Place](), 0
-        for name, state in states.items():
-            places[name] = Place(size, len(state), state.shape[1], state.dtype)
+        for name, (rows, width, dtype) in shapes.items():
+            places[name] = Place(size, rows, width, dtype)
             size += -(-places[name].nbytes // ALIGN) * ALIGN
         at, start = self._room(size)
         places = {name: p._replace(start=start + p.start) for name, p in places.items()}
@@ -95,6 +102,9 @@ class Sink:
                 ready.wait(self._stream)
             for name, state in states.items():
                 places[name].of(self._bytes).copy_(state, non_blocking=True)
+            if LARGEST in places:
+                norm = torch.nn.utils.get_total_norm(list(states.values()), math.inf)
+                places[LARGEST].of(self._bytes).copy_(norm.float().view(1, 1), non_blocking=True)
         block = Block(start, size, places)
         self._blocks.insert(at, block)
         return block
@@ -128,6 +138,9 @@ class Sink:
         """End the writer, once it has written what it was told of."""
         self._launched.put(None)
         self._teller.join()
+        if self._stream is not None:
+            self._stream.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
         self._writer.connection.close()
         self._writer.process.wait()
         os.close(self._memory)

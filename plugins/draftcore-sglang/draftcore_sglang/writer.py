@@ -46,6 +46,9 @@ from draftcore_sglang.wire import (
     unpack,
 )
 
+LARGEST = (
+    "largest"  # beside features: one number, the largest magnitude in all that was staged with it
+)
 IDLE = 60.0  # seconds
 LENT = 600.0  # seconds that a lent sample may be read, if the client does not free it
 HANDS = 4  # threads that put
@@ -72,7 +75,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt whose states lie in the shared memory: in `parts`, by feature, one for each chunk."""
+    """A prompt whose states lie in the shared memory: in `parts`, by feature, one for each chunk.
+
+    A part has `LARGEST` too where a device found it.
+    """
 
     rid: str
     ask: Ask
@@ -158,14 +164,22 @@ class Writer:
     def _item(self, job: Job) -> StoreItem:
         dtype: torch.dtype = getattr(torch, job.ask.dtype)
         tensors = {name: self._whole(job, name).to(dtype) for name in job.ask.names}
-        for name, value_TH in tensors.items():
-            require_finite(name, value_TH)
+        if not self._found_finite(job, dtype):
+            for name, value_TH in tensors.items():
+                require_finite(name, value_TH)
         for name, packed in job.ask.beside.items():
             value_T = unpack(*packed)
             if len(value_T) != job.tokens:
                 raise Refusal(REFUSED, f"{len(value_T)} rows of {name!r} for {job.tokens} tokens")
             tensors[name] = value_T
         return StoreItem(job.ask.sample, tensors, job.tokens, job.ask.origin)
+
+    def _found_finite(self, job: Job, dtype: torch.dtype) -> bool:
+        """Whether a device found all that came with this job finite, also in the type that is stored."""
+        if any(LARGEST not in part for part in job.parts):
+            return False
+        largest = torch.cat([part[LARGEST].of(self.memory) for part in job.parts])
+        return bool(largest.to(dtype).isfinite().all())
 
     def _whole(self, job: Job, name: str) -> Tensor:
         """A feature's chunks as one [T, H]; a single one stays where it lies."""

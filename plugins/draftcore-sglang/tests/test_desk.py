@@ -46,9 +46,9 @@ def states(rows, value=0.0):
     return {name: torch.full((rows, 4), value) for name in ("hidden.1", "last_hidden")}
 
 
-def take(desk, share, states):
+def take(desk, share, states, ready=None):
     """The receipt that is there at once, or None."""
-    return desk.take([share], states, None).get("rid")
+    return desk.take([share], states, ready).get("rid")
 
 
 def receipts_of(desk, count):
@@ -257,28 +257,55 @@ def test_a_refused_request_gives_its_rows_back(desk):
     assert not desk.sink._blocks
 
 
-@pytest.mark.gpu
-def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(store):
+@pytest.fixture
+def gpu_desk(store):
     sink = Sink(store.uri, 64 << 20, "cuda")
-    desk = Desk(sink, {}, ("hidden.1", "last_hidden"))
-    values_TH = torch.randn(512, 1024, device="cuda").bfloat16()
-    hidden_TH = torch.zeros_like(values_TH).fill_(7)  # loads the kernels, which would wait
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2 * 10**9)  # a forward of a second
-    hidden_TH.copy_(values_TH)
-    ready = torch.cuda.Event()
-    ready.record()
-    ask = replace(ASK, dtype="bfloat16")
-    began = time.monotonic()
-    desk.take(
-        [share(0, 512, 512, ask=ask)], {"hidden.1": hidden_TH, "last_hidden": hidden_TH}, ready
-    )
-    del hidden_TH
-    torch.zeros_like(values_TH).fill_(7)  # takes the memory, were it free already
-    assert time.monotonic() - began < 0.2
-    assert not ready.query()
-    assert "ref" in receipt_of(desk)
-    with store.get(store.lookup([ASK.sample])[ASK.sample]) as handle:
-        assert handle.tensors["hidden.1"].equal(values_TH.cpu())
-    store.free(store.lookup([ASK.sample]).values())
+    yield Desk(sink, {}, ("hidden.1", "last_hidden"))
+    assert not sink._blocks
     sink.close()
+    store.free(store.lookup([ASK.sample]).values())
+
+
+@pytest.mark.gpu
+def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(gpu_desk, store):
+    ask = replace(ASK, dtype="bfloat16")
+    values_TH = torch.randn(512, 1024, device="cuda").bfloat16()
+    for seconds in (0, 1):  # the first time loads the kernels, which waits
+        hidden_TH = torch.zeros_like(values_TH).fill_(7)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(seconds * 2 * 10**9)  # a forward
+        hidden_TH.copy_(values_TH)
+        ready = torch.cuda.Event()
+        ready.record()
+        began = time.monotonic()
+        states = {"hidden.1": hidden_TH, "last_hidden": hidden_TH}
+        assert take(gpu_desk, share(0, 512, 512, ask=ask), states, ready) is None
+        del hidden_TH, states
+        torch.zeros_like(values_TH).fill_(7)  # takes the memory, were it free already
+        launched, there = time.monotonic() - began, ready.query()
+        assert "ref" in receipt_of(gpu_desk)
+        with store.get(store.lookup([ASK.sample])[ASK.sample]) as handle:
+            assert handle.tensors["hidden.1"].equal(values_TH.cpu())
+    assert launched < 0.2
+    assert not there
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_on_a_device_too_one_request_that_is_not_finite_spoils_no_other(gpu_desk, store, value):
+    asks = [Ask(f"{n:02d}" * 12, ("hidden.1",), "bfloat16", "p", {}) for n in range(2)]
+    shares = [
+        Slice(f"rid{n}", ask.to_json(), 3, 0, 3 * n, 3, True, 1) for n, ask in enumerate(asks)
+    ]
+    hidden_TH = torch.randn(6, 4, device="cuda").bfloat16()
+    for kinds in (["stored", "stored"], ["not-finite", "stored"]):
+        ready = torch.cuda.Event()
+        ready.record()
+        assert gpu_desk.take(shares, {"hidden.1": hidden_TH}, ready) == {}
+        found = [receipt.get("error", "stored") for receipt in receipts_of(gpu_desk, 2)]
+        assert sorted(found) == kinds
+        refs = store.lookup([ask.sample for ask in asks])
+        with store.get(refs[asks[0].sample]) as handle:
+            assert handle.tensors["hidden.1"].equal(hidden_TH[:3].cpu())
+        store.free(refs.values())
+        hidden_TH[4, 2] = value

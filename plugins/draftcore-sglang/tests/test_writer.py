@@ -1,11 +1,12 @@
 """The writer's work, done here: what it puts, refuses and tells, without a process of its own."""
 
 import uuid
+from dataclasses import replace
 
 import pytest
 import torch
 from draftcore_sglang.wire import Ask
-from draftcore_sglang.writer import Job, Place, Writer
+from draftcore_sglang.writer import LARGEST, Job, Place, Writer
 
 from draftcore.records import StoreItem
 from draftcore.stores.shm import ShmStore
@@ -60,6 +61,25 @@ def test_one_number_that_is_not_finite_is_noticed(writer, value, dtype):
 def test_what_is_not_finite_in_the_stored_type_alone_is_refused_too(writer):
     receipt = writer.write([job(writer, torch.full((3, 4), 1e6), dtype="float16")])[SAMPLE]
     assert receipt["error"] == "not-finite"
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype", "looked"),
+    [(2.0, "float32", False), (1e6, "float32", False), (1e6, "float16", True)]
+    + [(value, "float32", True) for value in (float("inf"), float("nan"))],
+)
+def test_what_a_device_found_finite_in_the_stored_type_is_not_looked_at_again(
+    writer, largest, dtype, looked
+):
+    """And where it found something, what has it is told from what shared a forward with it."""
+    holds_nan = job(writer, torch.full((3, 4), torch.nan), dtype=dtype)
+    clean = job(writer, torch.zeros(3, 4), at=4096, sample=OTHER, dtype=dtype)
+    found = Place(8192, 1, 1, torch.float32)
+    found.of(writer.memory).fill_(largest)
+    jobs = [replace(one, parts=[{**one.parts[0], LARGEST: found}]) for one in (holds_nan, clean)]
+    receipts = writer.write(jobs)
+    assert ("error" in receipts[SAMPLE]) == looked
+    assert "ref" in receipts[OTHER]
 
 
 def test_one_sample_that_cannot_be_stored_spoils_no_other(writer):
