@@ -4,10 +4,10 @@
     python benchmarks/sglang_capture.py --small    # the same on a CPU, to try it
 
 Two servers share the device, one with this project's plugin switched on (a `shm` sink, receipts) and one
-without; they answer the same prompts in turn, some of 512 to 1,023 tokens and some of twice that. They
-run and the capture is asked for as the plugin's README says, in groups of 64 by several producers, and
-the bare server has as many requests under way. Prints one line for each figure, first those of the sink
-alone (`sglang_sink.py`), which bound what follows.
+without; they run as the plugin's README says and answer the same prompts in turn, some of 512 to 1,023
+tokens and some of twice that, as many at a time: without a capture, with one for each prompt, which is what
+it costs a server, and with captures in groups of 64 by several producers, which is what a run gets. Prints
+one line for each figure, first those of the sink alone (`sglang_sink.py`), which bound what follows.
 
 The small model has few operations for each byte of its states, so that writing them matters as on a
 GPU; there the device copies, here the scheduler's thread and the writer do, on whatever cores there are.
@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -34,15 +34,17 @@ import sglang_sink
 import torch
 from draftcore_sglang import client
 from draftcore_sglang.options import ServerOptions
-from draftcore_sglang.remote import ServerCapture, request_body
+from draftcore_sglang.remote import PAUSE, ServerCapture, receipt_of, request_body
+from draftcore_sglang.wire import BUSY, FIELD, Ask
 
-from draftcore.records import CaptureGroup, CaptureInput, FeatureRequest
+from draftcore.records import CaptureGroup, CaptureInput, FeatureRequest, SampleRef
 from draftcore.stores.shm import ShmStore
 from draftcore.supervisor import free_port
 from draftcore.target import TargetSpec
 from draftcore.testing.serving import Serving
 from draftcore.testing.targets import tiny_target
 
+Prompts = list[list[int]]
 GROUP, PRODUCERS, ROUNDS = 64, 6, 3
 TOKENS = 2_400_000  # of a round: what begins and ends alone is little of it
 LARGE = {
@@ -98,7 +100,7 @@ def serving(model: Path, flags: list[str], log: Path, environment: dict[str, str
     return Serving(command, port, log, HF_HUB_OFFLINE="1", **environment)
 
 
-def group_of(prompts: list[list[int]]) -> CaptureInput:
+def group_of(prompts: Prompts) -> CaptureInput:
     ids = tuple(uuid.uuid4().hex for _ in prompts)
     longest = max(map(len, prompts))
     return CaptureInput(
@@ -112,14 +114,36 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def plain(url: str, prompts: list[list[int]]) -> None:
+def plain(url: str, prompts: Prompts) -> None:
     """What the capture asks for, without the capture."""
     ask = client.Server(url)
     with ThreadPoolExecutor(PRODUCERS * GROUP) as threads:
         list(threads.map(lambda tokens: ask.post(request_body(tokens, {}), 240), prompts))
 
 
-def captured(captures: list[ServerCapture], store: ShmStore, prompts: list[list[int]]) -> None:
+def one_by_one(url: str, request: FeatureRequest, store: ShmStore, prompts: Prompts) -> None:
+    """A capture for each prompt, and no group that is waited for."""
+    server, lock, refs = client.Server(url), threading.Lock(), list[SampleRef]()
+
+    def ask(tokens: list[int]) -> None:
+        wanted = Ask(uuid.uuid4().hex, request.names, request.dtype, "benchmark", {})
+        body = request_body(tokens, {FIELD: wanted.to_json()})
+        while "ref" not in (receipt := receipt_of(server.post(body, 240)) or {}):
+            if receipt.get("error") != BUSY:
+                raise SystemExit(f"a sample was not stored: {receipt}")
+            time.sleep(PAUSE)
+        with lock:
+            refs.append(SampleRef.from_json(receipt["ref"]))
+            done = refs[:] if len(refs) >= GROUP else []
+            del refs[: len(done)]
+        store.free(done)
+
+    with ThreadPoolExecutor(PRODUCERS * GROUP) as threads:
+        list(threads.map(ask, prompts))
+    store.free(refs)
+
+
+def captured(captures: list[ServerCapture], store: ShmStore, prompts: Prompts) -> None:
     """Producers take a group each until none is left. What a group stored is freed in its place."""
     groups = iter([prompts[at : at + GROUP] for at in range(0, len(prompts), GROUP)])
     lock = threading.Lock()
@@ -182,8 +206,11 @@ def main() -> None:
             prompts = prompts_of(low, high, 4000 if options.small else TOKENS)
             print(f"{len(prompts)} prompts of {low} to {high - 1} tokens", flush=True)
             rounds(
-                lambda prompts: plain(bare.url, prompts),
-                lambda prompts: captured(captures, store, prompts),
+                {
+                    "without capture": partial(plain, bare.url),
+                    "captured": partial(one_by_one, capturing.url, request, store),
+                    "captured in groups": partial(captured, captures, store),
+                },
                 prompts,
             )
         gaps = largest_difference(captures[0], store, target, prompts[0])
@@ -194,10 +221,10 @@ def main() -> None:
     store.close()
 
 
-def prompts_of(low: int, high: int, tokens: int) -> list[list[int]]:
+def prompts_of(low: int, high: int, tokens: int) -> Prompts:
     """Random prompts of low to high - 1 tokens, so many tokens in all."""
     random = torch.Generator().manual_seed(0)
-    prompts: list[list[int]] = []
+    prompts: Prompts = []
     while tokens > 0:
         length = int(torch.randint(low, high, (), generator=random))
         prompts.append(torch.randint(0, 250, (length,), generator=random).tolist())
@@ -205,25 +232,20 @@ def prompts_of(low: int, high: int, tokens: int) -> list[list[int]]:
     return prompts
 
 
-def rounds(
-    plain: Callable[[list[list[int]]], None],
-    captured: Callable[[list[list[int]]], None],
-    prompts: list[list[int]],
-) -> None:
-    """Both in turn, and the median of their ratios; a quarter of it before, to warm up."""
-    few = prompts[: len(prompts) // 4]
-    plain(few)
-    captured(few)
-    ratios, tokens = [], sum(map(len, prompts))
+def rounds(works: Mapping[str, Callable[[Prompts], None]], prompts: Prompts) -> None:
+    """All in turn, and the medians of their ratios to the first; a quarter before, to warm up."""
+    for work in works.values():
+        work(prompts[: len(prompts) // 4])
+    tokens, ratios = sum(map(len, prompts)), dict[str, list[float]]()
     for _ in range(ROUNDS):
-        without, with_ = seconds(lambda: plain(prompts)), seconds(lambda: captured(prompts))
-        ratios.append(without / with_)
-        print(
-            f"{tokens / without:,.0f} tokens/s without, {tokens / with_:,.0f} with capture: "
-            f"{without / with_:.1%}",
-            flush=True,
-        )
-    print(f"median {statistics.median(ratios):.1%} of the prefill's throughput", flush=True)
+        base = 0.0
+        for name, work in works.items():
+            took = seconds(lambda work=work: work(prompts))
+            base = base or took
+            ratios.setdefault(name, []).append(base / took)
+            print(f"{tokens / took:,.0f} tokens/s {name}: {base / took:.1%}", flush=True)
+    for name, found in ratios.items():
+        print(f"median {name}: {statistics.median(found):.1%}", flush=True)
 
 
 if __name__ == "__main__":

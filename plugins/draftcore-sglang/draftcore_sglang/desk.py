@@ -48,8 +48,11 @@ class _Rows:
 
 @dataclass
 class _Prompt:
+    """What is here of a prompt that passes in several forwards, or why nothing will be."""
+
     parts: list[_Rows] = field(default_factory=list)
     rows: int = 0
+    refusal: Refusal | None = None
 
 
 class Desk:
@@ -84,12 +87,12 @@ class Desk:
                 self._require(share, ask, states)
                 wanted.append((share, ask))
             except Exception as error:
-                answers[share.rid] = self._refuse(share.rid, error)
+                answers[share.rid] = self._refuse(share, error)
         if wanted and states is not None:
             jobs = dict[str, tuple[Job, Sequence[Block]]]()
             for share, ask, rows in self._stage(wanted, states, ready):
                 if isinstance(rows, Refusal):
-                    answers[share.rid] = self._refuse(share.rid, rows)
+                    answers[share.rid] = self._refuse(share, rows)
                 elif job := self._add(share, ask, rows):
                     jobs[share.rid] = job
             try:
@@ -98,7 +101,7 @@ class Desk:
             except OSError as error:  # no writer can be started
                 for rid, (_, blocks) in jobs.items():
                     self.sink.release(blocks)
-                    answers[rid] = self._refuse(rid, error)
+                    answers[rid] = _refusal(error).receipt
         return answers
 
     @property
@@ -136,10 +139,16 @@ class Desk:
             )
 
     def _require_next(self, share: Slice) -> None:
-        """Refuse rows that do not follow those that are here, and a last share that is short."""
+        """Refuse rows that do not follow those that are here, and a last share that is short.
+
+        The rest of a prompt is refused for the reason of its first rows.
+        """
         if share.start == 0:  # also where a request was retracted, and begins anew
             self._forget(share.rid)
-        rows = self._prompts.get(share.rid, _Prompt()).rows
+        prompt = self._prompts.get(share.rid, _Prompt())
+        if prompt.refusal is not None:
+            raise prompt.refusal
+        rows = prompt.rows
         if share.start != rows:
             raise Refusal(
                 SHORT,
@@ -190,11 +199,12 @@ class Desk:
         job = Job(share.rid, ask, share.prompt, parts)
         return job, [part.block for part in prompt.parts]
 
-    def _refuse(self, rid: str, error: Exception) -> Receipt:
-        self._forget(rid)
-        if not isinstance(error, Refusal):
-            error = Refusal(FAILED, f"{type(error).__name__}: {error}")
-        return error.receipt
+    def _refuse(self, share: Slice, error: Exception) -> Receipt:
+        self._forget(share.rid)
+        refusal = _refusal(error)
+        if not share.last:
+            self._prompts[share.rid] = _Prompt(refusal=refusal)
+        return refusal.receipt
 
     def _forget_aborted(self, present: set[str]) -> None:
         """Drop prompts that are not in this forward: sglang puts one that is cut into every prefill."""
@@ -204,6 +214,12 @@ class Desk:
     def _forget(self, rid: str) -> None:
         if prompt := self._prompts.pop(rid, None):
             self.sink.release([part.block for part in prompt.parts])
+
+
+def _refusal(error: Exception) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    return Refusal(FAILED, f"{type(error).__name__}: {error}")
 
 
 def _row_bytes(state: Tensor) -> int:

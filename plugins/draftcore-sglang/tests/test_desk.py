@@ -251,6 +251,22 @@ def test_what_aborted_requests_left_makes_room(desk, store):
     assert not desk.sink._blocks
 
 
+def test_the_rest_of_a_prompt_is_refused_for_the_reason_of_its_beginning(desk, store):
+    """A client asks again later where all was busy, and gives up where something was cached."""
+    full = {"hidden.1": torch.zeros(30, 8192)}  # 960 KiB of 1 MiB
+    desk.sink._writer.process.send_signal(signal.SIGSTOP)
+    assert take(desk, replace(share(0, 15, 15), rid="other"), full) is None
+    assert take(desk, replace(share(0, 15, 15), rid="third"), full) is None
+    cut = {"hidden.1": torch.zeros(6, 8192)}
+    assert take(desk, share(0, 6, 9, last=False), cut)["error"] == "busy"
+    desk.sink._writer.process.send_signal(signal.SIGCONT)
+    receipts_of(desk, 2)
+    assert take(desk, share(6, 3, 9), cut)["error"] == "busy"
+    assert take(desk, share(0, 6, 9, last=False), cut) is None
+    assert take(desk, share(6, 3, 9), cut) is None
+    assert "ref" in receipt_of(desk)
+
+
 def test_a_refused_request_gives_its_rows_back(desk):
     take(desk, share(0, 2, 9, last=False), states(2))
     assert take(desk, share(3, 2, 9, last=False), states(2))["error"] == "short"
