@@ -87,13 +87,7 @@ class Sink:
 
         Raises Refusal where too much is under way.
         """
-        shapes = {name: (*state.shape, state.dtype) for name, state in states.items()}
-        if self._stream is not None:
-            shapes[LARGEST] = 1, 1, torch.float32
-        places, size = dict[str, Place](), 0
-        for name, (rows, width, dtype) in shapes.items():
-            places[name] = Place(size, rows, width, dtype)
-            size += -(-places[name].nbytes // ALIGN) * ALIGN
+        places, size = _layout(states, with_largest=self._stream is not None)
         at, start = self._room(size)
         places = {name: p._replace(start=start + p.start) for name, p in places.items()}
         self._kept += states.values()
@@ -228,6 +222,18 @@ class _Launched:
         except Exception:
             logger.exception("draftcore could not hand captures to their writer")
             self.writer.process.kill()
+
+
+def _layout(states: Mapping[str, Tensor], *, with_largest: bool) -> tuple[dict[str, Place], int]:
+    """Where states, and the largest magnitude in them, lie one after the other, and their bytes."""
+    shapes = {name: (*state.shape, state.dtype) for name, state in states.items()}
+    if with_largest:
+        shapes[LARGEST] = 1, 1, torch.float32
+    places, size = dict[str, Place](), 0
+    for name, (rows, width, dtype) in shapes.items():
+        places[name] = Place(size, rows, width, dtype)
+        size += -(-places[name].nbytes // ALIGN) * ALIGN
+    return places, size
 
 
 def _stream_to(memory: Tensor, device: torch.device) -> Any:
