@@ -194,6 +194,8 @@ def main() -> None:
     request = FeatureRequest(layers, True, "float32" if options.small else "bfloat16")
     kinds = ((16, 64),) if options.small else ((512, 1024), (1024, 2048))
     sink = {"DRAFTCORE_SINK": f"shm:{name}", "DRAFTCORE_LAYERS": ",".join(map(str, layers))}
+    if not options.small:
+        sink["DRAFTCORE_BUFFER"] = "6GiB"  # what may be under way
     store = ShmStore(name, max_bytes=(1 if options.small else 8) << 30)
     # Both at once; a server ends with the thread that started it.
     with ThreadPoolExecutor(2) as starting, ExitStack() as running:

@@ -46,9 +46,7 @@ from draftcore_sglang.wire import (
     unpack,
 )
 
-LARGEST = (
-    "largest"  # beside features: one number, the largest magnitude in all that was staged with it
-)
+LARGEST = "largest"  # beside features: the largest magnitude in all that was staged with them
 IDLE = 60.0  # seconds
 LENT = 600.0  # seconds that a lent sample may be read, if the client does not free it
 HANDS = 4  # threads that put
