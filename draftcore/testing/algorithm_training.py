@@ -171,6 +171,15 @@ class Training(Suite):
         for sample, old in zip(samples, before, strict=True):
             require_same_bits(contents(sample.__dict__), old)
 
+    def test_collate_runs_where_its_samples_lie(self, bench: Bench) -> None:
+        """What it makes beside them is made there; a device of tensors without numbers shows it."""
+        try:
+            bench.collate([sample.to("meta") for sample in bench.varied])
+        except (NotImplementedError, RuntimeError) as error:
+            if "expected device" in str(error):
+                raise
+            pytest.skip(f"it reads numbers, and there are none: {error}")
+
     # ------------------------------------------------------------ forward_loss: what it returns
 
     def test_the_loss_is_a_ratio_of_finite_scalars(

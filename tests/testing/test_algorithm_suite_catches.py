@@ -101,6 +101,13 @@ WRONG = {
         "        ids=tuple(s.id for s in samples[1:]),",
         "test_collate_takes_one_sample_and_several",
     ),
+    "makes_a_mask_on_the_host": (
+        "attention_mask_BT=pad(torch.ones_like(s.loss_mask_T) for s in samples),",
+        "attention_mask_BT=pad(\n"
+        "            s.loss_mask_T | torch.ones(len(s.loss_mask_T), dtype=torch.bool) for s in samples\n"
+        "        ),",
+        "test_collate_runs_where_its_samples_lie",
+    ),
     "masks_samples_in_place": (
         "    return DraftBatch(",
         "    for s in samples:\n        s.loss_mask_T[-1] = False\n    return DraftBatch(",
