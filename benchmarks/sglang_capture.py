@@ -242,7 +242,7 @@ def rounds(works: Mapping[str, Callable[[Prompts], None]], prompts: Prompts) -> 
     for _ in range(ROUNDS):
         base = 0.0
         for name, work in works.items():
-            took = seconds(lambda work=work: work(prompts))
+            took = seconds(partial(work, prompts))
             base = base or took
             ratios.setdefault(name, []).append(base / took)
             print(f"{tokens / took:,.0f} tokens/s {name}: {base / took:.1%}", flush=True)

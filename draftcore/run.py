@@ -505,7 +505,7 @@ class DraftRun:
     def collate(self, samples: Sequence[Sample], device: torch.device) -> DraftBatch:
         """Batch samples on a device, with the features that this draft asked for and no others'.
 
-        They are moved before they are padded: on the host that took a quarter of a GPU's step.
+        They are moved before they are padded: a host took an eighth of a GPU's step for that.
         """
         names = self.request.names
         own = [

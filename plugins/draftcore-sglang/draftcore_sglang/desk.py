@@ -18,7 +18,7 @@ from torch import Tensor
 from draftcore.uris import format_size
 from draftcore_sglang.sink import Block, Sink
 from draftcore_sglang.wire import FAILED, FIELD, REFUSED, SHORT, Ask, Refusal
-from draftcore_sglang.writer import Job, Place, Receipt
+from draftcore_sglang.writer import Job, Place, Receipt, refusal_of
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Desk:
             except OSError as error:  # no writer can be started
                 for rid, (_, blocks) in jobs.items():
                     self.sink.release(blocks)
-                    answers[rid] = _refusal(error).receipt
+                    answers[rid] = refusal_of(error).receipt
         return answers
 
     @property
@@ -201,7 +201,7 @@ class Desk:
 
     def _refuse(self, share: Slice, error: Exception) -> Receipt:
         self._forget(share.rid)
-        refusal = _refusal(error)
+        refusal = refusal_of(error)
         if not share.last:
             self._prompts[share.rid] = _Prompt(refusal=refusal)
         return refusal.receipt
@@ -214,12 +214,6 @@ class Desk:
     def _forget(self, rid: str) -> None:
         if prompt := self._prompts.pop(rid, None):
             self.sink.release([part.block for part in prompt.parts])
-
-
-def _refusal(error: Exception) -> Refusal:
-    if isinstance(error, Refusal):
-        return error
-    return Refusal(FAILED, f"{type(error).__name__}: {error}")
 
 
 def _row_bytes(state: Tensor) -> int:

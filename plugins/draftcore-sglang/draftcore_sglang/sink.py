@@ -15,7 +15,6 @@ need not look, which takes it as long as the copy. All methods belong to one thr
 from __future__ import annotations
 
 import logging
-import math
 import os
 import queue
 import select
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError
+from draftcore.finite import largest_magnitude
 from draftcore.uris import format_size
 from draftcore_sglang.wire import BUSY, FAILED, Refusal
 from draftcore_sglang.writer import LARGEST, Job, Place, Receipt, shared_memory
@@ -97,8 +97,8 @@ class Sink:
             for name, state in states.items():
                 places[name].of(self._bytes).copy_(state, non_blocking=True)
             if LARGEST in places:
-                norm = torch.nn.utils.get_total_norm(list(states.values()), math.inf)
-                places[LARGEST].of(self._bytes).copy_(norm.float().view(1, 1), non_blocking=True)
+                largest = largest_magnitude(list(states.values()))
+                places[LARGEST].of(self._bytes).copy_(largest.float().view(1, 1), non_blocking=True)
         block = Block(start, size, places)
         self._blocks.insert(at, block)
         return block

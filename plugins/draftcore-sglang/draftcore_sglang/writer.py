@@ -117,7 +117,7 @@ class Writer:
             refs = self._stored([self._item(job) for job in jobs])
         except Exception as error:
             if len(jobs) == 1:
-                return {jobs[0].rid: _refusal(error).receipt}
+                return {jobs[0].rid: refusal_of(error).receipt}
             return {rid: receipt for job in jobs for rid, receipt in self.write([job]).items()}
         pairs = list(zip(jobs, refs, strict=True))
         with self._mutex:
@@ -216,7 +216,8 @@ def main() -> None:
     Writer(uri, shared_memory(memory, nbytes)).run(Connection(connection))
 
 
-def _refusal(error: Exception) -> Refusal:
+def refusal_of(error: Exception) -> Refusal:
+    """What a client is told of an error: its kind, by which it asks again or not, and the reason."""
     if isinstance(error, Refusal):
         return error
     kind = (
