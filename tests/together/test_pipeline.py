@@ -106,6 +106,35 @@ def test_an_export_reloads_to_identical_logits(project):
         assert torch.equal(tensor, exported[name]), name
 
 
+def test_samples_are_moved_to_the_device_before_they_are_padded(project, monkeypatch):
+    """On the host the padding of long samples took an eighth of a GPU's step."""
+    from draftcore.config import load_config
+    from draftcore.plugins import load
+    from draftcore.records import Sample, SampleId
+    from draftcore.run import Run
+
+    padded, pad = [], torch.nn.utils.rnn.pad_sequence
+
+    def noted(parts, *args, **kwargs):
+        padded.extend(part.device.type for part in parts)
+        return pad(parts, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.utils.rnn, "pad_sequence", noted)
+    (draft,) = Run(load_config(project.yaml), load()).drafts
+    samples = [
+        Sample(
+            SampleId(f"{length:024x}", 0),
+            torch.ones(length, dtype=torch.long),
+            torch.ones(length, dtype=torch.bool),
+            {name: torch.zeros(length, 8) for name in draft.request.names},
+        )
+        for length in (3, 5)
+    ]
+    batch = draft.collate(samples, torch.device("meta"))
+    assert set(padded) == {"meta"}
+    assert batch.token_ids_BT.device.type == "meta"
+
+
 def test_a_draft_learns_a_few_answers_of_the_real_target(tmp_path, new_project):
     """The quickstart's target: thirty times over eight of its answers, the loss falls by half."""
     quickstart = Path(__file__).parents[2] / "examples" / "quickstart"
