@@ -24,6 +24,7 @@ DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "store", "capture", "channel", "graph", "graph-plugin")
 SERVED = ("draftcore-mooncake", "draftcore-redis")  # plugins whose servers a run depends on
+KIT = ("draftcore-sdk", "draftcore-shm")  # what tests of the core's own take from dists
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
@@ -75,10 +76,10 @@ def borrow_base(session: nox.Session) -> None:
 
 
 def install_wheels(session: nox.Session, *names: str) -> None:
-    """Install these dists' wheels and nothing else. A rebuilt wheel of one version is taken."""
+    """Install the wheels of these dists and of those of ours that they require, and nothing else."""
     borrow_base(session)
     build_wheels(session)
-    wheels = [str(next(DIST.glob(f"{name.replace('-', '_')}-[0-9]*.whl"))) for name in names]
+    wheels = [str(next(DIST.glob(f"{n.replace('-', '_')}-[0-9]*.whl"))) for n in ours(*names)]
     session.install("-q", "--no-deps", "--force-reinstall", *wheels)
 
 
@@ -97,13 +98,13 @@ def install_with_servers(session: nox.Session, *others: str) -> None:
     """Install the core's wheel and those of stores and channels, with the servers they talk to."""
     for name in SERVED:
         install_debian_packages(session, ROOT / "plugins" / name)
-    install_wheels(session, "draftcore", *SERVED, *others)
+    install_wheels(session, *SERVED, *KIT, *others)
 
 
 def install_sglang(session: nox.Session) -> None:
     """Install sglang and its platform for CPUs; 1.4 GB, so kept until the list changes."""
     install_debian_packages(session, ROOT / "plugins" / "draftcore-mooncake")
-    install_wheels(session, "draftcore", *PLUGINS)
+    install_wheels(session, *PLUGINS)
     needs = SGLANG / "tests" / "sglang-cpu.txt"
     mark = Path(session.virtualenv.location) / "made-for"
     key = hashlib.sha256(needs.read_bytes() + sys.version.encode()).hexdigest()
@@ -112,6 +113,19 @@ def install_sglang(session: nox.Session) -> None:
         mark.write_text(key)
     platform = str(SGLANG / "tests" / "platform")
     session.install("-q", "--no-deps", "--no-build-isolation", "--force-reinstall", platform)
+
+
+def ours(*names: str) -> list[str]:
+    """These dists of ours and all dists of ours that they require."""
+    found: list[str] = []
+    todo = list(names)
+    while todo:
+        if (name := todo.pop(0)) not in found:
+            found.append(name)
+            folder = ROOT if name == "draftcore" else ROOT / "plugins" / name
+            lines = nox.project.load_toml(folder / "pyproject.toml")["project"]["dependencies"]
+            todo += [line.split(">")[0] for line in lines if line.startswith("draftcore")]
+    return found
 
 
 _built = False
@@ -208,7 +222,7 @@ def start(session: nox.Session) -> None:
     """list-plugins and --help stay quick with every plugin installed: 150 ms where importing
     click, pluggy and importlib_metadata takes 90. Machines differ and are shared: the ratio counts.
     """
-    install_wheels(session, "draftcore", *PLUGINS)
+    install_wheels(session, *PLUGINS)
     python, draftcore = (str(Path(session.bin) / name) for name in ("python", "draftcore"))
     commands = {
         "floor": (python, "-c", "import click, pluggy, importlib_metadata"),
@@ -231,8 +245,8 @@ def start(session: nox.Session) -> None:
 
 @nox.session(**BARE)
 def core(session: nox.Session) -> None:
-    """The core's wheel alone: a hidden need of a plugin shows here."""
-    install_wheels(session, "draftcore")
+    """The core's own tests, with the kit; that it needs no plugin, `thirdparty` shows."""
+    install_wheels(session, *KIT)
     apart = [f"--ignore=tests/{name}" for name in ("together", "thirdparty", "faults")]
     pytest(session, "tests", *apart, *session.posargs)
 
@@ -242,10 +256,9 @@ def core(session: nox.Session) -> None:
 def plugin(session: nox.Session, name: str) -> None:
     """One plugin's wheel, the core's and those that it, or its tests, depend on; nothing else."""
     data = nox.project.load_toml(ROOT / "plugins" / name / "pyproject.toml")
-    lines = [*data["project"]["dependencies"], *data.get("dependency-groups", {}).get("test", [])]
-    needs = [line.split(">")[0] for line in lines]
+    needs = data.get("dependency-groups", {}).get("test", [])
     install_debian_packages(session, ROOT / "plugins" / name)
-    install_wheels(session, *(n for n in needs if n.startswith("draftcore")), name)
+    install_wheels(session, name, *(need for need in needs if need.startswith("draftcore")))
     session.run("draftcore", "list-plugins", "--check")
     pytest(session, f"plugins/{name}/tests", *session.posargs)
 
@@ -253,7 +266,7 @@ def plugin(session: nox.Session, name: str) -> None:
 @nox.session(**BARE)
 def together(session: nox.Session) -> None:
     """Every wheel in one environment: the tests that train, decode and export."""
-    install_wheels(session, "draftcore", *PLUGINS)
+    install_wheels(session, *PLUGINS)
     session.run("draftcore", "list-plugins", "--check")
     pytest(session, "tests/together", *session.posargs)
 
@@ -279,7 +292,7 @@ def sglang(session: nox.Session) -> None:
 @nox.parametrize("kind", KINDS, ids=KINDS)
 def scaffold(session: nox.Session, kind: str) -> None:
     """What `draftcore new-plugin` writes, as its author would have it: built, installed, tested."""
-    install_wheels(session, "draftcore")
+    install_wheels(session, "draftcore-sdk")
     folder = Path(session.create_tmp()) / "written"
     shutil.rmtree(folder, ignore_errors=True)
     name, project = f"my-{kind}", folder / f"draftcore-my-{kind}"
@@ -314,7 +327,7 @@ def thirdparty(session: nox.Session) -> None:
 @nox.session(**BARE)
 def quickstart(session: nox.Session) -> None:
     """Capture, train, evaluate and export on this machine's CPU; prints the run's folder."""
-    install_wheels(session, "draftcore", *PLUGINS)
+    install_wheels(session, *PLUGINS)
     session.run("python", "examples/quickstart/quickstart.py", QUICKSTART, *session.posargs)
 
 
@@ -360,7 +373,7 @@ def long(session: nox.Session) -> None:
 @nox.session(**BARE)
 def speculators(session: nox.Session) -> None:
     """Load exports in speculators 0.9.0, through its converters: our logits, and what `verify` says."""
-    install_wheels(session, "draftcore", *PLUGINS)
+    install_wheels(session, *PLUGINS)
     others = [
         "pydantic-settings",
         "loguru",

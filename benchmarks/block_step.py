@@ -18,7 +18,7 @@ from draftcore_domino.loss import Schedule
 from draftcore_domino.model import DominoDraft
 from timing import bf16_rate, measure
 
-from draftcore.records import DraftBatch, SampleId
+from draftcore.contracts.algorithm import DraftBatch, SampleId
 
 WIDTH, VOCABULARY, INNER, BLOCK, DEPTH = 4096, 151_936, 12_288, 16, 5
 LAYERS = (1, 9, 17, 25, 33)

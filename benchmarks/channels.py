@@ -20,13 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from draftcore_sdk.channel_ends import open_through
 from report import report
 
-from draftcore.channels import Channel, ChannelEnded
 from draftcore.channels.memory import MemoryChannel
-from draftcore.plan import Plan
-from draftcore.records import CaptureTask, SampleRef, TensorSpec
-from draftcore.testing.channel_ends import open_through
+from draftcore.contracts.channel import CaptureTask, Channel, ChannelEnded
+from draftcore.contracts.store import SampleRef, TensorSpec
+from draftcore.data.plan import Plan
 
 NAMES = ("hidden.2", "hidden.18", "hidden.33", "token_ids", "loss_mask")
 MODES = (("stream", 1), ("loop", 1), ("loop", 3))

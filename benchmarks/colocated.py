@@ -11,14 +11,16 @@ import tempfile
 import time
 from pathlib import Path
 
+from draftcore_sdk.targets import conversations, tiny_target
 from report import ms, report, seconds
 
 from draftcore.config import RunConfig
-from draftcore.plugins import load
-from draftcore.records import CaptureTask, Sample, SampleRef
-from draftcore.run import Run
-from draftcore.testing.targets import conversations, tiny_target
-from draftcore.training.trainer import Trainer, prepare
+from draftcore.contracts.algorithm import Sample
+from draftcore.contracts.channel import CaptureTask
+from draftcore.contracts.store import SampleRef
+from draftcore.plugins.registry import load
+from draftcore.run.parts import Run
+from draftcore.run.trainer import Trainer, prepare
 
 BATCH, SAMPLES, TOKENS = 4, 16, 250
 

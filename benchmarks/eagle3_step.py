@@ -15,7 +15,7 @@ from draftcore_eagle3.loss import Objective
 from draftcore_eagle3.model import Eagle3Draft
 from timing import bf16_rate, measure
 
-from draftcore.records import DraftBatch, SampleId
+from draftcore.contracts.algorithm import DraftBatch, SampleId
 
 WIDTH, VOCABULARY, DRAFT_VOCABULARY, INNER = 4096, 151_936, 32_000, 12_288
 

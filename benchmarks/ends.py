@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from draftcore_shm.store import ShmStore
 from torch import Tensor
 
-from draftcore.records import FeatureStore, SampleRef, StoreItem, TensorSpec
-from draftcore.stores.shm import ShmStore
+from draftcore.contracts.store import FeatureStore, SampleRef, StoreItem, TensorSpec
 
 LOOPBACK = "127.0.0.1"
 UNCACHED = 256 << 20  # bytes that are gone through before any of them is used again

@@ -33,25 +33,26 @@ from typing import Any
 
 import torch
 from billion import LAYERS, QUICKSTART, random_llama
+from draftcore_graphs.decode import DecodeGraphRunner
+from draftcore_graphs.prefill import PrefillGraphRunner
+from draftcore_graphs.resolve import Phase
+from draftcore_sdk.replays import largest_gap
 from timing import Watch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from draftcore.binding import bind
 from draftcore.config import load_config
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
+from draftcore.contracts.target import PrefillRunner, TargetModel
 from draftcore.data.dataset import read_prompts
-from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore.evaluation.decode import Clock, speculate
-from draftcore.graphs import GraphBackend, GraphPlugin, ShapeKey
-from draftcore.graphs.decode import DecodeGraphRunner
-from draftcore.graphs.prefill import EagerPrefillRunner, PrefillGraphRunner, PrefillRunner
-from draftcore.graphs.resolve import Phase
-from draftcore.plugins import load
-from draftcore.records import FeatureRequest
-from draftcore.run import Run
-from draftcore.target import TargetModel, TargetSpec
-from draftcore.testing.replays import largest_gap
-from draftcore.training.trainer import prepare, train
+from draftcore.plugins.binding import bind
+from draftcore.plugins.registry import load
+from draftcore.run.drafts import find_checkpoint, load_checkpoint
+from draftcore.run.parts import Run
+from draftcore.run.trainer import prepare, train
+from draftcore.target import EagerPrefillRunner, TransformersModel, TransformersTarget
 
 COMPILED = "piecewise"
 HALVES = {"tbo": {}}
@@ -127,8 +128,8 @@ class Targets:
 
     def __getitem__(self, label: str) -> TargetModel:
         if label not in self.opened:
-            spec = TargetSpec(str(self.path(label)), dtype="bfloat16", device=given.device)
-            self.opened[label] = TargetModel(spec)
+            spec = TransformersTarget(str(self.path(label)), dtype="bfloat16", device=given.device)
+            self.opened[label] = TransformersModel(spec)
         return self.opened[label]
 
     def path(self, label: str) -> Path:

@@ -28,16 +28,17 @@ from pathlib import Path
 
 import torch
 from billion import LAYERS, QUICKSTART, WIDTH, random_llama
+from draftcore_sdk.streams import busy_streams
+from draftcore_sdk.targets import conversations
 from timing import Watch
 from torch.profiler import ProfilerActivity, profile
 
 from draftcore.config import load_config
-from draftcore.plugins import load
-from draftcore.records import PlannedStep, Sample
-from draftcore.run import Run
-from draftcore.testing.streams import busy_streams
-from draftcore.testing.targets import conversations
-from draftcore.training.trainer import Trainer, prepare, train
+from draftcore.contracts.algorithm import Sample
+from draftcore.contracts.channel import PlannedStep
+from draftcore.plugins.registry import load
+from draftcore.run.parts import Run
+from draftcore.run.trainer import Trainer, prepare, train
 
 SKIPPED = 20  # steps at the beginning: loading, first captures, a new stream's pool of memory
 TRACED = range(12, 18)  # steps

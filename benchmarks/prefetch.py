@@ -10,13 +10,13 @@ import time
 import uuid
 
 import torch
+from draftcore_shm.store import ShmStore
 from report import ms, report
 
 from draftcore.channels.memory import MemoryChannel
+from draftcore.contracts.store import StoreItem
+from draftcore.data.plan import Plan
 from draftcore.feed import TEXT, Feed, Source
-from draftcore.plan import Plan
-from draftcore.records import StoreItem
-from draftcore.stores.shm import ShmStore
 from draftcore.training.ranks import ALONE
 
 STEPS, BATCH, TOKENS, WIDTH, NAME = 40, 8, 512, 4096, "hidden.1"

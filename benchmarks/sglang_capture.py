@@ -32,17 +32,19 @@ from typing import Any
 
 import sglang_sink
 import torch
+from draftcore_sdk.serving import Serving
+from draftcore_sdk.targets import tiny_target
 from draftcore_sglang import client
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import PAUSE, ServerCapture, receipt_of, request_body
 from draftcore_sglang.wire import BUSY, FIELD, Ask
+from draftcore_shm.store import ShmStore
 
-from draftcore.records import CaptureGroup, CaptureInput, FeatureRequest, SampleRef
-from draftcore.stores.shm import ShmStore
+from draftcore.contracts.capture import CaptureGroup, CaptureInput, FeatureRequest
+from draftcore.contracts.store import SampleRef
+from draftcore.contracts.target import TargetSpec
 from draftcore.supervisor import free_port
-from draftcore.target import TargetSpec
-from draftcore.testing.serving import Serving
-from draftcore.testing.targets import tiny_target
+from draftcore.target import TransformersTarget
 
 Prompts = list[list[int]]
 GROUP, PRODUCERS, ROUNDS = 64, 6, 3
@@ -190,7 +192,7 @@ def main() -> None:
     folder, name = Path(tempfile.mkdtemp()), f"bench{os.getpid()}"
     model = tiny_target(folder / "model", std=0.02, **(SMALL if options.small else LARGE))
     flags, layers = (CPU, (0, 1, 2)) if options.small else (CUDA, (1, 13, 24))
-    target = TargetSpec(str(model))
+    target = TransformersTarget(str(model))
     request = FeatureRequest(layers, True, "float32" if options.small else "bfloat16")
     kinds = ((16, 64),) if options.small else ((512, 1024), (1024, 2048))
     sink = {"DRAFTCORE_SINK": f"shm:{name}", "DRAFTCORE_LAYERS": ",".join(map(str, layers))}

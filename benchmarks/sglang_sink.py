@@ -24,10 +24,10 @@ import torch
 from draftcore_sglang.sink import Block, Sink
 from draftcore_sglang.wire import Ask
 from draftcore_sglang.writer import Job, require_finite
+from draftcore_shm.store import ShmStore
 from torch import Tensor
 
-from draftcore.records import SampleRef, StoreItem
-from draftcore.stores.shm import ShmStore
+from draftcore.contracts.store import SampleRef, StoreItem
 
 NAMES, WIDTH, TOKENS, PROMPTS = ("hidden.1", "hidden.2", "hidden.3", "last_hidden"), 1024, 768, 10
 ROW = len(NAMES) * WIDTH * 2  # bytes

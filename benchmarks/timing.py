@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from draftcore.records import DraftBatch, StepContext
+from draftcore.contracts.algorithm import DraftBatch, StepContext
 
 
 class Watch:

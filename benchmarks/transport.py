@@ -29,13 +29,13 @@ from colocated import colocated
 from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master, _free_port
 from draftcore_mooncake.store import MooncakeStore
+from draftcore_shm.store import ShmStore
 from ends import LOOPBACK, Link, Naive, faults, give_large_memory_back, producing
 from report import against, ms, report, seconds
 from xxhash import xxh3_64_digest
 
-from draftcore.records import SampleRef
-from draftcore.stores.seals import bytes_of
-from draftcore.stores.shm import ShmStore
+from draftcore.contracts.store import SampleRef
+from draftcore.features.stores.seals import bytes_of
 
 Store = ShmStore | MooncakeStore
 

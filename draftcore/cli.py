@@ -16,9 +16,9 @@ from typing import Any
 import click
 
 from draftcore import listing
-from draftcore.dists import BUILT_IN
 from draftcore.errors import DraftcoreError, nearest
-from draftcore.plugins import Registry, load, register
+from draftcore.plugins.dists import BUILT_IN
+from draftcore.plugins.registry import Registry, load, register
 
 FILE = click.Path(path_type=Path)
 SYSTEM = "check the path, its permissions and the space there; --traceback shows who asked for it"

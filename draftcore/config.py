@@ -14,9 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from draftcore.errors import UsageError
-from draftcore.explain import explain
-from draftcore.graphs.config import GraphsConfig
-from draftcore.overrides import apply_overrides, read_yaml
+from draftcore.options import apply_overrides, explain, read_yaml
 from draftcore.uris import holds_secret
 
 
@@ -128,6 +126,13 @@ class TopologyConfig(Section):
     restarts: int = Field(3, ge=0, description="times that a process which dies is started again")
 
 
+class RunnerConfig(Section):
+    """Who runs the models: prefill is the target's forward in capture, decode draft and verify rounds."""
+
+    prefill: Choice = Choice(name="eager")
+    decode: Choice = Choice(name="eager")
+
+
 class RunConfig(Section):
     run: Path = Field(description="folder of the run: checkpoints, metrics, reports")
     target: TargetConfig
@@ -143,7 +148,7 @@ class RunConfig(Section):
     plugins: tuple[str, ...] = Field((), description="wrappers and observers to select, by name")
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
-    graphs: GraphsConfig = GraphsConfig()
+    runner: RunnerConfig = RunnerConfig()
 
     @model_validator(mode="after")
     def _has_drafts(self) -> Self:

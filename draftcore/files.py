@@ -1,9 +1,13 @@
-"""Files that are written whole, or not at all."""
+"""Files that are written whole or not at all, and a file that only one process holds at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
 from pathlib import Path
+
+from draftcore.errors import DraftcoreError
 
 
 def write_atomic(file: Path, text: str) -> None:
@@ -15,3 +19,21 @@ def write_atomic(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     aside.replace(file)
+
+
+def hold(file: Path, doing: str, remedy: str) -> int:
+    """Lock a file and return the descriptor that holds the lock until it is closed or its holder ends.
+
+    Raises DraftcoreError, which says who is `doing` it, where another process holds the lock.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 200, 0).decode(errors="replace")
+        os.close(fd)
+        raise DraftcoreError(f"{holder} {doing}\n  {remedy}") from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return fd

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from draftcore.hookspecs import Specs
-from draftcore.plugins import HOOKS, Plugin, Registry, register
+from draftcore.contracts.hooks import Specs
+from draftcore.plugins.registry import HOOKS, Plugin, Registry, register
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
 KEYS = (

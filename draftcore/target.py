@@ -29,34 +29,29 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.graphs.parts import DividedRow
-from draftcore.graphs.prefill import EagerPrefillRunner, PrefillRunner
-from draftcore.records import FeatureRequest
+from draftcore.tensors import resolve_device
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
 
 
-def resolve_device(name: str) -> torch.device:
-    """Turn `auto` into the first accelerator there is; raises UsageError for an absent one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(
-            f"there is no device {name!r}\n  use auto, cpu, cuda, or cuda:N for the N-th GPU"
-        ) from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            f"device {name!r} was asked for, but this torch ({torch.__version__}) sees no CUDA device\n"
-            "  use device=cpu, or install a CUDA build of torch"
-        )
-    return device
+class EagerPrefillRunner:
+    """Runs every batch of prefill as it comes."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+
+    def features(
+        self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
+    ) -> dict[str, Tensor]:
+        taken = self.target.features(tokens_BT, lengths_B, request)
+        return {name: taken[name].to(getattr(torch, request.dtype)) for name in request.names}
 
 
-class TargetSpec:
+class TransformersTarget:
     """A target's config, tokenizer and tensors, read when first needed.
 
     `prefill_with` makes what runs the model for capture; a run sets it, by its `graphs.prefill`.
@@ -116,7 +111,7 @@ class TargetSpec:
     @functools.cached_property
     def model(self) -> TargetModel:
         """The running target, loaded once and shared by capture and decoding."""
-        return TargetModel(self)
+        return TransformersModel(self)
 
     def embedding(self) -> Tensor:
         """The token embedding, [V, H], in the stored dtype."""
@@ -179,7 +174,7 @@ class TargetSpec:
 
 
 @dataclass
-class TargetState:
+class SlotState:
     """KV slots of a batch: layer tensors [B, heads, S, D], slot index = position in the row."""
 
     cache: Cache
@@ -189,12 +184,12 @@ class TargetState:
         """All keys and values there are, each with the batch as its first dimension."""
         return [t for layer in self.cache.layers for t in (layer.keys, layer.values)]
 
-    def narrow(self, rows: int) -> TargetState:
+    def narrow(self, rows: int) -> SlotState:
         """The first rows only, in the same memory; needs a state that was written to."""
-        return TargetState(Cache(layers=[x.narrow(rows) for x in self.cache.layers]), self.max_len)
+        return SlotState(Cache(layers=[x.narrow(rows) for x in self.cache.layers]), self.max_len)
 
 
-class TargetModel:
+class TransformersModel:
     """The running target, frozen: features for capture, cached forwards for decoding."""
 
     def __init__(self, spec: TargetSpec) -> None:
@@ -217,41 +212,9 @@ class TargetModel:
     ) -> dict[str, Tensor]:
         """Run right-padded rows once, without a cache; return [B, T, H] per requested name."""
         mask_BT = torch.arange(tokens_BT.shape[1], device=self.device) < lengths_B[:, None]
-        with self._tap(request) as taken:
+        with self.tapped(request) as taken:
             output = self.decoder(
                 input_ids=tokens_BT, attention_mask=mask_BT.long(), use_cache=False
-            )
-        return {**taken, "last_hidden": output.last_hidden_state}
-
-    @torch.inference_mode()
-    def static_features(
-        self,
-        tokens_BT: Tensor,
-        request: FeatureRequest,
-        ends: DividedRow | None = None,
-        begins: DividedRow | None = None,
-    ) -> dict[str, Tensor]:
-        """As `features` for rows of any length, without a look at the host: graphs can hold it.
-
-        transformers looks at a mask of the padding before it makes its own. Right-padded rows need
-        none: what is padded comes after every token that counts. `ends` and `begins` are the rows
-        that these share with another part of their batch (`draftcore.graphs.Work`).
-        """
-        span = tokens_BT.shape[1]
-        positions_BT = torch.arange(span, device=tokens_BT.device)[None]
-        cache = None
-        assert ends is None or begins is None
-        if ends is not None:
-            cache = ends.beginning(len(self.layers))
-        if begins is not None:
-            cache, span, positions_BT = begins.rest(), begins.length, begins.positions(tokens_BT)
-        with self._tap(request) as taken:
-            output = self.decoder(
-                input_ids=tokens_BT,
-                position_ids=positions_BT,
-                attention_mask=self._masks(positions_BT, span),
-                past_key_values=cache,
-                use_cache=cache is not None,
             )
         return {**taken, "last_hidden": output.last_hidden_state}
 
@@ -259,15 +222,15 @@ class TargetModel:
         """Apply the LM head to last hidden states [..., H]; returns [..., V]."""
         return self.head(hidden)  # type: ignore[no-any-return]
 
-    def allocate(self, batch: int, max_len: int) -> TargetState:
+    def allocate(self, batch: int, max_len: int) -> SlotState:
         """Return an empty cache for `batch` rows of up to `max_len` tokens."""
         layers = [_SlotLayer(batch, max_len) for _ in self.layers]
-        return TargetState(Cache(layers=layers), max_len)
+        return SlotState(Cache(layers=layers), max_len)
 
     @torch.inference_mode()
     def forward(
         self,
-        state: TargetState,
+        state: SlotState,
         tokens_BT: Tensor,
         positions_BT: Tensor,
         span: int,
@@ -280,17 +243,17 @@ class TargetModel:
         """
         for layer in state.cache.layers:
             layer.place(positions_BT, span)
-        with self._tap(request) as taken:
+        with self.tapped(request) as taken:
             output = self.decoder(
                 input_ids=tokens_BT,
                 position_ids=positions_BT,
-                attention_mask=self._masks(positions_BT, span),
+                attention_mask=self.masks(positions_BT, span),
                 past_key_values=state.cache,
                 use_cache=True,
             )
         return {**taken, "last_hidden": output.last_hidden_state}
 
-    def select(self, state: TargetState, rows_B: Tensor) -> TargetState:
+    def select(self, state: SlotState, rows_B: Tensor) -> SlotState:
         """Keep only these rows, in this order."""
         for layer in state.cache.layers:
             layer.select(rows_B)
@@ -358,7 +321,7 @@ class TargetModel:
             )
 
     @contextmanager
-    def _tap(self, request: FeatureRequest) -> Iterator[dict[str, Tensor]]:
+    def tapped(self, request: FeatureRequest) -> Iterator[dict[str, Tensor]]:
         """Collect the outputs of the requested layers during one forward."""
         taken: dict[str, Tensor] = {}
 
@@ -375,7 +338,7 @@ class TargetModel:
             for hook in hooks:
                 hook.remove()
 
-    def _masks(self, positions_BT: Tensor, span: int) -> Tensor | dict[str, Tensor]:
+    def masks(self, positions_BT: Tensor, span: int) -> Tensor | dict[str, Tensor]:
         """Additive masks [B, 1, T, S]: slots up to the query's position, within its window."""
         slots_S = torch.arange(span, device=positions_BT.device)
         seen = slots_S <= positions_BT[..., None]

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from draftcore.testing.targets import tiny_target
+from draftcore_sdk.targets import tiny_target
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore_sdk.targets import tiny_target
 
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetModel, TargetSpec
-from draftcore.testing.targets import tiny_target
+from draftcore.target import TransformersModel, TransformersTarget
 
 
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> TargetModel:
-    return TargetModel(TargetSpec(str(target_folder), device="cpu"))
+    return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
 
 
 def test_layer_ids_are_outputs_and_the_last_hidden_state_is_normed(target):
@@ -51,17 +52,20 @@ def test_cached_rows_of_different_lengths_equal_one_forward(target):
 
 
 def test_a_tied_head_is_the_embedding(tmp_path):
-    spec = TargetSpec(str(tiny_target(tmp_path, tie_word_embeddings=True)), device="cpu")
+    spec = TransformersTarget(str(tiny_target(tmp_path, tie_word_embeddings=True)), device="cpu")
     torch.testing.assert_close(spec.head(), spec.embedding(), rtol=0, atol=0)
 
 
 def test_the_fingerprint_tells_weights_apart(tmp_path, target_folder):
     other = tiny_target(tmp_path, seed=1)
-    assert TargetSpec(str(other)).fingerprint != TargetSpec(str(target_folder)).fingerprint
+    assert (
+        TransformersTarget(str(other)).fingerprint
+        != TransformersTarget(str(target_folder)).fingerprint
+    )
 
 
 def test_a_head_that_is_not_the_models_prediction_is_refused(target_folder):
-    target = TargetModel(TargetSpec(str(target_folder), device="cpu"))
+    target = TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
     original = target.model.forward
 
     def capped(*args, **kwargs):
@@ -76,11 +80,11 @@ def test_a_head_that_is_not_the_models_prediction_is_refused(target_folder):
 
 def test_a_missing_target_folder_is_named():
     with pytest.raises(UsageError, match=r"no target model at './nowhere'"):
-        TargetSpec("./nowhere")
+        TransformersTarget("./nowhere")
 
 
 def test_an_absent_device_is_refused(target_folder):
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
     with pytest.raises(UsageError, match="no CUDA device"):
-        _ = TargetSpec(str(target_folder), device="cuda").model
+        _ = TransformersTarget(str(target_folder), device="cuda").model

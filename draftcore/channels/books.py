@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from draftcore.records import CaptureTask, PlannedStep, SampleId, SampleRef
+from draftcore.contracts.algorithm import SampleId
+from draftcore.contracts.channel import CaptureTask, PlannedStep
+from draftcore.contracts.store import SampleRef
 
 
 @dataclass

@@ -40,11 +40,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from draftcore.channels import NAME, ChannelEnded, Credit, Standing
+from draftcore.channels import NAME
 from draftcore.channels.log import Letter, Log, OpenLog, report
 from draftcore.channels.memory import UNLIMITED
+from draftcore.contracts.channel import CaptureTask, ChannelEnded, Credit, PlannedStep, Standing
+from draftcore.contracts.store import SampleRef
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import CaptureTask, PlannedStep, SampleRef
 from draftcore.uris import Uri
 
 STATES = ("running", "finished", "failed")

@@ -31,10 +31,13 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 
-from draftcore.channels import Credit, Standing, require_claim, require_metadata, require_refs_of
+from draftcore.channels import require_claim, require_metadata, require_refs_of
 from draftcore.channels.books import Books, Group
+from draftcore.contracts.algorithm import SampleId
+from draftcore.contracts.capture import CaptureGroup
+from draftcore.contracts.channel import CaptureTask, Credit, PlannedStep, Standing
+from draftcore.contracts.store import SampleRef
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import CaptureGroup, CaptureTask, PlannedStep, SampleId, SampleRef
 from draftcore.uris import format_size, parse_uri
 
 UNLIMITED = sys.maxsize  # who pumps on demand, as a colocated run does, never runs ahead

@@ -11,17 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from draftcore.channels import (
-    ChannelEnded,
-    require_claim,
-    require_metadata,
-    require_name,
-    require_refs_of,
-)
+from draftcore.channels import require_claim, require_metadata, require_name, require_refs_of
 from draftcore.channels.log import OpenLog
 from draftcore.channels.logged import LOOK_EVERY, LoggedChannel, Settings, read_round, read_task
+from draftcore.contracts.channel import CaptureTask, ChannelEnded
+from draftcore.contracts.store import SampleRef
 from draftcore.errors import DraftcoreError
-from draftcore.records import CaptureTask, SampleRef
 
 
 class ProducerEnd(LoggedChannel):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draftcore.channels import NAME, Credit, Standing
+from draftcore.channels import NAME
 from draftcore.channels.log import Letter, OpenLog
 from draftcore.channels.logged import (
     LOOK_EVERY,
@@ -21,8 +21,9 @@ from draftcore.channels.logged import (
     read_task,
 )
 from draftcore.channels.memory import MemoryChannel
+from draftcore.contracts.channel import CaptureTask, Credit, PlannedStep, Standing
+from draftcore.contracts.store import SampleRef
 from draftcore.errors import DraftcoreError
-from draftcore.records import CaptureTask, PlannedStep, SampleRef
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from draftcore.contracts.algorithm import DataSummary
 from draftcore.data.conversations import (
     BadRow,
     Conversation,
@@ -35,7 +36,6 @@ from draftcore.data.conversations import (
 )
 from draftcore.data.rendering import Renderer, RenderError
 from draftcore.errors import UsageError
-from draftcore.records import DataSummary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

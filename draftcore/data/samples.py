@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from draftcore.contracts.algorithm import DataSummary
 from draftcore.errors import DraftcoreError
-from draftcore.records import DataSummary
 
 
 class Samples(Protocol):

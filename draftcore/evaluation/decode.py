@@ -12,32 +12,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftcore.config import EvalConfig
+from draftcore.contracts.algorithm import Drafter
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.runner import DecodeRunner, Rows
+from draftcore.contracts.target import TargetModel, TargetState
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation import Drafter
-from draftcore.evaluation.report import Report, Tie
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetModel, TargetState
+from draftcore.evaluation.report import Decoded, Report, Tie
 
 # Top-2 gap, in logits, under which two forwards of one prefix may rank differently: eight units
 # in the last place of a logit of 16 in half precision (bf16 0.125, fp16 2^-6), fifty in fp32.
 # Seen on the small target, one H200, 2026-11: 0.51 in bf16, 4.1e-6 in fp32.
 TIE_BOUNDS = {torch.bfloat16: 1.0, torch.float16: 0.125, torch.float32: 1e-4}
-
-
-@dataclass
-class Decoded:
-    """One prompt's continuation; `accepted` holds the accepted drafts of each round."""
-
-    tokens: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    room: list[int] = field(default_factory=list)  # drafts of the round that could still count
 
 
 @dataclass
@@ -47,53 +38,6 @@ class Clock:
     draft: float = 0.0
     verify: float = 0.0
     rounds: int = 0
-
-
-class Rows(Protocol):
-    """Rows in flight: what they have read, the token each goes on from, one round at a time."""
-
-    last_B: Tensor
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
-        ...
-
-    def propose(self) -> None:
-        """Draft the tokens of a round."""
-        ...
-
-    def verify(self, span: int) -> tuple[Tensor, Tensor]:
-        """Read the drafts and judge them; returns tokens_BT and counts_B as `verify` does.
-
-        `span` bounds the positions that the round reads, as in `TargetModel.forward`.
-        """
-        ...
-
-    def plain(self, span: int) -> None:
-        """A step without a draft, to be timed. The rows are of no other use afterwards."""
-        ...
-
-
-class Runner(Protocol):
-    """How rounds are run: `EagerRunner` here, or through graphs."""
-
-    target: TargetModel
-    drafter: Drafter
-
-    def reserve(self, rows: int, max_len: int) -> None:
-        """Expect batches of at most so many rows and positions."""
-        ...
-
-    def start(
-        self,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        max_len: int,
-        temperature: float,
-        generator: torch.Generator,
-    ) -> Rows:
-        """Read right-padded prompts and choose the first token of each."""
-        ...
 
 
 class EagerRunner:
@@ -178,7 +122,7 @@ def evaluate_prompts(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     config: EvalConfig,
-    runner: Runner | None = None,
+    runner: DecodeRunner | None = None,
 ) -> Report:
     """Decode prompts speculatively and, where greedy, compare each with the target's `generate`.
 
@@ -219,7 +163,7 @@ def speculate(
     config: EvalConfig,
     clock: Clock,
     seed: int = 0,
-    runner: Runner | None = None,
+    runner: DecodeRunner | None = None,
 ) -> list[Decoded]:
     """Decode a batch of prompts until each ends or has `max_new_tokens` tokens."""
     K, device = drafter.num_drafts, target.device
@@ -351,7 +295,7 @@ def settle(
     reference: list[int],
     config: EvalConfig,
     clock: Clock,
-    runner: Runner | None = None,
+    runner: DecodeRunner | None = None,
 ) -> list[Tie]:
     """Compare a greedy decoding with the target's own; resolve ties, raise on anything else.
 
@@ -387,7 +331,7 @@ def settle(
 
 @torch.inference_mode()
 def plain_step_seconds(
-    runner: Runner, prompts: Sequence[Sequence[int]], config: EvalConfig, steps: int = 8
+    runner: DecodeRunner, prompts: Sequence[Sequence[int]], config: EvalConfig, steps: int = 8
 ) -> float:
     """Time one plain decoding step of the target at this batch, the median of a few."""
     target, seconds = runner.target, []

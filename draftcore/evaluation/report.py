@@ -9,16 +9,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from draftcore.files import write_atomic
 
-if TYPE_CHECKING:
-    from draftcore.evaluation.decode import Decoded
+
+@dataclass
+class Decoded:
+    """One prompt's continuation; `accepted` holds the accepted drafts of each round."""
+
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    room: list[int] = field(default_factory=list)  # drafts of the round that could still count
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftcore.channels import Channel
+from draftcore.contracts.capture import Capture, CapturedGroup, CaptureInput, StoringCapture
+from draftcore.contracts.channel import CaptureTask, Channel
+from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreError, StoreItem
 from draftcore.errors import DraftcoreError
-from draftcore.finite import require_finite
-from draftcore.records import (
-    Capture,
-    CapturedGroup,
-    CaptureInput,
-    CaptureTask,
-    FeatureStore,
-    SampleRef,
-    StoreItem,
-    StoringCapture,
-)
-from draftcore.stores import StoreAway, StoreError
+from draftcore.tensors import require_finite
 
 SHORT = "a short capture comes from chunked prefill or a prefix cache"
 TEXT = ("token_ids", "loss_mask")  # stored beside the features, so that a store is all one needs

@@ -19,12 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from draftcore.channels import Channel
+from draftcore.contracts.channel import Channel, PlannedStep
+from draftcore.contracts.store import FeatureStore, SampleRef, StoreFull
+from draftcore.data.plan import Plan
 from draftcore.errors import DraftcoreError
 from draftcore.feed.producer import SHORT, Producer
-from draftcore.plan import Plan
-from draftcore.records import FeatureStore, PlannedStep, SampleRef
-from draftcore.stores import StoreFull
 
 logger = logging.getLogger(__name__)
 IDLE = 0.002  # seconds between two looks for features that others capture

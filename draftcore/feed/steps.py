@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from draftcore.contracts.algorithm import Sample, SampleId
+from draftcore.contracts.channel import PlannedStep
+from draftcore.contracts.store import FeatureStore, Handle, SampleRef, StoreAway
 from draftcore.errors import DraftcoreError
 from draftcore.feed.aside import Aside
 from draftcore.feed.producer import TEXT, forget
 from draftcore.feed.source import Found, Source
-from draftcore.records import FeatureStore, Handle, PlannedStep, Sample, SampleId, SampleRef
-from draftcore.stores import StoreAway
 from draftcore.training.ranks import Ranks
 from draftcore.uris import format_size
 

@@ -22,9 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.plugins import Registry
-from draftcore.records import Draft
 from draftcore.training.ranks import ALONE, Ranks
 
 MARK = "COMPLETE"
@@ -145,12 +144,6 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         there = "is not complete" if (folder / "state.json").exists() else "is no checkpoint"
         raise UsageError(f"{folder} {there}\n  choose a step-* folder that holds a file {MARK}")
     return Checkpoint(folder, _state(folder / "state.json"))
-
-
-def require_plugins(found: Checkpoint, registry: Registry) -> None:
-    """Raise UsageError where a plugin that took part in a checkpoint's run is not here."""
-    if missing := registry.missing(found.state["plugins"]):
-        raise UsageError(f"{found.folder}: {missing}")
 
 
 def trained_tensors(draft: Draft, ranks: Ranks = ALONE) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ go on. One that strikes a rank alone ends the run on all.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -26,24 +25,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from draftcore.config import TrainConfig
+from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.target import resolve_device
+from draftcore.tensors import resolve_device
 from draftcore.training.watch import RESUME, Failure, Watch
 
-if TYPE_CHECKING:
-    from draftcore.config import TrainConfig
-    from draftcore.records import Draft, DraftBatch, StepContext, StepOutput
-
-    Loss = Callable[[DraftBatch, StepContext], StepOutput]
-
 T = TypeVar("T")
+Loss = Callable[[DraftBatch, StepContext], StepOutput]
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 FOREVER = timedelta(days=365)
 
@@ -104,13 +100,6 @@ class Ranks:
     def device(self, name: str) -> torch.device:
         """The device of a rank; see `resolve_device`."""
         return resolve_device(name)
-
-    def forward(self, draft: Draft, loss: Loss, *, evaluated: bool) -> Forward:
-        """Make a draft ready to train on all ranks; its parameters are replaced by sharded ones.
-
-        `loss` runs the draft; with `evaluated`, rank 0 keeps a whole copy beside the shards.
-        """
-        return Forward(draft, loss)
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Sum each tensor over the ranks, all in one call."""
@@ -312,17 +301,6 @@ class Group(Ranks):
 
     def device(self, name: str) -> torch.device:
         return self._device
-
-    @functools.cached_property
-    def _mesh(self) -> Any:
-        from torch.distributed.device_mesh import DeviceMesh
-
-        return DeviceMesh.from_group(self.work, self._device.type)
-
-    def forward(self, draft: Draft, loss: Loss, *, evaluated: bool) -> Forward:
-        from draftcore.training.sharding import ShardedForward  # 1.6 s that one rank does not pay
-
-        return ShardedForward(self, self._mesh, draft, loss, evaluated=evaluated)
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         flat = torch.cat([t.detach().to(self._device, torch.double).flatten() for t in tensors])

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
 from draftcore.errors import DraftcoreError
-from draftcore.records import Draft, DraftBatch, StepContext, StepOutput
 from draftcore.training.checkpoint import trained_tensors
-from draftcore.training.ranks import Forward, Ranks
-
-if TYPE_CHECKING:
-    from draftcore.training.ranks import Loss
+from draftcore.training.ranks import Forward, Group, Loss
 
 Output = tuple[Tensor, Tensor, Mapping[str, tuple[Tensor, Tensor]]]
 
@@ -44,9 +42,7 @@ class _Root(nn.Module):
 class ShardedForward(Forward):
     """Shards a draft's parameters in place, the wrap units first, and calls it through FSDP."""
 
-    def __init__(
-        self, ranks: Ranks, mesh: Any, draft: Draft, loss: Loss, *, evaluated: bool
-    ) -> None:
+    def __init__(self, ranks: Group, draft: Draft, loss: Loss, *, evaluated: bool) -> None:
         super().__init__(draft, loss)
         self.ranks = ranks
         self.copied = _copy(draft) if evaluated and ranks.rank == 0 else draft
@@ -56,6 +52,7 @@ class ShardedForward(Forward):
         names = {parameter: name for name, parameter in before.items()}
         frozen = {before[name] for name in draft.frozen if name in before}
         self.root = _Root(module, loss)
+        mesh = DeviceMesh.from_group(ranks.work, ranks.device("auto").type)
         for part in (*map(module.get_submodule, draft.wrap_units), self.root):
             sharded = fully_shard(part, mesh=mesh, ignored_params=frozen)
             sharded.set_gradient_divide_factor(1.0)

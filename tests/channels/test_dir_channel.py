@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from draftcore_sdk.channels import ChannelSuite
 
 from draftcore.channels import dir as module
 from draftcore.channels.dir import DirLog
 from draftcore.channels.logged import Head
 from draftcore.errors import DraftcoreError
-from draftcore.testing.channels import ChannelSuite
 
 
 class TestDirChannel(ChannelSuite):
-    plugin = "draftcore.builtin.dir"
+    plugin = "draftcore.builtin"
 
     def garble(self, uri: str, bodies: Sequence[bytes]) -> None:
         folder = Path(uri.removeprefix("dir:"))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from draftcore.channels.memory import MemoryChannel
-from draftcore.plan import Plan
-from draftcore.records import CaptureTask, PlannedStep, SampleRef
+from draftcore.contracts.channel import CaptureTask, PlannedStep
+from draftcore.contracts.store import SampleRef
+from draftcore.data.plan import Plan
 
 
 class Heap:

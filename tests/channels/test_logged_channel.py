@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from draftcore_sdk.channel_ends import SOON, eventually, received, refs_of, step, task
+from draftcore_sdk.suite import child_environment
 
-from draftcore.channels import ChannelEnded
 from draftcore.channels.dir import DirLog
 from draftcore.channels.logged import LoggedChannel
 from draftcore.channels.producer_end import ProducerEnd
 from draftcore.channels.sqlite import SqliteLog
 from draftcore.channels.trainer_end import TrainerEnd
+from draftcore.contracts.channel import CaptureTask, ChannelEnded
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import CaptureTask
-from draftcore.testing import child_environment
-from draftcore.testing.channel_ends import SOON, eventually, received, refs_of, step, task
 
 LOGS = {"sqlite": SqliteLog, "dir": DirLog}
 Open = Callable[[str], LoggedChannel]
@@ -187,7 +186,7 @@ def test_a_full_disk_is_reported_by_both_ends(scheme: str, tmp_path: Path) -> No
         import resource
         from draftcore.channels.{scheme} import {LOGS[scheme].__name__} as Log
         from draftcore.errors import DraftcoreError
-        from draftcore.testing.channel_ends import refs_of, step, task
+        from draftcore_sdk.channel_ends import refs_of, step, task
         trainer, producer = (
             Log.open("{scheme}:{tmp_path}/c?ttl=1", "run", role) for role in ("trainer", "producer")
         )

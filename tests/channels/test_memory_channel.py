@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from draftcore_sdk.channels import ChannelSuite
 
-from draftcore.channels import Channel, Credit, require_metadata
+from draftcore.channels import require_metadata
 from draftcore.channels.memory import MemoryChannel
+from draftcore.contracts.channel import CaptureTask, Channel, Credit
+from draftcore.contracts.store import SampleRef
+from draftcore.data.plan import Plan
 from draftcore.errors import UsageError
-from draftcore.plan import Plan
-from draftcore.records import CaptureTask, SampleRef
-from draftcore.testing.channels import ChannelSuite
 
 
 class TestMemoryChannel(ChannelSuite):
-    plugin = "draftcore.builtin.memory"
+    plugin = "draftcore.builtin"
 
     @pytest.fixture
     def channel_uri(self) -> str:

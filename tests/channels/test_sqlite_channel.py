@@ -6,15 +6,15 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from draftcore_sdk.channels import ChannelSuite
 
 from draftcore.channels.logged import Head
 from draftcore.channels.sqlite import SqliteLog
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.testing.channels import ChannelSuite
 
 
 class TestSqliteChannel(ChannelSuite):
-    plugin = "draftcore.builtin.sqlite"
+    plugin = "draftcore.builtin"
 
     def garble(self, uri: str, bodies: Sequence[bytes]) -> None:
         file = Path(uri.removeprefix("sqlite:"))

@@ -5,7 +5,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
 from draftcore.testing import child_environment
 
 PLUGIN = """

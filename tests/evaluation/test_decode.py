@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from draftcore.config import EvalConfig
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation.decode import Clock, Decoded, evaluate_prompts, speculate, verify
-from draftcore.evaluation.report import Report
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetModel, TargetSpec
+from draftcore.evaluation.decode import Clock, evaluate_prompts, speculate, verify
+from draftcore.evaluation.report import Decoded, Report
+from draftcore.target import TransformersModel, TransformersTarget
 
 
 @dataclass
@@ -73,7 +74,7 @@ class BigramDrafter:
 
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> TargetModel:
-    return TargetModel(TargetSpec(str(target_folder), device="cpu"))
+    return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
 
 
 PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
@@ -89,11 +90,11 @@ def test_greedy_output_is_the_targets_own_for_every_prompt_and_batch(target, bat
 
 
 def test_a_sliding_window_target_decodes_losslessly(tmp_path):
-    from draftcore.testing.targets import tiny_target
+    from draftcore_sdk.targets import tiny_target
 
     layers = ["sliding_attention", "full_attention"] * 3
     folder = tiny_target(tmp_path, layer_types=layers, use_sliding_window=True, sliding_window=8)
-    target = TargetModel(TargetSpec(str(folder), device="cpu"))
+    target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
     drafter = BigramDrafter(target.spec.vocab_size)
     report = evaluate_prompts(target, drafter, PROMPTS, EvalConfig(max_new_tokens=30, batch=4))
     assert report.lossless is True
@@ -115,8 +116,8 @@ def test_in_half_precision_a_tie_is_settled_by_the_targets_own_token(target_fold
     """The draft's output is altered at one token; with a bound above the gap that is a tie."""
     from draftcore.evaluation.decode import settle
 
-    spec = TargetSpec(str(target_folder), dtype="bfloat16", device="cpu")
-    target = TargetModel(spec)
+    spec = TransformersTarget(str(target_folder), dtype="bfloat16", device="cpu")
+    target = TransformersModel(spec)
     drafter, config = BigramDrafter(spec.vocab_size), EvalConfig(max_new_tokens=12, tie_bound=100.0)
     (reference,) = target.generate([PROMPTS[0]], 12)
     wrong = Decoded(

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 import yaml
+from draftcore_sdk.loopback import only_loopback
+from draftcore_sdk.targets import conversations
 from safetensors.torch import load_file
-
-from draftcore.testing.loopback import only_loopback
-from draftcore.testing.targets import conversations
 
 HERE = Path(__file__).parent
 EPOCHS, SAMPLES = 2, 48

@@ -1,8 +1,7 @@
 """Stores and channels that are full, torn or altered, and producers that send nonsense."""
 
 import pytest
-
-from draftcore.testing.targets import tiny_target
+from draftcore_sdk.targets import tiny_target
 
 CHANNELS = {"sqlite": "sqlite:{}/channel.db?ttl=2", "dir": "dir:{}/channel?ttl=2"}
 ONE = {"producers": 1, "restarts": 40}

@@ -12,8 +12,9 @@ the last bit.
 import re
 
 from draftcore import hookimpl
-from draftcore.offers import Offer
-from draftcore.records import Draft, DraftBatch, FeatureRequest, StepOutput, TrainingDefaults
+from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.offers import Offer
 
 ROWS = 512  # more than any drill has: the table does not depend on the data
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetModel, TargetSpec
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetModel
+from draftcore.target import TransformersModel, TransformersTarget
 
 PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
 
@@ -82,7 +83,7 @@ class FollowDrafter:
 
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> TargetModel:
-    return TargetModel(TargetSpec(str(target_folder), device="cpu"))
+    return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
 
 
 @pytest.fixture

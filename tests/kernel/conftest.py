@@ -9,9 +9,9 @@ from textwrap import dedent
 
 import pytest
 
-from draftcore.plugins import Plugin, Registry, load
+from draftcore.plugins.registry import Plugin, Registry, load
 
-HEADER = "from draftcore import hookimpl\nfrom draftcore.offers import Offer\n"
+HEADER = "from draftcore import hookimpl\nfrom draftcore.contracts.offers import Offer\n"
 STORE = """
     @hookimpl
     def describe():

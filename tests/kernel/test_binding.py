@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from draftcore.binding import bind, observers
 from draftcore.errors import UsageError
+from draftcore.plugins.binding import bind, observers
 
 if TYPE_CHECKING:
     from tests.kernel.conftest import Site

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from draftcore.listing import hooks_data
-from draftcore.plugins import Registry
+from draftcore.plugins.registry import Registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(r"^### (\w+)\n\n```\n(.*?)\n```\n\n(.*?)(?=^##|\Z)", PAGE, re.S | re.M)

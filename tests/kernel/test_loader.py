@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from draftcore.errors import UsageError
-from draftcore.plugins import load
+from draftcore.plugins.registry import load
 
 if TYPE_CHECKING:
     from tests.kernel.conftest import Site
@@ -135,7 +135,7 @@ def test_a_module_without_any_hook_is_broken(site: Site) -> None:
 
 def test_a_class_is_refused_but_its_instance_is_a_plugin(site: Site) -> None:
     source = """
-        from draftcore.hookspecs import Specs
+        from draftcore.contracts.hooks import Specs
 
         class Observer(Specs):
             @hookimpl

@@ -9,15 +9,7 @@ import json
 from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel, Field
-from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
-
-from draftcore import hookimpl
 from draftcore.disagg import DraftInput, hidden_field, topk_fields
-from draftcore.errors import UsageError
 from draftcore.offers import Offer
 from draftcore.records import (
     Draft,
@@ -27,6 +19,14 @@ from draftcore.records import (
     TrainingDefaults,
 )
 from draftcore.served import require_server
+from pydantic import BaseModel, Field
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from draftcore import hookimpl
+from draftcore.errors import UsageError
 
 
 class Options(BaseModel):

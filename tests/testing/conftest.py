@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-
 from draftcore.testing import child_environment
 
 RunSuites = Callable[[Mapping[str, tuple[str, str]]], dict[str, set[str]]]

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from draftcore.testing.stores import child_environment
 
 RIGHT = Path(__file__).with_name("chain_algorithm.py")

@@ -1,8 +1,9 @@
 """Our built-in plugins, all of them, pass what every plugin must pass."""
 
 from draftcore.dists import BUILT_IN
-from draftcore.plugins import load
 from draftcore.testing.plugins import PluginSuite
+
+from draftcore.plugins import load
 
 BUILT_INS = {p.name: p.module for p in load().plugins if p.dist == BUILT_IN}
 for _name, _module in BUILT_INS.items():

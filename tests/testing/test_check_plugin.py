@@ -15,12 +15,12 @@ from typing import Any, get_args
 
 import pytest
 from click.testing import CliRunner, Result
+from draftcore.offers import Kind
+from draftcore.testing import check, child_environment
 from importlib_metadata import version
 
 from draftcore.cli import main
-from draftcore.offers import Kind
 from draftcore.plugins import load
-from draftcore.testing import check, child_environment
 
 OBSERVER = """
 from draftcore import hookimpl

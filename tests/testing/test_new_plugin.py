@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from draftcore.offers import Offer
+from draftcore.scaffold import LONGEST, NEEDS, PLACEHOLDERS, bounds, plugin_name, require_free
 
 import draftcore
 from draftcore.cli import main
 from draftcore.errors import UsageError
-from draftcore.offers import Offer
 from draftcore.plugins import Plugin, Registry
-from draftcore.scaffold import LONGEST, NEEDS, PLACEHOLDERS, bounds, plugin_name, require_free
 
 ROOT = Path(__file__).parents[2]
 KINDS = sorted(NEEDS)

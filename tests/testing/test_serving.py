@@ -7,9 +7,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from draftcore.testing.serving import Serving
 
 from draftcore.supervisor import free_port
-from draftcore.testing.serving import Serving
 
 SERVER = """
 import http.server, subprocess, sys

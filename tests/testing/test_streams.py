@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from draftcore.testing.streams import busy_streams
 
 

@@ -1,7 +1,6 @@
 """A suite's tests cannot be lost in silence: they are switched off by xfail with a reason."""
 
 import pytest
-
 from draftcore.testing import Suite
 from draftcore.testing.channels import ChannelSuite
 from draftcore.testing.stores import StoreSuite

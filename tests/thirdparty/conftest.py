@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from draftcore.testing.targets import conversations
+from draftcore_sdk.targets import conversations
 
 ROOT = Path(__file__).parents[2]
 WHEELS = "DRAFTCORE_WHEELS"  # the folders of wheels under test, joined as in PATH

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from draftcore_sdk.targets import conversations
 
 from draftcore.cli import main
-from draftcore.testing.targets import conversations
 
 
 @dataclass

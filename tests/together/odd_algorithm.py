@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from draftcore import hookimpl
-from draftcore.offers import Offer
-from draftcore.records import Draft, DraftBatch, FeatureRequest, StepOutput, TrainingDefaults
+from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.offers import Offer
 
 DROPOUT = 0.0
 

@@ -28,6 +28,8 @@ from draftcore_eagle3 import plugin
 from draftcore_eagle3.loss import Rows, unroll
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_sdk.exports import change, config_of
+from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel
 from speculators.convert import convert_model
@@ -36,10 +38,9 @@ from speculators.models.eagle3.data import shift_batch
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from torch import Tensor
 
-from draftcore.records import DataSummary, Draft, Sample, SampleId
-from draftcore.target import TargetSpec
-from draftcore.testing.exports import change, config_of
-from draftcore.testing.targets import tiny_target
+from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId
+from draftcore.contracts.target import TargetSpec
+from draftcore.target import TransformersTarget
 
 STEPS, LENGTHS = 3, (23, 14)
 LIMIT = 1e-5
@@ -69,7 +70,7 @@ class Exported(NamedTuple):
 
 def export(folder: Path, shape: dict[str, Any], **options: Any) -> Exported:
     """Export a draft with random weights, for a target of eight layers, through the hook."""
-    target = TargetSpec(str(tiny_target(folder / "target", num_hidden_layers=8, **shape)))
+    target = TransformersTarget(str(tiny_target(folder / "target", num_hidden_layers=8, **shape)))
     summary = DataSummary("", 1, 1, 1, 1, COUNTS)
     draft = plugin.build_draft(target, summary, Eagle3Options(ttt_length=STEPS, **options))
     torch.manual_seed(4)

@@ -26,6 +26,8 @@ import torch
 from click.testing import CliRunner
 from draftcore_dflash import plugin as dflash
 from draftcore_eagle3 import plugin as eagle3
+from draftcore_sdk.exports import change, config_of
+from draftcore_sdk.targets import tiny_target
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.convert import convert_model
 from speculators.losses import resolve_loss_config
@@ -33,10 +35,9 @@ from speculators.models.eagle3.data import shift_batch
 from torch import Tensor
 
 from draftcore.cli import main
-from draftcore.served import Host, Round, ServedDraft
-from draftcore.target import TargetSpec
-from draftcore.testing.exports import change, config_of
-from draftcore.testing.targets import tiny_target
+from draftcore.contracts.serving import Host, Round, ServedDraft
+from draftcore.contracts.target import TargetSpec
+from draftcore.target import TransformersTarget
 
 LIMIT = 1e-5
 SERVER = "vllm"  # whose conventions are speculators' own
@@ -107,7 +108,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, make_project: Any) -> Callabl
             project = make_project(folder, target, algorithm=choice, train=train)
             for verb in ("train", "export"):
                 project.cli(verb)
-            made[algorithm] = Exported(algorithm, project.run / "export", TargetSpec(str(target)))
+            made[algorithm] = Exported(
+                algorithm, project.run / "export", TransformersTarget(str(target))
+            )
         return made[algorithm]
 
     return make

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-
-from draftcore.testing.targets import conversations, tiny_target
+from draftcore_sdk.targets import conversations, tiny_target
 
 
 def refused(project, verb, *arguments, code=2, says=()):

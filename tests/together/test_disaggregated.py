@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from draftcore.config import RunConfig
-from draftcore.plugins import load
-from draftcore.run import Run
+from draftcore.plugins.registry import load
+from draftcore.run.parts import Run
 
 BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
 SHM = Path("/dev/shm")

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetModel, TargetSpec
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.target import TransformersModel, TransformersTarget
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def test_features_on_cuda_are_those_of_the_cpu(target_folder):
     lengths_B, request = torch.tensor([40, 17, 33]), FeatureRequest((1, 4), True, "float32")
     found = {}
     for device in ("cpu", "cuda"):
-        target = TargetModel(TargetSpec(str(target_folder), device=device))
+        target = TransformersModel(TransformersTarget(str(target_folder), device=device))
         found[device] = target.features(tokens_BT.to(device), lengths_B.to(device), request)
     for name in request.names:
         for row, length in enumerate(lengths_B.tolist()):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from draftcore_sdk.streams import busy_streams
+from draftcore_sdk.targets import conversations, tiny_target
 from torch.profiler import ProfilerActivity, profile
 
 from draftcore.config import load_config
-from draftcore.plugins import load
-from draftcore.run import Run
-from draftcore.testing.streams import busy_streams
-from draftcore.testing.targets import conversations, tiny_target
-from draftcore.training.trainer import prepare, train
+from draftcore.plugins.registry import load
+from draftcore.run.parts import Run
+from draftcore.run.trainer import prepare, train
 
 pytestmark = pytest.mark.gpu
 

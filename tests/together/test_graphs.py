@@ -10,12 +10,12 @@ import re
 
 import pytest
 import torch
+from draftcore_graphs.decode import DecodeGraphRunner
 
 from draftcore.config import load_config
-from draftcore.graphs.decode import DecodeGraphRunner
-from draftcore.plugins import load
-from draftcore.run import Run
-from draftcore.training.trainer import prepare, train
+from draftcore.plugins.registry import load
+from draftcore.run.parts import Run
+from draftcore.run.trainer import prepare, train
 
 ALGORITHMS = {
     "eagle3": {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3},
@@ -73,7 +73,7 @@ def test_capture_by_halves_stores_the_features_of_the_whole(
     tmp_path, new_project, monkeypatch, batch
 ):
     """Two rows beside two, or one row cut in two; fp32, of numbers of about 3."""
-    from draftcore_cudagraph import tbo
+    from draftcore_graphs import tbo
 
     cuts, split = [], tbo.split
     monkeypatch.setattr(tbo, "split", lambda rows, cut: (cuts.append(cut), split(rows, cut))[1])
@@ -248,7 +248,7 @@ def test_a_drafter_whose_state_no_graph_can_hold_is_refused_by_the_rule(
 
 CHOSEN = """
 from draftcore import hookimpl
-from draftcore.offers import Offer
+from draftcore.contracts.offers import Offer
 
 @hookimpl
 def describe():
@@ -256,7 +256,7 @@ def describe():
 
 @hookimpl
 def graph_backend(name):
-    from draftcore.graphs.recording import RecordingBackend
+    from draftcore_graphs.recording import RecordingBackend
     return RecordingBackend() if name == "chosen" else None
 """
 
@@ -273,7 +273,7 @@ def test_what_auto_leaves_to_eager_is_open_in_the_plan_and_said_by_the_run(
     assert ["decode", "rule drafter-state", "eager if it speaks", "the draft's state"] in planned
     output = project.cli("eval", auto, plugin=tmp_path / "chosen.py").output
     assert re.search(r"^graphs\.decode +\d+ captured, \d+ replayed$", output, re.MULTILINE)
-    monkeypatch.setattr("draftcore.graphs.opening.fault", lambda state, rows: "state[1] is a int")
+    monkeypatch.setattr("draftcore_graphs.opening.fault", lambda state, rows: "state[1] is a int")
     output = project.cli("eval", auto, plugin=tmp_path / "chosen.py").output
     said = "eager, rule drafter-state: the algorithm's decoding state cannot lie in static buffers"
     assert f"{said}: state[1] is a int" in output

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from draftcore.config import load_config
-from draftcore.plugins import load
-from draftcore.run import Run
-from draftcore.stores.memory import MemoryStore
+from draftcore.features.stores.memory import MemoryStore
+from draftcore.plugins.registry import load
+from draftcore.run.parts import Run
 
 DRAFTS = {
     "eagle": {"algorithm": {"name": "eagle3", "options": {"layers": [1, 2, 4], "ttt_length": 2}}},

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file
-
-from draftcore.testing.targets import tiny_target
 
 
 def test_capture_train_eval_export(project):
@@ -80,8 +79,8 @@ def test_evaluation_during_training_changes_no_later_bit(tmp_path, new_project):
 
 def test_the_window_is_part_of_the_plan(project):
     from draftcore.config import load_config
-    from draftcore.plugins import load
-    from draftcore.run import Run
+    from draftcore.plugins.registry import load
+    from draftcore.run.parts import Run
 
     windows = ([], ["train.window=128"], ["train.window=2"])
     plans = [Run(load_config(project.yaml, window), load()).plan for window in windows]
@@ -92,9 +91,9 @@ def test_the_window_is_part_of_the_plan(project):
 def test_an_export_reloads_to_identical_logits(project):
     """The trained draft and its export, decoded by the same drafter, agree on every proposal."""
     from draftcore.config import load_config
-    from draftcore.drafts import find_checkpoint, load_checkpoint, load_export
-    from draftcore.plugins import load
-    from draftcore.run import Run
+    from draftcore.plugins.registry import load
+    from draftcore.run.drafts import find_checkpoint, load_checkpoint, load_export
+    from draftcore.run.parts import Run
 
     project.cli("train", "train.max_steps=2")
     project.cli("export", "train.max_steps=2")
@@ -109,9 +108,9 @@ def test_an_export_reloads_to_identical_logits(project):
 def test_samples_are_moved_to_the_device_before_they_are_padded(project, monkeypatch):
     """On the host the padding of long samples took an eighth of a GPU's step."""
     from draftcore.config import load_config
-    from draftcore.plugins import load
-    from draftcore.records import Sample, SampleId
-    from draftcore.run import Run
+    from draftcore.contracts.algorithm import Sample, SampleId
+    from draftcore.plugins.registry import load
+    from draftcore.run.parts import Run
 
     padded, pad = [], torch.nn.utils.rnn.pad_sequence
 

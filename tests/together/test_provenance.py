@@ -12,13 +12,13 @@ import pytest
 
 from draftcore.config import load_config
 from draftcore.errors import DraftcoreError
-from draftcore.plugins import load
-from draftcore.producing import require_same_capture
-from draftcore.run import Run
+from draftcore.plugins.registry import load
+from draftcore.run.parts import Run
+from draftcore.run.producing import require_same_capture
 
 PLUGIN = """
 from draftcore import hookimpl
-from draftcore.offers import Offer
+from draftcore.contracts.offers import Offer
 
 @hookimpl
 def describe():
@@ -26,8 +26,8 @@ def describe():
 
 @hookimpl
 def capture(name, target, request, options):
-    from draftcore.local_capture import LocalCapture
-    from draftcore.records import CapturedGroup
+    from draftcore.features.hf import LocalCapture
+    from draftcore.contracts.capture import CapturedGroup
 
     class Scaled(LocalCapture):
         def features(self, groups):
@@ -39,7 +39,7 @@ def capture(name, target, request, options):
 """
 OPTIONS = """
 from pydantic import BaseModel, Field
-from draftcore.provenance import SAME_FEATURES
+from draftcore.contracts.offers import SAME_FEATURES
 
 class Options(BaseModel):
     scale: float = 1.0

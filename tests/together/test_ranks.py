@@ -35,7 +35,7 @@ DRAFTS = {
 SERVER = """
 import json, os, resource, sys
 import transformers.models.qwen3.modeling_qwen3, torch.distributed.fsdp
-import draftcore.training.trainer, draftcore.cli
+import draftcore.run.trainer, draftcore.cli
 for line in sys.stdin:
     order = json.loads(line)
     if "poll" in order:

@@ -16,10 +16,10 @@ import yaml
 from click.testing import CliRunner
 from pydantic import BaseModel
 
-from draftcore.binding import bind
 from draftcore.cli import main
 from draftcore.config import RunConfig
-from draftcore.plugins import load
+from draftcore.plugins.binding import bind
+from draftcore.plugins.registry import load
 
 ROOT = Path(__file__).parents[2]
 READMES = {path.parent.name: path for path in sorted(ROOT.glob("plugins/*/README.md"))}

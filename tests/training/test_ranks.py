@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from draftcore.contracts.algorithm import Draft, TrainingDefaults
 from draftcore.errors import DraftcoreError
-from draftcore.records import Draft, TrainingDefaults
 from draftcore.training.ranks import ALONE, Ranks
 from draftcore.training.sharding import require_shardable
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.records import DraftBatch, SampleId
+from draftcore.contracts.algorithm import DraftBatch, SampleId
 
 
 @dataclass(frozen=True)

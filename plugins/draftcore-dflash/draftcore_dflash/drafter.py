@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
-from draftcore.records import FeatureRequest
 from draftcore_dflash.config import SLIDING
 from draftcore_dflash.model import Backbone
 

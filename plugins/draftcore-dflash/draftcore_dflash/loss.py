@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftcore.records import DraftBatch, StepOutput
+from draftcore.contracts.algorithm import DraftBatch, StepOutput
 from draftcore_dflash.attention import full_precision
 from draftcore_dflash.blocks import Blocks, Targets
 from draftcore_dflash.head import cross_entropy

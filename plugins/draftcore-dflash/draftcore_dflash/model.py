@@ -21,14 +21,20 @@ from torch.nn import functional
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftcore.records import Draft, DraftBatch, StepContext, StepOutput, TrainingDefaults
+from draftcore.contracts.algorithm import (
+    Draft,
+    DraftBatch,
+    StepContext,
+    StepOutput,
+    TrainingDefaults,
+)
 from draftcore_dflash.attention import Sight, attend
 from draftcore_dflash.blocks import Blocks, draw_blocks
 from draftcore_dflash.config import SLIDING, DraftConfig
 from draftcore_dflash.loss import Objective, Sampling, block_loss
 
 if TYPE_CHECKING:
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_dflash.options import DFlashOptions
 
 FROZEN = frozenset({"embed_tokens", "target_head"})

@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
-from draftcore.offers import Offer
+from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from draftcore.disagg import DraftInput
-    from draftcore.evaluation import Drafter
-    from draftcore.records import (
+    from draftcore.contracts.algorithm import (
         DataSummary,
         Draft,
         DraftBatch,
-        FeatureRequest,
+        Drafter,
         Sample,
         StepContext,
         StepOutput,
     )
-    from draftcore.target import TargetModel, TargetSpec
+    from draftcore.contracts.capture import FeatureRequest
+    from draftcore.contracts.serving import DraftInput
+    from draftcore.contracts.target import TargetModel, TargetSpec
     from draftcore_dflash.options import BackboneOptions, DFlashOptions
     from draftcore_dflash.served import ServedBackbone
 
@@ -38,7 +38,7 @@ def describe() -> Sequence[Offer]:
 
 @hookimpl
 def feature_request(target: TargetSpec, options: BackboneOptions) -> FeatureRequest:
-    from draftcore.records import FeatureRequest
+    from draftcore.contracts.capture import FeatureRequest
     from draftcore_dflash import config, serving
 
     dtype = str(target.dtype).removeprefix("torch.")
@@ -64,7 +64,7 @@ def collate(samples: Sequence[Sample], options: BackboneOptions) -> DraftBatch:
     """Pad on the right; `loss_mask_BT` marks tokens that are to be learned."""
     from torch.nn.utils.rnn import pad_sequence
 
-    from draftcore.records import DraftBatch
+    from draftcore.contracts.algorithm import DraftBatch
 
     masks = [sample.loss_mask_T for sample in samples]
     return DraftBatch(
@@ -88,7 +88,7 @@ def forward_loss(draft: Draft, batch: DraftBatch, context: StepContext) -> StepO
 @hookimpl
 def build_disagg_draft_input(last_tokens: Tensor) -> DraftInput:
     """The last token is enough: the draft's states travel with the KV cache."""
-    from draftcore.disagg import nothing_to_go_on
+    from draftcore.contracts.serving import nothing_to_go_on
 
     return nothing_to_go_on(last_tokens)
 

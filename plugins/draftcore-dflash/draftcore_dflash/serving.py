@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
+from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError, nearest
-from draftcore.records import Draft
 from draftcore_dflash.config import FULL, DraftConfig, captured_layers, mask_token, rope_of
 from draftcore_dflash.model import Backbone, build
 
 if TYPE_CHECKING:
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_dflash.options import BackboneOptions, DFlashOptions
 
 LAYOUTS = ("serving",)

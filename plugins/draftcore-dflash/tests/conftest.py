@@ -8,11 +8,12 @@ import pytest
 import torch
 from draftcore_dflash import plugin
 from draftcore_dflash.options import DFlashOptions
+from draftcore_sdk.samples import random_samples
+from draftcore_sdk.targets import tiny_target
 
-from draftcore.records import DataSummary, Draft, Sample
-from draftcore.target import TargetSpec
-from draftcore.testing.samples import random_samples
-from draftcore.testing.targets import tiny_target
+from draftcore.contracts.algorithm import DataSummary, Draft, Sample
+from draftcore.contracts.target import TargetSpec
+from draftcore.target import TransformersTarget
 
 WIDTH = 32
 LAYERS = (1, 3, 4)
@@ -36,7 +37,7 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
 
     def make(**changes: Any) -> TargetSpec:
         folder = tiny_target(tmp_path_factory.mktemp("target"), **{**SHAPE, **changes})
-        return TargetSpec(str(folder), device="cpu")
+        return TransformersTarget(str(folder), device="cpu")
 
     return make
 

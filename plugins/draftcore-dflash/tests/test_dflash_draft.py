@@ -14,9 +14,9 @@ from draftcore_dflash.options import DFlashOptions
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from draftcore.contracts.algorithm import DataSummary, Draft
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.records import DataSummary, Draft
-from draftcore.target import TargetSpec
 
 MakeTarget = Callable[..., TargetSpec]
 NOTHING = DataSummary("", 0, 0, 0, 0, {})

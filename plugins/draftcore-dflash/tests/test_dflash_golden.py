@@ -23,7 +23,7 @@ from draftcore_dflash.options import DFlashOptions
 from draftcore_dflash.serving import config_fields
 from safetensors.torch import load_file
 
-from draftcore.records import DraftBatch, Sample, SampleId, StepOutput
+from draftcore.contracts.algorithm import DraftBatch, Sample, SampleId, StepOutput
 
 OWN = Path(__file__).parents[3] / "tests" / "goldens"
 FOLDER = Path(os.environ.get("DRAFTCORE_GOLDENS", OWN))

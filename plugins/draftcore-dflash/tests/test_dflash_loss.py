@@ -18,8 +18,15 @@ from draftcore_dflash.options import DFlashOptions
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.records import Draft, DraftBatch, Sample, SampleId, StepContext, StepOutput
-from draftcore.target import TargetSpec
+from draftcore.contracts.algorithm import (
+    Draft,
+    DraftBatch,
+    Sample,
+    SampleId,
+    StepContext,
+    StepOutput,
+)
+from draftcore.contracts.target import TargetSpec
 
 SEED = 11
 CONTEXT = StepContext(step=0, total_steps=1, seed=SEED)

@@ -13,12 +13,7 @@ import pytest
 import torch
 from draftcore_dflash import plugin
 from draftcore_dflash.options import DFlashOptions
-from safetensors.torch import load_file
-
-from draftcore.records import Draft
-from draftcore.served import Host, Round, UnservableError
-from draftcore.target import TargetSpec
-from draftcore.testing.exports import (
+from draftcore_sdk.exports import (
     GONE,
     ROPES,
     change_config,
@@ -27,11 +22,16 @@ from draftcore.testing.exports import (
     imports_of_ours,
     largest_gap,
 )
+from safetensors.torch import load_file
+
+from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.serving import Host, Round, UnservableError
+from draftcore.contracts.target import TargetSpec
 
 
 def test_the_reader_shares_no_code_with_what_it_checks() -> None:
     package = Path(draftcore_dflash.__file__).parent
-    assert imports_of_ours(package / "served.py") == {"draftcore.served"}
+    assert imports_of_ours(package / "served.py") == {"draftcore_tools.served"}
 
 
 @pytest.mark.parametrize("server", ["sglang", "vllm"])

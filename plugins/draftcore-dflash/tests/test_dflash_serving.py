@@ -10,13 +10,13 @@ import pytest
 import torch
 from draftcore_dflash import plugin
 from draftcore_dflash.options import DFlashOptions
+from draftcore_sdk.exports import GONE, change_config, change_tensors, config_of
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
+from draftcore.contracts.algorithm import DataSummary, Draft, StepContext
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import DataSummary, Draft, StepContext
-from draftcore.target import TargetSpec
-from draftcore.testing.exports import GONE, change_config, change_tensors, config_of
 
 MakeDraft = Callable[..., Draft]
 NOTHING = DataSummary("", 0, 0, 0, 0, {})

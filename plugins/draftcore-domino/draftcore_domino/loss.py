@@ -16,8 +16,8 @@ import torch
 from draftcore_dflash.blocks import Blocks, Targets
 from draftcore_dflash.loss import metrics, scatter
 
+from draftcore.contracts.algorithm import DraftBatch, StepContext, StepOutput
 from draftcore.errors import UsageError
-from draftcore.records import DraftBatch, StepContext, StepOutput
 from draftcore_domino.head import corrected_cross_entropy
 
 if TYPE_CHECKING:

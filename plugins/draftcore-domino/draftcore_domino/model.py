@@ -19,12 +19,12 @@ from draftcore_dflash.loss import Sampling
 from draftcore_dflash.model import Backbone, as_draft, target_tensors
 from torch import Tensor, nn
 
-from draftcore.records import Draft, DraftBatch, StepContext, StepOutput
+from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
 from draftcore_domino.config import DominoConfig
 from draftcore_domino.loss import Schedule, domino_loss
 
 if TYPE_CHECKING:
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_domino.options import DominoOptions
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from draftcore_dflash.plugin import build_disagg_draft_input, collate, forward_loss
 
 from draftcore import hookimpl
-from draftcore.offers import Offer
+from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
-    from draftcore.evaluation import Drafter
-    from draftcore.records import DataSummary, Draft, FeatureRequest
-    from draftcore.target import TargetModel, TargetSpec
+    from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
+    from draftcore.contracts.capture import FeatureRequest
+    from draftcore.contracts.target import TargetModel, TargetSpec
     from draftcore_domino.options import DominoOptions
     from draftcore_domino.served import ServedDomino
 
@@ -44,7 +44,7 @@ def describe() -> Sequence[Offer]:
 def feature_request(target: TargetSpec, options: DominoOptions) -> FeatureRequest:
     from draftcore_dflash import config
 
-    from draftcore.records import FeatureRequest
+    from draftcore.contracts.capture import FeatureRequest
     from draftcore_domino import serving
 
     dtype = str(target.dtype).removeprefix("torch.")

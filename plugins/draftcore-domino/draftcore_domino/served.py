@@ -16,17 +16,10 @@ from typing import Any
 
 import torch
 from draftcore_dflash.served import ServedBackbone, backbone_shapes, read_backbone
+from draftcore_tools.served import require_field, require_server, require_tensors
 from torch import Tensor
 
-from draftcore.served import (
-    Host,
-    Round,
-    Suspect,
-    UnservableError,
-    require_field,
-    require_server,
-    require_tensors,
-)
+from draftcore.contracts.serving import Host, Round, Suspect, UnservableError
 
 SERVERS = ("sglang",)
 FIELDS = ("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim")

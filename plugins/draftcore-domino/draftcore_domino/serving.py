@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from draftcore_dflash import serving as dflash
 
+from draftcore.contracts.algorithm import Draft
 from draftcore.errors import UsageError
-from draftcore.records import Draft
 from draftcore_domino.config import DominoConfig
 from draftcore_domino.model import DominoDraft, build
 
 if TYPE_CHECKING:
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_domino.options import DominoOptions
 
 PROJECTOR = "domino"

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from draftcore.testing.algorithms import AlgorithmSuite
+from draftcore_sdk.algorithms import AlgorithmSuite
 
 # Nine anchors are all of a learned answer, and a choice in the suite's long sample.
 SMALL: dict[str, Any] = {

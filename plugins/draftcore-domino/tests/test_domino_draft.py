@@ -9,8 +9,8 @@ from draftcore_domino import plugin
 from draftcore_domino.options import DominoOptions
 from pydantic import ValidationError
 
-from draftcore.records import DataSummary, Draft
-from draftcore.target import TargetSpec
+from draftcore.contracts.algorithm import DataSummary, Draft
+from draftcore.contracts.target import TargetSpec
 
 
 def build(target: TargetSpec) -> Draft:

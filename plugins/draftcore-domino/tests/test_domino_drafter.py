@@ -13,10 +13,11 @@ from draftcore_domino.options import DominoOptions
 from torch import Tensor
 
 from draftcore.config import EvalConfig
+from draftcore.contracts.algorithm import Draft, Sample, SampleId
+from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
-from draftcore.records import Draft, Sample, SampleId
-from draftcore.target import TargetModel, TargetSpec
+from draftcore.target import TransformersModel
 
 MakeDraft = Callable[..., Draft]
 WIDTH, BLOCK = 32, 4
@@ -25,7 +26,7 @@ SHIFTS = pytest.mark.parametrize("shift", [True, False])
 
 @pytest.fixture(scope="session")
 def model(target: TargetSpec) -> TargetModel:
-    return TargetModel(target)
+    return TransformersModel(target)
 
 
 def make_drafter(draft: Draft, model: TargetModel, **options: Any) -> DominoDrafter:

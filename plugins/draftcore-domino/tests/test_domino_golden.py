@@ -25,7 +25,7 @@ from draftcore_domino.options import DominoOptions
 from draftcore_domino.serving import head_fields
 from safetensors.torch import load_file
 
-from draftcore.records import DraftBatch, Sample, SampleId, StepContext, StepOutput
+from draftcore.contracts.algorithm import DraftBatch, Sample, SampleId, StepContext, StepOutput
 
 OWN = Path(__file__).parents[3] / "tests" / "goldens"
 FOLDER = Path(os.environ.get("DRAFTCORE_GOLDENS", OWN))

@@ -20,8 +20,8 @@ from draftcore_domino.options import DominoOptions
 from torch import Tensor
 from torch.nn import functional
 
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
 from draftcore.errors import UsageError
-from draftcore.records import Draft, DraftBatch, Sample, StepContext, StepOutput
 
 SEED = 11
 CONTEXT = StepContext(step=3, total_steps=20, seed=SEED)  # lambda 0.7

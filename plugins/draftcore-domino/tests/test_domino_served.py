@@ -5,14 +5,13 @@ from pathlib import Path
 import draftcore_domino
 import pytest
 from draftcore_domino.options import DominoOptions
-
-from draftcore.testing.exports import ROPES, imports_of_ours, largest_gap
+from draftcore_sdk.exports import ROPES, imports_of_ours, largest_gap
 
 
 def test_the_reader_shares_no_code_with_what_it_checks() -> None:
     package = Path(draftcore_domino.__file__).parent
     ours = imports_of_ours(package / "served.py")
-    assert ours == {"draftcore.served", "draftcore_dflash.served"}
+    assert ours == {"draftcore_tools.served", "draftcore_dflash.served"}
 
 
 @pytest.mark.parametrize("rope", ROPES)

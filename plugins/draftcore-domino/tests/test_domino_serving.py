@@ -11,12 +11,12 @@ from draftcore_dflash.options import DFlashOptions
 from draftcore_domino import plugin
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
+from draftcore_sdk.exports import GONE, change_config, change_tensors, config_of
 from safetensors.torch import load_file
 
+from draftcore.contracts.algorithm import DataSummary, Draft, StepContext
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.records import DataSummary, Draft, StepContext
-from draftcore.target import TargetSpec
-from draftcore.testing.exports import GONE, change_config, change_tensors, config_of
 
 MakeDraft = Callable[..., Draft]
 CONTEXT = StepContext(3, 20, 0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_eagle3.options import Eagle3Options
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.records import FeatureRequest
+from draftcore.contracts.capture import FeatureRequest
 from draftcore_eagle3.model import Eagle3Draft
 
 

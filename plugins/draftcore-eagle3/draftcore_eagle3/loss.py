@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.records import DraftBatch, StepOutput
+from draftcore.contracts.algorithm import DraftBatch, StepOutput
 from draftcore_eagle3.attention import attend, full_precision
 
 if TYPE_CHECKING:

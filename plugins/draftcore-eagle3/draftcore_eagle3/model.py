@@ -22,13 +22,19 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftcore.records import Draft, DraftBatch, StepContext, StepOutput, TrainingDefaults
+from draftcore.contracts.algorithm import (
+    Draft,
+    DraftBatch,
+    StepContext,
+    StepOutput,
+    TrainingDefaults,
+)
 from draftcore_eagle3.config import DraftConfig
 from draftcore_eagle3.loss import Objective, training_time_test
 from draftcore_eagle3.vocabulary import select_tokens, to_ids, to_offsets
 
 if TYPE_CHECKING:
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_eagle3.options import Eagle3Options
 
 FROZEN = frozenset({"embed_tokens", "target_head"})

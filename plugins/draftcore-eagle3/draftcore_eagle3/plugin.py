@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
-from draftcore.offers import Offer
+from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from draftcore.disagg import DisaggBatch, DraftInput, DraftShape, RowField
-    from draftcore.evaluation import Drafter
-    from draftcore.records import (
+    from draftcore.contracts.algorithm import (
         DataSummary,
         Draft,
         DraftBatch,
-        FeatureRequest,
+        Drafter,
         Sample,
         StepContext,
         StepOutput,
     )
-    from draftcore.target import TargetModel, TargetSpec
+    from draftcore.contracts.capture import FeatureRequest
+    from draftcore.contracts.serving import DisaggBatch, DraftInput, DraftShape, RowField
+    from draftcore.contracts.target import TargetModel, TargetSpec
     from draftcore_eagle3.config import DraftConfig
     from draftcore_eagle3.options import Eagle3Options
     from draftcore_eagle3.served import ServedEagle3
@@ -41,7 +41,7 @@ def describe() -> Sequence[Offer]:
 
 @hookimpl
 def feature_request(target: TargetSpec, options: Eagle3Options) -> FeatureRequest:
-    from draftcore.records import FeatureRequest
+    from draftcore.contracts.capture import FeatureRequest
 
     dtype = str(target.dtype).removeprefix("torch.")
     return FeatureRequest(_config(target, options).layers, last_hidden=True, dtype=dtype)
@@ -66,7 +66,7 @@ def collate(samples: Sequence[Sample], options: Eagle3Options) -> DraftBatch:
     """
     import torch
 
-    from draftcore.records import DraftBatch
+    from draftcore.contracts.algorithm import DraftBatch
 
     def rows(mask_T: Tensor) -> Tensor:
         if options.supervise == "predicted":
@@ -94,14 +94,14 @@ def forward_loss(draft: Draft, batch: DraftBatch, context: StepContext) -> StepO
 @hookimpl
 def disagg_row(shape: DraftShape) -> Sequence[RowField]:
     """The draft's own state (not the target's features) and its proposals, in the draft's ids."""
-    from draftcore.disagg import hidden_field, topk_fields
+    from draftcore.contracts.serving import hidden_field, topk_fields
 
     return (hidden_field(shape), *topk_fields(shape))
 
 
 @hookimpl
 def build_disagg_draft_input(batch: DisaggBatch, last_tokens: Tensor) -> DraftInput:
-    from draftcore.disagg import DraftInput
+    from draftcore.contracts.serving import DraftInput
 
     return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)
 

@@ -21,13 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from draftcore.served import (
-    Host,
-    Round,
-    Suspect,
-    UnservableError,
+from draftcore_tools.served import (
     attend,
     read_folder,
     read_rope,
@@ -40,6 +34,9 @@ from draftcore.served import (
     square_tensors,
     swiglu,
 )
+from torch import Tensor
+
+from draftcore.contracts.serving import Host, Round, Suspect, UnservableError
 
 SERVERS = ("sglang", "vllm")
 IDS = "eagle_aux_hidden_state_layer_ids"

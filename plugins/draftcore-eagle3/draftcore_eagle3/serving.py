@@ -21,14 +21,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError, nearest
-from draftcore.records import Draft
 from draftcore_eagle3.config import DraftConfig, captured_layers, rope_of
 from draftcore_eagle3.model import Eagle3Draft, build
 from draftcore_eagle3.vocabulary import check_offsets, to_ids
 
 if TYPE_CHECKING:
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_eagle3.options import Eagle3Options
 
 LAYOUTS = ("serving",)

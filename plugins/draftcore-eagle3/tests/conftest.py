@@ -8,11 +8,12 @@ import pytest
 import torch
 from draftcore_eagle3 import plugin
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_sdk.samples import random_samples
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from draftcore.records import DataSummary, Draft, Sample
-from draftcore.target import TargetSpec
-from draftcore.testing.samples import random_samples
+from draftcore.contracts.algorithm import DataSummary, Draft, Sample
+from draftcore.contracts.target import TargetSpec
+from draftcore.target import TransformersTarget
 
 VOCAB, WIDTH, LAYERS = 48, 32, 8
 
@@ -46,7 +47,7 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
             if parameter.ndim == 2:  # larger than usual: a flat teacher would hide mistakes
                 torch.nn.init.normal_(parameter, std=0.3)
         model.to(model.config.dtype).save_pretrained(folder)
-        return TargetSpec(str(folder))
+        return TransformersTarget(str(folder))
 
     return make
 

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from draftcore.testing.algorithms import AlgorithmSuite
+from draftcore_sdk.algorithms import AlgorithmSuite
 
 
 class TestEagle3(AlgorithmSuite):

@@ -14,9 +14,9 @@ from draftcore_eagle3.options import Eagle3Options
 from draftcore_eagle3.vocabulary import select_tokens
 from pydantic import ValidationError
 
+from draftcore.contracts.algorithm import DataSummary
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.records import DataSummary
-from draftcore.target import TargetSpec
 
 SEEN = DataSummary("", 1, 6, 6, 6, {5: 3, 40: 2, 7: 1})
 

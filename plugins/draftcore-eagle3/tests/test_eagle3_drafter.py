@@ -13,9 +13,9 @@ from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from torch import Tensor
 
-from draftcore.evaluation import Drafter
-from draftcore.records import Draft
-from draftcore.target import TargetModel, TargetSpec
+from draftcore.contracts.algorithm import Draft, Drafter
+from draftcore.contracts.target import TargetSpec
+from draftcore.target import TransformersModel
 
 NUM_DRAFTS = 4
 LENGTHS = (7, 4, 9)
@@ -23,7 +23,7 @@ LENGTHS = (7, 4, 9)
 
 def make_drafter(draft: Draft, target: TargetSpec) -> Drafter:
     options = Eagle3Options(num_drafts=NUM_DRAFTS)
-    return plugin.drafter(draft, TargetModel(target), options)
+    return plugin.drafter(draft, TransformersModel(target), options)
 
 
 class Sequences:

@@ -24,7 +24,7 @@ from draftcore_eagle3.vocabulary import select_tokens, to_ids, to_offsets
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.records import DraftBatch, Sample, SampleId, StepContext, StepOutput
+from draftcore.contracts.algorithm import DraftBatch, Sample, SampleId, StepContext, StepOutput
 
 OWN = Path(__file__).parents[3] / "tests" / "goldens"
 FOLDER = Path(os.environ.get("DRAFTCORE_GOLDENS", OWN))

@@ -16,7 +16,7 @@ from draftcore_eagle3.options import Eagle3Options
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.records import Draft, DraftBatch, Sample, StepContext, StepOutput
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
 
 CONTEXT = StepContext(step=0, total_steps=1, seed=0)
 # fp64 sums of some hundred terms in another order.

@@ -1,6 +1,6 @@
 """The distribution and its plugin pass what every plugin must pass."""
 
-from draftcore.testing.plugins import PluginSuite
+from draftcore_sdk.plugins import PluginSuite
 
 
 class TestPlugin(PluginSuite):

@@ -13,22 +13,16 @@ import pytest
 import torch
 from draftcore_eagle3 import plugin
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_sdk.exports import ROPES, change_tensors, config_of, imports_of_ours, largest_gap
 from safetensors.torch import load_file
 
-from draftcore.records import Draft
-from draftcore.served import UnservableError
-from draftcore.testing.exports import (
-    ROPES,
-    change_tensors,
-    config_of,
-    imports_of_ours,
-    largest_gap,
-)
+from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.serving import UnservableError
 
 
 def test_the_reader_shares_no_code_with_what_it_checks() -> None:
     package = Path(draftcore_eagle3.__file__).parent
-    assert imports_of_ours(package / "served.py") == {"draftcore.served"}
+    assert imports_of_ours(package / "served.py") == {"draftcore_tools.served"}
 
 
 @pytest.mark.parametrize("server", ["sglang", "vllm"])

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftcore.contracts.store import StoreAway, StoreError
 from draftcore.errors import UsageError
-from draftcore.stores import StoreAway, StoreError
 from draftcore_mooncake.master import LOOPBACK, answers
 from draftcore_mooncake.settings import Settings
 

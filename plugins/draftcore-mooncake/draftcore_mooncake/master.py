@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from draftcore.stores import StoreError
+from draftcore.contracts.store import StoreError
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 10

@@ -22,9 +22,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from draftcore.records import SampleRef, TensorSpec
-from draftcore.stores import StoreError
-from draftcore.stores.seals import copy_bytes_sealed
+from draftcore.contracts.store import SampleRef, StoreError, TensorSpec
+from draftcore.features.stores.seals import copy_bytes_sealed
 
 SEAL = struct.Struct("<8s16sQQ")
 MAGIC = b"drafts01"

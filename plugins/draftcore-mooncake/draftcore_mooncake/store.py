@@ -25,13 +25,17 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from draftcore.records import SampleRef, StoreItem, StoreStats
-from draftcore.stores import (
-    Key,
-    OpenHandle,
+from draftcore.contracts.store import (
+    SampleRef,
     StoreAway,
     StoreError,
     StoreFull,
+    StoreItem,
+    StoreStats,
+)
+from draftcore.features.stores.base import (
+    Key,
+    OpenHandle,
     describe_items,
     new_generation,
     require_room,

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftcore.records import SampleRef, StoreItem
-from draftcore.stores import StoreError
-from draftcore.stores.seals import bytes_of, lies_plain
+from draftcore.contracts.store import SampleRef, StoreError, StoreItem
+from draftcore.features.stores.seals import bytes_of, lies_plain
 from draftcore_mooncake.buffers import BufferPool
 from draftcore_mooncake.engine import (
     INVALID,

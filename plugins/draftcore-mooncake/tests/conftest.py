@@ -15,8 +15,7 @@ import pytest
 from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master
 from draftcore_mooncake.store import MooncakeStore
-
-from draftcore.testing.loopback import only_loopback
+from draftcore_sdk.loopback import only_loopback
 
 LENT_BYTES = 160 << 20
 names = itertools.count()

@@ -23,11 +23,10 @@ from draftcore_mooncake import engine
 from draftcore_mooncake.master import FLAGS, answers
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_mooncake.transfer import Transfer
+from draftcore_sdk.stores import child_environment, numbered
 
+from draftcore.contracts.store import SampleRef, StoreAway, StoreError, StoreItem
 from draftcore.errors import UsageError
-from draftcore.records import SampleRef, StoreItem
-from draftcore.stores import StoreAway, StoreError
-from draftcore.testing.stores import child_environment, numbered
 
 MiB = 1 << 20
 
@@ -68,7 +67,7 @@ def test_a_master_of_our_own_comes_and_goes_without_a_trace(tmp_path: Path) -> N
             from pathlib import Path
             from draftcore_mooncake.master import answers
             from draftcore_mooncake.store import MooncakeStore
-            from draftcore.testing.stores import numbered
+            from draftcore_sdk.stores import numbered
 
             store = MooncakeStore.open("mooncake://?max_bytes=16MiB")
             pid, address = store._master.pid, store._master.address
@@ -229,7 +228,7 @@ def test_a_killed_lender_is_a_lost_sample_not_a_hang(store_uri: str) -> None:
         """
         import json, sys, time
         from draftcore_mooncake.store import MooncakeStore
-        from draftcore.testing.stores import numbered
+        from draftcore_sdk.stores import numbered
         store = MooncakeStore.open(sys.argv[1])
         print(json.dumps(store.put(numbered("a", 5)).to_json()), flush=True)
         time.sleep(60)
@@ -259,7 +258,7 @@ def test_a_key_that_a_killed_writer_left_half_written_blocks_nobody(
     """A writer dies in the middle of a put; the next attempt is stored and read at once."""
     writing = """
         import sys, torch
-        from draftcore.records import StoreItem
+        from draftcore.contracts.store import StoreItem
         from draftcore_mooncake.store import MooncakeStore
         store = MooncakeStore.open(sys.argv[1])
         tensor = torch.ones(48 << 20, dtype=torch.uint8)
@@ -351,8 +350,8 @@ def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(store_uri: st
         python(
             """
             import multiprocessing, sys
-            from draftcore.stores import StoreError
-            from draftcore.testing.stores import numbered
+            from draftcore.contracts.store import StoreError
+            from draftcore_sdk.stores import numbered
             from draftcore_mooncake.store import MooncakeStore
 
             store = MooncakeStore.open(sys.argv[1])

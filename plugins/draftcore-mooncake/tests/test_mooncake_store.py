@@ -17,10 +17,9 @@ from draftcore_mooncake.engine import RAW, package_folder
 from draftcore_mooncake.master import Master, answers
 from draftcore_mooncake.objects import Record, seal, seal_holds
 from draftcore_mooncake.store import MooncakeStore
+from draftcore_sdk.stores import any_bits, numbered, require_same
 
-from draftcore.records import SampleRef, StoreItem
-from draftcore.stores import StoreError, StoreFull
-from draftcore.testing.stores import any_bits, numbered, require_same
+from draftcore.contracts.store import SampleRef, StoreError, StoreFull, StoreItem
 
 MiB = 1 << 20
 BYTES = {name: any_bits(name, 33, 7) for name in ("bfloat16", "float32", "int64", "bool")}

@@ -2,8 +2,7 @@
 
 import pytest
 from draftcore_mooncake.store import MooncakeStore
-
-from draftcore.testing.stores import StoreSuite
+from draftcore_sdk.stores import StoreSuite
 
 
 class TestMooncakeStore(StoreSuite):

@@ -13,10 +13,12 @@ from draftcore_redis.log import RedisLog
 from draftcore_redis.plugin import channel
 from draftcore_redis.server import Server
 
-from draftcore.channels import ChannelEnded
 from draftcore.channels.logged import LoggedChannel
+from draftcore.contracts.algorithm import SampleId
+from draftcore.contracts.capture import CaptureGroup
+from draftcore.contracts.channel import CaptureTask, ChannelEnded, PlannedStep
+from draftcore.contracts.store import SampleRef
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import CaptureGroup, CaptureTask, PlannedStep, SampleId, SampleRef
 
 SOON = 30.0  # seconds within which what must come has come, on a busy machine
 

@@ -6,10 +6,10 @@ from contextlib import closing
 import pytest
 from draftcore_redis.log import RedisLog
 from draftcore_redis.server import Server
+from draftcore_sdk.channels import ChannelSuite
+from draftcore_sdk.plugins import PluginSuite
 
 from draftcore.channels.logged import Head
-from draftcore.testing.channels import ChannelSuite
-from draftcore.testing.plugins import PluginSuite
 
 
 class TestRedisPlugin(PluginSuite):

@@ -15,9 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from draftcore.contracts.capture import CapturedGroup, CaptureInput, FeatureRequest
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.records import CapturedGroup, CaptureInput, FeatureRequest
-from draftcore.target import TargetSpec, resolve_device
+from draftcore.tensors import resolve_device
 from draftcore_sglang import selftest
 from draftcore_sglang.engine import open_engine
 from draftcore_sglang.internals import MAX_PROMPTS, SIGNATURES, Settings, require_arguments

@@ -23,23 +23,22 @@ from typing import Any
 
 from torch import Tensor
 
-from draftcore.binding import bind
-from draftcore.disagg import (
+from draftcore.contracts.serving import DraftShape, RowField
+from draftcore.errors import UsageError
+from draftcore.plugins.binding import bind
+from draftcore.plugins.registry import load
+from draftcore_sglang.internals import disagg as internals
+from draftcore_sglang.internals.signatures import require_sglang
+from draftcore_sglang.rows import (
     Algorithm,
     Arrivals,
-    DraftShape,
     HandedOver,
     RowError,
-    RowField,
     first_draft_input,
     require,
     stand_in,
     wire_row,
 )
-from draftcore.errors import UsageError
-from draftcore.plugins import load
-from draftcore_sglang.internals import disagg as internals
-from draftcore_sglang.internals.signatures import require_sglang
 
 VARIABLE = "DRAFTCORE_SGLANG_ALGORITHM"
 PREFIX = "sglang:"

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draftcore.provenance import SAME_FEATURES
+from draftcore.contracts.offers import SAME_FEATURES
 
 
 class SglangOptions(BaseModel):

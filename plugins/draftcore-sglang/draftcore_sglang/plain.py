@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
-from draftcore.records import FeatureRequest
 from draftcore_sglang.client import Server
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
-from draftcore.offers import Offer
+from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
-    from draftcore.records import Capture, FeatureRequest
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.capture import Capture, FeatureRequest
+    from draftcore.contracts.target import TargetSpec
     from draftcore_sglang.options import ServerOptions, SglangOptions
 
 

@@ -26,16 +26,10 @@ from urllib.parse import unquote
 import torch
 from torch import Tensor
 
+from draftcore.contracts.capture import CapturedGroup, CaptureInput, FeatureRequest
+from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreFull
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import (
-    CapturedGroup,
-    CaptureInput,
-    FeatureRequest,
-    FeatureStore,
-    SampleRef,
-)
-from draftcore.stores import StoreAway, StoreFull
-from draftcore.target import TargetSpec
 from draftcore_sglang import plain, selftest
 from draftcore_sglang.client import Server, ServerAway, Servers
 from draftcore_sglang.options import ServerOptions

@@ -19,9 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetModel, TargetSpec, resolve_device
+from draftcore.target import TransformersModel
+from draftcore.tensors import resolve_device
 
 # Mean over tokens of |difference| / |state|, both the L2 norm over the width. Rounding over the
 # layers of a model gives 1e-6 in fp32 and up to 1.4e-2 in bf16 (an H200); another layer's output, or
@@ -42,7 +44,7 @@ def reference(
             stacklevel=2,
         )
         return None
-    model = held or TargetModel(target)
+    model = held or TransformersModel(target)
     tokens_BT = torch.tensor([prompt], device=model.device)
     lengths_B = torch.tensor([len(prompt)], device=model.device)
     taken = model.features(tokens_BT, lengths_B, request)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError
-from draftcore.finite import largest_magnitude
+from draftcore.tensors import largest_magnitude
 from draftcore.uris import format_size
 from draftcore_sglang.wire import BUSY, FAILED, Refusal
 from draftcore_sglang.writer import LARGEST, Job, Place, Receipt, shared_memory

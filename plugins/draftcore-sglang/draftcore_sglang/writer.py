@@ -29,12 +29,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftcore.binding import bind
+from draftcore.contracts.store import (
+    FeatureStore,
+    SampleRef,
+    StoreAway,
+    StoreError,
+    StoreFull,
+    StoreItem,
+)
 from draftcore.errors import DraftcoreError
-from draftcore.finite import all_finite
-from draftcore.plugins import load
-from draftcore.records import FeatureStore, SampleRef, StoreItem
-from draftcore.stores import StoreAway, StoreError, StoreFull
+from draftcore.plugins.binding import bind
+from draftcore.plugins.registry import load
+from draftcore.tensors import all_finite
 from draftcore_sglang.wire import (
     AWAY,
     FAILED,

@@ -8,7 +8,7 @@ import json
 import os
 
 from draftcore import hookimpl
-from draftcore.offers import Offer
+from draftcore.contracts.offers import Offer
 
 CAPABILITIES = {"disagg", "sglang:idle_worker:IdleWorker"}
 
@@ -36,7 +36,7 @@ def forward_loss(draft, batch, context): ...
 
 @hookimpl
 def build_disagg_draft_input(batch, last_tokens):
-    from draftcore.disagg import DraftInput
+    from draftcore.contracts.serving import DraftInput
 
     if log := os.environ.get("DRAFTCORE_IDLE_LOG"):
         with open(log, "a") as file:

@@ -11,8 +11,7 @@ from draftcore_sglang.desk import Desk, Slice
 from draftcore_sglang.internals.server import Taps
 from draftcore_sglang.sink import Sink
 from draftcore_sglang.wire import Ask, pack
-
-from draftcore.stores.shm import ShmStore
+from draftcore_shm.store import ShmStore
 
 ASK = Ask("ab" * 12, ("hidden.1",), "float32", "p", {})
 

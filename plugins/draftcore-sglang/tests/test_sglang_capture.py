@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_sdk.captures import features_of, group
+from draftcore_sdk.targets import tiny_target
 from draftcore_sglang import internals, selftest
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.options import SglangOptions
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.local_capture import LocalCapture
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetSpec
-from draftcore.testing.captures import features_of, group
-from draftcore.testing.targets import tiny_target
+from draftcore.features.hf import LocalCapture
+from draftcore.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 
@@ -34,7 +35,7 @@ def qwen3(folder: Path) -> Path:
 
 def llama(folder: Path) -> Path:
     """The same weights' names and tokenizer, but Llama's attention and MLP."""
-    vocab = TargetSpec(str(qwen3(folder))).vocab_size
+    vocab = TransformersTarget(str(qwen3(folder))).vocab_size
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=64,
@@ -56,7 +57,7 @@ def llama(folder: Path) -> Path:
 
 @pytest.fixture
 def target(tmp_path: Path) -> TargetSpec:
-    return TargetSpec(str(qwen3(tmp_path)), device="cpu")
+    return TransformersTarget(str(qwen3(tmp_path)), device="cpu")
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def opener() -> Iterator[Opener]:
 def test_every_layer_and_the_last_state_are_those_of_transformers(
     tmp_path: Path, opener: Opener, shape: Callable[[Path], Path]
 ) -> None:
-    target = TargetSpec(str(shape(tmp_path)), device="cpu")
+    target = TransformersTarget(str(shape(tmp_path)), device="cpu")
     asked = group(members=PROMPTS)
     found = features_of(opener(target), asked)
     (expected,) = LocalCapture(target, REQUEST).features([asked])
@@ -214,7 +215,7 @@ def test_a_model_that_scales_its_logits_is_refused(
     tmp_path: Path, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where transformers cannot be asked, as its model does not fit."""
-    target = TargetSpec(str(qwen3(tmp_path)), device="cpu")
+    target = TransformersTarget(str(qwen3(tmp_path)), device="cpu")
     monkeypatch.setattr(selftest, "fits", lambda _: False)
     true = internals.Runner.forward
 

@@ -31,6 +31,8 @@ if find_spec("sglang") is None:
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 HERE = Path(__file__).parent
 
+from draftcore_sdk.suite import child_environment, hooks_of  # noqa: E402
+from draftcore_sdk.targets import tiny_target  # noqa: E402
 from draftcore_sglang import disagg  # noqa: E402
 from draftcore_sglang.internals.disagg import METHOD  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
@@ -51,13 +53,11 @@ from sglang.srt.speculative.eagle_disaggregation import (  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 from sglang_on_cpu import ARGUMENTS  # noqa: E402
 
-from draftcore.binding import Binding, bind  # noqa: E402
+from draftcore.contracts.hooks import Specs  # noqa: E402
+from draftcore.contracts.offers import Offer  # noqa: E402
 from draftcore.errors import UsageError  # noqa: E402
-from draftcore.hookspecs import Specs  # noqa: E402
-from draftcore.offers import Offer  # noqa: E402
-from draftcore.plugins import load  # noqa: E402
-from draftcore.testing import child_environment, hooks_of  # noqa: E402
-from draftcore.testing.targets import tiny_target  # noqa: E402
+from draftcore.plugins.binding import Binding, bind  # noqa: E402
+from draftcore.plugins.registry import load  # noqa: E402
 
 pytestmark = pytest.mark.sglang
 

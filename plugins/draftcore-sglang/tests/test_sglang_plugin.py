@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_sdk.plugins import PluginSuite
+from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.internals import sglang_layers
 from draftcore_sglang.internals.signatures import TESTED, require_sglang
 from draftcore_sglang.options import ServerOptions, SglangOptions
 from packaging.requirements import Requirement
 
+from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
-from draftcore.provenance import choices
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetSpec
-from draftcore.testing.plugins import PluginSuite
-from draftcore.testing.targets import tiny_target
+from draftcore.run.provenance import choices
+from draftcore.target import TransformersTarget
 
 ROOT = Path(__file__).parents[3]
 REQUEST = FeatureRequest((0,), True, "float32")
@@ -84,7 +84,7 @@ def test_without_sglang_the_pip_line_is_the_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     versions(monkeypatch, None)
-    target = TargetSpec(str(tiny_target(tmp_path)), device="cpu")
+    target = TransformersTarget(str(tiny_target(tmp_path)), device="cpu")
     with pytest.raises(UsageError, match=r"pip install 'draftcore-sglang\[sglang\]'"):
         SglangCapture(target, REQUEST, SglangOptions())
 
@@ -134,7 +134,7 @@ def test_the_range_is_that_of_the_extra() -> None:
 
 
 def test_a_vision_language_target_is_refused_by_name(tmp_path: Path) -> None:
-    target = TargetSpec(str(tiny_target(tmp_path)), device="cpu")
+    target = TransformersTarget(str(tiny_target(tmp_path)), device="cpu")
     target.config.vision_config = {"hidden_size": 8}
     with pytest.raises(UsageError, match="vision-language"):
         SglangCapture(target, REQUEST, SglangOptions())

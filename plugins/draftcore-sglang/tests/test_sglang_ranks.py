@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore_sdk.captures import features_of, group
+from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.options import SglangOptions
 
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError
-from draftcore.local_capture import LocalCapture
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetSpec
-from draftcore.testing.captures import features_of, group
-from draftcore.testing.targets import tiny_target
+from draftcore.features.hf import LocalCapture
+from draftcore.target import TransformersTarget
 
 LAYERS = 4
 REQUEST = FeatureRequest(tuple(range(LAYERS)), True, "float32")
@@ -28,7 +29,7 @@ def write_target(folder: Path, dtype: str, device: str) -> TargetSpec:
     # Heads that two ranks can share, of a width that CUDA attention has kernels for.
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     tiny_target(folder, hidden_size=64, num_hidden_layers=LAYERS, **shape)
-    return TargetSpec(str(folder), dtype=dtype, device=device)
+    return TransformersTarget(str(folder), dtype=dtype, device=device)
 
 
 def largest_gap(found: SglangCapture, target: TargetSpec) -> float:

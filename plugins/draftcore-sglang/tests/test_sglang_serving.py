@@ -21,11 +21,12 @@ from sglang_on_cpu import flags
 
 pytest.importorskip("sglang")
 
+from draftcore_sdk.serving import Serving
+
 from draftcore.cli import main
 from draftcore.data.dataset import read_prompts
 from draftcore.supervisor import free_port
-from draftcore.target import TargetSpec
-from draftcore.testing.serving import Serving
+from draftcore.target import TransformersTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
@@ -136,7 +137,7 @@ def generate(server: Serving, prompts: list[list[int]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("label", DRAFTS)
 def test_a_server_accepts_as_many_tokens_as_eval_says(label, serve, trained, reports):
     """The first token of an answer comes from the prompt's forward; a round is one verification."""
-    target = TargetSpec(str(QUICKSTART / "target"))
+    target = TransformersTarget(str(QUICKSTART / "target"))
     prompts, _ = read_prompts(
         str(QUICKSTART / "data" / "eval.jsonl"), target.tokenizer, PROMPTS, 512
     )

@@ -4,16 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from draftcore_sdk.captures import CaptureSuite, capture_target, features_of, group, open_through
 
-from draftcore.records import FeatureRequest
-from draftcore.target import TargetSpec
-from draftcore.testing.captures import (
-    CaptureSuite,
-    capture_target,
-    features_of,
-    group,
-    open_through,
-)
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.target import TransformersTarget
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 
@@ -25,7 +19,10 @@ PLUGIN, NAME, OPTIONS = "draftcore_sglang.plugin", "sglang", {"max_tokens": 512}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The target, which a capture that stays open holds: the tests' own ones share its engine."""
     written = capture_target(tmp_path_factory.mktemp("target"))
-    target, request = TargetSpec(str(written), device="cpu"), FeatureRequest((1,), True, "float32")
+    target, request = (
+        TransformersTarget(str(written), device="cpu"),
+        FeatureRequest((1,), True, "float32"),
+    )
     kept = open_through(PLUGIN, NAME, target, request, OPTIONS)
     features_of(kept, group(0))
     yield written

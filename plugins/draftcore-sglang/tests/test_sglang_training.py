@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from draftcore_sdk.targets import conversations, tiny_target
 from draftcore_sglang.internals import Runner
 
 from draftcore.cli import main
-from draftcore.testing.targets import conversations, tiny_target
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 

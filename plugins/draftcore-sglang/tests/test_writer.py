@@ -7,9 +7,9 @@ import pytest
 import torch
 from draftcore_sglang.wire import Ask
 from draftcore_sglang.writer import LARGEST, Job, Place, Writer
+from draftcore_shm.store import ShmStore
 
-from draftcore.records import StoreItem
-from draftcore.stores.shm import ShmStore
+from draftcore.contracts.store import StoreItem
 
 SAMPLE, OTHER = "ab" * 12, "cd" * 12
 

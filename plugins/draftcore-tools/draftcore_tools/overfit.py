@@ -24,18 +24,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from draftcore.capture import capture_all
 from draftcore.config import EvalConfig, RunConfig, TopologyConfig
+from draftcore.contracts.algorithm import DataSummary, Draft
+from draftcore.contracts.target import TargetSpec
 from draftcore.data.conversations import BadRow, read_conversations
 from draftcore.data.rendering import Renderer
-from draftcore.drafts import export, find_checkpoint, load_checkpoint, load_export
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.decode import Clock, settle, speculate
-from draftcore.plugins import Registry
-from draftcore.records import DataSummary, Draft
-from draftcore.run import DraftRun, Run
-from draftcore.target import TargetSpec
-from draftcore.training.trainer import prepare, train
+from draftcore.plugins.registry import Registry
+from draftcore.run.capture import capture_all
+from draftcore.run.drafts import export, find_checkpoint, load_checkpoint, load_export
+from draftcore.run.parts import DraftRun, Run
+from draftcore.run.trainer import prepare, train
+from draftcore.target import TransformersTarget
 from draftcore_tools.verify import servers_of, verify
 from draftcore_tools.witness import training_side
 
@@ -156,7 +157,7 @@ def overfit(
 ) -> Path | None:  # fmt: skip
     """Train and look, twice as long each time; returns the export that is perfect, if it has one."""
     target = settings.target
-    spec = TargetSpec(target.path, target.revision, target.dtype, target.device)
+    spec = TransformersTarget(target.path, target.revision, target.dtype, target.device)
     rate = limits.lr or RATE / int(spec.text_config.hidden_size)
     settings = alone(settings, folder, rate)
     with stage("rendering"):

@@ -13,7 +13,7 @@ import click
 from draftcore import hookimpl
 
 if TYPE_CHECKING:
-    from draftcore.plugins import Registry
+    from draftcore.plugins.registry import Registry
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -79,7 +79,7 @@ def overfit(
 
     settings = load_config(config, overrides)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from draftcore.run import Run
+    from draftcore.run.parts import Run
     from draftcore_tools.overfit import Interrupted, Limits, learn
 
     registry: Registry = ctx.obj

@@ -22,9 +22,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftcore.contracts.serving import Round, ServedDraft, UnservableError
 from draftcore.data.rendering import Renderer
 from draftcore.errors import UsageError
-from draftcore.served import Round, ServedDraft, UnservableError, gaps, leads, proposals
+from draftcore_tools.served import gaps, leads, proposals
 from draftcore_tools.witness import Side, Witness
 
 # Largest difference of log-probabilities, in nats (`served.gaps`). Both sides compute in fp32, in

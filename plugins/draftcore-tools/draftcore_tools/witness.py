@@ -20,22 +20,21 @@ import torch
 from torch import Tensor
 
 from draftcore.config import RunConfig
+from draftcore.contracts.algorithm import Draft, Drafter
+from draftcore.contracts.serving import Host
 from draftcore.data.dataset import read_prompts
 from draftcore.data.rendering import Renderer
-from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore.errors import UsageError
-from draftcore.evaluation import Drafter
 from draftcore.evaluation.decode import verify
-from draftcore.plugins import Registry
-from draftcore.records import Draft
-from draftcore.run import DraftRun, Run
-from draftcore.served import Host
+from draftcore.plugins.registry import Registry
+from draftcore.run.drafts import find_checkpoint, load_checkpoint
+from draftcore.run.parts import DraftRun, Run
 from draftcore.training.checkpoint import MARK, Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from draftcore.target import TargetModel, TargetSpec
+    from draftcore.contracts.target import TargetModel, TargetSpec
 
 ROUNDS, PROMPTS, LONGEST = 3, 4, 1024
 QUESTIONS = (

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from draftcore_sdk.exports import change
+from draftcore_sdk.targets import conversations, tiny_target
 from torch import Tensor
 
 from draftcore.cli import main
-from draftcore.testing.exports import change
-from draftcore.testing.targets import conversations, tiny_target
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},

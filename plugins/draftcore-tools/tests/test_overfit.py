@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-
-from draftcore.testing.targets import conversations
+from draftcore_sdk.targets import conversations
 
 Overfit = Callable[..., Result]
 BACKBONE = {"num_layers": 2, "block_size": 5, "layers": [1, 4]}

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_tools.served import leads, proposals
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.served import Host, Round, leads, proposals
-from draftcore.target import TargetSpec
+from draftcore.contracts.serving import Host, Round
+from draftcore.target import TransformersTarget
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
@@ -67,7 +68,7 @@ def process(sglang: Any, target_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def host(target_folder: Path) -> Host:
-    return Host.of(TargetSpec(str(target_folder), device="cpu"))
+    return Host.of(TransformersTarget(str(target_folder), device="cpu"))
 
 
 def read(exported: Any) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from draftcore_eagle3 import plugin
+from draftcore_sdk.targets import tiny_target
 from draftcore_tools import verify as gate
 from torch import Tensor
 
 from draftcore.errors import UsageError
-from draftcore.testing.targets import tiny_target
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 IDS = "eagle_aux_hidden_state_layer_ids"

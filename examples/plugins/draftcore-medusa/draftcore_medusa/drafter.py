@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftcore.records import FeatureRequest
+from draftcore.contracts.capture import FeatureRequest
 from draftcore_medusa.model import MedusaDraft
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from draftcore.records import DraftBatch, StepOutput
+from draftcore.contracts.algorithm import DraftBatch, StepOutput
 
 if TYPE_CHECKING:
     from draftcore_medusa.model import MedusaDraft

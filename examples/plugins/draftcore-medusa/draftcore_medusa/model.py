@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftcore.records import Draft, DraftBatch, FeatureRequest, StepOutput, TrainingDefaults
+from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
+from draftcore.contracts.capture import FeatureRequest
 from draftcore_medusa.loss import medusa_loss
 
 if TYPE_CHECKING:
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_medusa.options import MedusaOptions
 
 

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
-from draftcore.offers import Offer
+from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
-    from draftcore.evaluation import Drafter
-    from draftcore.records import (
+    from draftcore.contracts.algorithm import (
         DataSummary,
         Draft,
         DraftBatch,
-        FeatureRequest,
+        Drafter,
         Sample,
         StepContext,
         StepOutput,
     )
-    from draftcore.target import TargetModel, TargetSpec
+    from draftcore.contracts.capture import FeatureRequest
+    from draftcore.contracts.target import TargetModel, TargetSpec
     from draftcore_medusa.options import MedusaOptions
 
 
@@ -49,7 +49,7 @@ def collate(samples: Sequence[Sample], options: MedusaOptions) -> DraftBatch:
     """Pad on the right; `loss_mask_BT` marks the tokens that are to be predicted."""
     from torch.nn.utils.rnn import pad_sequence
 
-    from draftcore.records import DraftBatch
+    from draftcore.contracts.algorithm import DraftBatch
 
     masks = [sample.loss_mask_T for sample in samples]
     hidden = [sample.features["last_hidden"] for sample in samples]

@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError, nearest
-from draftcore.records import Draft
 from draftcore_medusa.model import DraftConfig, MedusaDraft, build
 
 if TYPE_CHECKING:
-    from draftcore.target import TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_medusa.options import MedusaOptions
 
 LAYOUTS = ("serving",)

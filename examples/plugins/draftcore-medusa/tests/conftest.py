@@ -7,10 +7,11 @@ import pytest
 import torch
 from draftcore_medusa import plugin
 from draftcore_medusa.options import MedusaOptions
+from draftcore_sdk.targets import tiny_target
 
-from draftcore.records import DataSummary, Draft, Sample, SampleId
-from draftcore.target import TargetSpec
-from draftcore.testing.targets import tiny_target
+from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId
+from draftcore.contracts.target import TargetSpec
+from draftcore.target import TransformersTarget
 
 WIDTH = 48
 MakeDraft = Callable[..., Draft]
@@ -20,7 +21,7 @@ MakeSamples = Callable[..., list[Sample]]
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
     folder = tiny_target(tmp_path_factory.mktemp("target"), hidden_size=WIDTH)
-    return TargetSpec(str(folder), device="cpu")
+    return TransformersTarget(str(folder), device="cpu")
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ from draftcore_medusa.model import MedusaDraft
 from draftcore_medusa.options import MedusaOptions
 from pydantic import ValidationError
 
-from draftcore.records import Draft, FeatureRequest
-from draftcore.target import TargetModel, TargetSpec
+from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetSpec
+from draftcore.target import TransformersModel
 
 MakeDraft = Callable[..., Draft]
 
@@ -21,7 +23,10 @@ MakeDraft = Callable[..., Draft]
 def test_a_fresh_head_predicts_what_the_target_predicts(
     make_draft: MakeDraft, target: TargetSpec
 ) -> None:
-    draft, model = make_draft(dtype=torch.float32, random=False, num_layers=2), TargetModel(target)
+    draft, model = (
+        make_draft(dtype=torch.float32, random=False, num_layers=2),
+        TransformersModel(target),
+    )
     tokens_BT = torch.randint(250, (2, 9), generator=torch.Generator().manual_seed(0))
     hidden = model.features(tokens_BT, torch.tensor([9, 9]), FeatureRequest((), True, "float32"))
     hidden_RH = hidden["last_hidden"].flatten(0, 1).clone()

@@ -9,10 +9,12 @@ from draftcore_medusa.drafter import DraftState, MedusaDrafter
 from draftcore_medusa.options import MedusaOptions
 
 from draftcore.config import EvalConfig
+from draftcore.contracts.algorithm import Draft, Sample, SampleId, StepContext
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.evaluation.report import Report
-from draftcore.records import Draft, FeatureRequest, Sample, SampleId, StepContext
-from draftcore.target import TargetModel, TargetSpec
+from draftcore.target import TransformersModel
 
 MakeDraft = Callable[..., Draft]
 NUM_HEADS, NEW_TOKENS = 4, 41
@@ -21,7 +23,7 @@ PROMPTS = [[5, 6, 7], [90, 200, 33, 61, 4], [12], [240, 3, 77, 77]]
 
 @pytest.fixture(scope="session")
 def model(target: TargetSpec) -> TargetModel:
-    return TargetModel(target)
+    return TransformersModel(target)
 
 
 def make_drafter(draft: Draft, model: TargetModel) -> MedusaDrafter:

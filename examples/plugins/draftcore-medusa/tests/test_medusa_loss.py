@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftcore.records import Draft, DraftBatch, Sample, StepContext, StepOutput
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
 
 CONTEXT = StepContext(step=0, total_steps=1, seed=0)
 LENGTHS = (9, 1, 2, 14, 3)

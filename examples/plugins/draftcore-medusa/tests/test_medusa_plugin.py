@@ -1,7 +1,7 @@
 """The distribution, its plugin and its algorithm pass what every one of them must pass."""
 
-from draftcore.testing.algorithms import AlgorithmSuite
-from draftcore.testing.plugins import PluginSuite
+from draftcore_sdk.algorithms import AlgorithmSuite
+from draftcore_sdk.plugins import PluginSuite
 
 
 class TestPlugin(PluginSuite):

@@ -8,14 +8,15 @@ import pytest
 import torch
 from draftcore_medusa import plugin
 from draftcore_medusa.options import MedusaOptions
+from draftcore_sdk.exports import change_config, change_tensors, config_of
+from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.records import Draft
-from draftcore.target import TargetSpec
-from draftcore.testing.exports import change_config, change_tensors, config_of
-from draftcore.testing.targets import tiny_target
+from draftcore.target import TransformersTarget
 
 MakeDraft = Callable[..., Draft]
 
@@ -76,7 +77,7 @@ def test_an_export_reloads_exactly(exported: tuple[Draft, Path], target: TargetS
 
 def test_a_target_in_half_precision_with_a_tied_head_round_trips(tmp_path: Path) -> None:
     tied = tiny_target(tmp_path / "tied", tie_word_embeddings=True, dtype="bfloat16")
-    target = TargetSpec(str(tied), device="cpu")
+    target = TransformersTarget(str(tied), device="cpu")
     draft = plugin.build_draft(target, None, MedusaOptions())  # type: ignore[arg-type]
     plugin.export_draft(draft, tmp_path / "export", "serving")
     data = json.loads((tmp_path / "export" / "config.json").read_text())

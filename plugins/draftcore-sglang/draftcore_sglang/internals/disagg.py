@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftcore.disagg import DraftInput, DraftShape
+from draftcore.contracts.serving import DraftInput, DraftShape
 from draftcore.errors import UsageError
 
 METHOD = "build_disagg_draft_input"

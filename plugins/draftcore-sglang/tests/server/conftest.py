@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from draftcore_sdk.captures import capture_target
+from draftcore_sdk.serving import Serving
+from draftcore_shm.store import ShmStore
 
-from draftcore.stores.shm import ShmStore
+from draftcore.contracts.target import TargetSpec
 from draftcore.supervisor import free_port
-from draftcore.target import TargetSpec
-from draftcore.testing.captures import capture_target
-from draftcore.testing.serving import Serving
+from draftcore.target import TransformersTarget
 
 StartServer = Callable[..., Serving]
 
@@ -29,7 +30,7 @@ def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def target(served_folder: Path) -> TargetSpec:
-    return TargetSpec(str(served_folder), device="cpu")
+    return TransformersTarget(str(served_folder), device="cpu")
 
 
 @pytest.fixture(scope="module")

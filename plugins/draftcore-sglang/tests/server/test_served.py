@@ -8,21 +8,21 @@ import threading
 import numpy as np
 import pytest
 import torch
+from draftcore_sdk.captures import ALL, LAYERS, ROWS, Reference, features_of, group
+from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.client import Server
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture, receipt_of, request_body
 from draftcore_sglang.wire import FIELD, Ask
+from draftcore_shm.store import ShmStore
 
 from draftcore.channels.memory import MemoryChannel
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.store import StoreFull, StoreItem
+from draftcore.data.plan import Plan
 from draftcore.errors import UsageError
 from draftcore.feed import Producer
-from draftcore.plan import Plan
-from draftcore.records import FeatureRequest, StoreItem
-from draftcore.stores import StoreFull
-from draftcore.stores.shm import ShmStore
-from draftcore.target import TargetSpec
-from draftcore.testing.captures import ALL, LAYERS, ROWS, Reference, features_of, group
-from draftcore.testing.targets import tiny_target
+from draftcore.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 LONG = [list(range(3, 103)), [7] * 41, list(range(50, 83))]
@@ -169,7 +169,7 @@ def test_a_server_passes_the_self_test(open_capture, store):
 
 
 def test_a_server_of_another_shape_is_refused(open_capture, tmp_path):
-    other = TargetSpec(str(tiny_target(tmp_path, hidden_size=64)), device="cpu")
+    other = TransformersTarget(str(tiny_target(tmp_path, hidden_size=64)), device="cpu")
     with pytest.raises(UsageError, match="serves another target"):
         open_capture(FeatureRequest((0,), True, "float32"), other)
 
@@ -183,7 +183,7 @@ def test_a_server_of_other_weights_is_refused(open_capture, served_folder, tmp_p
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(served_folder).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="other weights"):
-        open_capture(ALL, TargetSpec(str(tmp_path), device="cpu"), self_test=True)
+        open_capture(ALL, TransformersTarget(str(tmp_path), device="cpu"), self_test=True)
 
 
 def test_servers_that_are_away_are_named_with_what_to_do(open_capture):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore_sdk.captures import group
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
+from draftcore_shm.store import ShmStore
 
+from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import DraftcoreError
-from draftcore.records import FeatureRequest
-from draftcore.stores.shm import ShmStore
-from draftcore.testing.captures import group
 
 pytestmark = pytest.mark.sglang
 REQUEST = FeatureRequest((0, 2), True, "float32")

@@ -3,15 +3,15 @@
 import os
 
 import pytest
+from draftcore_sdk.captures import ALL, ROWS, Reference, features_of, group, require_near
 from draftcore_sglang.client import Server
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture, receipt_of, request_body
 from draftcore_sglang.wire import FIELD
+from draftcore_shm.store import ShmStore
 
+from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
-from draftcore.records import FeatureRequest
-from draftcore.stores.shm import ShmStore
-from draftcore.testing.captures import ALL, ROWS, Reference, features_of, group, require_near
 
 pytestmark = pytest.mark.sglang
 AUX = (

@@ -8,12 +8,12 @@ import torch
 from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master
 from draftcore_mooncake.store import MooncakeStore
+from draftcore_sdk.captures import ALL, LAYERS, ROWS, Reference
+from draftcore_sdk.loopback import only_loopback
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
 
-from draftcore.records import CaptureGroup, CaptureInput
-from draftcore.testing.captures import ALL, LAYERS, ROWS, Reference
-from draftcore.testing.loopback import only_loopback
+from draftcore.contracts.capture import CaptureGroup, CaptureInput
 
 pytestmark = pytest.mark.sglang
 

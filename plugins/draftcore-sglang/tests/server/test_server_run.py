@@ -9,9 +9,8 @@ import uuid
 
 import pytest
 import yaml
-
-from draftcore.testing import child_environment
-from draftcore.testing.targets import conversations
+from draftcore_sdk.suite import child_environment
+from draftcore_sdk.targets import conversations
 
 pytest.importorskip("draftcore_eagle3")
 pytestmark = pytest.mark.sglang

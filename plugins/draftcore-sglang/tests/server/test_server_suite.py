@@ -5,8 +5,7 @@ bit. What a server's own batching changes is tested in `test_served`.
 """
 
 import pytest
-
-from draftcore.testing.captures import CaptureSuite
+from draftcore_sdk.captures import CaptureSuite
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 

@@ -1,0 +1,77 @@
+"""The plugin that draftcore brings along: what makes it run alone, and the verbs that do the work.
+
+It registers as third parties do, by an entry point and through hooks. What is heavy is imported where
+it is opened (torch takes 1.6 s), so that listing plugins stays quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+
+if TYPE_CHECKING:
+    import click
+
+    from draftcore.contracts.capture import Capture, FeatureRequest
+    from draftcore.contracts.channel import Channel
+    from draftcore.contracts.runner import Runner, RunnerContext
+    from draftcore.contracts.store import FeatureStore
+    from draftcore.contracts.target import TargetSpec
+
+OFFERS = (
+    Offer("capture", "hf", frozenset({"graphs", "overlap"})),
+    Offer("store", "file", frozenset({"durable", "one-writer", "shared"})),
+    Offer("store", "memory"),
+    Offer("channel", "memory"),
+    Offer("channel", "sqlite", frozenset({"shared"})),
+    Offer("channel", "dir", frozenset({"shared"})),
+    Offer("runner", "eager"),
+)
+
+
+@hookimpl
+def describe() -> Sequence[Offer]:
+    return OFFERS
+
+
+@hookimpl
+def commands() -> Sequence[click.Command]:
+    from draftcore.verbs import capture, evaluate, export, train
+
+    return [capture, train, evaluate, export]
+
+
+@hookimpl
+def capture(name: str, target: TargetSpec, request: FeatureRequest) -> Capture:
+    from draftcore.features.hf import LocalCapture
+
+    return LocalCapture(target, request)
+
+
+@hookimpl
+def feature_store(name: str, uri: str) -> FeatureStore:
+    from draftcore.features.stores.file import FileStore
+    from draftcore.features.stores.memory import MemoryStore
+
+    return FileStore.open(uri) if name == "file" else MemoryStore.open(uri)
+
+
+@hookimpl
+def channel(name: str, uri: str, run_id: str, role: str) -> Channel:
+    from draftcore.channels.dir import DirLog
+    from draftcore.channels.memory import MemoryChannel
+    from draftcore.channels.sqlite import SqliteLog
+
+    if name == "memory":
+        return MemoryChannel.open(uri, run_id, role)
+    return (SqliteLog if name == "sqlite" else DirLog).open(uri, run_id, role)
+
+
+@hookimpl
+def runner(name: str, context: RunnerContext) -> Runner:
+    from draftcore.evaluation.eager import Eager
+
+    return Eager()

@@ -1,0 +1,97 @@
+"""What a capture backend is asked for, and what it returns.
+
+Layer ids are 0-based *outputs of layer k* everywhere. Shape letters: T tokens, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from draftcore.contracts.store import FeatureStore, SampleRef
+
+
+@dataclass(frozen=True)
+class FeatureRequest:
+    """The features an algorithm trains on, as data, so that requests can be joined.
+
+    `layers` are 0-based layer outputs (captured as `hidden.<k>`, after the residual add);
+    `last_hidden` is the state after the final norm; `dtype` is the stored torch dtype's name.
+    """
+
+    layers: tuple[int, ...]
+    last_hidden: bool
+    dtype: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        hidden = tuple(f"hidden.{layer}" for layer in self.layers)
+        return hidden + (("last_hidden",) if self.last_hidden else ())
+
+    def serves(self, other: FeatureRequest) -> bool:
+        """Say whether what this request captures holds all that another asks for."""
+        return self.dtype == other.dtype and set(other.names) <= set(self.names)
+
+    def union(self, other: FeatureRequest) -> FeatureRequest:
+        """Join two requests of one dtype, storing nothing twice."""
+        if self.dtype != other.dtype:
+            raise ValueError(f"cannot join features of {self.dtype} with features of {other.dtype}")
+        layers = tuple(sorted({*self.layers, *other.layers}))
+        return FeatureRequest(layers, self.last_hidden or other.last_hidden, self.dtype)
+
+
+@dataclass(frozen=True)
+class CaptureGroup:
+    """Samples that go through the target together, always in this composition and padded length.
+
+    Padding and batch size change the last bits of a forward pass, so a group depends on the
+    dataset and `capture.batch` alone, and a recapture repeats the whole group.
+    """
+
+    index: int
+    rows: tuple[int, ...]
+    feature_ids: tuple[str, ...]
+    padded_length: int
+
+
+@dataclass(frozen=True)
+class CaptureInput:
+    """A group with its token ids, one sequence per member."""
+
+    group: CaptureGroup
+    token_ids: tuple[Sequence[int], ...]
+
+
+@dataclass(frozen=True)
+class CapturedGroup:
+    """Features of a group: per member a mapping of feature name to a [T, H] tensor."""
+
+    group: CaptureGroup
+    features: tuple[Mapping[str, Tensor], ...]
+
+
+class Capture(Protocol):
+    """An open capture backend. A short row raises; it is never returned."""
+
+    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
+        """Yield each group's features in the order asked, rows exactly as long as their tokens.
+
+        The device need not be waited for: who stores them does, and asks whether they are finite.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class StoringCapture(Capture, Protocol):
+    """A capture elsewhere that may put into a store from there, as `put_many` does."""
+
+    def reaches(self, store: FeatureStore) -> bool: ...
+    def deliver(
+        self, group: CaptureInput, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
+    ) -> tuple[SampleRef, ...]: ...

@@ -1,0 +1,193 @@
+"""The contract between the core and its plugins: one class, every hook a typed method.
+
+A plugin is a module named by an entry point of the group `draftcore`; it implements any of these
+with `@hookimpl`, takes the arguments it needs (pluggy matches them by name), and imports neither
+torch nor pydantic at import time. `First result` hooks have exactly one owner in a run, chosen by
+the run's configuration; all others are called on every selected plugin. Authors who want their
+implementations type-checked subclass `Specs` and register an instance.
+
+Hooks grow by new keyword arguments with defaults; an argument or hook that goes away warns first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from draftcore import hookspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import click
+    from torch import Tensor
+
+    from draftcore.contracts.algorithm import (
+        DataSummary,
+        Draft,
+        DraftBatch,
+        Drafter,
+        Sample,
+        StepContext,
+        StepOutput,
+    )
+    from draftcore.contracts.capture import Capture, FeatureRequest
+    from draftcore.contracts.channel import Channel
+    from draftcore.contracts.offers import Offer
+    from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
+    from draftcore.contracts.serving import (
+        DisaggBatch,
+        DraftInput,
+        DraftShape,
+        RowField,
+        ServedDraft,
+    )
+    from draftcore.contracts.store import FeatureStore
+    from draftcore.contracts.target import TargetModel, TargetSpec
+
+
+class Specs:
+    """Every hook. Bodies are empty: a spec is documentation and a signature."""
+
+    # ------------------------------------------------------------ what a plugin is
+
+    @hookspec
+    def describe(self) -> Sequence[Offer]:
+        """List what the plugin offers, at most one algorithm. Without it: wrappers and observers."""
+        raise AssertionError
+
+    @hookspec
+    def commands(self) -> Sequence[click.Command]:
+        """Add verbs to the command line."""
+        raise AssertionError
+
+    # ------------------------------------------------------------ infrastructure
+
+    @hookspec(firstresult=True)
+    def capture(
+        self, name: str, target: TargetSpec, request: FeatureRequest, options: Any
+    ) -> Capture:
+        """Open the capture backend `name`. First result."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def feature_store(self, name: str, uri: str, options: Any) -> FeatureStore:
+        """Open the store at `uri`, whose scheme is `name`. First result."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def channel(
+        self, name: str, uri: str, run_id: str, options: Any, role: str = "both"
+    ) -> Channel:
+        """Open the control plane at `uri` for the run `run_id`; another run's is refused. First result.
+
+        `role` is the end to open, "trainer" or "producer"; "both" where one process is both.
+        """
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def runner(self, name: str, context: RunnerContext, options: Any) -> Runner:
+        """Open the runner `name`, which runs target or draft in one phase. First result."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def graph_backend(self, name: str, options: Any) -> GraphBackend:
+        """Open the graph mechanism `name`. First result."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def graph_plugin(self, name: str, options: Any) -> GraphPlugin:
+        """Open the cross-cutting graph feature `name`. First result."""
+        raise AssertionError
+
+    # ------------------------------------------------------------ an algorithm, in training
+
+    @hookspec(firstresult=True)
+    def feature_request(self, target: TargetSpec, options: Any) -> FeatureRequest:
+        """Say which target features training needs. Called before the target's weights are read."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def build_draft(self, target: TargetSpec, data: DataSummary, options: Any) -> Draft:
+        """Build the draft in fp32 on the CPU, initialised; the same seed gives the same bits."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def collate(self, samples: Sequence[Sample], options: Any) -> DraftBatch:
+        """Make a batch of samples, on the device where they lie; padding must not change the loss."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
+        """Run the draft and return its loss as a numerator and a denominator.
+
+        An all-masked batch gives numerator 0, never nan. The trainer divides once, over the
+        accumulation window and all ranks.
+        """
+        raise AssertionError
+
+    # ------------------------------------------------------------ an algorithm, being served
+
+    @hookspec(firstresult=True)
+    def disagg_row(self, shape: DraftShape) -> Sequence[RowField]:
+        """Say what a prefill server must send beside the last token. Without it: nothing."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def build_disagg_draft_input(
+        self, batch: DisaggBatch, last_tokens: Tensor, future_map: Any
+    ) -> DraftInput:
+        """Build the first draft input on the decode side of prefill/decode disaggregation.
+
+        Called with keywords, after the core has checked every request against `disagg_row`. An
+        empty batch returns an empty, well-typed input. `future_map` is for reading: the core
+        publishes and stashes, once the answer has been checked.
+        """
+        raise AssertionError
+
+    # ------------------------------------------------------------ an algorithm, after training
+
+    @hookspec(firstresult=True)
+    def drafter(self, draft: Draft, target: TargetModel, options: Any) -> Drafter:
+        """Return the reference decoder that `draftcore eval` decodes with."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def export_draft(self, draft: Draft, folder: Path, layout: str) -> None:
+        """Write the draft into an empty folder in the serving layout `layout`."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def import_draft(self, folder: Path, target: TargetSpec, options: Any) -> Draft:
+        """Read a draft from a serving layout, our own exports or published ones."""
+        raise AssertionError
+
+    @hookspec(firstresult=True)
+    def read_export(self, folder: Path, server: str) -> ServedDraft:
+        """Read an export by the conventions of `server`, sharing no code with `export_draft`."""
+        raise AssertionError
+
+    # ------------------------------------------------------------ observers
+
+    @hookspec
+    def run_started(self, run: Path, config: Mapping[str, Any], total_steps: int) -> None:
+        """A training run starts or resumes; `config` is the resolved configuration."""
+
+    @hookspec
+    def step_finished(self, step: int, metrics: Mapping[str, float], draft: str = "") -> None:
+        """An optimizer step is done. `metrics` holds loss, lr, gradient norm and the algorithm's own.
+
+        `draft` is the label of the draft here and below, empty in a run of a single one.
+        """
+
+    @hookspec
+    def evaluated(self, step: int, report: Mapping[str, Any], draft: str = "") -> None:
+        """An evaluation is done, during training or by `draftcore eval`."""
+
+    @hookspec
+    def checkpoint_saved(self, step: int, folder: Path, draft: str = "") -> None:
+        """A checkpoint is durable."""
+
+    @hookspec
+    def run_finished(self, run: Path, step: int, reason: str) -> None:
+        """Training ended: `reason` is `complete`, `interrupted` or `failed`."""

@@ -1,0 +1,41 @@
+"""What a plugin offers, and how a run reaches what it has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Kind = Literal["algorithm", "capture", "store", "channel", "runner", "graph", "graph-plugin"]
+# On a field of an options model: the option changes no bit of a captured feature.
+SAME_FEATURES: Any = {"same_features": True}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One thing a plugin offers.
+
+    `options` is the dotted path `module:Class` of its options model, imported on selection; '' for
+    an offer without options. Capabilities are what others may ask for instead of a name.
+    """
+
+    kind: Kind
+    name: str
+    capabilities: frozenset[str] = frozenset()
+    options: str = ""
+
+
+class Bound(Protocol):
+    """An offer that a run has chosen and can call. `hook` holds every hook (`contracts.hooks.Specs`)."""
+
+    @property
+    def plugin(self) -> object: ...
+    @property
+    def offer(self) -> Offer: ...
+    @property
+    def hook(self) -> Any: ...
+    @property
+    def capabilities(self) -> frozenset[str]: ...
+    def options(self, data: Mapping[str, Any]) -> Any:
+        """Validate options by the offer's model; None for an offer without. Raises UsageError."""
+        ...

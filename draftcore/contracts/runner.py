@@ -1,0 +1,217 @@
+"""Who runs target and draft in a phase, and through which graph mechanism.
+
+Two axes are kept apart. A *runner* owns a phase (prefill is the target's forward in capture, decode
+the draft and verify rounds): which shapes there are, what lies in static buffers, when a batch may
+replay. A *graph backend* owns a mechanism: how the work of one shape is recorded and replayed. A
+backend never imports a phase, a runner no mechanism. Without a plugin both phases run eagerly.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from draftcore.contracts.algorithm import Drafter
+    from draftcore.contracts.offers import Bound, Kind
+    from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
+
+PhaseName = Literal["prefill", "decode"]
+
+# ---------------------------------------------------------------- runners
+
+
+class Rows(Protocol):
+    """Rows in flight: what they have read, the token each goes on from, one round at a time."""
+
+    last_B: Tensor
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        ...
+
+    def propose(self) -> None:
+        """Draft the tokens of a round."""
+        ...
+
+    def verify(self, span: int) -> tuple[Tensor, Tensor]:
+        """Read the drafts and judge them; returns tokens_BT and counts_B as `verify` does.
+
+        `span` bounds the positions that the round reads, as in `TargetModel.forward`.
+        """
+        ...
+
+    def plain(self, span: int) -> None:
+        """A step without a draft, to be timed. The rows are of no other use afterwards."""
+        ...
+
+
+class DecodeRunner(Protocol):
+    """Runs rounds of drafting and verifying."""
+
+    target: TargetModel
+    drafter: Drafter
+
+    def reserve(self, rows: int, max_len: int) -> None:
+        """Expect batches of at most so many rows and positions."""
+        ...
+
+    def start(
+        self,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        max_len: int,
+        temperature: float,
+        generator: torch.Generator,
+    ) -> Rows:
+        """Read right-padded prompts and choose the first token of each."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunnerContext:
+    """What a runner is told of the run, before the target is loaded.
+
+    `rows` and `longest` bound the batches of the phase: `longest` counts the tokens of a row in
+    prefill and the positions that are read and decoded in decode. `capture` names the run's capture.
+    `bind` reaches another offer by kind and name; `offered` maps the usable offers of a kind to their
+    capabilities.
+    """
+
+    phase: PhaseName
+    rows: int
+    longest: int
+    temperature: float
+    capture: str
+    bind: Callable[[Kind, str], Bound]
+    offered: Callable[[Kind], Mapping[str, frozenset[str]]]
+
+
+class Runner(Protocol):
+    """Opens what runs the target, or target and draft, in one phase."""
+
+    def check(self, target: TargetSpec) -> None:
+        """Raise UsageError for what cannot work with this target, before its weights are read."""
+        ...
+
+    def plan(self, target: TargetSpec) -> Iterator[tuple[str, str, str]]:
+        """Yield key, value and who decided it, for `--plan`."""
+        ...
+
+    def prefill(self, model: TargetModel) -> PrefillRunner:
+        """Return what runs the target for capture: one per model, for all captures of the run."""
+        ...
+
+    def decode(self, model: TargetModel, drafter: Drafter, module: nn.Module) -> DecodeRunner:
+        """Return what decodes with this draft, whose weights are those of `module`."""
+        ...
+
+    def report(self) -> Iterator[str]:
+        """Yield a line for each thing that people should know of what was run, once it was."""
+        ...
+
+
+# ---------------------------------------------------------------- graphs
+
+# A tensor, None, or a dict, tuple or list of outputs.
+Outputs: TypeAlias = Any
+# The static buffers of a bucket by name, or a part of their rows.
+Batch: TypeAlias = "Mapping[str, Tensor]"
+
+
+@dataclass(frozen=True, order=True)
+class ShapeKey:
+    """The bucket that a graph was captured for.
+
+    `rows` are those of the padded batch. `length` is, in prefill, the padded tokens of a row and,
+    in decoding, the cache slots that attention covers. `variant` names what else was captured
+    apart, such as the features asked for.
+    """
+
+    rows: int
+    length: int = 1
+    variant: str = ""
+
+
+class GraphBackend(ABC):
+    """A graph mechanism. It owns no phase; the base has neither state nor defaults.
+
+    A failure inside `fn` leaves the backend usable: the key is as if it was never captured.
+    """
+
+    @abstractmethod
+    def capture_session(self) -> AbstractContextManager[None]:
+        """Wrap a runner's whole loop over its buckets, the largest first.
+
+        A mechanism that the garbage collector would disturb keeps it out here.
+        """
+
+    @abstractmethod
+    def capture_one(self, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
+        """Call `fn` twice to warm up, then once more to record it, inside a capture session.
+
+        `fn` reads and writes static buffers only. A key that was captured before is replaced.
+        """
+
+    @abstractmethod
+    def can_run(self, batch: Batch, key: ShapeKey) -> bool:
+        """Say whether this static batch can be replayed under this key."""
+
+    @abstractmethod
+    def replay_session(self) -> AbstractContextManager[None]:
+        """Wrap one replay, the filling of the static buffers included."""
+
+    @abstractmethod
+    def replay(self, key: ShapeKey) -> Outputs:
+        """Do what was recorded on what the static buffers hold now.
+
+        The outputs have the type, keys, dtypes and shapes that `fn` returned. They may alias the
+        outputs of the next call; a runner's never do.
+        """
+
+    @abstractmethod
+    def cleanup(self) -> None:
+        """Drop graphs, outputs and memory pools; captures may follow again."""
+
+
+class Work(Protocol):
+    """What is done for a bucket, and recorded."""
+
+    def __call__(
+        self, batch: Batch, *, ends: Any | None = None, begins: Any | None = None
+    ) -> Outputs:
+        """Work on these rows, and return outputs [rows, ...], those per token [rows, tokens, ...].
+
+        The batch may be a part of the bucket's rows, and fewer of their tokens, in prefill only:
+        elsewhere a part raises DraftcoreError. A row may be divided between two parts: its
+        beginning is the last row of the one that it `ends`, its rest the first row of the one
+        that it `begins`, which is called second. The runner's dist says how a row is divided.
+        """
+        ...
+
+
+class GraphPlugin(ABC):
+    """A cross-cutting feature, told of each capture and each replay.
+
+    `batch` holds the static buffers by name, padded. `live_B` among them is true for the rows that
+    are no padding, whose lengths `lengths_B` says; what else is in rows of padding is the phase's.
+    A plugin writes only into buffers that it allocated before capture, and waits for no device.
+    """
+
+    @abstractmethod
+    def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
+        """Return what is recorded for the bucket `key`: `work`, or what does it in another way.
+
+        Called before each capture of the bucket. What is returned is called on `batch`, and
+        gives the outputs of `work(batch)` within rounding.
+        """
+
+    @abstractmethod
+    def on_replay(self, key: ShapeKey, batch: Batch) -> None:
+        """Called before each replay of `key`, when the batch is filled."""

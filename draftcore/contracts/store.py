@@ -1,0 +1,144 @@
+"""What a feature store keeps, promises and raises.
+
+A store keeps samples' features under (feature id, generation). The generation is drawn anew for
+each put, so a re-put supersedes, and a ref to the old bytes raises instead of reading the new ones.
+A `SampleRef` is metadata and never holds a tensor; tensors travel in `StoreItem` and `Handle` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from draftcore.errors import DraftcoreError
+from draftcore.uris import format_size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """Where one sample's features lie. `generation` is unique per put, even across restarts."""
+
+    feature_id: str
+    generation: str
+    uri: str
+    tensors: tuple[TensorSpec, ...]
+    tokens: int
+    nbytes: int
+    provenance: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "tensors": [{**vars(spec)} for spec in self.tensors]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SampleRef:
+        specs = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in data["tensors"])
+        return cls(**{**data, "tensors": specs})
+
+
+class Handle(Protocol):
+    """An open read. The tensors stay valid until `close`; it is a context manager."""
+
+    ref: SampleRef
+    tensors: Mapping[str, Tensor]
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Handle: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class StoreItem:
+    """One sample to put: its id, its tensors (any of them may be non-contiguous), its origin."""
+
+    feature_id: str
+    tensors: Mapping[str, Tensor]
+    tokens: int
+    provenance: str = ""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    samples: int
+    nbytes: int
+    limit_bytes: int | None
+    open_handles: int
+    free_bytes: int | None = None  # on the medium below, where that is known
+
+
+class FeatureStore(Protocol):
+    """Keeps samples' features. One conformance suite holds every store to this.
+
+    `uri` is what another process opens to reach the same samples, where several can.
+    """
+
+    uri: str
+
+    def put(self, item: StoreItem) -> SampleRef: ...
+    def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        """Store samples, all or none; a re-put supersedes. Raises `StoreFull`, or `StoreAway` for now."""
+        ...
+
+    def get(
+        self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None
+    ) -> Handle:
+        """Open a sample for reading. A stale, freed, short or torn one raises `StoreError`."""
+        ...
+
+    def get_many(
+        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
+    ) -> tuple[Handle, ...]: ...
+    def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
+        """Return the current ref of each id that is held; ids not held are left out."""
+        ...
+
+    def free(self, refs: Iterable[SampleRef]) -> None:
+        """Drop samples: idempotent, deferred while handles are open, never a newer generation."""
+        ...
+
+    def abort(self, feature_id: str) -> None: ...
+    def stats(self) -> StoreStats: ...
+    def close(self) -> None: ...
+
+
+class DurableStore(FeatureStore, Protocol):
+    """A store of capability `durable`: it outlives the process and says what it holds."""
+
+    def read_manifest(self) -> dict[str, Any] | None: ...
+    def write_manifest(self, data: Mapping[str, Any]) -> None: ...
+
+
+class StoreError(DraftcoreError):
+    """A sample cannot be read as its ref says: stale, freed, torn or altered."""
+
+
+class StoreAway(StoreError):  # noqa: N818  a state that producers wait out
+    """The store does not answer now, and may again: whether it holds a sample is not known."""
+
+
+class StoreFull(DraftcoreError):  # noqa: N818  a state that producers wait out
+    """A put would exceed the store's bytes. Nothing was stored; free samples and put again.
+
+    `needed` and `free` are in bytes; `limit` names what `free` is left of.
+    """
+
+    def __init__(
+        self, uri: str, *, needed: int, samples: int, free: int, limit: str, remedy: str
+    ) -> None:
+        self.needed, self.free = needed, max(free, 0)
+        super().__init__(
+            f"the store {uri} is full\n"
+            f"  needed: {format_size(needed)} for {samples} samples\n"
+            f"  free: {format_size(self.free)} of {limit}\n"
+            f"  {remedy}"
+        )

@@ -1,0 +1,1 @@
+"""Features of the target: the built-in capture and the built-in stores."""

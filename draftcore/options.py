@@ -1,0 +1,122 @@
+"""From YAML and KEY=VALUE to validated options, with refusals that say what there is and what to do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import yaml
+
+from draftcore.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a mapping. Raises UsageError for a file that is missing, unreadable or anything else."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = ", ".join(sorted(p.name for p in path.parent.glob("*.y*ml"))) or "none"
+        raise UsageError(
+            f"no configuration file {path}\n  YAML files in {path.parent}: {near}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"cannot read {path}: {error}\n  name a YAML file, in UTF-8, that you may read"
+        ) from None
+    except yaml.YAMLError as error:
+        problem = str(error).replace("<unicode string>", str(path))
+        raise UsageError(f"{path} is not YAML: {problem}\n  correct it there") from None
+    if not isinstance(data, dict):
+        kind = "is empty" if data is None else f"holds a {type(data).__name__}, not a mapping"
+        raise UsageError(f"{path} {kind}\n  it needs at least run, target and algorithm")
+    return data
+
+
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Set each KEY=VALUE in `data`, in order: a dotted key, a value read as YAML."""
+    for override in overrides:
+        _apply(data, override)
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not (equals and key):
+        raise UsageError(f"override {override!r} is not KEY=VALUE\n  for example train.lr=1e-4")
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = data[parent] = {} if data.get(parent) is None else data[parent]
+        if not isinstance(child, dict):
+            raise UsageError(f"override {override!r}: {parent!r} is a value, not a section")
+        data = child
+    data[last] = _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    """Read a value as YAML 1.1 does, and also 1e-4, which YAML 1.1 takes for a string."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"cannot read the value {text!r}: {error}") from None
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def validate(path: str, data: Mapping[str, Any], where: str) -> Any:
+    """Validate options by the model at `module:Class`; None for data of '', which must be empty.
+
+    Raises UsageError for unknown keys, which the model may have meant to ignore, for bad values
+    and for a model that cannot be imported.
+    """
+    from pydantic import ValidationError  # 70 ms: listing plugins needs none of it
+
+    module, _, name = path.partition(":")
+    if not module:
+        if data:
+            raise UsageError(f"{where}: it has none\n  leave out {', '.join(data)}")
+        return None
+    try:
+        model = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{where}: {error}\n  python -c 'import {module}' tells more") from error
+    try:
+        return model.model_validate(data, extra="forbid")
+    except ValidationError as error:
+        raise UsageError(explain(error, model, where)) from None
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    """Say what is wrong with each key of `model`'s data, and which keys there are."""
+    lines = [f"{where}: {error.error_count()} wrong"]
+    for problem in error.errors(include_url=False):
+        *parents, key = problem["loc"] or ("",)
+        path = ".".join(map(str, problem["loc"]))
+        if not problem["loc"]:  # a rule about the whole
+            lines.append(f"  {problem['msg'].removeprefix('Value error, ')}")
+        elif problem["type"] == "extra_forbidden":
+            known = _keys(model, parents)
+            hint = nearest(str(key), known)
+            lines.append(f"  {path}: unknown key{hint}; there are {', '.join(known)}")
+        elif problem["type"] == "missing":
+            lines.append(f"  {path}: is missing")
+        else:
+            lines.append(f"  {path}: {problem['msg']}, not {problem['input']!r}")
+    return "\n".join([*lines, "  correct or leave out these keys"])
+
+
+def _keys(model: Any, parents: Sequence[int | str]) -> Sequence[str]:
+    """Return the keys of the section that `parents` lead to, through lists and optional ones."""
+    for parent in parents:
+        if parent in model.model_fields:
+            annotation = model.model_fields[parent].annotation
+            inside = [annotation, *get_args(annotation)]
+            model = next((a for a in inside if hasattr(a, "model_fields")), model)
+    return list(model.model_fields)

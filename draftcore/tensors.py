@@ -1,0 +1,68 @@
+"""Whether features are finite, in one pass: what is asked of every capture before anything is stored.
+
+Apart from `local_capture`, so that a process which only writes features loads no transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftcore.contracts.capture import CapturedGroup
+from draftcore.errors import DraftcoreError, UsageError
+
+
+def require_finite(captured: CapturedGroup) -> None:
+    """Raise DraftcoreError for a member's feature that holds inf or nan, naming its dataset row."""
+    if all_finite([value for features in captured.features for value in features.values()]):
+        return
+    group = captured.group
+    for row, feature_id, features in zip(
+        group.rows, group.feature_ids, captured.features, strict=True
+    ):
+        for name, value_TH in features.items():
+            if not value_TH.isfinite().all():
+                raise DraftcoreError(
+                    f"feature {name!r} of dataset row {row} (sample {feature_id}) holds inf or nan in "
+                    f"{value_TH.dtype}\n"
+                    "  capture in a wider type (capture.dtype=float32), or leave the row out"
+                )
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Say whether no tensor holds inf or nan; none may be empty.
+
+    No result of a tensor's size is made. On a device the largest magnitude of all is found by a few
+    launches and waited for once. On a CPU that takes twenty times as long as the extremes, which
+    come at 12 to 15 GB/s in bfloat16.
+    """
+    if tensors[0].is_cuda:
+        return bool(largest_magnitude(tensors).isfinite())
+    extremes = torch.stack([e.double() for tensor in tensors for e in tensor.aminmax()])
+    return bool(extremes.isfinite().all())
+
+
+def largest_magnitude(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of all, [], or nan: a few launches on a device, and no wait."""
+    return torch.nn.utils.get_total_norm(tensors, math.inf)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn `auto` into the first accelerator there is; raises UsageError for an absent one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(
+            f"there is no device {name!r}\n  use auto, cpu, cuda, or cuda:N for the N-th GPU"
+        ) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"device {name!r} was asked for, but this torch ({torch.__version__}) sees no CUDA device\n"
+            "  use device=cpu, or install a CUDA build of torch"
+        )
+    return device

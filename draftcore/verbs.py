@@ -1,0 +1,301 @@
+"""The verbs that do the work: capture, train, eval, export.
+
+They are commands of a plugin like any other's. Each reads one YAML file with dotted overrides and
+hands a `Run` to the part of draftcore that does it; torch comes in only then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from draftcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from draftcore.config import RunConfig
+    from draftcore.evaluation.report import Report
+    from draftcore.plugins.registry import Registry
+    from draftcore.run.parts import DraftRun, Run
+
+Role = Literal["both", "trainer", "producer"]
+FOLDER = click.Path(file_okay=False, path_type=Path)
+EXAMPLE = "For example: draftcore {}"
+
+
+def run_command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb its configuration: CONFIG.yaml and any number of KEY=VALUE overrides."""
+    function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
+    function = click.argument("config", type=click.Path(path_type=Path))(function)
+    return click.pass_obj(function)
+
+
+@contextmanager
+def open_run(
+    registry: Registry, config: Path, overrides: Sequence[str], *, role: Role | None = None
+) -> Iterator[Run]:
+    """Open a configured run; without a role it refuses to be started by torchrun."""
+    from draftcore.config import load_config  # pydantic, then torch: only for a verb that works
+
+    settings = load_config(config, overrides)
+    # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
+    # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from draftcore.run.parts import Run
+    from draftcore.training.ranks import join, require_one
+
+    if role in (None, "producer"):
+        require_one()
+    with join(settings.train) as ranks:
+        run = Run(settings, registry, ranks, role or "both")
+        try:
+            yield run
+        finally:
+            run.close()
+
+
+def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a verb say how it would run target and draft, and do nothing else."""
+    return click.option(
+        "--plan", "planned", is_flag=True, help="Print what `runner` comes to, and do nothing."
+    )(function)
+
+
+def show_runners(run: Run) -> None:
+    """Print what the runners have to say of what they ran."""
+    for phase, runner in run.runners.items():
+        for line in runner.report():
+            show_row(f"runner.{phase}", line)
+
+
+def show_plan(run: Run) -> None:
+    lines = [("PHASE", "KEY", "VALUE", "DECIDED BY")]
+    for phase, runner in run.runners.items():
+        lines += [(phase, *row) for row in runner.plan(run.target)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+@click.command(epilog=EXAMPLE.format("capture run.yaml store=file:features"))
+@run_command
+@plan_option
+def capture(registry: Registry, config: Path, overrides: tuple[str, ...], planned: bool) -> None:
+    """Capture the target's features into a durable store.
+
+    Stopped or killed, the same command goes on where it was; no sample is captured twice. The
+    finished store is all that `train` needs on another host.
+    """
+    with open_run(registry, config, overrides) as run:
+        from draftcore.run.capture import capture_all
+
+        if planned:
+            return show_plan(run)
+        click.echo(capture_all(run))
+        show_runners(run)
+
+
+@click.command(epilog=EXAMPLE.format("train run.yaml train.lr=3e-4 run=runs/higher-rate"))
+@run_command
+@click.option("--role", type=click.Choice(["trainer", "producer"]), help="Be this process only.")
+@click.pass_context
+def train(
+    ctx: click.Context,
+    registry: Registry,
+    config: Path,
+    overrides: tuple[str, ...],
+    role: Role | None,
+) -> None:
+    """Train a run's drafts, each from its last checkpoint if any.
+
+    Features come from the store; what it lacks is captured on the way, once for all drafts. Ctrl-C
+    ends the step, writes checkpoints and stops; the same command goes on from there.
+
+    With `topology`, capture and training are processes of their own, which this command starts and
+    keeps alive. On several machines, start one trainer and any number of producers by --role. Ranks
+    that torchrun started train together; another number of them may go on.
+    """
+    from draftcore.config import load_config
+
+    settings = load_config(config, overrides)
+    topology = settings.topology
+    several = topology.producers > 0 or topology.ranks > 1
+    if role is None and several and "WORLD_SIZE" not in os.environ:
+        ctx.exit(supervise(ctx, settings, config, overrides))
+    if role is None and topology.producers > 0:
+        role = "trainer"
+    with open_run(registry, config, overrides, role=role or "both") as run:
+        if role == "producer":
+            return produce_features(run)
+        reason = train_drafts(run)
+    if reason == "interrupted":
+        raise click.exceptions.Exit(130)
+
+
+def produce_features(run: Run) -> None:
+    """Capture for a trainer elsewhere, and tell of it."""
+    from draftcore.run.producing import produce
+
+    click.echo(f"waiting for the trainer at {run.channel_uri}", err=True)
+    click.echo(produce(run))
+
+
+def train_drafts(run: Run) -> str:
+    """Train what is not trained yet, and tell of it; returns `complete` or `interrupted`."""
+    from draftcore.run.trainer import prepare, train
+
+    trainers, total = prepare(run), run.plan.total_steps
+    for trainer in trainers:
+        if trainer.step == total:
+            click.echo(f"already trained: {total} steps in {trainer.draft.folder}")
+        elif trainer.step:
+            click.echo(f"{_of(trainer.draft)}resuming from step {trainer.step} of {total}")
+    if all(trainer.step == total for trainer in trainers):
+        return "complete"
+    reason = train(run, trainers)
+    for trainer in trainers:
+        seen = run.plan.samples_before(trainer.step)
+        click.echo(
+            f"{_of(trainer.draft)}{reason}: step {trainer.step} of {total}, {seen} samples, "
+            f"checkpoints in {trainer.checkpoints}"
+        )
+    show_runners(run)
+    return reason
+
+
+def supervise(
+    ctx: click.Context, settings: RunConfig, config: Path, overrides: Sequence[str]
+) -> int:
+    """Run the processes of a topology on this machine; returns the trainer's exit status."""
+    from draftcore.supervisor import Child, Supervisor
+
+    topology = settings.topology
+    files = [part for file in ctx.find_root().params["plugin"] for part in ("--plugin", str(file))]
+    verb = [sys.executable, "-m", "draftcore", *files, "train", str(config), *overrides]
+    role = ["--role", "trainer"] if topology.producers else []
+    ranks = [Child(f"rank {rank}", [*verb, *role]) for rank in range(topology.ranks)]
+    producers = [
+        Child(
+            f"producer {number}",
+            [*verb, "--role", "producer"],
+            settings.run / "logs" / f"producer-{number}.log",
+        )
+        for number in range(topology.producers)
+    ]
+    return Supervisor(ranks, producers, topology.restarts).run()
+
+
+def _of(draft: DraftRun) -> str:
+    return f"{draft.label}: " if draft.label else ""
+
+
+def draft_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a verb name one draft of several; without it the verb does all."""
+    return click.option("--draft", "label", help="One of the run's `drafts`; all if not given.")(
+        function
+    )
+
+
+def only_one(drafts: Sequence[DraftRun], **given: Path | None) -> None:
+    """Raise UsageError where a folder is given, which can be of one draft only, for several."""
+    named = [f"--{name}" for name, folder in given.items() if folder is not None]
+    if named and len(drafts) > 1:
+        labels = ", ".join(draft.label for draft in drafts)
+        raise UsageError(
+            f"{' and '.join(named)} can be given for one draft only, and the run has {labels}\n"
+            "  choose one with --draft"
+        )
+
+
+@click.command(name="eval", epilog=EXAMPLE.format("eval run.yaml eval.prompts=50"))
+@run_command
+@plan_option
+@draft_option
+@click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
+@click.option("--export", "exported", type=FOLDER, help="Evaluate an exported draft instead.")
+@click.option(
+    "--out", type=FOLDER, help="Folder of report and plot; RUN[/DRAFT]/eval if not given."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the report as JSON; by draft if several."
+)
+def evaluate(
+    registry: Registry,
+    config: Path,
+    overrides: tuple[str, ...],
+    label: str | None,
+    checkpoint: Path | None,
+    exported: Path | None,
+    out: Path | None,
+    as_json: bool,
+    planned: bool,
+) -> None:
+    """Decode the eval prompts for real, and measure acceptance.
+
+    Greedy output is compared with the target's own generate, token by token; a difference is an
+    error, not a statistic.
+    """
+    with open_run(registry, config, overrides) as run:
+        from draftcore.run.evaluate import evaluate_draft
+
+        if planned:
+            return show_plan(run)
+        drafts, reports = run.chosen(label), {}
+        only_one(drafts, checkpoint=checkpoint, export=exported, out=out)
+        for draft in drafts:
+            report = reports[draft.label] = evaluate_draft(draft, checkpoint, exported)
+            folder = out or draft.folder / "eval"
+            if not as_json:  # first, as decoding took minutes and the disk may be full
+                show_report(draft, report)
+            report.write(folder)
+            if not as_json:
+                show_row("report and plot", str(folder))
+        if not as_json:
+            show_runners(run)
+        else:
+            data = {label: report.to_json() for label, report in reports.items()}
+            click.echo(json.dumps(data.get("", data), indent=1))
+
+
+def show_report(draft: DraftRun, report: Report) -> None:
+    heading = [("draft", draft.label)] if draft.label else []
+    for name, value in [*heading, *report.lines()]:
+        show_row(name, value)
+
+
+def show_row(name: str, value: str) -> None:
+    click.echo(f"{name:28}  {value}")
+
+
+@click.command(epilog=EXAMPLE.format("export run.yaml --out my-draft"))
+@run_command
+@draft_option
+@click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
+@click.option("--out", type=FOLDER, help="Folder to write; RUN[/DRAFT]/export if not given.")
+@click.option("--layout", default="serving", show_default=True, help="A layout of the algorithm.")
+def export(
+    registry: Registry,
+    config: Path,
+    overrides: tuple[str, ...],
+    label: str | None,
+    checkpoint: Path | None,
+    out: Path | None,
+    layout: str,
+) -> None:
+    """Write a trained draft in the layout that servers load."""
+    with open_run(registry, config, overrides) as run:
+        from draftcore.run.drafts import export, find_checkpoint
+
+        drafts = run.chosen(label)
+        only_one(drafts, checkpoint=checkpoint, out=out)
+        for draft in drafts:
+            found = find_checkpoint(draft, checkpoint)
+            folder = export(draft, found, out or draft.folder / "export", layout)
+            click.echo(f"{_of(draft)}exported step {found.step} to {folder}")

@@ -1,0 +1,102 @@
+"""The backends `full` and `breakable`: one recorded segment per shape, or several with breaks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from draftcore.contracts.runner import GraphBackend, Outputs, ShapeKey
+from draftcore.errors import DraftcoreError
+from draftcore_graphs.outputs import leaves
+from draftcore_graphs.segments import Recording, Segments, record, record_eager
+
+
+class SegmentBackend(GraphBackend):
+    """Replays the segments that were recorded for a key.
+
+    `open_segments` is given the device of the first outputs, None where a function has none.
+    """
+
+    def __init__(
+        self,
+        open_segments: Callable[[torch.device | None], Segments],
+        *,
+        breaks: bool = False,
+        debug: bool = False,
+    ) -> None:
+        self.open_segments, self.breaks, self.debug = open_segments, breaks, debug
+        self._segments: Segments | None = None
+        self._recordings: dict[ShapeKey, Recording] = {}
+
+    def capture_session(self) -> AbstractContextManager[None]:
+        return without_collection()
+
+    def capture_one(self, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
+        """Record `fn` on the device of its outputs. Raises UsageError where that records nothing."""
+        self._recordings.pop(key, None)
+        with torch.no_grad():
+            segments = self._segments_of(fn())
+            with segments.aside():
+                fn()
+                self._recordings[key] = (
+                    record_eager(fn) if self.debug else record(fn, segments, breaks=self.breaks)
+                )
+
+    def can_run(self, batch: Mapping[str, Tensor], key: ShapeKey) -> bool:
+        return key in self._recordings
+
+    def replay_session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def replay(self, key: ShapeKey) -> Outputs:
+        return recorded(self._recordings, key).replay()
+
+    def cleanup(self) -> None:
+        if self._segments is not None:
+            with self._segments.closing():
+                self._recordings.clear()
+            self._segments = None
+
+    def _segments_of(self, outputs: Outputs) -> Segments:
+        if self._segments is None:
+            found = next((tensor.device for tensor in leaves(outputs)), None)
+            self._segments = self.open_segments(found)
+        return self._segments
+
+
+T = TypeVar("T")
+
+
+def recorded(recordings: Mapping[ShapeKey, T], key: ShapeKey) -> T:
+    """Return what was recorded for a key. Raises DraftcoreError where nothing was."""
+    if key not in recordings:
+        known = ", ".join(f"{k.rows} x {k.length}" for k in sorted(recordings)) or "nothing"
+        raise DraftcoreError(
+            f"no graph is captured for {key}; there is {known}\n"
+            "  ask can_run first; this is a bug in the runner: please report it"
+        )
+    return recordings[key]
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: freeing a tensor or graph would disturb a capture.
+
+    What there is now is set aside, so that a collection that somebody asks for is quick.
+    """
+    gc.collect()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:  # else it is another's, who will say when
+            gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -1,0 +1,98 @@
+"""The static buffers that graphs read: one slot per attribute of a batch, one storage per slot.
+
+A graph reads fixed addresses. So the live batch is copied into storage that was allocated once,
+in the shape of the bucket that it is padded to. Storage is as large as the largest bucket needs
+and every bucket views its beginning: buckets overwrite each other, and every filling pads anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftcore.contracts.runner import ShapeKey
+
+
+class Padding(Enum):
+    """What stands where the live batch does not reach."""
+
+    ZERO = "zero"
+    FILL = "fill"  # the slot's `value`
+    REPEAT = "repeat"  # what the first row holds
+
+
+# By axis, how many leading dimensions of the live values may be smaller than the bucket's.
+FREE = {"none": 0, "rows": 1, "tokens": 2}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One attribute of a batch: its shape by bucket, its dtype and how it is padded.
+
+    `axis` says along what the live values may be smaller than the bucket: rows, rows and tokens,
+    or nothing.
+    """
+
+    name: str
+    shape: Callable[[ShapeKey], tuple[int, ...]]
+    dtype: torch.dtype
+    axis: Literal["rows", "tokens", "none"]
+    padding: Padding = Padding.ZERO
+    value: int | float | bool = 0
+
+
+class StaticBuffers:
+    """The slots of one runner, allocated for these buckets; smaller ones may be viewed too."""
+
+    def __init__(
+        self, slots: Sequence[Slot], keys: Iterable[ShapeKey], device: torch.device | str
+    ) -> None:
+        keys = list(keys)
+        self.slots = {slot.name: slot for slot in slots}
+        self.storage = {
+            slot.name: torch.zeros(
+                max(math.prod(slot.shape(key)) for key in keys), dtype=slot.dtype, device=device
+            )
+            for slot in slots
+        }
+
+    def view(self, key: ShapeKey) -> dict[str, Tensor]:
+        """The slots in the bucket's shape, contiguous, as they were filled last."""
+        views = {}
+        for name, slot in self.slots.items():
+            shape = slot.shape(key)
+            views[name] = self.storage[name][: math.prod(shape)].view(shape)
+        return views
+
+    def fill(self, key: ShapeKey, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy live values into the bucket's slots and pad the rest; slots not named stay.
+
+        Raises ValueError for values that the bucket does not hold: the runner chose a wrong one.
+        """
+        views = self.view(key)
+        for name, value in live.items():
+            _fill(self.slots[name], views[name], value)
+        return views
+
+
+def _fill(slot: Slot, static: Tensor, live: Tensor) -> None:
+    free = FREE[slot.axis]
+    fits = live.ndim == static.ndim and all(
+        a <= b if dim < free else a == b
+        for dim, (a, b) in enumerate(zip(live.shape, static.shape, strict=True))
+    )
+    if not fits:
+        shapes = f"{tuple(live.shape)} into {tuple(static.shape)}"
+        raise ValueError(f"slot {slot.name!r}: cannot fill {shapes} along {slot.axis}")
+    inside = static[tuple(slice(size) for size in live.shape)]
+    if live.shape != static.shape:
+        static.fill_(slot.value if slot.padding is Padding.FILL else 0)
+    inside.copy_(live)
+    if slot.padding is Padding.REPEAT:
+        static[len(live) :].copy_(static[:1].expand_as(static[len(live) :]))

@@ -1,0 +1,259 @@
+"""The runner of decoding: rounds of drafting and verifying, each one replayed as two graphs.
+
+The caches of target and draft are allocated once, for the most rows and positions there may be. A
+bucket of fewer rows is their first rows, in the same memory. Prompts are read as they come, then
+every round stays in these buffers: the draft graph leaves the drafts, the verify graph reads them,
+moves each row on and writes where it stands. They are two so that both can be timed.
+
+Rows of padding repeat a row that is still running, and take its verdict rather than their own: so
+they stand where it stands, and none of them ever runs past the end of a cache. Rows that end are
+dropped by copying what is left into the first rows.
+
+Shape letters: B live rows, R rows of the bucket, K drafts, T = K + 1 tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from draftcore.contracts.algorithm import Drafter
+from draftcore.contracts.runner import (
+    Batch,
+    GraphBackend,
+    GraphPlugin,
+    Outputs,
+    Rows,
+    ShapeKey,
+    Work,
+)
+from draftcore.errors import DraftcoreError
+from draftcore.evaluation.decode import EagerRunner, read_drafts, read_one, read_prompts, verify
+from draftcore_graphs.buckets import pad_to
+from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
+from draftcore_graphs.parts import DividedRow
+from draftcore_graphs.resolve import Phase
+from draftcore_graphs.runners import GraphRunner
+from draftcore_graphs.states import narrow, settle, tensors
+
+if TYPE_CHECKING:
+    from draftcore.contracts.target import TargetModel, TargetState
+
+DRAFT, VERIFY, PLAIN = "draft", "verify", "plain"
+CALLS = 4  # of a function before its graph can replay, and one to spare: as far as rows go on
+
+
+class DecodeGraphRunner(GraphRunner):
+    """Replays rounds of greedy decoding. `module` holds the draft's weights.
+
+    Batches of more rows or positions than the largest bucket go to the eager runner.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        module: nn.Module,
+        phase: Phase,
+        backend: GraphBackend,
+        plugins: Sequence[GraphPlugin] = (),
+    ) -> None:
+        super().__init__(phase, backend, plugins)
+        self.target, self.drafter, self.module = target, drafter, module
+        self.eager = EagerRunner(target, drafter)
+        self.most_rows = self.span = 0
+        self.cache: TargetState
+        self.state: Any
+
+    @torch.inference_mode()
+    def reserve(self, rows: int, max_len: int) -> None:
+        """Allocate the caches, unless they are large enough; what was captured goes with them."""
+        wanted = self.rows(rows) or (self.phase.rows[-1] if self.phase.padding else rows)
+        span = pad_to(max_len, self.phase.lengths) or self.phase.lengths[-1]
+        if wanted <= self.most_rows and span <= self.span:
+            return
+        self.forget()
+        self.most_rows, self.span = max(wanted, self.most_rows), max(span, self.span)
+        self._allocate(self.most_rows, self.span + CALLS * (self.drafter.num_drafts + 1))
+
+    def _allocate(self, rows: int, max_len: int) -> None:
+        self.max_len, K = max_len, self.drafter.num_drafts
+        slots = (
+            Slot("last_B", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
+            Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
+            Slot("live_B", lambda key: (key.rows,), torch.bool, "rows"),
+            Slot("source_B", lambda key: (key.rows,), torch.long, "rows"),  # ZERO: the first row
+            Slot("drafts_BK", lambda key: (key.rows, K), torch.long, "none"),
+        )
+        self.buffers = StaticBuffers(slots, [ShapeKey(rows)], self.target.device)
+        self.cache = self.target.allocate(rows, max_len)
+        token_B1 = torch.zeros(rows, 1, dtype=torch.long, device=self.target.device)
+        self.target.forward(self.cache, token_B1, token_B1, 1, self.drafter.request)  # makes it
+        self.state = self.drafter.allocate(rows, max_len)
+
+    @torch.inference_mode()
+    def start(
+        self,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        max_len: int,
+        temperature: float,
+        generator: torch.Generator,
+    ) -> Rows:
+        rows = self.rows(len(tokens_BT))
+        if rows is None or rows > self.most_rows or max_len > self.span or temperature > 0:
+            self.counts["no bucket"] += 1
+            return self.eager.start(tokens_BT, lengths_B, max_len, temperature, generator)
+        self.ready(self.keys())
+        self.admit(rows, tokens_BT, lengths_B)
+        return GraphRows(self, rows, len(tokens_BT))
+
+    def keys(self) -> list[ShapeKey]:
+        """The buckets that fit into the caches: one per rows to draft, one per span to verify."""
+        rows = [size for size in self.phase.rows if size <= self.most_rows]
+        spans = [size for size in self.phase.lengths if size <= self.span]
+        return [
+            *(ShapeKey(size, variant=DRAFT) for size in rows),
+            *(ShapeKey(size, span, VERIFY) for size in rows for span in spans),
+        ]
+
+    def admit(self, rows: int, tokens_BT: Tensor, lengths_B: Tensor) -> None:
+        """Read prompts into the first rows, and let the bucket's other rows repeat the first."""
+        B = len(tokens_BT)
+        features, last_B = read_prompts(
+            self.target,
+            self.cache.narrow(B),
+            tokens_BT,
+            lengths_B,
+            self.drafter,
+            0.0,
+            torch.Generator(self.target.device),
+        )
+        fresh = self.drafter.allocate(B, self.max_len)
+        self.drafter.prefill(fresh, tokens_BT, lengths_B, features, last_B)
+        settle(self.state, fresh)
+        for tensor in (*self.cache.tensors(), *tensors(self.state)):
+            tensor[B:rows].copy_(tensor[:1].expand_as(tensor[B:rows]))
+        self.place(rows, last_B, lengths_B)
+
+    def place(self, rows: int, last_B: Tensor, lengths_B: Tensor) -> None:
+        source_B = torch.arange(len(last_B), device=last_B.device)
+        live_B = torch.ones_like(last_B, dtype=torch.bool)
+        live = {"last_B": last_B, "lengths_B": lengths_B, "live_B": live_B, "source_B": source_B}
+        self.buffers.fill(ShapeKey(rows), live)
+
+    def before_capture(self, key: ShapeKey) -> None:
+        """Rows that have read a single token."""
+        token_B1 = torch.zeros(key.rows, 1, dtype=torch.long, device=self.target.device)
+        self.admit(key.rows, token_B1, torch.ones_like(token_B1[:, 0]))
+
+    def weights(self) -> Iterable[Tensor]:
+        modules = (self.target.model, self.module)
+        return [t for module in modules for t in (*module.parameters(), *module.buffers())]
+
+    def work(self, key: ShapeKey) -> Work:
+        kinds = {DRAFT: self._draft, VERIFY: self._verify, PLAIN: self._plain}
+        return functools.partial(self._undivided, key, kinds[key.variant](key))
+
+    def _undivided(
+        self,
+        key: ShapeKey,
+        do: Callable[[Batch], Outputs],
+        batch: Batch,
+        *,
+        ends: DividedRow | None = None,
+        begins: DividedRow | None = None,
+    ) -> Outputs:
+        if len(batch["lengths_B"]) != key.rows or ends is not None or begins is not None:
+            raise DraftcoreError(
+                f"a graph plugin divided a batch of {key.rows} rows that are decoded: their caches "
+                "lie in place\n  let its offer have the capability 'phase:prefill'"
+            )
+        return do(batch)
+
+    def _draft(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
+        def draft(batch: Batch) -> None:
+            state = narrow(self.state, key.rows)
+            drafts_BK, _ = self.drafter.propose(state)
+            batch["drafts_BK"].copy_(drafts_BK)
+            settle(self.state, state)
+
+        return draft
+
+    def _verify(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
+        cache, generator = self.cache.narrow(key.rows), torch.Generator(self.target.device)
+
+        def read_and_verify(batch: Batch) -> tuple[Tensor, Tensor]:
+            last_B, lengths_B, source_B = (batch[n] for n in ("last_B", "lengths_B", "source_B"))
+            drafts_BK = batch["drafts_BK"]
+            features = read_drafts(
+                self.target, cache, last_B, drafts_BK, lengths_B, key.length, self.drafter
+            )
+            logits_BTV = self.target.logits(features["last_hidden"])
+            tokens_BT, counts_B = verify(logits_BTV, drafts_BK, None, 0.0, generator)
+            tokens_BT, counts_B = tokens_BT[source_B], counts_B[source_B]
+            state = narrow(self.state, key.rows)
+            self.drafter.accept(state, tokens_BT, features, counts_B)
+            settle(self.state, state)
+            last_B.copy_(tokens_BT.gather(1, counts_B[:, None] - 1)[:, 0])
+            lengths_B.add_(counts_B)
+            return tokens_BT, counts_B
+
+        return read_and_verify
+
+    def _plain(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
+        cache = self.cache.narrow(key.rows)
+
+        def step(batch: Batch) -> None:
+            last_B, lengths_B = batch["last_B"], batch["lengths_B"]
+            last_B.copy_(read_one(self.target, cache, last_B, lengths_B, key.length))
+            lengths_B.add_(1)
+
+        return step
+
+
+class GraphRows:
+    """Rows in flight in the runner's static buffers: `rows` of a bucket, the first `live` count."""
+
+    def __init__(self, runner: DecodeGraphRunner, rows: int, live: int) -> None:
+        self.runner, self.rows, self.live = runner, rows, live
+        self.last_B = runner.buffers.view(ShapeKey(rows))["last_B"][:live].clone()
+
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> None:
+        runner = self.runner
+        now = runner.buffers.view(ShapeKey(self.rows))
+        bucket, device = runner.rows(len(rows)) or len(rows), runner.target.device
+        padding = [rows[0]] * (bucket - len(rows))
+        keep_R = torch.tensor([*rows, *padding], device=device)
+        for tensor in runner.cache.tensors():
+            tensor[:bucket].copy_(tensor[keep_R])
+        state = narrow(runner.state, self.rows)
+        settle(runner.state, runner.drafter.select(state, keep_R))
+        keep_B = keep_R[: len(rows)]
+        runner.place(bucket, now["last_B"][keep_B], now["lengths_B"][keep_B])
+        self.rows, self.live = bucket, len(rows)
+
+    @torch.inference_mode()
+    def propose(self) -> None:
+        self.runner.run(ShapeKey(self.rows, variant=DRAFT), {})
+
+    @torch.inference_mode()
+    def verify(self, span: int) -> tuple[Tensor, Tensor]:
+        tokens_BT, counts_B = self.runner.run(self._key(span, VERIFY), {})
+        return tokens_BT[: self.live].clone(), counts_B[: self.live].clone()
+
+    @torch.inference_mode()
+    def plain(self, span: int) -> None:
+        key = self._key(span, PLAIN)
+        self.runner.ready([*self.runner.keys(), key])
+        self.runner.run(key, {})
+
+    def _key(self, span: int, variant: str) -> ShapeKey:
+        bucket = pad_to(span, self.runner.phase.lengths)
+        assert bucket is not None
+        return ShapeKey(self.rows, bucket, variant)

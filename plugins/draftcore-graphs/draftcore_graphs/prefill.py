@@ -1,0 +1,210 @@
+"""The graph runner of prefill: the target's forward over padded prompts, whose features are captured.
+
+Only the stack of decoder layers is inside the graph. The runner returns the features that were asked
+for, in their stored type and in memory of their own.
+
+Shape letters: B batch, T tokens, H width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.runner import Batch, GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore.errors import UsageError
+from draftcore.target import EagerPrefillRunner
+from draftcore_graphs.breaks import run_eager
+from draftcore_graphs.buckets import pad_to
+from draftcore_graphs.buffers import Slot, StaticBuffers
+from draftcore_graphs.parts import DividedRow
+from draftcore_graphs.resolve import RULES, Phase, conflict
+from draftcore_graphs.runners import GraphRunner
+
+if TYPE_CHECKING:
+    from draftcore.contracts.target import TargetModel
+
+SLOTS = (
+    Slot("tokens_BT", lambda key: (key.rows, key.length), torch.long, "tokens"),
+    Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows"),
+    Slot("live_B", lambda key: (key.rows,), torch.bool, "rows"),
+)
+ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+# Relative to the largest number of a feature: one model with two ways to make its masks. Other
+# masks differ by the size of the numbers themselves.
+SAME_MASKS = {torch.float32: 1e-4, torch.float64: 1e-4}
+SAME_MASKS_IN_HALF = 0.05
+
+
+@torch.inference_mode()
+def static_features(
+    target: TargetModel,
+    tokens_BT: Tensor,
+    request: FeatureRequest,
+    ends: DividedRow | None = None,
+    begins: DividedRow | None = None,
+) -> dict[str, Tensor]:
+    """Return the target's features of rows of any length, without a look at the host: graphs can hold it.
+
+    transformers looks at a mask of the padding before it makes its own. Right-padded rows need
+    none: what is padded comes after every token that counts. `ends` and `begins` are the rows
+    that these share with another part of their batch (`draftcore.contracts.runner.Work`).
+    """
+    span = tokens_BT.shape[1]
+    positions_BT = torch.arange(span, device=tokens_BT.device)[None]
+    cache = None
+    assert ends is None or begins is None
+    if ends is not None:
+        cache = ends.beginning(len(target.layers))
+    if begins is not None:
+        cache, span, positions_BT = begins.rest(), begins.length, begins.positions(tokens_BT)
+    with target.tapped(request) as taken:
+        output = target.decoder(
+            input_ids=tokens_BT,
+            position_ids=positions_BT,
+            attention_mask=target.masks(positions_BT, span),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+    return {**taken, "last_hidden": output.last_hidden_state}
+
+
+class PrefillGraphRunner(GraphRunner):
+    """Replays a batch in the smallest bucket of rows and length that holds it.
+
+    A batch that no bucket holds goes to the eager runner. `breaks` leaves attention outside the
+    graphs, for backends that can.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        phase: Phase,
+        backend: GraphBackend,
+        plugins: Sequence[GraphPlugin] = (),
+        *,
+        breaks: bool = False,
+    ) -> None:
+        super().__init__(phase, backend, plugins)
+        self.target, self.eager, self.breaks = target, EagerPrefillRunner(target), breaks
+        self.requests: dict[str, FeatureRequest] = {}
+        self.masks_differ: bool | None = None
+        largest = ShapeKey(phase.rows[-1], phase.lengths[-1])
+        self.buffers = StaticBuffers(SLOTS, [largest], target.device)
+
+    @torch.inference_mode()
+    def features(
+        self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
+    ) -> dict[str, Tensor]:
+        B, T = tokens_BT.shape
+        key = self._bucket(B, T, request)
+        if key is None or self.masks_differ:
+            self.counts["no bucket" if key is None else "rule masks"] += 1
+            return self.eager.features(tokens_BT, lengths_B, request)
+        self.ready(
+            ShapeKey(rows, length, key.variant)
+            for rows in self.phase.rows
+            for length in self.phase.lengths
+        )
+        live_B = torch.ones_like(lengths_B, dtype=torch.bool)
+        live = {"tokens_BT": tokens_BT, "lengths_B": lengths_B, "live_B": live_B}
+        outputs = self.run(key, live)
+        dtype = getattr(torch, request.dtype)
+        found = {name: outputs[name][:B, :T].to(dtype, copy=True) for name in request.names}
+        if self.masks_differ is None:
+            return self._checked(found, tokens_BT, lengths_B, request)
+        return found
+
+    def work(self, key: ShapeKey) -> Work:
+        request = self.requests[key.variant]
+
+        def forward(
+            batch: Batch, *, ends: DividedRow | None = None, begins: DividedRow | None = None
+        ) -> Outputs:
+            taken = static_features(self.target, batch["tokens_BT"], request, ends, begins)
+            return {name: taken[name] for name in request.names}
+
+        return forward
+
+    def weights(self) -> Iterable[Tensor]:
+        decoder = self.target.decoder
+        return [*decoder.parameters(), *decoder.buffers()]
+
+    def before_capture(self, key: ShapeKey) -> None:
+        """Full rows of tokens 0."""
+        batch = self.buffers.view(key)
+        for name, value in (("tokens_BT", 0), ("lengths_B", key.length), ("live_B", True)):
+            batch[name].fill_(value)
+
+    def _capture(self, keys: Sequence[ShapeKey]) -> None:
+        with ExitStack() as stack:
+            if self.breaks:
+                stack.enter_context(eager_attention(self.target.layers))
+            super()._capture(keys)
+
+    def _bucket(self, rows: int, length: int, request: FeatureRequest) -> ShapeKey | None:
+        padded = pad_to(length, self.phase.lengths, padding=self.phase.padding)
+        bucket = self.rows(rows)
+        if bucket is None or padded is None:
+            return None
+        variant = ",".join(request.names)
+        self.requests[variant] = request
+        return ShapeKey(bucket, padded, variant)
+
+    def _checked(
+        self,
+        found: dict[str, Tensor],
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        request: FeatureRequest,
+    ) -> dict[str, Tensor]:
+        """Compare the first batch with the model under its own masks; return what is right."""
+        own = self.eager.features(tokens_BT, lengths_B, request)
+        gap, worst = max((_gap(found[name], own[name], lengths_B), name) for name in own)
+        bound = SAME_MASKS.get(self.target.dtype, SAME_MASKS_IN_HALF)
+        self.masks_differ = gap > bound
+        if self.masks_differ and self.phase.decided.get("backend") == "you":
+            (rule,) = (rule for rule in RULES if rule.name == "masks")
+            fault = (
+                f"{worst} of {self.target.spec.path!r} differs from the model's own by {gap:.3g} "
+                f"of its largest number (bound {bound:.3g})"
+            )
+            raise UsageError(conflict("prefill", self.phase.backend, rule, {"masks": fault}))
+        return own if self.masks_differ else found
+
+
+def _gap(found_BTH: Tensor, own_BTH: Tensor, lengths_B: Tensor) -> float:
+    """The largest difference in tokens that count, relative to the largest number there."""
+    counts_BT = torch.arange(found_BTH.shape[1], device=lengths_B.device) < lengths_B[:, None]
+    ours, theirs = (x_BTH.double().nan_to_num()[counts_BT] for x_BTH in (found_BTH, own_BTH))
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+
+
+@contextmanager
+def eager_attention(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Make the attention of every layer a break in the graphs that are recorded meanwhile."""
+    modules = [m for layer in layers for n, m in layer.named_children() if n in ATTENTION]
+    for module in modules:
+        module.forward = _broken(module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward  # the instance's; the class has its own
+
+
+def _broken(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        names, count = tuple(kwargs), len(args)  # a closure over `args` would keep them alive
+
+        def call(*values: Any) -> Any:
+            return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        return run_eager(call, *args, *kwargs.values())
+
+    return broken

@@ -1,0 +1,180 @@
+"""Two-batch overlap: a batch in two halves of like many tokens, run beside each other.
+
+A batch holds right-padded rows, one request each: tensors [B, ...] per request, among them
+`lengths_B`, and [B, T, ...] per token, told apart by the shape letters of their names (`_B`,
+`_BT`). A cut leaves the requests before it to the first half and the others to the second. Where
+one half would have too small a share of the tokens, one request is cut in two: its later tokens
+begin the second half's first row, and attend to what the first half left of its beginning
+(`draftcore_graphs.parts`).
+
+On CUDA the second half runs on a stream of its own, forked off and joined within the graph: small
+kernels of the one fill the device while those of the other end. Elsewhere it follows the first.
+
+In a graph the cut depends on the padded shape alone. All that a replay changes are the numbers of
+live tokens in the halves, `counts_2`, at an address that stays: for a target's code that, as an
+exchange between devices does, must know how much of a half is no padding.
+
+Shape letters: B requests, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore_graphs.cuda import beside
+from draftcore_graphs.options import LEAST_SHARE
+from draftcore_graphs.parts import DividedRow
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a batch is cut: before request `row`, or after `inside` tokens of it."""
+
+    row: int
+    inside: int = 0
+
+
+def balanced_cut(lengths: Sequence[int], least_share: float = LEAST_SHARE) -> Cut | None:
+    """Return the cut that balances the tokens of requests of these lengths; None for less than two.
+
+    Requests are left whole unless the smaller half would then have less than `least_share` of the
+    tokens, and also where a further request would make more requests than tokens.
+    """
+    total = sum(lengths)
+    starts = [0, *accumulate(lengths)][:-1]
+    row = min(range(len(lengths)), key=lambda row: abs(total - 2 * starts[row]), default=0)
+    smaller = min(starts[row], total - starts[row]) if starts else 0
+    if smaller > 0 and (smaller >= least_share * total or len(lengths) + 1 > total):
+        return Cut(row)
+    if total < 2:
+        return None
+    half = total // 2
+    row = max(row for row, start in enumerate(starts) if start <= half)
+    return Cut(row, half - starts[row])
+
+
+def split(batch: Batch, cut: Cut) -> tuple[Batch, Batch]:
+    """Return the halves. No value is looked at, so a graph can hold it."""
+    first = {name: value[: cut.row + (cut.inside > 0)] for name, value in batch.items()}
+    second = {name: value[cut.row :] for name, value in batch.items()}
+    if cut.inside:
+        for name, value in batch.items():
+            if per_token(name):
+                first[name], second[name] = _cut_rows(value, cut)
+        first["lengths_B"], second["lengths_B"] = _cut_lengths(batch["lengths_B"], cut)
+    return first, second
+
+
+def merge(first: Outputs, second: Outputs, cut: Cut) -> Outputs:
+    """Join the halves' outputs, each tensor [B, T, ...], to those of the whole batch."""
+    if isinstance(first, Tensor):
+        return _merged(first, second, cut)
+    if isinstance(first, dict):
+        return {name: merge(value, second[name], cut) for name, value in first.items()}
+    if isinstance(first, tuple | list):
+        pairs = zip(first, second, strict=True)
+        return type(first)(merge(one, other, cut) for one, other in pairs)
+    return None
+
+
+def per_token(name: str) -> bool:
+    return name.rpartition("_")[2].startswith("BT")
+
+
+class TwoBatchOverlap(GraphPlugin):
+    """Records the work of every bucket by halves. A bucket of a single token stays whole."""
+
+    def __init__(self, least_share: float = LEAST_SHARE) -> None:
+        self.least_share = least_share
+        self.cuts: dict[ShapeKey, Cut | None] = {}
+        self.counts_2: Tensor  # int32, made at the first capture
+
+    def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
+        lengths_B = batch["lengths_B"]
+        cut = balanced_cut([_width(batch)] * len(lengths_B), self.least_share)
+        self.cuts[key] = cut
+        if not hasattr(self, "counts_2"):
+            self.counts_2 = torch.zeros(2, dtype=torch.int32, device=lengths_B.device)
+        self.on_replay(key, batch)
+        return work if cut is None else Halves(work, cut, batch)
+
+    def on_replay(self, key: ShapeKey, batch: Batch) -> None:
+        """Count the live tokens of the halves; a bucket that is not cut has them in the first."""
+        cut, lengths_B = self.cuts[key], batch["lengths_B"] * batch["live_B"]
+        halves = (lengths_B,) if cut is None else _lengths(split({"lengths_B": lengths_B}, cut))
+        for at, half_B in enumerate(halves):
+            self.counts_2[at] = half_B.sum()
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Does a bucket's work by halves, the second beside the first."""
+
+    work: Work
+    cut: Cut
+    whole: Batch
+
+    def __call__(
+        self, batch: Batch, *, ends: DividedRow | None = None, begins: DividedRow | None = None
+    ) -> Outputs:
+        if batch is not self.whole:  # another plugin has cut it
+            return self.work(batch, ends=ends, begins=begins)
+        row = DividedRow(self.cut.inside, _width(batch)) if self.cut.inside else None
+        first, second = split(batch, self.cut)
+        with beside(batch["lengths_B"].device) as second_stream:
+            one = self.work(first, ends=row)
+            with second_stream:
+                other = self.work(second, begins=row)
+        return merge(one, other, self.cut)
+
+
+def _cut_lengths(lengths_B: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+    """The lengths in both halves, of which the cut row has a part in each."""
+    before, row, after = lengths_B.tensor_split((cut.row, cut.row + 1))
+    head = row.clamp(max=cut.inside)
+    return torch.cat([before, head]), torch.cat([row - head, after])
+
+
+def _lengths(halves: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:
+    return halves[0]["lengths_B"], halves[1]["lengths_B"]
+
+
+def _width(batch: Batch) -> int:
+    """The tokens of a padded row."""
+    return next(value.shape[1] for name, value in batch.items() if per_token(name))
+
+
+def _cut_rows(value_BT: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+    """Cut one row in two. A half is as wide as its widest row."""
+    before, row, after = value_BT.tensor_split((cut.row, cut.row + 1))
+    head, tail = row[:, : cut.inside], row[:, cut.inside :]
+    return _rows(before, head), _rows(tail, after)
+
+
+def _merged(first: Tensor, second: Tensor, cut: Cut) -> Tensor:
+    if not cut.inside:
+        return torch.cat([first, second])
+    before, head = first[: cut.row], first[cut.row :, : cut.inside]
+    after, tail = second[1:], second[:1]
+    width = max(first.shape[1] if len(before) else 0, second.shape[1] if len(after) else 0)
+    width = width or cut.inside + tail.shape[1]
+    row = torch.cat([head, tail[:, : width - cut.inside]], dim=1)
+    return torch.cat([part for part in (before, row, after) if len(part)])
+
+
+def _rows(*parts: Tensor) -> Tensor:
+    """Join rows of several widths, padded with zeros."""
+    width = max(part.shape[1] for part in parts if len(part))
+    padded = [
+        functional.pad(part.transpose(1, -1), (0, width - part.shape[1])).transpose(1, -1)
+        for part in parts
+        if len(part)
+    ]
+    return torch.cat(padded)

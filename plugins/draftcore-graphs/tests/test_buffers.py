@@ -1,0 +1,176 @@
+"""Static buffers, buckets and the tensors of a state: what graphs are fed."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import pytest
+import torch
+from draftcore_graphs.buckets import doubling, largest_first, multiples, pad_to
+from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
+from draftcore_graphs.states import fault, narrow, rebuild, settle, tensors
+
+from draftcore.contracts.runner import ShapeKey
+
+SLOTS = (
+    Slot("tokens", lambda key: (key.rows, key.length), torch.long, "tokens"),
+    Slot("lengths", lambda key: (key.rows,), torch.long, "rows", Padding.FILL, 1),
+    Slot("last", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
+    Slot("scale", lambda key: (2,), torch.float32, "none"),
+)
+LARGE, SMALL = ShapeKey(4, 6), ShapeKey(2, 3)
+
+
+@pytest.fixture
+def buffers() -> StaticBuffers:
+    return StaticBuffers(SLOTS, [LARGE, SMALL], "cpu")
+
+
+def full(value: int, *shape: int) -> torch.Tensor:
+    return torch.full(shape, value)
+
+
+# ---------------------------------------------------------------- static buffers
+
+
+def test_each_slot_is_padded_by_its_own_policy(buffers):
+    live = {"tokens": full(7, 2, 4), "lengths": full(4, 2), "last": torch.tensor([8, 9])}
+    views = buffers.fill(LARGE, live)
+    assert views["tokens"].tolist() == [[7, 7, 7, 7, 0, 0]] * 2 + [[0] * 6] * 2
+    assert views["lengths"].tolist() == [4, 4, 1, 1]
+    assert views["last"].tolist() == [8, 9, 8, 8]
+
+
+def test_a_bucket_lies_at_the_same_address_every_time(buffers):
+    first = {name: view.data_ptr() for name, view in buffers.view(SMALL).items()}
+    buffers.fill(LARGE, {"tokens": full(1, 4, 6)})
+    again = buffers.fill(SMALL, {"tokens": full(2, 2, 3)})
+    assert {name: view.data_ptr() for name, view in again.items()} == first
+    assert all(view.is_contiguous() for view in again.values())
+
+
+def test_buckets_share_storage_so_every_filling_pads_anew(buffers):
+    buffers.fill(LARGE, {"tokens": full(9, 4, 6), "lengths": full(9, 4), "last": full(9, 4)})
+    views = buffers.fill(
+        SMALL, {"tokens": full(1, 1, 2), "lengths": full(2, 1), "last": full(3, 1)}
+    )
+    assert views["tokens"].tolist() == [[1, 1, 0], [0, 0, 0]]
+    assert views["lengths"].tolist() == [2, 1]
+    assert views["last"].tolist() == [3, 3]
+
+
+def test_slots_that_are_not_filled_stay_as_they_are(buffers):
+    buffers.fill(SMALL, {"scale": torch.tensor([1.0, 2.0]), "last": full(5, 2)})
+    assert buffers.fill(SMALL, {"last": full(6, 2)})["scale"].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("slot", "shape"),
+    [("tokens", (3, 3)), ("tokens", (2, 4)), ("tokens", (2,)), ("lengths", (3,)), ("scale", (1,))],
+)
+def test_what_a_bucket_does_not_hold_is_refused_by_the_slots_name(buffers, slot, shape):
+    with pytest.raises(ValueError, match=f"slot '{slot}'"):
+        buffers.fill(SMALL, {slot: torch.zeros(shape)})
+
+
+def test_a_slot_that_is_not_there_is_refused(buffers):
+    with pytest.raises(KeyError):
+        buffers.fill(SMALL, {"tokenz": full(1, 2, 3)})
+
+
+# ---------------------------------------------------------------- buckets
+
+
+def test_a_batch_goes_to_the_smallest_bucket_that_holds_it():
+    assert [pad_to(size, (2, 4, 8)) for size in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
+
+
+def test_without_padding_only_exact_sizes_have_a_bucket():
+    found = [pad_to(size, (2, 4, 8), padding=False) for size in (1, 2, 3, 8, 9)]
+    assert found == [None, 2, None, 8, None]
+
+
+def test_default_tables_reach_the_largest_batch_and_no_further():
+    assert doubling(1) == (1,)
+    assert doubling(6) == (1, 2, 4, 6)
+    assert doubling(8) == (1, 2, 4, 8)
+    assert multiples(256, 512) == (256, 512)
+    assert multiples(256, 513) == (256, 512, 768)
+    assert multiples(256, 1) == (256,)
+
+
+def test_the_largest_bucket_is_captured_first():
+    keys = [ShapeKey(1, 8), ShapeKey(4, 8), ShapeKey(2, 16), ShapeKey(1, 8)]
+    assert largest_first(keys) == [ShapeKey(4, 8), ShapeKey(2, 16), ShapeKey(1, 8)]
+
+
+# ---------------------------------------------------------------- states
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass(frozen=True)
+class Inner:
+    rows: torch.Tensor
+    nothing: None = None
+
+
+@dataclass
+class State:
+    inner: Inner
+    by_name: dict[str, torch.Tensor]
+    listed: list[torch.Tensor]
+    pair: Pair
+
+
+def state(rows: int, value: int = 0) -> State:
+    parts = [full(value + part, rows, 2) for part in range(5)]
+    return State(Inner(parts[0]), {"b": parts[1]}, [parts[2]], Pair(parts[3], parts[4]))
+
+
+def test_the_tensors_of_any_nest_are_found():
+    assert [int(tensor[0, 0]) for tensor in tensors(state(3, 10))] == [10, 11, 12, 13, 14]
+    assert fault(state(3), 3) is None
+
+
+def test_a_narrowed_state_is_of_the_same_build_in_the_same_memory():
+    whole = state(4)
+    part = narrow(whole, 2)
+    assert isinstance(part.pair, Pair)
+    assert part.inner.nothing is None
+    for tensor in tensors(part):
+        assert len(tensor) == 2
+        tensor.fill_(5)
+    assert all(tensor[:2].eq(5).all() and tensor[2:].ne(5).all() for tensor in tensors(whole))
+
+
+def test_settling_copies_what_lies_elsewhere_and_only_that():
+    static, part = state(4), narrow(state(4), 2)
+    part = narrow(static, 2)
+    part.listed[0] = full(7, 2, 2)
+    settle(static, part)
+    assert static.listed[0].tolist() == [[7, 7], [7, 7], [2, 2], [2, 2]]
+    assert static.pair.first.eq(3).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"n": 3}, r"state\['n'\] is a int"),
+        ([torch.zeros(3, 2), torch.zeros(2, 3)], r"state\[1\] is of shape \(2, 3\)"),
+        (torch.zeros(()), r"state is of shape \(\)"),
+        ((torch.zeros(3), object()), r"state\[1\] is a object"),
+        (MappingProxyType({"n": torch.zeros(3)}), "state is a mappingproxy"),
+    ],
+)
+def test_what_a_graph_would_freeze_is_named(wrong, why):
+    import re
+
+    assert re.search(why, str(fault(wrong, 3)))
+
+
+def test_a_leaf_that_is_no_tensor_cannot_be_rebuilt():
+    with pytest.raises(TypeError, match="int"):
+        rebuild([1], lambda tensor: tensor)

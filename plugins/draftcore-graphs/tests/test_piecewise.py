@@ -1,0 +1,145 @@
+"""`piecewise` with compilers that work on the CPU; what records graphs is in test_cuda_backends."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from draftcore_graphs.piecewise import PiecewiseBackend
+from draftcore_graphs.prefill import PrefillGraphRunner
+from draftcore_graphs.resolve import Phase
+from draftcore_sdk.targets import tiny_target
+from torch import Tensor, nn
+from torch._inductor import cudagraph_trees
+
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.runner import ShapeKey
+from draftcore.errors import DraftcoreError
+from draftcore.target import TransformersModel, TransformersTarget
+
+
+@pytest.fixture(params=["eager", "aot_eager"])
+def backend(request) -> PiecewiseBackend:
+    return PiecewiseBackend(request.param, None)
+
+
+def capture(backend, key, fn):
+    with backend.capture_session():
+        backend.capture_one(key, fn)
+
+
+def test_a_replay_reads_buffers_and_weights_as_they_are_now(backend):
+    layer, x = nn.Linear(3, 3), torch.ones(2, 3)
+    capture(backend, ShapeKey(2, 3), lambda: {"y": layer(x).relu(), "none": None})
+    with torch.no_grad():
+        layer.weight.mul_(-2)
+        x.copy_(torch.randn(2, 3))
+        found = backend.replay(ShapeKey(2, 3))
+        assert torch.equal(found["y"], layer(x).relu())
+    assert found["none"] is None
+
+
+def test_any_thread_may_record_and_replay(backend):
+    """Where torch keeps its graphs by thread; that it finds them there is all a CPU can show."""
+    x = torch.ones(2, 3)
+    seen = {}
+
+    def work():
+        capture(backend, ShapeKey(2, 3), lambda: x * 2)
+        seen["outputs"] = backend.replay(ShapeKey(2, 3))
+        seen["trees"] = vars(cudagraph_trees.local).keys()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert torch.equal(seen["outputs"], x * 2)
+    assert seen["trees"] == {"tree_manager_containers", "tree_manager_locks"}
+
+
+def test_every_bucket_is_compiled_and_stays_so():
+    """Dynamo would run the ninth version of one function uncompiled, without a word."""
+    graphs = []
+
+    def counting(module, inputs):
+        graphs.append(module)
+        return module
+
+    backend = PiecewiseBackend(counting, None)
+    buffers = {rows: torch.ones(rows, 4) for rows in range(1, 13)}
+
+    def work(rows: int):
+        return lambda: buffers[rows] * rows
+
+    with backend.capture_session():
+        for rows in reversed(buffers):
+            backend.capture_one(ShapeKey(rows), work(rows))
+    assert len(graphs) == 12
+    for rows, buffer in buffers.items():
+        buffer.fill_(2)
+        assert backend.replay(ShapeKey(rows)).tolist() == [[2.0 * rows] * 4] * rows
+    assert len(graphs) == 12
+
+
+def test_work_that_is_split_runs_in_pieces():
+    pieces = []
+
+    def counting(module, inputs):
+        pieces.append(module)
+        return module
+
+    x, backend = torch.ones(3), PiecewiseBackend(counting, None)
+
+    def work() -> Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+    capture(backend, ShapeKey(3), work)
+    assert len(pieces) == 2
+    x.fill_(5)
+    assert backend.replay(ShapeKey(3)).tolist() == [11.0] * 3
+
+
+def test_cleanup_lets_go_of_what_was_compiled(backend):
+    layer = nn.Linear(3, 3)
+    seen, x = weakref.ref(layer), torch.ones(2, 3)
+
+    def work(layer):
+        return lambda: layer(x)
+
+    capture(backend, ShapeKey(2), work(layer))
+    backend.cleanup()
+    del layer
+    gc.collect()
+    assert seen() is None
+    with pytest.raises(DraftcoreError, match="there is nothing"):
+        backend.replay(ShapeKey(2))
+
+
+def test_an_error_leaves_the_backend_usable(backend):
+    def fail() -> Tensor:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        capture(backend, ShapeKey(1), fail)
+    assert not backend.can_run({}, ShapeKey(1))
+    capture(backend, ShapeKey(1), lambda: torch.ones(1))
+    assert backend.replay(ShapeKey(1)).tolist() == [1.0]
+
+
+def test_prefill_through_it_gives_the_features_of_eager(backend, tmp_path):
+    """fp32 on one device, one mask against another: sums of 48 products, in another order."""
+    target = TransformersModel(TransformersTarget(str(tiny_target(tmp_path)), device="cpu"))
+    request = FeatureRequest((0, 2), True, "float32")
+    phase = Phase("prefill", "piecewise", rows=(4,), lengths=(8, 16))
+    runner = PrefillGraphRunner(target, phase, backend)
+    generator = torch.Generator().manual_seed(0)
+    for rows, length in ((4, 16), (3, 7), (1, 8)):
+        tokens_BT = torch.randint(1, 200, (rows, length), generator=generator)
+        lengths_B = torch.full((rows,), length)
+        found = runner.features(tokens_BT, lengths_B, request)
+        eager = runner.eager.features(tokens_BT, lengths_B, request)
+        for name in request.names:
+            torch.testing.assert_close(found[name], eager[name], rtol=1e-4, atol=1e-4)
+    assert runner.counts == {"replayed": 3}

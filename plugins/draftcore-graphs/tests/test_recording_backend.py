@@ -1,0 +1,75 @@
+"""The backend that records on any device: what every backend must do, and what it alone promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draftcore_graphs.recording import RecordingBackend
+from draftcore_sdk.graphs import GraphBackendSuite
+
+from draftcore.contracts.runner import ShapeKey
+from draftcore.errors import DraftcoreError
+
+KEY = ShapeKey(2)
+
+
+class TestRecording(GraphBackendSuite):
+    plugin = "draftcore.builtin"
+
+
+def recorded(fn):
+    backend = RecordingBackend()
+    with torch.inference_mode(), backend.capture_session():
+        backend.capture_one(KEY, fn)
+    return backend
+
+
+def test_replay_calls_no_line_of_the_function():
+    calls, x = [], torch.ones(2)
+
+    def fn():
+        calls.append(1)
+        return x + len(calls)  # computed on the host: frozen at the third call
+
+    backend = recorded(fn)
+    x.fill_(10)
+    assert backend.replay(KEY).tolist() == [13.0, 13.0]
+    assert len(calls) == 3
+
+
+def test_outputs_lie_in_the_same_memory_every_time():
+    x = torch.ones(2)
+    backend = recorded(lambda: x * 2)
+    first = backend.replay(KEY)
+    x.fill_(5)
+    assert backend.replay(KEY) is first
+    assert first.tolist() == [10.0, 10.0]
+
+
+def test_moved_storage_is_not_seen():
+    weight, x = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
+    backend = recorded(lambda: x * weight)
+    weight.data.mul_(3)
+    assert backend.replay(KEY).tolist() == [3.0, 3.0]
+    weight.data = torch.full((2,), 100.0)
+    assert backend.replay(KEY).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x * float(x.sum()),
+        lambda x: x[: int(x.argmax())],
+        lambda x: x[x > 0],
+        lambda x: x.index_put((x > 0,), torch.zeros(())),
+        lambda x: (x > 0).nonzero(),
+        lambda x: x.masked_select(x > 0),
+        lambda x: x if torch.equal(x, x) else -x,
+        lambda x: x if bool((x > 0).all()) else -x,
+        lambda x: torch.unique(x),
+    ],
+)
+def test_what_waits_for_the_device_is_refused(waits):
+    x = torch.ones(2)
+    with pytest.raises(DraftcoreError, match="waits for the device"):
+        recorded(lambda: waits(x))

@@ -1,0 +1,359 @@
+"""What every capture backend must do. See `draftcore_sdk` for how to use it.
+
+The target is a tiny random Qwen3 on the CPU in fp32, whose reference is transformers' own forward
+pass, row by row and without padding. A backend that reads its target elsewhere than from a folder,
+such as a running server, overrides `target_folder` and serves what `capture_target` writes. One of
+capability `overlap` is tested for that as well.
+
+Other implementations add in another order than transformers does, so features are compared with
+the reference within rounding; a backend is compared with itself bit by bit.
+
+Shape letters: T tokens, H width, V vocabulary.
+"""
+
+import copy
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from draftcore.contracts.capture import (
+    Capture,
+    CapturedGroup,
+    CaptureGroup,
+    CaptureInput,
+    FeatureRequest,
+    StoringCapture,
+)
+from draftcore.contracts.target import TargetSpec
+from draftcore.errors import UsageError
+from draftcore.target import TransformersTarget
+from draftcore_sdk.suite import Suite, hooks_of, offer_of, options_of
+from draftcore_sdk.targets import tiny_target
+
+OpenCapture = Callable[[FeatureRequest], Capture]
+LAYERS, WIDTH = 4, 32
+ROWS = ([5, 6, 7], list(range(40, 60)), [9, 9, 9, 9, 1], [11], list(range(90, 130)))
+# fp32 rounding over a few layers is a few 1e-7 of the largest number; another layer's output, or
+# the state before the final norm, differs by a tenth of it and more.
+ROUNDING = 1e-4
+REQUESTS = {
+    "first layer": FeatureRequest((0,), False, "float32"),
+    "last hidden": FeatureRequest((), True, "float32"),
+    "both": FeatureRequest((1, 3), True, "float32"),
+    "every layer": FeatureRequest(tuple(range(LAYERS)), True, "float32"),
+    "bfloat16": FeatureRequest((0, 2), True, "bfloat16"),
+    "float16": FeatureRequest((3,), True, "float16"),
+}
+ALL = REQUESTS["every layer"]
+
+
+class CaptureSuite(Suite):
+    """The behaviour of a capture backend, opened through its plugin."""
+
+    # ------------------------------------------------------------ fixtures
+
+    @pytest.fixture
+    def target_folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """The folder of the target, written once per session."""
+        folder = tmp_path_factory.getbasetemp() / "capture-suite"
+        return folder if folder.exists() else capture_target(folder)
+
+    @pytest.fixture
+    def target(self, target_folder: Path) -> TargetSpec:
+        return TransformersTarget(str(target_folder), device="cpu")
+
+    @pytest.fixture
+    def open_capture(self, target: TargetSpec) -> Iterator[OpenCapture]:
+        """Open the backend for a request, any number of times; all are closed at the end."""
+        opened: list[Capture] = []
+
+        def opener(request: FeatureRequest) -> Capture:
+            opened.append(open_through(self.plugin, self.name, target, request, self.options))
+            return opened[-1]
+
+        yield opener
+        for capture in opened:
+            capture.close()
+
+    # ------------------------------------------------------------ what comes back
+
+    @pytest.mark.parametrize("shape", REQUESTS)
+    def test_names_widths_and_dtypes_are_those_asked_and_nothing_else(
+        self, open_capture: OpenCapture, shape: str
+    ) -> None:
+        request = REQUESTS[shape]
+        for features in features_of(open_capture(request), group(0, 1)):
+            assert set(features) == set(request.names)
+            assert {value.shape[1:] for value in features.values()} == {(WIDTH,)}
+            assert {value.dtype for value in features.values()} == {getattr(torch, request.dtype)}
+
+    @pytest.mark.parametrize("members", [(0, 1, 2), (1, 0), (3,), (3, 4)])
+    @pytest.mark.parametrize("padding", [0, 9])
+    def test_every_row_is_as_long_as_its_tokens(
+        self, open_capture: OpenCapture, members: Sequence[int], padding: int
+    ) -> None:
+        """Also where the group is padded beyond its longest row."""
+        found = features_of(open_capture(REQUESTS["both"]), group(*members, padding=padding))
+        lengths = [{len(value) for value in features.values()} for features in found]
+        assert lengths == [{len(ROWS[member])} for member in members]
+
+    def test_groups_and_members_keep_their_order(
+        self, open_capture: OpenCapture, target_folder: Path
+    ) -> None:
+        """Rows of one length: only their values tell them apart."""
+        reference = Reference(target_folder)
+        rows = [[20 + row, 30 + row, 40 + row] for row in range(5)]
+        asked = [
+            group(members=[rows[3], rows[0]], index=7),
+            group(members=[rows[4]], index=2),
+            group(members=[rows[1], rows[2]], index=5),
+        ]
+        captured = list(open_capture(REQUESTS["first layer"]).features(asked))
+        assert [one.group for one in captured] == [one.group for one in asked]
+        for one, ask in zip(captured, asked, strict=True):
+            for features, tokens in zip(one.features, ask.token_ids, strict=True):
+                require_near(features["hidden.0"], reference.layers(tokens)[0])
+
+    # ------------------------------------------------------------ which tensors they are
+
+    @pytest.mark.parametrize("layer", range(LAYERS - 1))
+    def test_hidden_k_is_the_output_of_layer_k_counted_from_0(
+        self, open_capture: OpenCapture, target_folder: Path, layer: int
+    ) -> None:
+        """transformers counts the embedding as hidden state 0."""
+        found = features_of(open_capture(ALL), group(0, 1))
+        for features, tokens in zip(found, ROWS, strict=False):
+            expected = Reference(target_folder).layers(tokens)[layer]
+            require_near(features[f"hidden.{layer}"], expected)
+
+    def test_the_last_layers_output_is_the_state_before_the_final_norm(
+        self, open_capture: OpenCapture, target_folder: Path
+    ) -> None:
+        (features,) = features_of(open_capture(ALL), group(1))
+        expected = Reference(target_folder).before_norm(ROWS[1])
+        require_near(features[f"hidden.{LAYERS - 1}"], expected)
+
+    def test_last_hidden_is_the_state_after_the_final_norm(
+        self, open_capture: OpenCapture, target_folder: Path
+    ) -> None:
+        (features,) = features_of(open_capture(ALL), group(1))
+        require_near(features["last_hidden"], Reference(target_folder).after_norm(ROWS[1]))
+
+    @pytest.mark.parametrize("beyond", [LAYERS, -1])
+    def test_a_layer_out_of_range_is_refused_with_the_range(
+        self, open_capture: OpenCapture, beyond: int
+    ) -> None:
+        with pytest.raises(UsageError) as caught:
+            open_capture(FeatureRequest((0, beyond), True, "float32"))
+        numbers = re.findall(r"-?\d+", str(caught.value))
+        assert {"0", str(LAYERS - 1), str(beyond)} <= set(numbers), caught.value
+
+    # ------------------------------------------------------------ on what they depend
+
+    def test_a_members_features_do_not_depend_on_its_neighbours(
+        self, open_capture: OpenCapture
+    ) -> None:
+        """Within rounding: a batch of another shape adds in another order."""
+        capture = open_capture(ALL)
+        together = features_of(capture, group(0, 4, 2))
+        for features, member in zip(together, (0, 4, 2), strict=True):
+            (alone,) = features_of(capture, group(member))
+            for name in ALL.names:
+                require_near(features[name], alone[name])
+
+    def test_a_groups_features_do_not_depend_on_the_groups_before_it(
+        self, open_capture: OpenCapture
+    ) -> None:
+        *_, after_others = open_capture(ALL).features([group(1, 4), group(3), group(0, 2)])
+        first = features_of(open_capture(ALL), group(0, 2))
+        require_same(after_others.features, first)
+
+    def test_a_group_captured_again_repeats_bit_for_bit(self, open_capture: OpenCapture) -> None:
+        """What a run resumed after a crash captures again must be what it had."""
+        capture = open_capture(ALL)
+        first, again = capture.features([group(0, 1, 2), group(0, 1, 2)])
+        require_same(first.features, again.features)
+        require_same(first.features, features_of(open_capture(ALL), group(0, 1, 2)))
+
+    def test_two_groups_at_once_equal_one_by_one(self, open_capture: OpenCapture) -> None:
+        capture, groups = open_capture(ALL), (group(0, 1), group(2, 3))
+        for together, one in zip(list(capture.features(groups)), groups, strict=True):
+            require_same(together.features, features_of(capture, one))
+
+    def test_joined_requests_give_the_bits_of_each(self, open_capture: OpenCapture) -> None:
+        """Algorithms that train side by side share one capture."""
+        one = FeatureRequest((0, 2), False, "float32")
+        other = FeatureRequest((2, 3), True, "float32")
+        joined = features_of(open_capture(one.union(other)), group(0, 1))
+        for request in (one, other):
+            parts = [{name: features[name] for name in request.names} for features in joined]
+            require_same(parts, features_of(open_capture(request), group(0, 1)))
+
+    # ------------------------------------------------------------ what it does besides
+
+    def test_capturing_leaves_the_targets_logits_unchanged(
+        self, open_capture: OpenCapture, target: TargetSpec
+    ) -> None:
+        tokens = torch.tensor([ROWS[1]])
+        before_TV = target.model.model(input_ids=tokens).logits
+        capture = open_capture(REQUESTS["both"])
+        list(capture.features([group(0, 1), group(2)]))
+        assert torch.equal(target.model.model(input_ids=tokens).logits, before_TV)
+        capture.close()
+        assert torch.equal(target.model.model(input_ids=tokens).logits, before_TV)
+
+    def test_groups_are_asked_for_as_features_are_taken(self, open_capture: OpenCapture) -> None:
+        """A data set does not fit into memory: some look-ahead is welcome, all of it is not."""
+        asked: list[int] = []
+
+        def groups() -> Iterator[CaptureInput]:
+            for index in range(64):
+                asked.append(index)
+                yield group(3, index=index)
+
+        captured = iter(open_capture(REQUESTS["first layer"]).features(groups()))
+        assert next(captured).group.index == 0
+        assert len(asked) < 64
+        assert [one.group.index for one in captured] == list(range(1, 64))
+
+    def test_capturing_beside_training_is_seen_by_neither(self, open_capture: OpenCapture) -> None:
+        """As `train.overlap` does it: the first group while nobody trains, others beside a step.
+
+        A capture elsewhere is waited for by another thread, one of this process runs in the trainer's.
+        """
+        if "overlap" not in offer_of(self.plugin, "capture", self.name).capabilities:
+            pytest.skip("the capture does not claim the capability overlap")
+        capture = open_capture(ALL)
+        first = features_of(capture, group(0, 1, 2))
+        before = of_the_process()
+        if isinstance(capture, StoringCapture):
+            with ThreadPoolExecutor(1) as thread:
+                again = thread.submit(features_of, capture, group(0, 1, 2)).result()
+        else:
+            again = features_of(capture, group(0, 1, 2))
+        assert of_the_process() == before, "a step beside it would draw or compute otherwise"
+        require_same(again, first)
+        require_same(features_of(open_capture(ALL), group(0, 1, 2)), first)
+
+    def test_closing_twice_is_harmless(self, open_capture: OpenCapture) -> None:
+        capture = open_capture(REQUESTS["both"])
+        list(capture.features([group(0)]))
+        capture.close()
+        capture.close()
+
+
+# ---------------------------------------------------------------- pieces of the tests
+
+
+def capture_target(folder: Path) -> Path:
+    """Write the target of this suite into `folder`."""
+    tiny_target(folder, hidden_size=WIDTH, num_hidden_layers=LAYERS)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        # A norm that does more than scale: another weight for each of the state's numbers.
+        model.get_decoder().norm.weight.copy_(torch.linspace(0.5, 1.5, WIDTH))
+    model.save_pretrained(folder)
+    return folder
+
+
+def open_through(
+    plugin: str, name: str, target: TargetSpec, request: FeatureRequest, data: Mapping[str, Any]
+) -> Capture:
+    """Open a capture backend through its plugin's hook, as a run does."""
+    offer = offer_of(plugin, "capture", name)
+    options = options_of(offer, data)
+    capture = hooks_of(plugin).capture(
+        name=offer.name, target=target, request=request, options=options
+    )
+    assert capture is not None, f"{plugin} answers None to capture(name={offer.name!r})"
+    return capture
+
+
+def group(
+    *numbers: int,
+    members: Sequence[Sequence[int]] = (),
+    rows: Sequence[int] = (),
+    index: int = 0,
+    padding: int = 0,
+) -> CaptureInput:
+    """Make a capture group of these rows of ROWS, or of any tokens."""
+    members = members or [ROWS[number] for number in numbers]
+    rows = rows or numbers or range(len(members))
+    ids = tuple(f"sample-{row}" for row in rows)
+    padded = max(map(len, members)) + padding
+    return CaptureInput(CaptureGroup(index, tuple(rows), ids, padded), tuple(members))
+
+
+def of_the_process() -> dict[str, Any]:
+    """What training reads that belongs to no thread: random states, and how numbers are computed."""
+    return {
+        "torch's random state": torch.get_rng_state().tolist(),
+        "Python's random state": random.getstate(),
+        "numpy's random state": str(np.random.get_state()),
+        "default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32 products": torch.get_float32_matmul_precision(),
+    }
+
+
+def features_of(capture: Capture, asked: CaptureInput) -> Sequence[Mapping[str, Tensor]]:
+    """Capture one group and return its members' features."""
+    (captured,) = capture.features([asked])
+    assert isinstance(captured, CapturedGroup)
+    assert captured.group == asked.group
+    return captured.features
+
+
+class Reference:
+    """The target in transformers' own words: one row at a time, unpadded, in fp32."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def layers(self, tokens: Sequence[int]) -> list[Tensor]:
+        """Return the outputs [T, H] of all layers but the last, which transformers norms."""
+        output = self.model(input_ids=torch.tensor([list(tokens)]), output_hidden_states=True)
+        return [hidden_1TH[0] for hidden_1TH in output.hidden_states[1:-1]]
+
+    def after_norm(self, tokens: Sequence[int]) -> Tensor:
+        return self._decoded(self.model, tokens)
+
+    def before_norm(self, tokens: Sequence[int]) -> Tensor:
+        bare = copy.deepcopy(self.model)
+        bare.get_decoder().norm = nn.Identity()
+        return self._decoded(bare, tokens)
+
+    @torch.inference_mode()
+    def _decoded(self, model: Any, tokens: Sequence[int]) -> Tensor:
+        output = model.get_decoder()(input_ids=torch.tensor([list(tokens)]))
+        hidden_TH: Tensor = output.last_hidden_state[0]
+        return hidden_TH
+
+
+def require_near(found_TH: Tensor, expected_TH: Tensor) -> None:
+    """Compare within fp32 rounding, relative to the largest number there."""
+    assert found_TH.shape == expected_TH.shape
+    scale = float(expected_TH.abs().max())
+    gap = float((found_TH.double() - expected_TH.double()).abs().max())
+    assert gap <= ROUNDING * scale, f"differs by {gap:.3g} where the largest number is {scale:.3g}"
+
+
+def require_same(
+    found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]]
+) -> None:
+    """Compare names and bits, member by member."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            assert torch.equal(one[name], value), f"{name} has other bits"

@@ -1,0 +1,67 @@
+"""Requests as a prefill server hands them over, for the tests of disaggregation.
+
+Rows are filled as the wire is: as many columns as a field is wide, of which the algorithm needs
+the first; the rest is what another request left there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from draftcore_sglang.rows import Algorithm, Arrivals, HandedOver, first_draft_input, wire_row
+from torch import Tensor
+
+from draftcore.contracts.serving import DraftInput, DraftShape, RowField
+
+# Neither the tiny target's width nor a multiple of it; six proposals of the wire's sixteen.
+SHAPE = DraftShape(hidden_size=24, dtype="float32", topk=2, layers=3)
+
+
+@dataclass
+class Log:
+    """A relay that remembers what was written to it."""
+
+    calls: list[tuple[str, list[int], Any]] = field(default_factory=list)
+
+    def publish(self, slots_B: Tensor, seq_lens_B: Tensor) -> None:
+        self.calls.append(("publish", slots_B.tolist(), seq_lens_B.tolist()))
+
+    def stash(self, slots_B: Tensor, made: Any) -> None:
+        self.calls.append(("stash", slots_B.tolist(), made))
+
+
+def request(rid: str, row: Sequence[RowField]) -> HandedOver:
+    """A request with a full row, the same for the same id."""
+    generator = torch.Generator().manual_seed(zlib.crc32(rid.encode()))
+    values: dict[str, Tensor | None] = {}
+    for column in row:
+        drawn = torch.rand(column.width, generator=generator)
+        if column.name == "topk_index":
+            drawn = (drawn * 200).floor()
+        values[column.name] = drawn.to(getattr(torch, column.dtype))
+    return HandedOver(rid, values)
+
+
+def arrivals(requests: Sequence[HandedOver], overlap: bool = True) -> Arrivals:
+    """A batch of them, in slots 3, 5, 7 and so on."""
+    slots_B = torch.arange(len(requests)) * 2 + 3
+    return Arrivals(requests, slots_B, torch.arange(len(requests)) + 10, overlap)
+
+
+def last_tokens(requests: Sequence[HandedOver]) -> Tensor:
+    tokens = [zlib.crc32(one.rid.encode()) % 200 for one in requests]
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def take_over(
+    algorithm: Algorithm, rids: Sequence[str], log: Log | None = None, overlap: bool = True
+) -> DraftInput:
+    """Take over requests of these ids, whose rows are full."""
+    row = wire_row(algorithm, SHAPE)
+    requests = [request(rid, row) for rid in rids]
+    batch, tokens_B = arrivals(requests, overlap), last_tokens(requests)
+    return first_draft_input(algorithm, batch, tokens_B, log or Log(), SHAPE, lambda found: found)

@@ -1,0 +1,87 @@
+"""What all conformance suites share, and how they reach the plugin under test."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pluggy
+import pytest
+
+from draftcore.contracts.hooks import Specs
+from draftcore.contracts.offers import Kind, Offer
+from draftcore.options import validate
+
+OURS = "draftcore_sdk."
+
+
+class Suite:
+    """What all suites share: a subclass says which plugin, which of its offers, which options.
+
+    A standard test that cannot hold is switched off with `pytest.mark.xfail(reason=...)` above an
+    override that calls it; overriding it with less raises TypeError where the class is made.
+    """
+
+    plugin: ClassVar[str]  # the plugin's module, or module:instance as in its entry point
+    name: ClassVar[str] = ""  # the offer under test; the plugin's only one of the kind if empty
+    options: ClassVar[Mapping[str, Any]] = {}  # the offer's options, as in a run's YAML
+    loose: ClassVar[Path | None] = None  # the file of a plugin that is not installed
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__module__.startswith(OURS):
+            return
+        standard = [base for base in cls.__mro__ if base.__module__.startswith(OURS)]
+        tests = {name for base in standard for name in vars(base) if name.startswith("test_")}
+        for test in sorted(tests):
+            # The class that answers may be a mixin to the left of the suite.
+            owner = next(base for base in cls.__mro__ if test in vars(base))
+            if owner not in standard and not _excused(vars(owner)[test]):
+                raise TypeError(
+                    f"{owner.__name__}.{test} replaces a standard test\n"
+                    "  a test that cannot hold is marked: @pytest.mark.xfail(reason=...) above an "
+                    f"override that calls super().{test}(...)"
+                )
+
+
+def _excused(test: Any) -> bool:
+    marks = getattr(test, "pytestmark", ())
+    return any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
+
+
+def hooks_of(plugin: str) -> Specs:
+    """Return the hooks of one plugin, alone in a plugin manager of its own."""
+    module, _, instance = plugin.partition(":")
+    found = importlib.import_module(module)
+    manager = pluggy.PluginManager("draftcore")
+    manager.add_hookspecs(Specs)
+    manager.register(getattr(found, instance) if instance else found)
+    return cast(Specs, manager.hook)
+
+
+def offer_of(plugin: str, kind: Kind, name: str) -> Offer:
+    """Return what a plugin says of one thing it offers, the only one of its kind for name ''.
+
+    The test fails if it offers no such.
+    """
+    offers = [offer for listed in cast(Any, hooks_of(plugin)).describe() for offer in listed]
+    same = [offer for offer in offers if offer.kind == kind and name in ("", offer.name)]
+    if len(same) == 1:
+        return cast(Offer, same[0])
+    shown = ", ".join(f"{offer.kind} {offer.name}" for offer in offers) or "nothing"
+    asked = f"{kind} named {name!r}" if name else f"one {kind}"
+    pytest.fail(f"plugin {plugin} does not offer {asked}; it offers: {shown}")
+
+
+def options_of(offer: Offer, data: Mapping[str, Any]) -> Any:
+    """Return an offer's options, validated as a run does; None where it has no options model."""
+    return validate(offer.options, data, f"options of the {offer.kind} {offer.name!r}")
+
+
+def child_environment() -> dict[str, str]:
+    """Let a child import what this process can, such as a plugin next to the tests."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,0 +1,285 @@
+"""Take over requests that another server has prefilled: the first draft input of the decode side.
+
+Beside the KV cache a prefill server sends one *row* per request, of fixed columns. An algorithm
+says which fields of it it needs (`disagg_row`) and makes its input of them
+(`build_disagg_draft_input`); what lies between is done here, once for all algorithms: rows are
+checked, what a request lacks is named with the request, and the server's relay is written to only
+when the input is there. A wrong row costs one request its answer, never a wrong token: drafts are
+verified.
+
+Nothing of the serving engine is imported here: `disagg` hands in `Arrivals`, a converter to the engine's
+own structure, and the relay.
+
+Shape letters: B requests, H width of the draft's state, K proposals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftcore.contracts.hooks import Specs
+from draftcore.contracts.offers import Offer
+from draftcore.contracts.serving import (
+    WIRE_COLUMNS,
+    DisaggBatch,
+    DraftInput,
+    DraftShape,
+    FieldName,
+    RowField,
+    nothing_to_go_on,
+)
+from draftcore.errors import DraftcoreError, UsageError
+
+T = TypeVar("T")
+DTYPES = {"topk_p": "float32", "topk_index": "int64"}
+
+# ---------------------------------------------------------------- what goes in and out
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """One request as it arrived; `row` has a tensor [columns] per field, None if not sent."""
+
+    rid: str
+    row: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """The requests of one batch, with their slots in the relay and their lengths, both int64 [B].
+
+    With `overlap` the next step reads the relay and not the answer, so both are written to it.
+    """
+
+    requests: Sequence[HandedOver]
+    slots_B: Tensor
+    seq_lens_B: Tensor
+    overlap: bool
+
+
+class Relay(Protocol):
+    """The server's map from slots to what the next step reads (its `future_map`)."""
+
+    def publish(self, slots_B: Tensor, seq_lens_B: Tensor) -> object: ...
+    def stash(self, slots_B: Tensor, made: Any) -> object: ...
+
+
+class Algorithm(Protocol):
+    """An algorithm that can be called, such as a `Binding`."""
+
+    @property
+    def hook(self) -> Specs: ...
+    @property
+    def offer(self) -> Offer: ...
+
+
+class RowError(UsageError):
+    """Requests whose rows cannot be used: `problems` says why, by request id."""
+
+    def __init__(self, algorithm: str, problems: Mapping[str, Sequence[str]]) -> None:
+        self.problems = problems
+        lines = [f"  request {rid!r}: {lack}" for rid, lacks in problems.items() for lack in lacks]
+        super().__init__(
+            "\n".join([f"{algorithm} cannot take over {len(problems)} of the requests", *lines])
+            + "\n  start the prefill server with the same algorithm, draft, top-k and steps"
+        )
+
+
+# ---------------------------------------------------------------- the algorithm's side
+
+
+def require(algorithm: Algorithm) -> None:
+    """Refuse an algorithm that cannot take requests over. Raises UsageError."""
+    offer = algorithm.offer
+    if not offer.capabilities & {"disagg", "disagg-stateless"}:
+        raise UsageError(
+            f"the algorithm {offer.name!r} cannot take over requests from a prefill server\n"
+            "  it declares neither disagg nor disagg-stateless; it declares: "
+            f"{', '.join(sorted(offer.capabilities)) or 'nothing'}\n"
+            "  declare disagg-stateless if the last token is enough to start drafting from,\n"
+            "  else disagg, with the hook build_disagg_draft_input"
+        )
+
+
+def wire_row(algorithm: Algorithm, shape: DraftShape) -> tuple[RowField, ...]:
+    """Return what a prefill server must send of each request beside its last token.
+
+    Raises UsageError for more proposals than the wire carries, and for a row that cannot be sent.
+    """
+    require(algorithm)
+    row: tuple[RowField, ...] = ()
+    if "disagg" in algorithm.offer.capabilities:
+        row = tuple(algorithm.hook.disagg_row(shape=shape) or ())
+    where = f"the row of {algorithm.offer.name!r}"
+    names = [field.name for field in row]
+    if len(set(names)) < len(names) or ("topk_p" in names) != ("topk_index" in names):
+        raise UsageError(
+            f"{where} has the fields {', '.join(names)}\n  each once, both topk_ or none"
+        )
+    for field in row:
+        _require_sendable(field, shape, where)
+    return row
+
+
+def _require_sendable(field: RowField, shape: DraftShape, where: str) -> None:
+    wire = {"hidden": shape.hidden_size, "topk_p": WIRE_COLUMNS, "topk_index": WIRE_COLUMNS}
+    if field.name not in wire:
+        raise UsageError(f"{where} has a field {field.name!r}\n  there are {', '.join(wire)}")
+    if field.needed > field.width and field.name != "hidden":
+        raise UsageError(
+            f"{where} needs {field.needed} columns of {field.name}, the wire has {WIRE_COLUMNS}\n"
+            f"  top-k {shape.topk} times {shape.layers} layers is {shape.proposals}\n"
+            "  lower the draft's top-k or its number of steps"
+        )
+    dtype = DTYPES.get(field.name, shape.dtype)
+    if (field.width, field.dtype) != (wire[field.name], dtype) or field.needed < 1:
+        raise UsageError(
+            f"{where} has {field.needed} of {field.width} {field.dtype} columns for {field.name}\n"
+            f"  the wire has {wire[field.name]} of {dtype}: take hidden_field(shape) and "
+            "topk_fields(shape) of draftcore.contracts.serving"
+        )
+
+
+# ---------------------------------------------------------------- taking over
+
+
+def first_draft_input(
+    algorithm: Algorithm,
+    arrivals: Arrivals,
+    last_tokens_B: Tensor,
+    future_map: Relay,
+    shape: DraftShape,
+    convert: Callable[[DraftInput], T],
+) -> T:
+    """Return the first draft input of a batch, as `convert` makes it of the algorithm's.
+
+    With overlap the lengths are published and what was converted is stashed, in this order, after
+    all that can fail; an empty batch has nothing to relay. Raises RowError, naming every request
+    and field that is wrong, and UsageError for an algorithm that cannot do this.
+    """
+    row = wire_row(algorithm, shape)
+    batch = check_rows(algorithm, arrivals, row)
+    if last_tokens_B.shape != (len(batch.rids),) or last_tokens_B.dtype != torch.int64:
+        raise DraftcoreError(
+            f"{_shown(last_tokens_B)} last tokens for {len(batch.rids)} requests\n"
+            "  the serving engine's adapter owes one int64 token a request"
+        )
+    if "disagg" in algorithm.offer.capabilities:
+        found = algorithm.hook.build_disagg_draft_input(
+            batch=batch, last_tokens=last_tokens_B, future_map=_ReadOnly(future_map)
+        )
+    else:
+        found = nothing_to_go_on(last_tokens_B)
+    _check_answer(found, len(batch.rids), algorithm.offer.name)
+    made = convert(found)
+    if arrivals.overlap and batch.rids:
+        future_map.publish(arrivals.slots_B, arrivals.seq_lens_B)
+        future_map.stash(arrivals.slots_B, made)
+    return made
+
+
+def check_rows(algorithm: Algorithm, arrivals: Arrivals, row: Sequence[RowField]) -> DisaggBatch:
+    """Check and stack what arrived. Raises RowError, naming every request and field that is wrong."""
+    problems = {
+        request.rid: lacks
+        for request in arrivals.requests
+        if (lacks := [lack for field in row if (lack := _lack(field, request.row.get(field.name)))])
+    }
+    if problems:
+        raise RowError(algorithm.offer.name, problems)
+    device, fields = arrivals.seq_lens_B.device, {field.name: field for field in row}
+
+    def stacked(name: FieldName, dtype: torch.dtype) -> Tensor:
+        field = fields.get(name)
+        if field is None or not arrivals.requests:
+            return torch.zeros(len(arrivals.requests), field.needed if field else 0, dtype=dtype)
+        rows = [request.row[name] for request in arrivals.requests]
+        return torch.stack([values[: field.needed] for values in rows if values is not None])
+
+    state = getattr(torch, fields["hidden"].dtype) if "hidden" in fields else torch.float32
+    return DisaggBatch(
+        rids=tuple(request.rid for request in arrivals.requests),
+        seq_lens_B=arrivals.seq_lens_B,
+        hidden_BH=stacked("hidden", state).to(device),
+        topk_p_BK=stacked("topk_p", torch.float32).to(device),
+        topk_index_BK=stacked("topk_index", torch.int64).to(device),
+    )
+
+
+def _lack(field: RowField, values: Tensor | None) -> str:
+    """Say what is wrong with one field of one row, '' if nothing is."""
+    needed = f"needed: {field.needed} of {field.dtype}"
+    if values is None:
+        return f"{field.name} was not sent; {needed}"
+    if values.ndim != 1 or not field.needed <= len(values) <= field.width:
+        return f"{field.name} has the shape {list(values.shape)}; {needed}"
+    if str(values.dtype) != f"torch.{field.dtype}":
+        return f"{field.name} is {str(values.dtype).removeprefix('torch.')}; {needed}"
+    values = values[: field.needed]
+    if not values.isfinite().all():
+        return f"{field.name} is not finite"
+    if field.name != "hidden" and (values < 0).any():
+        return f"{field.name} has negative values"
+    # The wire's buffers begin as zeros, and no best proposal has probability 0.
+    if field.name == "topk_p" and not values.any():
+        return f"{field.name} was not sent, its columns are zero; {needed}"
+    return ""
+
+
+def stand_in(row: Sequence[RowField]) -> dict[str, Tensor | None]:
+    """A row that passes the checks and means nothing, for a request without a draft's state."""
+    filled: dict[str, Tensor | None] = {}
+    for field in row:
+        values = torch.zeros(field.needed, dtype=getattr(torch, field.dtype))
+        filled[field.name] = values + 1 if field.name == "topk_p" else values
+    return filled
+
+
+class _ReadOnly:
+    """The relay as a hook sees it: only the core writes to it, once everything has succeeded."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("publish", "stash"):
+            raise DraftcoreError(
+                f"build_disagg_draft_input may not {name}\n"
+                "  return the input: the core publishes, then stashes, once it has been checked"
+            )
+        return getattr(self._relay, name)
+
+
+def _check_answer(found: Any, size: int, name: str) -> None:
+    """Refuse an answer that no server could use; pluggy gives None where a hook returns nothing."""
+    if not isinstance(found, DraftInput):
+        raise DraftcoreError(
+            f"build_disagg_draft_input of {name!r} returned {type(found).__name__}\n"
+            "  return a draftcore.contracts.serving.DraftInput, for an empty batch too"
+        )
+    p, index = found.topk_p_BK, found.topk_index_BK
+    wrong = [
+        f"  {label} is {_shown(tensor)}"
+        for label, tensor, good in (
+            ("hidden_BH", found.hidden_BH, found.hidden_BH.is_floating_point()),
+            ("topk_p_BK", p, p.dtype == torch.float32 and p.shape == index.shape),
+            ("topk_index_BK", index, index.dtype == torch.int64),
+            ("last_tokens_B", found.last_tokens_B, found.last_tokens_B.dtype == torch.int64),
+        )
+        if not good or len(tensor) != size or tensor.ndim != 2 - (label == "last_tokens_B")
+    ]
+    if wrong:
+        raise DraftcoreError(
+            f"build_disagg_draft_input of {name!r} answered {size} requests with\n"
+            + "\n".join(wrong)
+            + f"\n  its docstring has the shapes and types; the first size must be {size}"
+        )
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

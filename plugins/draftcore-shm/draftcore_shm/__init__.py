@@ -1,0 +1,1 @@
+"""Store `shm` for draftcore."""

@@ -1,0 +1,943 @@
+"""The store `shm`: the conformance suite, processes that are killed at every line, and its file.
+
+Other processes are forked here, since starting one anew takes seconds; each opens the store itself.
+"""
+
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from draftcore_sdk.stores import StoreSuite, any_bits, child_environment, numbered
+from draftcore_shm import segment
+from draftcore_shm import store as shm
+from draftcore_shm.store import ShmStore
+from torch import Tensor
+
+from draftcore.contracts.store import SampleRef, StoreError, StoreFull, StoreItem
+from draftcore.errors import UsageError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in shared memory where there is enough, since a disk is slower."""
+    roomy = shm.SHM.exists() and shutil.disk_usage(shm.SHM).free > 256 * MIB
+    place = Path(tempfile.mkdtemp(dir=shm.SHM)) if roomy else tmp_path
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture
+def ring(folder: Path) -> str:
+    return str(folder / "ring")
+
+
+class TestShmStore(StoreSuite):
+    plugin = "draftcore.builtin"
+
+    @pytest.fixture
+    def store_uri(self, folder: Path) -> str:
+        return f"shm:{folder / 'store'}?max_bytes=64MiB"
+
+
+# ---------------------------------------------------------------- other processes
+
+
+class Gate:
+    """Made before processes fork: all of them wait until one opens it."""
+
+    def __init__(self) -> None:
+        self.read, self.write = os.pipe()
+
+    def wait(self) -> None:
+        assert select.select([self.read], [], [], 60)[0], "nobody opened the gate"
+
+    def is_open(self) -> bool:
+        return bool(select.select([self.read], [], [], 0)[0])
+
+    def open(self) -> None:
+        os.write(self.write, b"open")
+
+    def __del__(self) -> None:
+        os.close(self.read)
+        os.close(self.write)
+
+
+Say = Callable[[str], None]
+Work = Callable[[Say], None]
+
+
+class Child:
+    """A forked process that does some work, which may say lines; `end` waits for it."""
+
+    def __init__(self, work: Work) -> None:
+        read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(read)
+            self._work(work, write)
+        os.close(write)
+        self.lines = os.fdopen(read)
+        self.status: int | None = None
+
+    def _work(self, work: Work, write: int) -> None:
+        status = 1
+        try:
+            torch.set_num_threads(1)  # a forked OpenMP pool hangs
+            work(partial(print, file=os.fdopen(write, "w"), flush=True))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def hear(self) -> str:
+        """Return the next line, or '' if the process ended instead. It says one at a time."""
+        assert select.select([self.lines], [], [], 60)[0], "the process hangs"
+        return self.lines.readline().strip()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.end()
+
+    def end(self) -> int:
+        if self.status is None:
+            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.status
+
+
+Fork = Callable[[Work], Child]
+
+
+@pytest.fixture
+def fork() -> Iterator[Fork]:
+    """Fork children; those still alive at the end are killed."""
+    children: list[Child] = []
+
+    def start(work: Work) -> Child:
+        children.append(Child(work))
+        return children[-1]
+
+    yield start
+    for child in children:
+        if child.status is None:
+            child.kill()
+        child.lines.close()
+
+
+def forever(_: Say) -> None:
+    while True:
+        signal.pause()
+
+
+def checked(feature_id: str, number: int) -> StoreItem:
+    """A sample whose content, of some odd size, follows from its number."""
+    size = 1 + number * 7919 % 30_000
+    return StoreItem(feature_id, {"x": torch.arange(number, number + size)}, size)
+
+
+def require_checked(store: ShmStore, ref: SampleRef, number: int) -> None:
+    with store.get(ref) as handle:
+        assert torch.equal(handle.tensors["x"], checked("", number).tensors["x"])
+
+
+def put_when_there_is_room(store: ShmStore, items: list[StoreItem]) -> tuple[SampleRef, ...]:
+    """Put, and wait while the store is full, in a minute at most."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return store.put_many(items)
+        except StoreFull:
+            assert time.monotonic() < end, "the store stayed full"
+            time.sleep(0.001)
+
+
+# ---------------------------------------------------------------- processes that live
+
+
+def test_many_writers_and_one_reader_that_frees_pass_thousands_of_samples(
+    ring: str, fork: Fork
+) -> None:
+    """Through a ring that holds a few dozen, so that it is full and comes round many times."""
+    writers, puts, pushed_back = 3, 800, 0
+    store = ShmStore(ring, max_bytes=4 * MIB)
+    listen, speak = os.pipe()
+
+    def write(first: int, say: Say) -> None:
+        own = ShmStore(ring)
+        for number in range(first, first + puts):
+            (ref,) = put_when_there_is_room(own, [checked(str(number), number)])
+            os.write(speak, json.dumps(ref.to_json()).encode() + b"\n")
+        own.close()
+
+    children = [fork(partial(write, writer * puts)) for writer in range(writers)]
+    nbytes = 0
+    with open(listen) as refs:
+        for _ in range(writers * puts):
+            ref = SampleRef.from_json(json.loads(refs.readline()))
+            require_checked(store, ref, int(ref.feature_id))
+            assert store.lookup([ref.feature_id]) == {ref.feature_id: ref}
+            pushed_back += store.stats().nbytes > 0.8 * store.max_bytes
+            store.free([ref])
+            nbytes += ref.nbytes
+    assert [child.end() for child in children] == [0] * writers
+    assert nbytes > 50 * store.max_bytes
+    assert pushed_back > 10
+    assert (store.stats().samples, store.stats().nbytes) == (0, 0)
+    store.close()
+    assert not Path(ring).exists()
+    os.close(speak)
+
+
+def test_processes_that_open_at_once_share_one_segment(ring: str, fork: Fork) -> None:
+    opening, all_put = Gate(), Gate()
+
+    def open_at_once(number: int, say: Say) -> None:
+        opening.wait()
+        store = ShmStore(ring, max_bytes=4 * MIB)
+        store.put(numbered(str(number), number))
+        say("put")
+        all_put.wait()
+        found = store.lookup([str(other) for other in range(8)])
+        assert len(found) == 8
+        for name, ref in found.items():
+            with store.get(ref) as handle:
+                assert int(handle.tensors["x"][0]) == int(name)
+
+    children = [fork(partial(open_at_once, at)) for at in range(8)]
+    opening.open()
+    assert [child.hear() for child in children] == ["put"] * 8
+    all_put.open()
+    assert [child.end() for child in children] == [0] * 8
+
+
+def test_opening_while_the_last_one_removes_the_segment_loses_nothing(
+    ring: str, fork: Fork
+) -> None:
+    def come_and_go(number: int, say: Say) -> None:
+        for at in range(60):
+            store = ShmStore(ring, max_bytes=4 * MIB)
+            ref = store.put(checked(f"{number}", at))
+            require_checked(store, ref, at)
+            store.free([ref])
+            store.close()
+
+    children = [fork(partial(come_and_go, at)) for at in range(4)]
+    assert [child.end() for child in children] == [0] * 4
+    assert not Path(ring).exists()
+
+
+def test_a_free_waits_for_the_handles_of_other_processes(ring: str, fork: Fork) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    ref = store.put(numbered("a", 1, numbers=MIB // 16))
+    closing = Gate()
+
+    def read(say: Say) -> None:
+        own = ShmStore(ring)
+        with own.get(ref) as handle:
+            say("reading")
+            closing.wait()
+            assert handle.tensors["x"].tolist() == [1] * (MIB // 16)
+        say("closed")
+        forever(say)
+
+    child = fork(read)
+    assert child.hear() == "reading"
+    store.free([ref])
+    with pytest.raises(StoreError, match="is not held"):
+        store.get(ref)
+    with pytest.raises(StoreFull):
+        store.put(numbered("b", 2, numbers=MIB // 10))
+    assert store.stats().nbytes == ref.nbytes
+    closing.open()
+    assert child.hear() == "closed"
+    assert store.stats().nbytes == 0
+    store.put(numbered("b", 2, numbers=MIB // 10))
+
+
+# ---------------------------------------------------------------- processes that are killed
+
+
+def test_a_killed_reader_does_not_pin_what_it_read(ring: str, fork: Fork) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    refs = [store.put(numbered(name, 1, numbers=MIB // 24)) for name in "ab"]
+
+    def read(say: Say) -> None:
+        own = ShmStore(ring)
+        handles = own.get_many([*refs, refs[0]])
+        say(str(len(handles)))
+        forever(say)
+
+    child = fork(read)
+    assert child.hear() == "3"
+    store.free(refs)
+    with pytest.raises(StoreFull):
+        store.put(numbered("c", 3, numbers=MIB // 10))
+    child.kill()
+    store.put(numbered("c", 3, numbers=MIB // 10))
+    assert store.stats().nbytes == MIB // 10 * 8
+
+
+class Stumbles(dict[str, Tensor]):
+    """Tensors of which one, when it is copied, kills the process that puts it."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == "kills":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(name)
+
+
+def test_what_a_killed_writer_was_writing_is_not_served_and_is_collected(
+    ring: str, fork: Fork
+) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    old = store.put(numbered("b", 1))
+    big = torch.zeros(MIB // 16, dtype=torch.int64)
+
+    def die(say: Say) -> None:
+        own = ShmStore(ring)
+        whole, half = Stumbles(x=big), Stumbles(x=big[:9], kills=big[:9])
+        own.put_many([StoreItem("a", whole, 1), StoreItem("b", half, 1)])
+
+    assert fork(die).end() == -signal.SIGKILL
+    assert store.lookup(["a", "b"]) == {"b": old}
+    store.put(numbered("c", 3, numbers=MIB // 10))
+    assert store.stats().samples == 2
+
+
+def test_a_frozen_writer_hinders_nobody_and_keeps_its_place(ring: str, fork: Fork) -> None:
+    """Alive is alive: what it was writing is not given away under it."""
+    store = ShmStore(ring, max_bytes=MIB)
+    copying = Gate()
+
+    class Waits(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            copying.open()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return super().__getitem__(name)
+
+    def write(say: Say) -> None:
+        own = ShmStore(ring)
+        own.put(StoreItem("a", Waits(x=torch.full((MIB // 16,), 7)), 1))
+        say("put")
+        forever(say)
+
+    child = fork(write)
+    copying.wait()
+    assert store.lookup(["a"]) == {}
+    with pytest.raises(StoreFull):
+        store.put(numbered("b", 2, numbers=MIB // 10))
+    store.free([store.put(numbered("b", 2))])
+    while "T (stopped)" not in Path(f"/proc/{child.pid}/status").read_text():
+        time.sleep(0.001)
+    os.kill(child.pid, signal.SIGCONT)
+    assert child.hear() == "put"
+    with store.get(store.lookup(["a"])["a"]) as handle:
+        assert handle.tensors["x"].tolist() == [7] * (MIB // 16)
+
+
+def states_on_the_way(ring: Path, live: Callable[[], None]) -> list[bytes]:
+    """Return what a kill would leave of the file, for each step of Python's interpreter."""
+    ours, states = {segment.__file__, shm.__file__}, [b""]
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in ours:
+            return None
+        frame.f_trace_opcodes = True
+        state = ring.read_bytes() if ring.exists() else b""
+        if state != states[-1]:
+            states.append(state)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        live()
+    finally:
+        sys.settrace(before)
+    return states
+
+
+def pair(number: int) -> list[StoreItem]:
+    return [checked("one", number), checked("two", number)]
+
+
+def require_sound(store: ShmStore) -> int:
+    """Some whole pair is held, or what a free has left of it, and no byte of the ring is lost."""
+    found = store.lookup(["one", "two"])
+    assert set(found) in (set(), {"two"}, {"one", "two"})
+    with ExitStack() as stack:
+        handles = [stack.enter_context(handle) for handle in store.get_many([*found.values()])]
+        numbers = {int(handle.tensors["x"][0]) for handle in handles}
+    assert len(numbers) <= 1
+    for ref in found.values():
+        require_checked(store, ref, *numbers)
+    stats = store.stats()
+    assert (stats.samples, stats.nbytes) == (len(found), sum(ref.nbytes for ref in found.values()))
+    store.free(found.values())
+    assert store.stats().nbytes == 0
+    store.free([store.put(numbered("all", 1, numbers=store.max_bytes // 8 - 99))])
+    return sum(numbers)
+
+
+def test_a_kill_at_any_step_leaves_a_segment_that_is_sound(folder: Path) -> None:
+    """From before the segment is made to after it is removed, a group is superseded and freed."""
+
+    def live() -> None:
+        store, *others = [ShmStore(str(folder / "ring"), max_bytes=MIB // 2) for _ in range(3)]
+        others[1].free(others[1].put_many(pair(3)))  # a slot's former owner may be nobody now
+        for other in others:
+            other.close()
+        (one, _) = store.put_many(pair(1))
+        handle = store.get(one)
+        refs = store.put_many(pair(2))
+        handle.close()
+        with pytest.raises(StoreFull):
+            store.put_many(pair(3))
+        store.free(refs)
+        store.close()
+
+    states = states_on_the_way(folder / "ring", live)
+    assert states[-1] == b""
+    seen = set()
+    for at, state in enumerate(states):
+        left = folder / f"ring-{at}"
+        left.write_bytes(state)
+        store = ShmStore(str(left), max_bytes=MIB // 2)
+        seen.add(require_sound(store))
+        store.close()
+        assert not left.exists()
+    assert seen == {0, 1, 2, 3}
+    assert len(states) > 60
+
+
+def test_writers_killed_at_random_times_harm_nobody(ring: str, fork: Fork) -> None:
+    """Thirty rounds of three writers, two of which are killed with -9; one more lives through all."""
+    store = ShmStore(ring, max_bytes=2 * MIB)
+    chance = random.Random(0)
+    kept = store.put(checked("kept", 11))
+    ending = Gate()
+
+    def write(name: str, say: Say) -> None:
+        own = ShmStore(ring)
+        for number in range(100_000):
+            items = [checked(f"{name}/{member}", number) for member in range(2)]
+            put_when_there_is_room(own, items)
+            if number == 0:
+                say("writing")
+
+    def survive(say: Say) -> None:
+        own, number = ShmStore(ring), 0
+        while not ending.is_open():
+            number += 1
+            (ref,) = put_when_there_is_room(own, [checked("survivor", number)])
+            require_checked(own, ref, number)
+            own.free([ref])
+
+    survivor = fork(survive)
+    for round_ in range(30):
+        names = [f"{round_}/{writer}" for writer in range(2)]
+        children = [fork(partial(write, name)) for name in names]
+        assert [child.hear() for child in children] == ["writing"] * 2
+        for child in children:
+            time.sleep(chance.uniform(0, 0.01))
+            child.kill()
+        for name in names:
+            found = store.lookup([f"{name}/0", f"{name}/1"])
+            assert len(found) == 2
+            with store.get(found[f"{name}/0"]) as handle:
+                number = int(handle.tensors["x"][0])
+            for ref in found.values():
+                require_checked(store, ref, number)
+            store.free(found.values())
+        require_checked(store, kept, 11)
+    ending.open()
+    assert survivor.end() == 0
+    assert store.stats().nbytes == kept.nbytes
+
+
+# ---------------------------------------------------------------- forks, failures, many
+
+
+def test_a_forked_child_is_told_to_open_the_store_itself(ring: str, fork: Fork) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    ref = store.put(numbered("a", 1))
+    handle = store.get(ref)
+
+    def use(say: Say) -> None:
+        with pytest.raises(StoreError, match="before this process was forked"):
+            store.get(ref)
+        handle.close()
+        store.close()
+        with ShmStore(ring).get(ref) as own:
+            say(str(int(own.tensors["x"][0])))
+
+    child = fork(use)
+    assert (child.hear(), child.end()) == ("1", 0)
+    store.free([ref])
+    assert store.stats().nbytes == ref.nbytes  # the parent still reads
+    handle.close()
+    assert store.stats().nbytes == 0
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_it_alive(ring: str, fork: Fork) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    ref = store.put(numbered("a", 1))
+
+    def parent(say: Say) -> None:
+        handle = ShmStore(ring).get(ref)
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        say(f"{child} {int(handle.tensors['x'][0])}")
+        forever(say)
+
+    child = fork(parent)
+    grandchild = int(child.hear().split()[0])
+    store.free([ref])
+    assert store.stats().nbytes == ref.nbytes
+    child.kill()
+    assert store.stats().nbytes == 0
+    os.kill(grandchild, signal.SIGKILL)
+
+
+def test_a_store_that_is_forgotten_leaves_like_one_that_is_killed(ring: str) -> None:
+    other = ShmStore(ring, max_bytes=MIB)
+    store = ShmStore(ring)
+    handle = store.get(store.put(numbered("a", 1)))
+    other.abort("a")
+    assert other.stats().nbytes > 0
+    kept = handle.tensors["x"]
+    del store, handle
+    assert other.stats().nbytes == 0
+    assert kept.shape == (16,)  # its memory is still mapped, whatever lies there now
+
+
+def test_a_put_that_fails_half_way_leaves_nothing(ring: str) -> None:
+    class Interrupted(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            raise KeyboardInterrupt
+
+    store = ShmStore(ring, max_bytes=MIB)
+    kept = store.put(numbered("b", 1))
+    items = [numbered("a", 2), StoreItem("b", Interrupted(x=torch.zeros(MIB // 16)), 1)]
+    with pytest.raises(KeyboardInterrupt):
+        store.put_many(items)
+    assert store.lookup(["a", "b"]) == {"b": kept}
+    assert store.stats().nbytes == kept.nbytes
+    store.close()
+
+
+def test_more_processes_than_a_segment_has_places_for_are_refused(ring: str) -> None:
+    stores = [ShmStore(ring, max_bytes=MIB) for _ in range(segment.MEMBERS)]
+    with pytest.raises(UsageError, match="256 processes have the store"):
+        ShmStore(ring)
+    ref = stores[-1].put(numbered("a", 1))
+    handles = [store.get(ref) for store in stores]
+    stores[0].free([ref])
+    for handle in handles[1:]:
+        handle.close()
+    assert stores[1].stats().nbytes == ref.nbytes
+    stores[7].close()
+    ShmStore(ring).close()
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def test_a_get_on_the_cpu_copies_nothing_and_is_aligned(ring: str) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    item = StoreItem("a", {"m": any_bits("bool", 3), "x": any_bits("bfloat16", 5, 3)}, 5)
+    ref = store.put(item)
+    with store.get(ref) as one, store.get(ref) as other:
+        for name in ("m", "x"):
+            assert one.tensors[name].data_ptr() == other.tensors[name].data_ptr()
+            assert one.tensors[name].data_ptr() % 64 == 0
+        one.tensors["m"].logical_not_()  # which nobody may do: the next reader is told
+    with pytest.raises(StoreError, match="'m' is torn or altered"):
+        store.get(ref)
+    with store.get(ref, names=["x"]) as handle:
+        assert torch.equal(
+            handle.tensors["x"].view(torch.int16), item.tensors["x"].view(torch.int16)
+        )
+    assert store.stats().open_handles == 0
+
+
+def test_no_altered_byte_of_a_block_is_ever_served(ring: str) -> None:
+    """Each byte in turn: seals, lengths, description and tensors. Padding may change unnoticed."""
+    store = ShmStore(ring, max_bytes=MIB)
+    ref = store.put(StoreItem("a", {"x": torch.tensor([1, 2], dtype=torch.int16)}, 2))
+    start, size = (
+        int(column[0]) for column in (store._segment.table.start, store._segment.table.size)
+    )
+    memory, noticed = store._segment.table.map, 0
+    for at in range(start, start + size):
+        memory[store._segment.table.blocks_at + at] ^= 255
+        try:
+            with store.get(ref) as handle:
+                assert handle.tensors["x"].tolist() == [1, 2]
+        except StoreError as error:
+            assert "sample 'a'" in str(error)  # noqa: PT017
+            noticed += 1
+        memory[store._segment.table.blocks_at + at] ^= 255
+    assert noticed > 200
+    assert store.stats().open_handles == 0
+    store.free([ref])
+    assert store.stats().nbytes == 0
+
+
+def test_blocks_never_overlap_whatever_their_sizes_and_order(ring: str) -> None:
+    """Random puts and frees in a ring that is mostly full: all that is held stays whole."""
+    store, chance = ShmStore(ring, max_bytes=MIB), random.Random(1)
+    held: dict[int, SampleRef] = {}
+    pushed_back = 0
+    for number in range(1500):
+        try:
+            held[number] = store.put(checked(str(number), number))
+        except StoreFull:
+            pushed_back += 1
+            for old in chance.sample(sorted(held), k=min(len(held), 2)):
+                require_checked(store, held[old], old)
+                store.free([held.pop(old)])
+    table = store._segment.table
+    live = sorted(zip(table.start.tolist(), table.size.tolist(), table.state.tolist(), strict=True))
+    ends = [(start, start + size) for start, size, state in live if state != segment.FREE]
+    assert len(ends) == len(held) > 3
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+    for number, ref in held.items():
+        require_checked(store, ref, number)
+    assert pushed_back > 100
+
+
+def test_blocks_go_round_the_ring_and_are_free_again_with_the_last_handle(ring: str) -> None:
+    """So what a reader looks at too late is not overwritten at once."""
+    store = ShmStore(ring, max_bytes=MIB)
+    places = []
+    for number in range(9):
+        ref = store.put(numbered("a", number, numbers=MIB // 32))
+        with store.get(ref) as handle:
+            places.append(handle.tensors["x"].data_ptr())
+            store.free([ref])
+        assert set(store._segment.table.state.tolist()) == {segment.FREE}
+    assert len(set(places[:3])) == 3
+    assert places[3:] == places[:6]
+
+
+def test_free_bytes_that_lie_scattered_join_when_what_is_between_goes(ring: str) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    refs = [store.put(numbered(str(at), at, numbers=MIB // 81)) for at in range(10)]
+    store.free(refs[::2])
+    with pytest.raises(StoreFull, match="may lie scattered") as caught:
+        store.put(numbered("big", 1, numbers=MIB // 40))
+    assert caught.value.free > caught.value.needed
+    store.free(refs[1:2])
+    store.put(numbered("big", 1, numbers=MIB // 40))
+
+
+def test_more_than_the_store_ever_holds_is_an_error_and_no_reason_to_wait(ring: str) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    with pytest.raises(StoreError, match=r"can never hold.*\n.*raise max_bytes"):
+        store.put(numbered("a", 1, numbers=MIB // 8))
+
+
+def test_twenty_thousand_small_samples_are_found_one_by_one(ring: str) -> None:
+    store, other = ShmStore(ring, max_bytes=400 * MIB), ShmStore(ring)
+    refs = [
+        ref
+        for at in range(0, 20_000, 500)
+        for ref in store.put_many([numbered(str(at + n), at + n, numbers=1) for n in range(500)])
+    ]
+    names = [str(random.Random(2).randrange(20_000)) for _ in range(200)]
+    assert other.lookup(names) == {name: refs[int(name)] for name in names}
+    other.free(refs)
+    assert store.lookup(names) == {}
+
+
+def test_more_samples_than_slots_push_back_too(ring: str) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    refs = store.put_many([numbered(str(at), at, numbers=1) for at in range(1024)])
+    with pytest.raises(StoreFull, match="of 1024 slots"):
+        store.put(numbered("more", 1))
+    store.free(refs[-1:])
+    store.put(numbered("more", 1))
+
+
+def test_thousands_of_cycles_cost_no_memory_and_no_descriptor(ring: str) -> None:
+    ShmStore(ring, max_bytes=32 * MIB).put(numbered("other", 1))
+    store = ShmStore(ring)
+    item = StoreItem("a", {"x": torch.zeros(MIB // 4)}, 1)
+
+    def cycle(count: int) -> None:
+        for _ in range(count):
+            ref = store.put(item)
+            with store.get(ref):
+                pass
+            store.free([ref])
+
+    def open_and_close(count: int) -> None:
+        for _ in range(count):
+            other = ShmStore(ring)
+            other.get(other.put(item)).close()
+            other.close()
+
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    cycle(20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 500  # of 5,120 pages
+    open_and_close(5)
+    before = footprint()
+    cycle(2000)
+    open_and_close(50)
+    after = footprint()
+    assert after[:2] == before[:2]
+    assert after[2] < before[2] + MIB
+    store.abort("a")
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) < before[0]
+
+
+@pytest.mark.gpu
+def test_tensors_go_from_and_to_a_cuda_device(ring: str) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    x = any_bits("bfloat16", 9, 7)
+    ref = store.put(StoreItem("a", {"x": x.cuda().T}, 9))
+    with store.get(ref, device="cuda") as handle:
+        assert handle.tensors["x"].is_cuda
+        assert torch.equal(handle.tensors["x"].cpu().view(torch.int16), x.T.view(torch.int16))
+
+
+def footprint() -> tuple[int, int, int]:
+    """Return how many descriptors and mapped files this process has, and its private bytes."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    private = int(status["RssAnon"].split()[0]) * 1024
+    return len(os.listdir("/proc/self/fd")), sum("/" in line for line in maps), private
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_the_last_to_close_an_empty_store_removes_it_and_no_one_else(ring: str) -> None:
+    first, second = ShmStore(ring, max_bytes=MIB), ShmStore(ring)
+    ref = first.put(numbered("a", 1))
+    first.close()
+    handle = second.get(ref)
+    second.free([ref])
+    second.close()
+    assert Path(ring).exists()
+    assert int(handle.tensors["x"][0]) == 1  # closing waits for open handles
+    handle.close()
+    assert not Path(ring).exists()
+    third = ShmStore(ring, max_bytes=MIB)
+    kept = third.put(numbered("a", 3))
+    third.close()
+    assert ShmStore(ring).lookup(["a"]) == {"a": kept}
+
+
+@pytest.fixture
+def names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let names lie in a folder of the test's own."""
+    monkeypatch.setattr(shm, "SHM", folder)
+    return folder
+
+
+def test_what_killed_runs_left_is_removed_by_the_next_one(
+    names: Path, fork: Fork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(name: str, say: Say) -> None:
+        store = ShmStore(name, max_bytes=MIB)
+        store.put(numbered("a", 1))
+        say("put")
+        forever(say)
+
+    dead, alive = fork(partial(put, "dead")), fork(partial(put, "alive"))
+    half = names / f"draftcore-{os.getuid()}-half-made"
+    half.write_bytes(segment.UNFINISHED)
+    others = [names / "draftcore-notes", names / f"draftcore-{os.getuid() + 1}-dead"]
+    for path in others:
+        path.touch()
+    assert (dead.hear(), alive.hear()) == ("put", "put")
+    dead.kill()
+    ShmStore.open("shm:next?max_bytes=1MiB").close()
+    assert len(list(names.iterdir())) == 5  # it might have been between two processes of a run
+    monkeypatch.setattr(segment, "ABANDONED_SECONDS", -1)
+    ShmStore.open("shm:next?max_bytes=1MiB").close()
+    left = {path.name for path in names.iterdir()}
+    assert left == {f"draftcore-{os.getuid()}-alive", *(path.name for path in others)}
+
+
+def test_a_run_that_begins_again_takes_over_its_own_abandoned_segment(
+    names: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ShmStore.open("shm:mine?max_bytes=1MiB")
+    ref = store.put(numbered("a", 1))
+    store.close()
+    monkeypatch.setattr(segment, "ABANDONED_SECONDS", -1)
+    assert ShmStore.open("shm:mine").lookup(["a"]) == {"a": ref}
+
+
+def test_two_runs_of_one_name_refuse_each_other(names: Path) -> None:
+    first = ShmStore.open("shm:draft?max_bytes=1MiB&run=first")
+    first.put(numbered("a", 1))
+    assert ShmStore.open("shm:draft").max_bytes == MIB  # who does not say takes what is there
+    with pytest.raises(UsageError, match="in use by processes that opened it otherwise") as caught:
+        ShmStore.open("shm:draft?run=second")
+    assert "run=first" in str(caught.value)
+    with pytest.raises(UsageError, match=r"max_bytes=1\.0 MiB[^$]*max_bytes=2\.0 MiB"):
+        ShmStore.open("shm:draft?max_bytes=2MiB&run=first")
+    first.close()
+    again = ShmStore.open("shm:draft?max_bytes=2MiB&run=second")
+    assert again.lookup(["a"]) == {}
+    assert again.stats().limit_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "message"),
+    [
+        (8, b"\7", "made by another version of draftcore: it has layout 7, this version reads 1"),
+        (0, b"{", "is a file of another kind"),
+    ],
+)
+def test_a_file_that_is_no_segment_of_this_version_is_left_alone(
+    ring: str, at: int, data: bytes, message: str
+) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    store.put(numbered("a", 1))
+    store.close()
+    whole = bytearray(Path(ring).read_bytes())
+    whole[at : at + len(data)] = data
+    Path(ring).write_bytes(whole)
+    with pytest.raises(UsageError, match=message):
+        ShmStore(ring, max_bytes=2 * MIB)
+    assert Path(ring).read_bytes() == whole
+
+
+def test_a_segment_that_was_cut_short_is_refused(ring: str) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    store.put(numbered("a", 1))
+    store.close()
+    os.truncate(ring, 10_000)
+    with pytest.raises(UsageError, match="was cut short"):
+        ShmStore(ring)
+
+
+def test_a_segment_that_was_removed_while_in_use_says_so(ring: str) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    handle = store.get(store.put(numbered("a", 1)))
+    Path(ring).unlink()
+    other = ShmStore(ring, max_bytes=MIB)
+    with pytest.raises(StoreError, match="was removed while it was in use"):
+        store.lookup(["a"])
+    handle.close()
+    store.close()
+    assert Path(ring).exists()
+    other.close()
+
+
+def test_a_segment_is_its_owners_alone(ring: str, fork: Fork) -> None:
+    store = ShmStore(ring, max_bytes=MIB)
+    assert os.stat(ring).st_mode & 0o777 == 0o600
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    os.chmod(Path(ring).parent, 0o777)
+
+    def intrude(say: Say) -> None:
+        os.setuid(65534)
+        with pytest.raises(UsageError, match=r"Permission denied.*\n  use another name"):
+            ShmStore(ring)
+        other = Path(ring).with_name("theirs")
+        ShmStore(str(other), max_bytes=MIB).put(numbered("a", 1))
+
+    assert fork(intrude).end() == 0
+    with pytest.raises(UsageError, match=r"belongs to another user|Permission denied"):
+        ShmStore(str(Path(ring).with_name("theirs")))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("shm:", "has no name"),
+        ("shm", "has no name"),
+        ("shm:no/such/folder/ring", "No such file"),
+        ("shm:/", "Is a directory"),
+        ("shm:a?size=3", "unknown option 'size'"),
+        (f"shm:{'a' * 300}", "File name too long"),
+        (f"shm:a?run={'a' * 600}", "run's name .* is too long"),
+    ],
+)
+def test_a_place_that_cannot_be_is_explained(names: Path, uri: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ShmStore.open(uri)
+    assert list(names.iterdir()) == []
+
+
+def test_the_uri_in_a_ref_opens_the_store_it_is_in(names: Path) -> None:
+    store = ShmStore.open("shm:odd%20%3F name?max_bytes=1MiB&run=r")
+    ref = store.put(numbered("a", 1))
+    assert ref.uri == "shm:odd%20%3F%20name"
+    assert ShmStore.open(ref.uri).lookup(["a"]) == {"a": ref}
+
+
+SMALL = """
+import os, sys
+from pathlib import Path
+from draftcore.errors import UsageError
+from draftcore_shm.store import ShmStore
+from draftcore_sdk.stores import numbered
+
+folder = Path(sys.argv[1])
+try:
+    ShmStore.open(f"shm:{folder}/ring?max_bytes=8MiB")
+except UsageError as error:
+    assert "needs 8.1 MiB of memory" in str(error), error
+    assert f"{folder} has 2.0 MiB free" in str(error), error
+    assert "give the store less (max_bytes=102" in str(error), error
+    assert "--shm-size" in str(error), error
+else:
+    raise AssertionError("8 MiB went into 2 MiB")
+assert list(folder.iterdir()) == []
+store = ShmStore.open(f"shm:{folder}/ring?max_bytes=1MiB")
+(folder / "rest").write_bytes(b"x" * (os.statvfs(folder).f_bavail * os.statvfs(folder).f_bsize))
+for at in range(40):  # no SIGBUS: all memory is claimed
+    store.free([store.put(numbered(str(at), at, numbers=40_000))])
+print("recovered")
+"""
+
+
+def test_too_little_shared_memory_is_an_error_at_once_and_never_a_sigbus(tmp_path: Path) -> None:
+    """On a real tmpfs of 2 MiB."""
+    small, program = tmp_path / "small", tmp_path / "program.py"
+    small.mkdir()
+    program.write_text(textwrap.dedent(SMALL))
+    mount = f"mount -t tmpfs -o size=2M tmpfs {small}"
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, mount]).returncode:
+        pytest.skip("needs unshare and user namespaces for a file system of its own")
+    done = subprocess.run(
+        [*alone, f"{mount} && {sys.executable} {program} {small}"],
+        capture_output=True,
+        text=True,
+        env=child_environment(),
+    )
+    assert done.stdout == "recovered\n", done.stderr

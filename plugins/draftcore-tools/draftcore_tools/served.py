@@ -1,0 +1,235 @@
+"""An exported draft as a server computes it: what the hook `read_export` returns.
+
+A plugin implements its draft here a second time, in the plainest way and from the servers'
+conventions alone: one sequence, no cache, fp32, one whole forward per question. So nothing that
+export and training have in common can hide a mistake from who compares the two. The small parts that
+every transformer has (norm, rotary positions, attention) stand below; training does not use them.
+
+Layer ids are 0-based outputs, as everywhere: output k is `hidden_states[k + 1]` of transformers.
+
+Shape letters: T tokens, S rows, H hidden, K drafted tokens, V vocabulary, A query heads, G key/value
+heads, D head width.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftcore.contracts.serving import Round, ServedDraft, UnservableError
+from draftcore.errors import UsageError, nearest
+
+FLOOR = 1e-6
+
+
+def proposals(draft: ServedDraft, at: Round, count: int) -> Tensor:
+    """Draft `count` tokens greedily, [K]."""
+    drafts_K = torch.zeros(0, dtype=torch.long, device=at.tokens_T.device)
+    for _ in range(count):
+        best = draft.logits(at, drafts_K)[-1].argmax()
+        drafts_K = torch.cat([drafts_K, best[None]])
+    return drafts_K
+
+
+def leads(draft: ServedDraft, at: Round, drafts_K: Tensor) -> Tensor:
+    """How far each draft is from being the served draft's own greedy choice there, [K] in nats."""
+    logits_KV = draft.logits(at, drafts_K[:-1])
+    return logits_KV.amax(-1) - logits_KV.gather(-1, drafts_K[:, None])[:, 0]
+
+
+def gaps(draft: ServedDraft, at: Round, drafts_K: Tensor, probs_KV: Tensor) -> Tensor:
+    """The largest difference in log-probability from what drafts were drawn from, [K] in nats.
+
+    Of tokens that either side gives less than FLOOR, that probability is taken.
+    """
+    theirs_KV = draft.logits(at, drafts_K[:-1]).softmax(-1)
+    return (theirs_KV.clamp_min(FLOOR).log() - probs_KV.clamp_min(FLOOR).log()).abs().amax(-1)
+
+
+# ---------------------------------------------------------------- reading a folder
+
+
+def require_server(server: str, known: Iterable[str]) -> None:
+    """Raise UsageError for a server whose conventions a reader does not know."""
+    if server not in (names := list(known)):
+        raise UsageError(
+            f"no conventions of a server {server!r} are known{nearest(server, names)}\n"
+            f"  this draft can be read as: {', '.join(names)}"
+        )
+
+
+def read_folder(folder: Path, architecture: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json's content and all tensors in fp32 (integers as they are).
+
+    Raises UsageError where there is no export, UnservableError for one of another architecture.
+    """
+    file, weights = folder / "config.json", sorted(folder.glob("*.safetensors"))
+    if not file.is_file() or not weights:
+        lacking = "config.json" if not file.is_file() else "*.safetensors"
+        raise UsageError(f"{folder} holds no {lacking}\n  give a folder that `export` wrote")
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    found = config.get("architectures") or []
+    if architecture not in found:
+        raise UnservableError(
+            f"config.json says architectures: {found}, and servers know this kind of draft as "
+            f"{architecture!r} only\n  correct the name, or export again with draftcore"
+        )
+    read_rope(config)  # for what it may raise
+    try:
+        tensors = {name: t for part in weights for name, t in load_file(part).items()}
+    except SafetensorError as error:
+        raise UnservableError(f"the tensors in {folder} cannot be read: {error}") from None
+    return config, {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+def require_field(config: Mapping[str, Any], name: str) -> Any:
+    """Return a field that a server cannot do without; raises UnservableError."""
+    if config.get(name) is None:
+        raise UnservableError(
+            f"config.json has no {name}\n  add the field, or export the draft again"
+        )
+    return config[name]
+
+
+def require_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], missing: str
+) -> None:
+    """Raise UnservableError for the first tensor that lacks or has another shape than the config's.
+
+    `missing` says what becomes of one that nothing fills.
+    """
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise UnservableError(
+                f"the tensor {name} {list(shape)} is missing: {missing}\n"
+                "  export the draft again; a tensor was dropped on the way"
+            )
+        found = tuple(tensors[name].shape)
+        if found == shape:
+            continue
+        cause = "config.json describes another shape"
+        if found == shape[::-1]:
+            cause = "it is transposed: rows and columns are exchanged"
+        raise UnservableError(
+            f"the tensor {name} is {list(found)}, servers expect {list(shape)}\n  cause: {cause}"
+        )
+
+
+def require_no_others(names: Iterable[str]) -> None:
+    """Raise UnservableError for tensors that a server would look for a place for, and not find."""
+    if shown := ", ".join(sorted(names)[:4]):
+        raise UnservableError(
+            f"the server has no place for: {shown}\n"
+            "  names are bare, without `model.`, and a draft has no tensors but its own: export again"
+        )
+
+
+def square_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of matrices whose transpose has the same shape, so that no shape gives it away."""
+    return [n for n, t in tensors.items() if t.ndim == 2 and t.shape[0] == t.shape[1] > 1]
+
+
+# ---------------------------------------------------------------- what every transformer has
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_H
+
+
+def swiglu(x: Tensor, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
+    """The MLP whose three weights begin with `prefix`."""
+    gate, up, down = (tensors[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def attend(query_SAD: Tensor, key_TGD: Tensor, value_TGD: Tensor, sees_ST: Tensor) -> Tensor:
+    """Grouped-query attention under a mask, scaled by D^-0.5; returns [S, A * D]."""
+    shared = query_SAD.shape[1] // key_TGD.shape[1]
+    key_TAD, value_TAD = (x.repeat_interleave(shared, 1) for x in (key_TGD, value_TGD))
+    scores_AST = torch.einsum("sad,tad->ast", query_SAD, key_TAD) * query_SAD.shape[-1] ** -0.5
+    weights_AST = scores_AST.masked_fill(~sees_ST, -math.inf).softmax(-1)
+    return torch.einsum("ast,tad->sad", weights_AST, value_TAD).flatten(1)
+
+
+def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the RoPE of a config.json, which has two spellings; raises UnservableError where they differ.
+
+    Servers on transformers 5 read `rope_parameters`, those before it `rope_theta` and
+    `rope_scaling`: an export that says two things means another draft to each.
+    """
+    new = dict(config.get("rope_parameters") or {})
+    old = {**(config.get("rope_scaling") or {})}
+    old |= {n: config[n] for n in ("rope_theta", "partial_rotary_factor") if config.get(n)}
+    if not new:
+        return old
+    for name in ("rope_theta", "partial_rotary_factor", "factor"):
+        if name in new and name in old and float(new[name]) != float(old[name]):
+            raise UnservableError(
+                f"config.json has two values of {name}: {new[name]} in rope_parameters, {old[name]} "
+                "in the older spelling (rope_theta, rope_scaling)\n"
+                "  servers on transformers 5 read the first, others the second: make the two agree"
+            )
+    return {**old, **new}
+
+
+def rotate(x_SAD: Tensor, positions_S: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Turn the first part of each head by its position; pairs are (i, i + half)."""
+    head = x_SAD.shape[-1]
+    width = int(rope.get("rope_dim") or head * float(rope.get("partial_rotary_factor") or 1))
+    frequency, scale = _frequencies(width, rope)
+    angle_S1F = (positions_S[:, None].double() * frequency.to(positions_S.device))[:, None]
+    cos, sin = (angle_S1F.cos() * scale).float(), (angle_S1F.sin() * scale).float()
+    half = width // 2
+    left, right = x_SAD[..., :half], x_SAD[..., half:width]
+    turned = [left * cos - right * sin, right * cos + left * sin, x_SAD[..., width:]]
+    return torch.cat(turned, -1)
+
+
+def _frequencies(width: int, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Radians per position, [width / 2], and the factor of cosines and sines."""
+    theta = float(rope.get("rope_theta") or 10000.0)
+    base = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    scalings: dict[str, Callable[[], tuple[Tensor, float]]] = {
+        "default": lambda: (base, 1.0),
+        "linear": lambda: (base / float(rope["factor"]), 1.0),
+        "llama3": lambda: (_llama3(base, rope), 1.0),
+        "yarn": lambda: _yarn(base, width, theta, rope),
+    }
+    if kind not in scalings:
+        raise UnservableError(f"config.json has RoPE type {kind!r}\n  known: {', '.join(scalings)}")
+    try:
+        return scalings[kind]()
+    except KeyError as error:
+        raise UnservableError(f"config.json has no {error} for RoPE type {kind!r}") from None
+
+
+def _llama3(base: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Long waves are slowed down, short ones left, those between blended."""
+    turns = float(rope["original_max_position_embeddings"]) * base / (2 * math.pi)
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return base / float(rope["factor"]) * (1 - blend) + base * blend
+
+
+def _yarn(base: Tensor, width: int, theta: float, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """As llama3's, but the blend is linear in the dimension; attention is sharpened besides."""
+    factor, length = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+
+    def dimension(turns: float) -> float:
+        return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dimension(float(rope.get("beta_fast") or 32))), 0)
+    high = min(math.ceil(dimension(float(rope.get("beta_slow") or 1))), width - 1)
+    slow = (torch.arange(width // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    slow = slow.clamp(0, 1)
+    scale = rope.get("attention_factor") or (0.1 * math.log(factor) + 1 if factor > 1 else 1.0)
+    return base / factor * slow + base * (1 - slow), float(scale)

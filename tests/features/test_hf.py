@@ -1,0 +1,7 @@
+"""Capture `hf`: the conformance suite."""
+
+from draftcore_sdk.captures import CaptureSuite
+
+
+class TestLocalCapture(CaptureSuite):
+    plugin = "draftcore.builtin"

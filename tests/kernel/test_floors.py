@@ -1,0 +1,167 @@
+"""What keeps the house small and its floors in order: sizes, imports, and names it must not know."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import draftcore
+
+CORE = Path(draftcore.__file__).parent
+ROOT = CORE.parent
+# From the ground up. A module imports lower floors and its own room (module or package) only.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors", ""),  # and the package itself: its two markers
+    ("uris", "files", "options"),
+    ("contracts",),
+    ("config", "tensors"),
+    ("plugins", "data", "target", "training", "supervisor"),
+    ("features", "evaluation", "channels", "listing"),
+    ("feed", "cli"),
+    ("run", "__main__"),
+    ("verbs",),
+    ("builtin",),
+)
+KERNEL = ("contracts", "plugins", "cli", "listing", "config", "options", "uris", "errors")
+HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "yaml")
+# Ordinary words, and a place of every Linux: what they name is found by the import test above.
+WORDS = {"graphs", "sdk", "tools", "shm"}
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def module_of(file: Path, top: Path) -> str:
+    """`draftcore.data.plan` of a file below the package `top`; a package is named by its folder."""
+    parts = file.relative_to(top.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(file: Path, known: set[str]) -> Iterator[str]:
+    """Yield our modules that a file imports, anywhere in it: for types alone and late ones too."""
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}: write the whole name of what is imported"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from {name if name in known else str(node.module) for name in inner} & known
+
+
+def code_lines(file: Path) -> int:
+    """Count the lines with code: no blank ones, no comments, no docstrings."""
+    docs: set[int] = set()
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                docs |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+    code = {n for t in tokens if t.type not in NO_CODE for n in range(t.start[0], t.end[0] + 1)}
+    return len(code - docs)
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+FILES = {module_of(file, CORE): file for file in sorted(CORE.rglob("*.py"))}
+ARROWS = {
+    module: set(imports(file, set(FILES))) - {module, "draftcore"} for module, file in FILES.items()
+}
+
+
+def test_every_room_has_its_floor() -> None:
+    placed = [name for floor in FLOORS for name in floor]
+    assert sorted(placed) == sorted({room(module) for module in FILES})
+
+
+def test_no_import_runs_upwards() -> None:
+    floor_of = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in ARROWS.items()
+        for other in sorted(others)
+        if room(module) != room(other) and floor_of[room(module)] <= floor_of[room(other)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", [CORE, *sorted(ROOT.glob("plugins/*/draftcore_*"))])
+def test_no_module_imports_itself_by_way_of_others(package: Path) -> None:
+    files = {module_of(file, package): file for file in sorted(package.rglob("*.py"))}
+    arrows = {name: set(imports(file, set(files))) - {name} for name, file in files.items()}
+    TopologicalSorter(arrows).prepare()
+
+
+def test_the_core_has_at_most_8300_lines_of_code() -> None:
+    lines = {module: code_lines(file) for module, file in FILES.items()}
+    assert sum(lines.values()) <= 8300, lines
+
+
+def test_the_kernel_has_at_most_1600_lines_of_code_and_no_torch() -> None:
+    kernel = {module: file for module, file in FILES.items() if room(module) in KERNEL}
+    lines = {module: code_lines(file) for module, file in kernel.items()}
+    assert sum(lines.values()) <= 1600, lines
+    for file in kernel.values():
+        for node in parsed(file).body:  # at import; what a function imports, its caller pays for
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert "torch" not in {name.partition(".")[0] for name in names}, file
+
+
+def plugin_names() -> set[str]:
+    """The names of our own plugins, entry points and offers alike, read from their metadata."""
+    names: set[str] = set()
+    for file in ROOT.glob("plugins/*/pyproject.toml"):
+        project = tomllib.loads(file.read_text())["project"]
+        names |= {project["name"], project["name"].replace("-", "_")}
+        names |= project["entry-points"]["draftcore"].keys()
+    return names - WORDS
+
+
+def test_no_plugins_name_occurs_in_the_core() -> None:
+    names = "|".join(sorted(map(re.escape, plugin_names())))
+    pattern = re.compile(rf"(?<![a-z0-9])({names})(?![a-z0-9])", re.IGNORECASE)
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in FILES.values()
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("verb", ["list-plugins", "hooks", "--help"])
+def test_looking_around_imports_nothing_heavy(verb: str) -> None:
+    """Counts the plugins installed in this environment too: theirs must not either."""
+    code = (
+        "import sys, contextlib, draftcore.cli\n"
+        f"with contextlib.suppress(SystemExit): draftcore.cli.main([{verb!r}])\n"
+        "print('modules', *sys.modules)"
+    )
+    run = [sys.executable, "-c", code]
+    output = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    modules = set(output.splitlines()[-1].split())
+    assert "draftcore.plugins.registry" in modules
+    assert not modules & set(HEAVY)

@@ -1,7 +1,0 @@
-"""Capture `hf`: the conformance suite."""
-
-from draftcore.testing.captures import CaptureSuite
-
-
-class TestLocalCapture(CaptureSuite):
-    plugin = "draftcore.builtin.hf"
