@@ -50,15 +50,15 @@ def main() -> None:
             between(options.plugin, f"{options.uri}-{mode}-{producers}", mode, producers, options)
         return
     memory(options.batch, options.groups)
-    for scheme in ("sqlite", "dir"):
-        builtin(scheme, options)
+    for scheme, plugin in (("sqlite", "draftcore.builtin"), ("dir", "draftcore_sharedfs.plugin")):
+        in_folder(scheme, plugin, options)
 
 
-def builtin(scheme: str, options: Any) -> None:
+def in_folder(scheme: str, plugin: str, options: Any) -> None:
     for mode, producers in MODES:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             uri = f"{scheme}:{folder}/channel"
-            between(f"draftcore.builtin.{scheme}", uri, mode, producers, options)
+            between(plugin, uri, mode, producers, options)
 
 
 def plan_of(batch: int, groups: int) -> Plan:

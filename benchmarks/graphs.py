@@ -103,7 +103,7 @@ def measure(targets: Targets, wanted: list[str], backends: list[str]) -> None:
         for label, backend in itertools.product(labels, quick):
             count_launches(label, targets, backend)
     if "overlap" in wanted:
-        forking = next(backend for backend in graphs if "forks" in words(backend))
+        forking = next(backend for backend in graphs if "forks" in capabilities(backend))
         for label in reversed(labels):
             time_overlap(label, targets, forking)
     if "bits" in wanted:
@@ -194,12 +194,12 @@ def prefill(
     if name == "eager":
         return EagerPrefillRunner(target)
     phase = Phase("prefill", name, rows=given.rows, lengths=(given.length,))
-    breaks = "breaks" in words(name)
+    breaks = "breaks" in capabilities(name)
     return PrefillGraphRunner(target, phase, opened(name), graph_plugins(plugins), breaks=breaks)
 
 
-def words(name: str) -> frozenset[str]:
-    """The capabilities of a graph backend; none for eager."""
+def capabilities(name: str) -> frozenset[str]:
+    """Return the capabilities of a graph backend."""
     return bind(load(), "graph", name).capabilities
 
 
@@ -242,7 +242,8 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
         for name in backends:
             if late(f"eval {label} {name}, {batch} prompts"):
                 continue
-            own = [f"graphs.decode.backend={name}", f"eval.batch={batch}", "eval.max_new_tokens=64"]
+            decode = f"runner.decode={{name: graphs, options: {{backend: {name}}}}}"
+            own = [decode, f"eval.batch={batch}", "eval.max_new_tokens=64"]
             run = Run(load_config(QUICKSTART / "eagle3.yaml", [*settings, *own]), load())
             rate, rounds, more = decoding_rate(run, batch)
             run.close()
@@ -266,12 +267,10 @@ def decoding_rate(run: Run, batch: int) -> tuple[float, float, str]:
     runner = draft.decoder(built)
     drafter, longest = runner.drafter, max(map(len, prompts))
     runner.reserve(batch, longest + config.max_new_tokens + drafter.num_drafts + 1)
-    speculate(target, drafter, batches[0], config, Clock(), 0, runner)  # records
+    speculate(runner, batches[0], config, Clock())  # records
     clock, tokens, started = Clock(), 0, time.perf_counter()
     for group in batches * (4 if batch > 1 else 1):
-        tokens += sum(
-            len(d.tokens) for d in speculate(target, drafter, group, config, clock, 0, runner)
-        )
+        tokens += sum(len(d.tokens) for d in speculate(runner, group, config, clock))
     seconds = time.perf_counter() - started
     return tokens / seconds, 1e3 * seconds / clock.rounds, grown(before)
 

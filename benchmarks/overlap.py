@@ -140,7 +140,7 @@ def run_once(
         f"capture.batch={given.batch}",
         "train.checkpoint_every=1000000",
         f"train.overlap={str(overlap).lower()}",
-        f"graphs.prefill.backend={given.prefill}",
+        f"runner.prefill={{name: graphs, options: {{backend: {given.prefill}}}}}",
         *settings,
     ]
     run = Run(load_config(QUICKSTART / "eagle3.yaml", overrides), load())

@@ -7,7 +7,8 @@ Two servers share the device, one with this project's plugin switched on (a `shm
 without; they run as the plugin's README says and answer the same prompts in turn, some of 512 to 1,023
 tokens and some of twice that, as many at a time: without a capture, with one for each prompt, which is what
 it costs a server, and with captures in groups of 64 by several producers, which is what a run gets. Prints
-one line for each figure, first those of the sink alone (`sglang_sink.py`), which bound what follows.
+one line for each figure, first those of the way into the store alone (`sglang_sink.py`), which bound what
+follows.
 
 The small model has few operations for each byte of its states, so that writing them matters as on a
 GPU; there the device copies, here the scheduler's thread and the writer do, on whatever cores there are.

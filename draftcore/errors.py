@@ -6,7 +6,6 @@ DraftcoreError          something went wrong that is not our bug; the CLI prints
 An error says what was asked, what is there, what to do. The last line is the remedy.
 """
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -22,7 +21,14 @@ class UsageError(DraftcoreError):
     exit_code = 2
 
 
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is nearest to `name`, or '' where none is near."""
+    import difflib  # 1 ms, for errors only
+
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), "")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ' (did you mean 'x'?)' for the known name nearest to `name`, or ''."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    match = closest(name, known)
+    return f" (did you mean {match!r}?)" if match else ""

@@ -13,12 +13,20 @@ from draftcore.errors import DraftcoreError
 def write_atomic(file: Path, text: str) -> None:
     """Write a file so that a reader sees the old content or the new, whatever crashes."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    aside.replace(file)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    partial.replace(file)
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes durable, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def hold(file: Path, doing: str, remedy: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from draftcore.contracts.hooks import Specs
 from draftcore.plugins.registry import HOOKS, Plugin, Registry, register
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
-KEYS = (
+KEYS = [
     "name",
     "dist",
     "version",
@@ -27,12 +26,12 @@ KEYS = (
     "offers",
     "hooks",
     "import_ms",
-)
+]
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print data instead of a table.")
-@click.option("--check", is_flag=True, help="Exit with 1 if any plugin was set aside.")
+@click.option("--check", is_flag=True, help="Exit with 1 if any plugin cannot be used.")
 @click.pass_obj
 def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
     """List the plugins, with what they offer or what is wrong."""
@@ -50,7 +49,11 @@ def hooks(registry: Registry, as_json: bool) -> None:
 
 
 def _echo(content: str | dict[str, Any]) -> None:
-    click.echo(content if isinstance(content, str) else json.dumps(content, indent=2))
+    if not isinstance(content, str):
+        import json  # 1 ms, for data only
+
+        content = json.dumps(content, indent=2)
+    click.echo(content)
 
 
 def plugins_data(registry: Registry) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def plugins_data(registry: Registry) -> dict[str, Any]:
 
 
 def plugins_table(registry: Registry) -> str:
-    """Return all plugins as a table; a problem and what mends it stand in the last column."""
+    """Return all plugins as a table; a problem and its fix stand in the last column."""
     rows = [HEADER, *(row for plugin in registry.plugins for row in _rows(plugin))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

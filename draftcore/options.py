@@ -40,20 +40,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
     """Set each KEY=VALUE in `data`, in order: a dotted key, a value read as YAML."""
     for override in overrides:
-        _apply(data, override)
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not (equals and key):
-        raise UsageError(f"override {override!r} is not KEY=VALUE\n  for example train.lr=1e-4")
-    *parents, last = key.split(".")
-    for parent in parents:
-        child = data[parent] = {} if data.get(parent) is None else data[parent]
-        if not isinstance(child, dict):
-            raise UsageError(f"override {override!r}: {parent!r} is a value, not a section")
-        data = child
-    data[last] = _scalar(text)
+        key, equals, text = override.partition("=")
+        if not (equals and key):
+            raise UsageError(f"override {override!r} is not KEY=VALUE\n  for example train.lr=1e-4")
+        *parents, last = key.split(".")
+        section = data
+        for parent in parents:
+            child = section[parent] = {} if section.get(parent) is None else section[parent]
+            if not isinstance(child, dict):
+                raise UsageError(f"override {override!r}: {parent!r} is a value, not a section")
+            section = child
+        section[last] = _scalar(text)
 
 
 def _scalar(text: str) -> Any:
@@ -90,17 +87,21 @@ def validate(path: str, data: Mapping[str, Any], where: str) -> Any:
     try:
         return model.model_validate(data, extra="forbid")
     except ValidationError as error:
-        raise UsageError(explain(error, model, where)) from None
+        raise UsageError(explain(error, model, where, {})) from None
 
 
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """Say what is wrong with each key of `model`'s data, and which keys there are."""
+def explain(
+    error: ValidationError, model: type[BaseModel], where: str, gone: Mapping[str, str]
+) -> str:
+    """Say what is wrong with each key of `model`'s data, and which keys there are, or replace it."""
     lines = [f"{where}: {error.error_count()} wrong"]
     for problem in error.errors(include_url=False):
         *parents, key = problem["loc"] or ("",)
         path = ".".join(map(str, problem["loc"]))
         if not problem["loc"]:  # a rule about the whole
             lines.append(f"  {problem['msg'].removeprefix('Value error, ')}")
+        elif path in gone:
+            lines.append(f"  {path}: is gone; {gone[path]}")
         elif problem["type"] == "extra_forbidden":
             known = _keys(model, parents)
             hint = nearest(str(key), known)

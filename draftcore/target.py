@@ -1,9 +1,9 @@
-"""The target model, in two degrees: a description to train against, a model to run.
+"""The target model by transformers: a description to train against, a model to run.
 
-`TargetSpec` is what algorithms and training see: config, tokenizer and lazily read tensors, so a
-trainer on another host never loads the target. `TargetModel` runs it through transformers, for
-capture and decoding only. Its KV cache is indexed by position, one slot per token of a row, so a
-rejected draft token is simply overwritten by the next round and rows of different lengths need no
+`TransformersTarget` is what algorithms and training see: config, tokenizer and lazily read tensors, so
+a trainer on another host never loads the target. `TransformersModel` runs it, for capture and decoding
+only. Both implement `contracts.target`. The KV cache is indexed by position, one slot per token of a row,
+so a rejected draft token is overwritten by the next round and rows of different lengths need no
 padding, cropping or compaction.
 
 Shape letters: B batch, T tokens, S cache slots, H hidden, V vocabulary.
@@ -52,9 +52,8 @@ class EagerPrefillRunner:
 
 
 class TransformersTarget:
-    """A target's config, tokenizer and tensors, read when first needed.
+    """Reads a target's config, tokenizer and tensors when they are first needed.
 
-    `prefill_with` makes what runs the model for capture; a run sets it, by its `graphs.prefill`.
     Raises UsageError where the folder or model id is unknown or holds no causal language model.
     """
 
@@ -84,7 +83,6 @@ class TransformersTarget:
 
     @property
     def text_config(self) -> Any:
-        """The language model's part of the config; the config itself for a text-only model."""
         return self.config.get_text_config()
 
     @property
@@ -96,7 +94,6 @@ class TransformersTarget:
         return int(self.text_config.vocab_size)
 
     def require_layers(self, request: FeatureRequest) -> None:
-        """Raise UsageError where a request names a layer that the target does not have."""
         beyond = [layer for layer in request.layers if not 0 <= layer < self.num_layers]
         if beyond:
             raise UsageError(
@@ -110,15 +107,12 @@ class TransformersTarget:
 
     @functools.cached_property
     def model(self) -> TargetModel:
-        """The running target, loaded once and shared by capture and decoding."""
         return TransformersModel(self)
 
     def embedding(self) -> Tensor:
-        """The token embedding, [V, H], in the stored dtype."""
         return self._read(EMBEDDINGS)
 
     def head(self) -> Tensor:
-        """The LM head, [V, H]; the embedding where the two are tied."""
         tied = bool(self.text_config.tie_word_embeddings)
         return self.embedding() if tied else self._read(HEADS)
 
@@ -135,7 +129,6 @@ class TransformersTarget:
 
     @property
     def weight_bytes(self) -> int:
-        """The size of the stored weights."""
         return sum(Path(file).stat().st_size for file in set(self._weight_files.values()))
 
     def _read(self, endings: Sequence[str]) -> Tensor:
@@ -181,16 +174,14 @@ class SlotState:
     max_len: int
 
     def tensors(self) -> list[Tensor]:
-        """All keys and values there are, each with the batch as its first dimension."""
         return [t for layer in self.cache.layers for t in (layer.keys, layer.values)]
 
     def narrow(self, rows: int) -> SlotState:
-        """The first rows only, in the same memory; needs a state that was written to."""
         return SlotState(Cache(layers=[x.narrow(rows) for x in self.cache.layers]), self.max_len)
 
 
 class TransformersModel:
-    """The running target, frozen: features for capture, cached forwards for decoding."""
+    """Runs the target, frozen; the contract says what each method does."""
 
     def __init__(self, spec: TargetSpec) -> None:
         self.spec, self.device, self.dtype = spec, resolve_device(spec.device), spec.dtype
@@ -210,7 +201,6 @@ class TransformersModel:
     def features(
         self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
     ) -> dict[str, Tensor]:
-        """Run right-padded rows once, without a cache; return [B, T, H] per requested name."""
         mask_BT = torch.arange(tokens_BT.shape[1], device=self.device) < lengths_B[:, None]
         with self.tapped(request) as taken:
             output = self.decoder(
@@ -219,11 +209,9 @@ class TransformersModel:
         return {**taken, "last_hidden": output.last_hidden_state}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the LM head to last hidden states [..., H]; returns [..., V]."""
         return self.head(hidden)  # type: ignore[no-any-return]
 
     def allocate(self, batch: int, max_len: int) -> SlotState:
-        """Return an empty cache for `batch` rows of up to `max_len` tokens."""
         layers = [_SlotLayer(batch, max_len) for _ in self.layers]
         return SlotState(Cache(layers=layers), max_len)
 
@@ -236,11 +224,6 @@ class TransformersModel:
         span: int,
         request: FeatureRequest,
     ) -> dict[str, Tensor]:
-        """Read tokens at their positions, keeping their keys and values; return features [B, T, H].
-
-        `span` bounds the positions (exclusive), known on the host, so attention covers only the
-        slots in use. Row b's query at position p sees its slots 0..p.
-        """
         for layer in state.cache.layers:
             layer.place(positions_BT, span)
         with self.tapped(request) as taken:
@@ -254,14 +237,12 @@ class TransformersModel:
         return {**taken, "last_hidden": output.last_hidden_state}
 
     def select(self, state: SlotState, rows_B: Tensor) -> SlotState:
-        """Keep only these rows, in this order."""
         for layer in state.cache.layers:
             layer.select(rows_B)
         return state
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Greedy continuation by transformers' own `generate`, cut after the first end token."""
         longest = max(map(len, prompts))
         tokens_BT = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask_BT = torch.zeros_like(tokens_BT)
@@ -282,7 +263,6 @@ class TransformersModel:
 
     @torch.inference_mode()
     def top2_gap(self, tokens: Sequence[int]) -> float:
-        """The gap between the two best next-token logits after `tokens`, in the next wider type."""
         tokens_1T = torch.tensor([list(tokens)], device=self.device)
         best, second = self._wider(input_ids=tokens_1T).logits[0, -1].topk(2).values.tolist()
         return float(best - second)
@@ -295,7 +275,6 @@ class TransformersModel:
 
     @functools.cached_property
     def end_tokens(self) -> frozenset[int]:
-        """The token ids at which the target's generation stops."""
         end = self.model.generation_config.eos_token_id
         return frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
 
@@ -322,7 +301,6 @@ class TransformersModel:
 
     @contextmanager
     def tapped(self, request: FeatureRequest) -> Iterator[dict[str, Tensor]]:
-        """Collect the outputs of the requested layers during one forward."""
         taken: dict[str, Tensor] = {}
 
         def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -339,7 +317,6 @@ class TransformersModel:
                 hook.remove()
 
     def masks(self, positions_BT: Tensor, span: int) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B, 1, T, S]: slots up to the query's position, within its window."""
         slots_S = torch.arange(span, device=positions_BT.device)
         seen = slots_S <= positions_BT[..., None]
         config = self.spec.text_config

@@ -1,6 +1,6 @@
-"""Whether features are finite, in one pass: what is asked of every capture before anything is stored.
+"""What the core asks of tensors and devices: is a feature finite, which device is meant.
 
-Apart from `local_capture`, so that a process which only writes features loads no transformers.
+Apart from `target`, so that a process which only writes features loads no transformers.
 """
 
 from __future__ import annotations

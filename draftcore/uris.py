@@ -42,21 +42,21 @@ class Uri:
         """Return an option as a whole number above zero."""
         text = self.options.get(option, str(default))
         if not text.isdecimal() or int(text) < 1:
-            raise UsageError(
-                f"{option}={text} in {self.text!r} is not a count\n"
-                f"  write a whole number above zero, for example {option}=1024"
-            )
+            raise self._refusal(option, "count", "a whole number", 1024)
         return int(text)
 
     def seconds(self, option: str, default: float) -> float:
         """Return an option as a number of seconds above zero."""
         text = self.options.get(option, str(default))
         if re.fullmatch(r"\d+(\.\d+)?", text) is None or float(text) == 0:
-            raise UsageError(
-                f"{option}={text} in {self.text!r} is not a time\n"
-                f"  write seconds above zero, for example {option}=30"
-            )
+            raise self._refusal(option, "time", "seconds", 30)
         return float(text)
+
+    def _refusal(self, option: str, what: str, written: str, example: int) -> UsageError:
+        return UsageError(
+            f"{option}={self.options[option]} in {self.text!r} is not a {what}\n"
+            f"  write {written} above zero, for example {option}={example}"
+        )
 
 
 def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> Uri:
@@ -104,9 +104,6 @@ def parse_size(text: str) -> int:
 
 def format_size(nbytes: int) -> str:
     """Return a size for people, such as `1.5 GiB`."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.1f} {unit}" if unit != "B" else f"{nbytes} B"
+    power = min((max(int(nbytes), 1).bit_length() - 1) // 10, 4)
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{nbytes / 1024**power:.1f} {unit}" if power else f"{nbytes} B"

@@ -77,6 +77,9 @@ def show_runners(run: Run) -> None:
 def show_plan(run: Run) -> None:
     lines = [("PHASE", "KEY", "VALUE", "DECIDED BY")]
     for phase, runner in run.runners.items():
+        chosen = getattr(run.config.runner, phase)
+        who = "you" if phase in run.config.runner.model_fields_set else "default"
+        lines.append((phase, "runner", chosen.name, who))
         lines += [(phase, *row) for row in runner.plan(run.target)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

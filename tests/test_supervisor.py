@@ -2,14 +2,16 @@
 
 import os
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.supervisor import INTERRUPTED, Child, Supervisor
 
+Make = Callable[..., Child]
 TOOLS = """
 import os, pathlib, signal, sys, time
 here = pathlib.Path(sys.argv[1])
@@ -27,14 +29,16 @@ def until(holds):
 
 
 @pytest.fixture
-def child(tmp_path):
-    def make(name, program, kind=Child):
+def child(tmp_path: Path) -> Make:
+    def make(name: str, program: str, kind: type[Child] = Child) -> Child:
         return kind(name, [sys.executable, "-c", TOOLS + program, str(tmp_path)])
 
     return make
 
 
-def test_a_producer_that_had_ended_is_started_again_when_the_ranks_are(child, tmp_path):
+def test_a_producer_that_had_ended_is_started_again_when_the_ranks_are(
+    child: Make, tmp_path: Path
+) -> None:
     """A rank that survived another had told it that the run failed."""
     rank = child(
         "rank 0",
@@ -65,18 +69,20 @@ else:
 class Hasty(Child):
     """Ctrl-C comes just before it is started."""
 
-    def start(self):
+    def start(self) -> None:
         signal.raise_signal(signal.SIGINT)
         super().start()
 
 
-def test_a_signal_that_comes_while_ranks_start_reaches_them(child):
+def test_a_signal_that_comes_while_ranks_start_reaches_them(child: Make) -> None:
     rank = child("rank 0", "time.sleep(5)", Hasty)
     assert Supervisor([rank], [], restarts=0).run() == INTERRUPTED
     assert rank.code == -signal.SIGTERM
 
 
-def test_a_trainer_whose_run_ends_gets_the_time_to_write_its_checkpoint(child, tmp_path):
+def test_a_trainer_whose_run_ends_gets_the_time_to_write_its_checkpoint(
+    child: Make, tmp_path: Path
+) -> None:
     rank = child(
         "rank 0",
         """
@@ -95,17 +101,20 @@ until(lambda: False)
     assert list(tmp_path.glob("saved-*"))
 
 
-def test_a_child_whose_supervisor_died_before_it_could_be_told_ends(tmp_path):
+def test_a_child_whose_supervisor_died_before_it_could_be_told_ends(
+    child: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel signals a parent's death only to who asked for that while the parent lived."""
-    program = (
-        "import sys; from draftcore.supervisor import _die_with_parent as f; f(int(sys.argv[1]))"
-    )
     for parent, code in ((os.getpid(), 0), (os.getppid(), 1)):
-        command = [sys.executable, "-c", program, str(parent)]
-        assert subprocess.run(command, check=False).returncode == code
+        orphan = child("child", "")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda parent=parent: parent)
+            orphan.start()
+        assert orphan.process is not None
+        assert orphan.process.wait() == code
 
 
-def test_a_producer_that_was_refused_is_not_started_again(child, tmp_path):
+def test_a_producer_that_was_refused_is_not_started_again(child: Make, tmp_path: Path) -> None:
     rank = child("rank 0", "note('rank'); until(lambda: False)")
     producer = child("producer 0", "note('producer'); sys.exit(2)")
     with pytest.raises(UsageError, match="producer 0 cannot work for this run"):

@@ -1,23 +1,25 @@
 """The target as features and as a cached model, against transformers itself."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from draftcore_sdk.targets import tiny_target
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.target import TransformersModel, TransformersTarget
 
 
 @pytest.fixture(scope="module")
-def target(target_folder: Path) -> TargetModel:
+def target(target_folder: Path) -> TransformersModel:
     return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
 
 
-def test_layer_ids_are_outputs_and_the_last_hidden_state_is_normed(target):
+def test_layer_ids_are_outputs_and_the_last_hidden_state_is_normed(
+    target: TransformersModel,
+) -> None:
     tokens_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
     request = FeatureRequest((0, 2, 5), True, "float32")
     ours = target.features(tokens_BT, torch.tensor([9, 9]), request)
@@ -25,11 +27,11 @@ def test_layer_ids_are_outputs_and_the_last_hidden_state_is_normed(target):
     for layer in (0, 2):
         torch.testing.assert_close(ours[f"hidden.{layer}"], theirs[layer + 1], rtol=0, atol=0)
     torch.testing.assert_close(ours["last_hidden"], theirs[-1], rtol=0, atol=0)
-    normed = target.decoder.norm(ours["hidden.5"])
+    normed = target.decoder.get_submodule("norm")(ours["hidden.5"])
     torch.testing.assert_close(normed, ours["last_hidden"], rtol=0, atol=0)
 
 
-def test_cached_rows_of_different_lengths_equal_one_forward(target):
+def test_cached_rows_of_different_lengths_equal_one_forward(target: TransformersModel) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 256, (length,), generator=generator) for length in (5, 12, 8)]
     state = target.allocate(3, 32)
@@ -51,12 +53,12 @@ def test_cached_rows_of_different_lengths_equal_one_forward(target):
             torch.testing.assert_close(cached[name][i], alone[name][0, -4:], rtol=1e-4, atol=1e-5)
 
 
-def test_a_tied_head_is_the_embedding(tmp_path):
+def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     spec = TransformersTarget(str(tiny_target(tmp_path, tie_word_embeddings=True)), device="cpu")
     torch.testing.assert_close(spec.head(), spec.embedding(), rtol=0, atol=0)
 
 
-def test_the_fingerprint_tells_weights_apart(tmp_path, target_folder):
+def test_the_fingerprint_tells_weights_apart(tmp_path: Path, target_folder: Path) -> None:
     other = tiny_target(tmp_path, seed=1)
     assert (
         TransformersTarget(str(other)).fingerprint
@@ -64,11 +66,11 @@ def test_the_fingerprint_tells_weights_apart(tmp_path, target_folder):
     )
 
 
-def test_a_head_that_is_not_the_models_prediction_is_refused(target_folder):
+def test_a_head_that_is_not_the_models_prediction_is_refused(target_folder: Path) -> None:
     target = TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
     original = target.model.forward
 
-    def capped(*args, **kwargs):
+    def capped(*args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
         output.logits = 2.0 * torch.tanh(output.logits / 2.0)
         return output
@@ -78,12 +80,12 @@ def test_a_head_that_is_not_the_models_prediction_is_refused(target_folder):
         target.check(FeatureRequest((1,), True, "float32"), [1, 2, 3])
 
 
-def test_a_missing_target_folder_is_named():
+def test_a_missing_target_folder_is_named() -> None:
     with pytest.raises(UsageError, match=r"no target model at './nowhere'"):
         TransformersTarget("./nowhere")
 
 
-def test_an_absent_device_is_refused(target_folder):
+def test_an_absent_device_is_refused(target_folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
     with pytest.raises(UsageError, match="no CUDA device"):

@@ -2,7 +2,7 @@
 
 `memory.MemoryChannel` holds the books of a run, in the trainer's process. Between processes a
 `logged.LoggedChannel` carries messages to and from these books, over any transport that is a
-`log.Log`: `sqlite.SqliteLog`, `dir.DirLog`, or a plugin's.
+`log.Log`: `sqlite.SqliteLog`, or a plugin's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A transport of records between processes: what to write for a channel over another medium.
 
 `opening.open_end` makes a channel of any `Log`; all that a channel must do is done there, once.
-`sqlite.SqliteLog` and `dir.DirLog` are the built-in ones.
+`sqlite.SqliteLog` is the built-in one.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ class MemoryChannel:
         if role != "both":
             raise UsageError(
                 f"the channel {uri!r} has no {role}'s end: it does not leave its process\n"
-                "  set channel to sqlite:FILE for processes of one host, or to dir:FOLDER"
+                "  set channel to sqlite:FILE for processes of one host, or to another that "
+                "`draftcore list-plugins` shows as shared"
             )
         return cls(
             run_id,

@@ -3,8 +3,8 @@
     sqlite:runs/my-draft/channel.db?limit_refs=4096&limit_bytes=40GiB
 
 WAL lets everybody read while one writes, and `synchronous=FULL` makes a commit durable when it
-returns. WAL needs shared memory between its processes: a file on a network mount does not work,
-and the channel `dir` is for those. Numbers are never used twice (AUTOINCREMENT), so that a reader's
+returns. WAL needs shared memory between its processes: a file on a network mount does not work.
+Numbers are never used twice (AUTOINCREMENT), so that a reader's
 position stays right when rows go.
 """
 

@@ -80,7 +80,8 @@ class Capture(Protocol):
     def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
         """Yield each group's features in the order asked, rows exactly as long as their tokens.
 
-        The device need not be waited for: who stores them does, and asks whether they are finite.
+        The device need not be waited for: whoever stores the features waits, and checks that they are
+        finite.
         """
         ...
 
@@ -89,9 +90,14 @@ class Capture(Protocol):
 
 @runtime_checkable
 class StoringCapture(Capture, Protocol):
-    """A capture elsewhere that may put into a store from there, as `put_many` does."""
+    """A capture in another process that can put features into a store from there."""
 
-    def reaches(self, store: FeatureStore) -> bool: ...
+    def reaches(self, store: FeatureStore) -> bool:
+        """Say whether that process can open this store."""
+        ...
+
     def deliver(
         self, group: CaptureInput, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
-    ) -> tuple[SampleRef, ...]: ...
+    ) -> tuple[SampleRef, ...]:
+        """Capture a group and put it, as `put_many` does, with `text` and the provenance `origin`."""
+        ...

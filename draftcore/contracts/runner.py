@@ -28,7 +28,7 @@ PhaseName = Literal["prefill", "decode"]
 
 
 class Rows(Protocol):
-    """Rows in flight: what they have read, the token each goes on from, one round at a time."""
+    """Rows that are being decoded, one round at a time; `last_B` is the token each goes on from."""
 
     last_B: Tensor
 
@@ -41,14 +41,16 @@ class Rows(Protocol):
         ...
 
     def verify(self, span: int) -> tuple[Tensor, Tensor]:
-        """Read the drafts and judge them; returns tokens_BT and counts_B as `verify` does.
+        """Read the drafts with the target; return tokens_BT and counts_B.
+
+        The first counts_B tokens of a row are new: accepted drafts, then one of the target's own.
 
         `span` bounds the positions that the round reads, as in `TargetModel.forward`.
         """
         ...
 
     def plain(self, span: int) -> None:
-        """A step without a draft, to be timed. The rows are of no other use afterwards."""
+        """Take a step without a draft, to be timed. The rows are of no other use afterwards."""
         ...
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
+    """The name, shape and torch dtype (without `torch.`) of one stored tensor."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -36,6 +38,11 @@ class SampleRef:
     tokens: int
     nbytes: int
     provenance: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What a store keeps the sample under: its id and generation."""
+        return self.feature_id, self.generation
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "tensors": [{**vars(spec)} for spec in self.tensors]}
@@ -69,6 +76,8 @@ class StoreItem:
 
 @dataclass(frozen=True)
 class StoreStats:
+    """What a store holds now, in samples and bytes; `limit_bytes` is None where nothing limits it."""
+
     samples: int
     nbytes: int
     limit_bytes: int | None

@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -36,6 +36,7 @@ from draftcore.data.conversations import (
 )
 from draftcore.data.rendering import Renderer, RenderError
 from draftcore.errors import UsageError
+from draftcore.files import sync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -122,31 +123,28 @@ class _Tally:
             self.log.write(json.dumps(dataclasses.asdict(bad)) + "\n")
 
     def report(self) -> DataReport:
-        """The report, most frequent reason first. Raises `UsageError` if no row was kept."""
+        """Return the report, most frequent reason first. Raises `UsageError` if no row was kept."""
         ordered = sorted(self.counts.items(), key=lambda item: -item[1])
         skipped = tuple(
             Skipped(reason, rows, tuple(bad.where for bad in self.examples[reason]))
             for reason, rows in ordered
         )
         report = DataReport(self.source, self.rows, self.kept, self.truncated, skipped)
-        if not self.kept:
-            raise self._nothing_kept(report)
-        return report
-
-    def _nothing_kept(self, report: DataReport) -> UsageError:
+        if self.kept:
+            return report
         if not self.rows:
-            return UsageError(f"{self.source} has no rows\n  name a file with conversations in it")
+            raise UsageError(f"{self.source} has no rows\n  name a file with conversations in it")
         first = [bad for examples in self.examples.values() for bad in examples][:3]
         shown = "\n".join(f"  {bad}" for bad in first)
         if set(self.counts) <= {NO_ASSISTANT_TURN, NO_ASSISTANT_TOKEN}:
-            return UsageError(
+            raise UsageError(
                 f"no row of {self.source} has a token of an assistant: there is nothing to learn\n"
                 f"{shown}\n"
                 "  check that the answers have the role 'assistant' (or 'gpt'), and that the"
                 " tokenizer's\n  chat template writes them, inside its {% generation %} markers if"
                 " it has those"
             )
-        return UsageError(
+        raise UsageError(
             f"no row of {self.source} can be used\n{report.text()}\nthe first ones:\n{shown}\n"
             "  correct the rows, or the options that leave them out"
         )
@@ -214,13 +212,11 @@ def build_dataset(
     tokenizer: PreTrainedTokenizerFast,
     options: DataOptions,
     folder: Path,
-    progress: Callable[[int], None] | None = None,
 ) -> Dataset:
     """Render a source into `folder`, or reuse what is there if nothing it depends on changed.
 
-    `progress` is called with the number of rows read so far, now and then. Raises `UsageError` for
-    a source that cannot be read, a tokenizer that cannot render, a row that a `refuse` policy meets
-    (naming file, line and reason), and when no row is left.
+    Raises `UsageError` for a source that cannot be read, a tokenizer that cannot render, a row that
+    a `refuse` policy meets (naming file, line and reason), and when no row is left.
     """
     opened = open_source(source)
     renderer = Renderer(tokenizer, last_turn_only=options.last_turn_only)
@@ -230,7 +226,7 @@ def build_dataset(
     with _locked(folder):
         if not _complete(folder, key):
             with _staging(folder) as staging:
-                rows = _counted(conversations(opened, options.limit), progress)
+                rows = conversations(opened, options.limit)
                 _write(staging, source, key, rows, renderer, options)
                 _publish(staging, folder)
         return Dataset(folder)
@@ -302,7 +298,9 @@ def _judge(row: _Row | BadRow, options: DataOptions) -> _Row | BadRow:
         return _bad(BadRow(row.where, NO_ASSISTANT_TOKEN), options)
     if len(row.tokens) <= options.max_length:
         return row
-    overlong = BadRow(row.where, _too_long(options.max_length), f"{len(row.tokens)} tokens")
+    overlong = BadRow(
+        row.where, f"longer than {options.max_length} tokens", f"{len(row.tokens)} tokens"
+    )
     if options.overlong == "refuse":
         raise UsageError(
             f"{overlong}\n  raise data.max_length, or set data.overlong=truncate or skip"
@@ -320,22 +318,6 @@ def _bad(row: BadRow, options: DataOptions) -> BadRow:
     if options.bad_rows == "refuse":
         raise UsageError(f"{row}\n  correct the row, or leave such rows out: data.bad_rows=skip")
     return row
-
-
-def _too_long(limit: int) -> str:
-    return f"longer than {limit} tokens"
-
-
-def _counted(
-    rows: Iterator[Conversation | BadRow], progress: Callable[[int], None] | None
-) -> Iterator[Conversation | BadRow]:
-    number = 0
-    for number, row in enumerate(rows, start=1):
-        yield row
-        if progress is not None and number % CHUNK == 0:
-            progress(number)
-    if progress is not None and number % CHUNK:
-        progress(number)
 
 
 # ---------------------------------------------------------------- files
@@ -372,9 +354,7 @@ class _Writer:
         self._files["mask"].write(mask)
         self._files["hashes"].write(row_hash)
         self._files["offsets"].write(np.int64(self._tokens).tobytes())
-        self._count(row.tokens[row.mask.astype(np.bool_)])
-
-    def _count(self, learned: NDArray[np.int32]) -> None:
+        learned = row.tokens[row.mask.astype(np.bool_)]
         top = int(learned.max()) + 1
         if top > len(self._counts):
             self._counts = np.pad(self._counts, (0, top - len(self._counts)))
@@ -421,8 +401,7 @@ def _publish(staging: Path, folder: Path) -> None:
     """Move finished files into place: the old marker goes first, the new one comes last."""
     (folder / "dataset.json").unlink(missing_ok=True)
     for name in (*FILES, "dataset.json"):
-        with (staging / name).open("rb") as file:
-            os.fsync(file.fileno())
+        sync(staging / name)
         os.replace(staging / name, folder / name)
 
 
@@ -486,6 +465,6 @@ def _prompt(row: Conversation, renderer: Renderer, max_prompt: int) -> Prompt | 
     except RenderError as error:
         return BadRow(row.where, error.reason, error.detail)
     if len(token_ids) > max_prompt:
-        reason = f"the prompt is {_too_long(max_prompt)}"
+        reason = f"the prompt is longer than {max_prompt} tokens"
         return BadRow(row.where, reason, f"{len(token_ids)} tokens")
     return Prompt(row.where, tuple(token_ids))

@@ -5,7 +5,7 @@ directly, so a checkpoint stores one number, and a restart or another producer s
 A *capture group* depends on lengths and `capture_batch` alone, because padding and batch size
 change the last bits of a forward pass.
 
-The order of an epoch serves three wishes at once:
+The order of an epoch:
 
     groups shuffled → their rows in a stream → windows of `window` steps
       → in a window: samples shuffled, sorted by length, cut into steps, steps shuffled
@@ -13,8 +13,8 @@ The order of an epoch serves three wishes at once:
 A step holds samples of like length (little padding), steps come in random order, and a group is
 needed within one window (or two neighbours), so capture looks ahead about one window.
 
-Odd: a permutation is the argsort of a bit generator's raw output. numpy promises that raw stream
-for all versions and machines, but not `Generator.permutation`'s.
+A permutation is the argsort of a bit generator's raw output: numpy promises that raw stream for all
+versions and machines, but not `Generator.permutation`'s.
 """
 
 import functools

@@ -41,7 +41,7 @@ class Clock:
 
 
 class EagerRunner:
-    """Runs every round as it comes."""
+    """Runs every round of decoding as it comes."""
 
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
         self.target, self.drafter = target, drafter
@@ -118,11 +118,7 @@ class EagerRows:
 
 
 def evaluate_prompts(
-    target: TargetModel,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    config: EvalConfig,
-    runner: DecodeRunner | None = None,
+    runner: DecodeRunner, prompts: Sequence[Sequence[int]], config: EvalConfig
 ) -> Report:
     """Decode prompts speculatively and, where greedy, compare each with the target's `generate`.
 
@@ -131,18 +127,17 @@ def evaluate_prompts(
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     clock, ties = Clock(), []
-    runner = runner or EagerRunner(target, drafter)
-    longest = max(map(len, prompts))
+    target, drafter, longest = runner.target, runner.drafter, max(map(len, prompts))
     runner.reserve(min(config.batch, len(prompts)), _max_len(longest, config, drafter))
     results: dict[int, Decoded] = {}
     for start in range(0, len(order), config.batch):
         rows = order[start : start + config.batch]
         batch = [list(prompts[i]) for i in rows]
-        decoded = speculate(target, drafter, batch, config, clock, config.seed + start, runner)
+        decoded = speculate(runner, batch, config, clock, config.seed + start)
         if config.temperature == 0:
             references = target.generate(batch, config.max_new_tokens)
             for prompt, one, reference in zip(batch, decoded, references, strict=True):
-                ties += settle(target, drafter, prompt, one, reference, config, clock, runner)
+                ties += resolve_ties(runner, prompt, one, reference, config, clock)
         results.update(zip(rows, decoded, strict=True))
     return Report.of(
         [results[i] for i in range(len(prompts))],
@@ -157,20 +152,18 @@ def evaluate_prompts(
 
 @torch.inference_mode()
 def speculate(
-    target: TargetModel,
-    drafter: Drafter,
+    runner: DecodeRunner,
     prompts: Sequence[Sequence[int]],
     config: EvalConfig,
     clock: Clock,
     seed: int = 0,
-    runner: DecodeRunner | None = None,
 ) -> list[Decoded]:
     """Decode a batch of prompts until each ends or has `max_new_tokens` tokens."""
+    target, drafter = runner.target, runner.drafter
     K, device = drafter.num_drafts, target.device
     generator = torch.Generator(device).manual_seed(seed)
     tokens_BT, lengths_B = right_padded(prompts, device)
     max_len = _max_len(tokens_BT.shape[1], config, drafter)
-    runner = runner or EagerRunner(target, drafter)
     flight = runner.start(tokens_BT, lengths_B, max_len, config.temperature, generator)
     results = [Decoded([token]) for token in flight.last_B.tolist()]
     active = list(range(len(prompts)))
@@ -287,23 +280,21 @@ def choose(logits_BV: Tensor, temperature: float, generator: torch.Generator) ->
     return torch.multinomial(probs_BV, 1, generator=generator)[:, 0]
 
 
-def settle(
-    target: TargetModel,
-    drafter: Drafter,
+def resolve_ties(
+    runner: DecodeRunner,
     prompt: list[int],
     decoded: Decoded,
     reference: list[int],
     config: EvalConfig,
     clock: Clock,
-    runner: DecodeRunner | None = None,
 ) -> list[Tie]:
-    """Compare a greedy decoding with the target's own; resolve ties, raise on anything else.
+    """Compare a greedy decoding with the target's own: resolve ties, raise DraftcoreError on anything else.
 
     Batched cached decoding and `generate` round differently. So the prefix of the first difference
     is recomputed in the next wider type (fp64 for an fp32 target, else fp32): a top-2 gap under the
     bound is a tie, and decoding goes on from the target's token. A wider gap is an error.
     """
-    ties: list[Tie] = []
+    target, ties = runner.target, list[Tie]()
     while decoded.tokens != reference:
         at = _first_difference(decoded.tokens, reference)
         ours, theirs = decoded.tokens[at : at + 1], reference[at : at + 1]
@@ -322,7 +313,7 @@ def settle(
         if rest.max_new_tokens < 1 or reference[at] in target.end_tokens:
             break
         prefix = [*prompt, *reference[: at + 1]]
-        (more,) = speculate(target, drafter, [prefix], rest, clock, runner=runner)
+        (more,) = speculate(runner, [prefix], rest, clock)
         decoded.tokens += more.tokens
         decoded.accepted += [0, *more.accepted]  # its first token was verified as well: a round
         decoded.room += [0, *more.room]

@@ -20,7 +20,7 @@ class Eager:
         """Any target may be run as it comes."""
 
     def plan(self, target: TargetSpec) -> Iterator[tuple[str, str, str]]:
-        yield "runner", "eager", "default"
+        yield from ()
 
     def prefill(self, model: TargetModel) -> PrefillRunner:
         return EagerPrefillRunner(model)

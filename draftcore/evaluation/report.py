@@ -73,8 +73,11 @@ class Report:
         """
         tokens = np.array([len(one.tokens) - 1 for one in decoded], dtype=np.float64)
         rounds = np.array([len(one.accepted) for one in decoded], dtype=np.float64)
-        hits = np.array([_hits(one, num_drafts) for one in decoded], dtype=np.float64)
-        chances = np.array([_chances(one, num_drafts) for one in decoded], dtype=np.float64)
+        # Per prompt and position k: rounds whose first k + 1 drafts were all accepted, and rounds in
+        # which position k could count, before the end token and the length limit.
+        ks = range(num_drafts)
+        hits = np.array([[sum(n > k for n in d.accepted) for k in ks] for d in decoded], float)
+        chances = np.array([[sum(n > k for n in d.room) for k in ks] for d in decoded], float)
         draws = np.random.default_rng(0).integers(0, len(decoded), (1000, len(decoded)))
         by_position = np.clip(_ratio(hits.sum(0), chances.sum(0)), 0, 1)
         spread = _ratio(hits[draws].sum(1), chances[draws].sum(1))
@@ -142,16 +145,6 @@ class Report:
         axes.spines[["top", "right"]].set_visible(False)
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=144)
-
-
-def _hits(one: Decoded, num_drafts: int) -> list[int]:
-    """Rounds whose first k+1 drafts were all accepted, for each position k."""
-    return [sum(accepted > k for accepted in one.accepted) for k in range(num_drafts)]
-
-
-def _chances(one: Decoded, num_drafts: int) -> list[int]:
-    """Rounds in which position k could count: before the end token and the length limit."""
-    return [sum(room > k for room in one.room) for k in range(num_drafts)]
 
 
 def _ratio(top: Any, bottom: Any) -> Any:

@@ -52,7 +52,7 @@ def bind(registry: Registry, kind: Kind, name: str, extras: Sequence[str] = ()) 
     offer = owner.offer(kind, name)
     assert offer is not None
     chosen = [p for p in registry.extras(extras) if p.name in extras or not p.offers]
-    manager = register({plugin.name: plugin for plugin in [owner, *chosen]}.values())
+    manager = register([owner, *chosen])
     for hook in (getattr(manager.hook, name) for name in HOOKS):
         rivals = sorted(owners(hook))
         if hook.spec.opts["firstresult"] and len(rivals) > 1:

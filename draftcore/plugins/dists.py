@@ -1,4 +1,4 @@
-"""What pip's metadata says of installed distributions, and the pip line that mends what is amiss.
+"""What pip's metadata says of installed distributions, and the pip line for what is missing or broken.
 
 Read with `importlib_metadata`, the backport: it survives stale folders and knows where an install
 came from. A loose file is seen as a distribution whose name is its path.
@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import unquote
 
 import importlib_metadata
@@ -25,8 +23,7 @@ from draftcore.errors import UsageError
 BUILT_IN = "(built in)"  # how the dist draftcore itself is shown
 
 
-@dataclass(frozen=True)
-class Dist:
+class Dist(NamedTuple):
     """A distribution: normalised name, version ('' where METADATA is unreadable), requirements."""
 
     name: str
@@ -59,28 +56,26 @@ def entry_points(group: str, path: Sequence[str]) -> Iterator[tuple[EntryPoint, 
 def _read(dist: Distribution) -> Dist:
     # by hand, as the email parser that `dist.metadata` imports takes 20 ms
     text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
-    headers: dict[str, list[str]] = {}
-    for line in text.partition("\n\n")[0].splitlines():
-        key, _, value = line.partition(": ")
-        headers.setdefault(key, []).append(value)
+    names, versions, requires = (
+        re.findall(rf"^{key}: (.*)", text.partition("\n\n")[0], re.MULTILINE)
+        for key in ("Name", "Version", "Requires-Dist")
+    )
     # private, but without METADATA the folder's own name is all that is left
-    name = headers.get("Name", [dist._normalized_name])[0]
-    version = headers.get("Version", [""])[0]
-    requires = tuple(headers.get("Requires-Dist", ()))
-    return Dist(re.sub("[-_.]+", "-", name).lower(), version, requires, _origin(dist))
+    name = re.sub("[-_.]+", "-", (names or [dist._normalized_name])[0]).lower()
+    return Dist(name, (versions or [""])[0], tuple(requires), _origin(dist))
 
 
 def _origin(dist: Distribution) -> str:
     """Say what folder or commit was installed; '' for a release."""
+    if not re.search("dir_info|vcs_info", dist.read_text("direct_url.json") or ""):
+        return ""  # a release, or an archive of one: name and version say it all; no JSON is read
     try:
         url = dist.origin.url
         if vcs := getattr(dist.origin, "vcs_info", None):
             return f"{vcs.vcs}+{url}@{vcs.commit_id}"
-        if not (info := getattr(dist.origin, "dir_info", None)):
-            return ""  # an archive: its name and version say it all
-        editable = "editable: " if getattr(info, "editable", False) else ""
+        editable = "editable: " if getattr(dist.origin.dir_info, "editable", False) else ""
         return editable + unquote(url.removeprefix("file://"))
-    except (ValueError, AttributeError):  # no direct_url.json, or a strange one
+    except (ValueError, AttributeError):  # a strange one
         return ""
 
 
@@ -122,20 +117,20 @@ def unmet(
     return lacking
 
 
-def refused(dist: Dist, name: str, version: str) -> Sequence[str]:
-    """Return the requirements of `dist` on the dist `name` that exclude this version of it."""
-    lines = [line for line in dist.requires if re.match(rf"{name}(?![\w.-])", line, re.IGNORECASE)]
+def refused(requires: Iterable[str], name: str, version: str) -> Sequence[str]:
+    """Return the requirements on the dist `name` that exclude this version of it."""
+    lines = [line for line in requires if re.match(rf"{name}(?![\w.-])", line, re.IGNORECASE)]
     unclear = [line for line in lines if not _plainly_met(line, version)]
     return unmet(unclear, lambda _: version) if unclear else ()
 
 
 def _plainly_met(line: str, version: str) -> bool:
-    """Say that NAME<X.Z,>=X.Y admits a release, where that needs no more than comparing numbers.
+    """Say that NAME>=X.Y,<X.Z admits a release, where that needs no more than comparing numbers.
 
-    Nearly every plugin bounds the core this way, and build backends write it in this order;
-    `packaging`, which knows the rest, takes 30 ms.
+    Nearly every plugin bounds the core this way; `packaging`, which knows the rest, takes 30 ms.
     """
-    bounds = re.fullmatch(r"[\w-]+<(\d+(?:\.\d+)*),>=(\d+(?:\.\d+)*)", line.replace(" ", ""))
+    clauses = sorted(re.sub(r"^[\w-]+| ", "", line).split(","))
+    bounds = re.fullmatch(r"<(\d+(?:\.\d+)*),>=(\d+(?:\.\d+)*)", ",".join(clauses))
     if not (bounds and re.fullmatch(r"\d+(\.\d+)*", version)):
         return False
     high, low, this = (
@@ -145,19 +140,26 @@ def _plainly_met(line: str, version: str) -> bool:
     return low <= this < high
 
 
-def mend(error: BaseException, module: str, dist: Dist) -> str:
-    """Return the command that mends a failed import of `module`, or that shows what failed."""
+def remedy(error: BaseException, module: str, dist: str, requires: Sequence[str]) -> str:
+    """Return the command that repairs a failed import of `module`, or shows where it fails."""
     module = module.partition(":")[0]
     if not isinstance(error, ImportError):
         return f"python -c 'import {module}'   # shows where it fails"
     lacking = (error.name or module).partition(".")[0]
     if lacking in ("draftcore", module.partition(".")[0]):
-        return f"pip install --force-reinstall {dist.name}"
-    return install(unmet(dist.requires) or [lacking])
+        return f"pip install --force-reinstall {pip_name(dist)}"
+    return install(unmet(requires) or [lacking])
+
+
+def pip_name(shown: str) -> str:
+    """Return the name that pip knows of a dist as it is shown."""
+    return "draftcore" if shown == BUILT_IN else shown
 
 
 def install(requirements: Iterable[str]) -> str:
     """Return the pip line for these requirements, quoted for a shell."""
+    import shlex
+
     return f"pip install {shlex.join(requirements)}"
 
 
@@ -166,7 +168,7 @@ def missing(manifest: Iterable[Mapping[str, str]], here: Collection[str]) -> str
     lines = ["this was made with plugins that are not here:"]
     for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in manifest):
         if name not in here:
-            pinned = install([f"{'draftcore' if dist == BUILT_IN else dist}=={version}"])
+            pinned = install([f"{pip_name(dist)}=={version}"])
             get = f"--plugin {dist}" if version.startswith("sha256:") else pinned
             lines.append(f"  {name} {version}: {get}")
     return "\n".join(lines) if lines[1:] else ""

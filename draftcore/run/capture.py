@@ -20,6 +20,7 @@ def capture_all(run: Run) -> str:
             f"store {run.store_uri!r} keeps features in this process only\n"
             "  set store=file:FOLDER to capture for a later training run"
         )
+    run.runners["prefill"].check(run.target)
     run.check_store()
     producer, groups = run.producer, run.plan.groups
     held = run.store.lookup(run.samples.feature_ids)

@@ -69,11 +69,11 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty\n  choose another folder with --out, or empty it")
     built = load_checkpoint(draft, found)
-    aside = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
+    partial = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        draft.algorithm.hook.export_draft(draft=built, folder=aside, layout=layout)
+        partial.mkdir(parents=True)
+        draft.algorithm.hook.export_draft(draft=built, folder=partial, layout=layout)
         origin = {
             **{key: found.state[key] for key in ("step", "samples_seen", "plugins")},
             "target": draft.run.target.path,
@@ -82,17 +82,17 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
             "checkpoint": os.path.relpath(found.folder, folder),
             "chat_template": found.state["data"].get("chat_template", ""),
         }
-        write_atomic(aside / "draftcore.json", json.dumps(origin, indent=1))
+        write_atomic(partial / "draftcore.json", json.dumps(origin, indent=1))
         if folder.exists():
             folder.rmdir()
-        aside.rename(folder)
+        partial.rename(folder)
     except (OSError, SafetensorError) as error:
         raise DraftcoreError(
             f"cannot write the export to {folder}: {error}\n"
             "  free space there, or choose another folder with --out"
         ) from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)  # whatever went wrong; else it is not there
+        shutil.rmtree(partial, ignore_errors=True)  # whatever went wrong; else it is not there
     return folder
 
 

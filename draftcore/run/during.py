@@ -122,7 +122,5 @@ class Probe:
     def _decoded(self, built: Draft) -> dict[str, float]:
         if self.runner is None or self.decoded is not built:
             self.runner, self.decoded = self.draft.decoder(built), built
-        target, drafter = self.runner.target, self.runner.drafter
-        prompts, config = self.held_out.prompts, self.config.eval
-        report = evaluate_prompts(target, drafter, prompts, config, self.runner)
+        report = evaluate_prompts(self.runner, self.held_out.prompts, self.config.eval)
         return {"acceptance_length": report.acceptance_length}

@@ -22,6 +22,7 @@ def evaluate_draft(draft: DraftRun, checkpoint: Path | None, exported: Path | No
         raise UsageError("--checkpoint and --export were both given\n  name one draft to evaluate")
     if config.data.eval is None:
         raise UsageError("data.eval is not set\n  set it to held-out conversations in JSONL")
+    run.runners["decode"].check(run.target)
     if exported is not None:
         built, step = load_export(draft, exported), 0
     else:
@@ -34,6 +35,6 @@ def evaluate_draft(draft: DraftRun, checkpoint: Path | None, exported: Path | No
     built.module.to(target.device).eval()
     token_ids = [list(prompt.token_ids) for prompt in prompts]
     runner = draft.decoder(built)
-    report = evaluate_prompts(target, runner.drafter, token_ids, config.eval, runner)
+    report = evaluate_prompts(runner, token_ids, config.eval)
     run.observers.evaluated(step=step, report=report.to_json(), draft=draft.label)
     return report

@@ -37,6 +37,7 @@ from draftcore.errors import UsageError, nearest
 from draftcore.feed import Feed, Producer, Source
 from draftcore.files import hold, write_atomic
 from draftcore.plugins.binding import Binding, bind, observers
+from draftcore.plugins.catalog import lacking
 from draftcore.plugins.registry import Plugin, Registry
 from draftcore.run.provenance import differences, provenance
 from draftcore.target import TransformersTarget
@@ -135,7 +136,11 @@ class Run:
     def _runner(self, phase: PhaseName, rows: int, longest: int) -> Runner:
         config, chosen = self.config, getattr(self.config.runner, phase)
         bind_offer = functools.partial(bind, self.registry, extras=config.plugins)
-        binding = bind_offer("runner", chosen.name)
+        try:
+            binding = bind_offer("runner", chosen.name)
+            options = binding.options(chosen.options)
+        except UsageError as error:
+            raise UsageError(f"runner.{phase}: {error}") from None
         context = RunnerContext(
             phase=phase,
             rows=rows,
@@ -145,7 +150,6 @@ class Run:
             bind=bind_offer,
             offered=self.registry.offered,
         )
-        options = binding.options(chosen.options)
         opened: Runner = binding.hook.runner(name=chosen.name, context=context, options=options)
         return opened
 
@@ -240,14 +244,24 @@ class Run:
         if self.store_name == "memory":
             return "memory"
         run_id = self.ranks.first(lambda: self.run_id)
-        return f"shm:{run_id}?run={run_id}&max_bytes={self._ring_bytes()}"
+        return f"{self.store_name}:{run_id}?run={run_id}&max_bytes={self._ring_bytes()}"
 
     @functools.cached_property
     def store_name(self) -> str:
-        """The store's name among the plugins; `auto` is shm where several processes need it."""
+        """The store's name among the plugins; `auto` of several processes is one in shared memory."""
         if self.role == "producer" or self.config.store != "auto":
             return _scheme(self.store_uri)
-        return "memory" if self.role == "both" and self.ranks.size == 1 else "shm"
+        if self.role == "both" and self.ranks.size == 1:
+            return "memory"
+        fast = self.registry.offering("store", "memory-speed")
+        if len(fast) != 1:
+            several = f"several stores are in shared memory: {', '.join(fast)}"
+            raise UsageError(
+                "the features of several processes need a store in shared memory, for store=auto\n"
+                f"  {several if fast else lacking('store', 'memory-speed')}\n"
+                "  or set store to the one that you mean, such as file:FOLDER"
+            )
+        return fast[0]
 
     def _ring_bytes(self) -> int:
         """Room for two windows of the plan, twice over: what is free in a ring may lie scattered.

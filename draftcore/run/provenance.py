@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from draftcore.contracts.offers import SAME_FEATURES
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from draftcore.config import RunConfig
     from draftcore.contracts.capture import FeatureRequest
     from draftcore.contracts.target import TargetSpec
-
-SAME_FEATURES: Any = {"same_features": True}
 
 
 def provenance(

@@ -1,7 +1,7 @@
 """Checkpoints: the authority on what a run has done.
 
 One folder per step holds the draft, the optimizer, the random state and the plan's cursor. It is
-written aside, synced, renamed, and only then marked COMPLETE; a folder without the mark does not
+written under another name, synced, renamed, and only then marked COMPLETE; a folder without the mark does not
 exist for a reader. Tensors are safetensors, the rest JSON: no pickle.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.files import sync
 from draftcore.training.ranks import ALONE, Ranks
 
 MARK = "COMPLETE"
@@ -97,26 +97,26 @@ def save(
     DraftcoreError where they cannot be written.
     """
     folder = root / f"step-{state['step']:08d}"
-    aside = root / f".{folder.name}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    partial = root / f".{folder.name}.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     try:
-        _write(aside / "draft.safetensors", weights)
-        _write(aside / OPTIMIZER, kept)
-        (aside / "state.json").write_text(json.dumps(state, indent=1))
-        _sync(aside / "state.json")
+        _write(partial / "draft.safetensors", weights)
+        _write(partial / OPTIMIZER, kept)
+        (partial / "state.json").write_text(json.dumps(state, indent=1))
+        sync(partial / "state.json")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise DraftcoreError(
             f"cannot write checkpoint {folder}: {error}\n"
             "  earlier checkpoints are intact; free space and run the same command to go on"
         ) from None
     shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    partial.rename(folder)
     (folder / MARK).touch()
-    _sync(folder / MARK)
-    _sync(folder)
-    _sync(root)
+    sync(folder / MARK)
+    sync(folder)
+    sync(root)
     for old in _complete(root)[:-keep]:
         shutil.rmtree(old)
     return folder
@@ -201,7 +201,7 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
     written: dict[int, str] = {t.untyped_storage().data_ptr(): name for name, t in tensors.items()}
     owners = set(written.values())
     save_file({name: t if name in owners else t.clone() for name, t in tensors.items()}, file)
-    _sync(file)
+    sync(file)
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -210,11 +210,3 @@ def _read(file: Path) -> dict[str, Tensor]:
         return tensors
     except (OSError, SafetensorError) as error:
         raise DraftcoreError(_damaged(file, error)) from None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,28 +1,30 @@
-"""What channels between processes share, over both transports of the core."""
+"""What channels between processes share, over SQLite's transport and that of `draftcore-sharedfs`."""
 
+import json
 import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from draftcore_sdk.channel_ends import SOON, eventually, received, refs_of, step, task
 from draftcore_sdk.suite import child_environment
+from draftcore_sharedfs.log import DirLog
 
-from draftcore.channels.dir import DirLog
+from draftcore.channels.log import Letter
 from draftcore.channels.logged import LoggedChannel
-from draftcore.channels.producer_end import ProducerEnd
 from draftcore.channels.sqlite import SqliteLog
-from draftcore.channels.trainer_end import TrainerEnd
 from draftcore.contracts.channel import CaptureTask, ChannelEnded
 from draftcore.errors import DraftcoreError, UsageError
 
-LOGS = {"sqlite": SqliteLog, "dir": DirLog}
+LOGS: dict[str, type[SqliteLog] | type[DirLog]] = {"sqlite": SqliteLog, "dir": DirLog}
 Open = Callable[[str], LoggedChannel]
+Die = Callable[[LoggedChannel], None]
 
 
 @pytest.fixture(params=sorted(LOGS))
@@ -50,13 +52,37 @@ def claimed(producer: LoggedChannel, claimant: str = "x") -> CaptureTask:
     return claim
 
 
-def die(end: LoggedChannel) -> None:
+@pytest.fixture
+def die(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Die:
     """End a channel's thread as a kill would: nothing is said to anybody."""
-    end._closed.set()
-    end._thread.join()
+    killed, read = set[str](), LOGS[scheme].read
+
+    def reads(log: Any) -> list[Letter]:
+        if threading.current_thread().name in killed:
+            raise DraftcoreError("killed")
+        return read(log)
+
+    def die(end: LoggedChannel) -> None:
+        killed.add(f"channel {end.name}")
+        eventually(lambda: killed.isdisjoint(thread.name for thread in threading.enumerate()))
+
+    monkeypatch.setattr(LOGS[scheme], "read", reads)
+    return die
 
 
-def test_what_a_dead_trainer_had_not_read_is_freed_by_the_next(open_end: Open) -> None:
+def forge(scheme: str, place: Path, writer: str, reader: str, record: object) -> None:
+    """Put a record into a mailbox in the name of a process that is there and writes, too."""
+    line = json.dumps(record)
+    if scheme == "dir":
+        with (place / "mailboxes" / reader / f"{writer}.00000001.jsonl").open("a") as file:
+            file.write(f"{line}\n")
+    else:
+        with closing(sqlite3.connect(place)) as connection, connection:
+            insert = "INSERT INTO letters (recipient, writer, body) VALUES (?, ?, ?)"
+            connection.execute(insert, [reader, writer, line])
+
+
+def test_what_a_dead_trainer_had_not_read_is_freed_by_the_next(open_end: Open, die: Die) -> None:
     """Not at once: its producer finds it in the store when it is asked for the group again."""
     old, producer = open_end("trainer"), open_end("producer")
     old.offer([task(0, 0), task(0, 1)])
@@ -78,7 +104,9 @@ def test_what_a_dead_trainer_had_not_read_is_freed_by_the_next(open_end: Open) -
     assert released == [("a", "unread"), ("b", "unread"), ("c", "new"), ("d", "new")]
 
 
-def test_unread_refs_that_nobody_asks_for_again_are_freed_in_the_end(open_end: Open) -> None:
+def test_unread_refs_that_nobody_asks_for_again_are_freed_in_the_end(
+    open_end: Open, die: Die
+) -> None:
     old, producer = open_end("trainer"), open_end("producer")
     old.offer([task(0, 3)])
     claim = claimed(producer)
@@ -94,17 +122,16 @@ def test_unread_refs_that_nobody_asks_for_again_are_freed_in_the_end(open_end: O
     assert {ref.generation for ref in new.advance(0)} == {"unread"}
 
 
-def test_an_answer_that_nobody_waits_for_is_handed_out_again(open_end: Open) -> None:
+def test_an_answer_that_nobody_waits_for_is_handed_out_again(
+    open_end: Open, scheme: str, tmp_path: Path
+) -> None:
     """A producer that was declared dead, and is not, may be answered twice."""
     trainer, producer = open_end("trainer"), open_end("producer")
-    assert isinstance(trainer, TrainerEnd)
-    assert isinstance(producer, ProducerEnd)
     trainer.offer([task(0, 0), task(0, 1)])
     assert claimed(producer) == task(0, 0)
-    extra = trainer._books.claim(producer.name)
-    assert extra == task(0, 1)
-    answer = {"kind": "task", "task": extra.to_json(), "claimant": "x", "request": 1, "round": 1}
-    trainer._log.append([(producer.name, answer)])
+    request = {"kind": "beat", "wants": {"y": 1}}
+    forge(scheme, tmp_path / "channel", producer.name, trainer.name, request)
+    eventually(lambda: trainer.standing().refs == 4)  # both tasks are claimed
     assert claimed(producer) == task(0, 1)
 
 
@@ -161,7 +188,7 @@ def test_a_place_without_permission_is_named(scheme: str) -> None:
     program = f"""
         import os, tempfile
         from pathlib import Path
-        from draftcore.channels.{scheme} import {LOGS[scheme].__name__} as Log
+        from {LOGS[scheme].__module__} import {LOGS[scheme].__name__} as Log
         from draftcore.errors import UsageError
         folder = tempfile.mkdtemp()
         os.chmod(folder, 0o555)
@@ -184,7 +211,7 @@ def test_a_full_disk_is_reported_by_both_ends(scheme: str, tmp_path: Path) -> No
     """A limit on the size of files stands for the disk; it is set when all is open."""
     program = f"""
         import resource
-        from draftcore.channels.{scheme} import {LOGS[scheme].__name__} as Log
+        from {LOGS[scheme].__module__} import {LOGS[scheme].__name__} as Log
         from draftcore.errors import DraftcoreError
         from draftcore_sdk.channel_ends import refs_of, step, task
         trainer, producer = (

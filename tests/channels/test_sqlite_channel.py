@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from draftcore_sdk.channels import ChannelSuite
@@ -14,7 +15,7 @@ from draftcore.errors import DraftcoreError, UsageError
 
 
 class TestSqliteChannel(ChannelSuite):
-    plugin = "draftcore.builtin"
+    plugin, name = "draftcore.builtin", "sqlite"
 
     def garble(self, uri: str, bodies: Sequence[bytes]) -> None:
         file = Path(uri.removeprefix("sqlite:"))
@@ -41,9 +42,20 @@ def log(file: Path) -> Iterator[SqliteLog]:
     log.close()
 
 
-def test_the_file_is_in_wal_mode_and_commits_are_durable(log: SqliteLog) -> None:
+def test_the_file_is_in_wal_mode_and_commits_are_durable(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, connect = list[sqlite3.Connection](), sqlite3.connect
+
+    def noted(*args: Any, **options: Any) -> sqlite3.Connection:
+        made.append(connect(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    log = SqliteLog(file, "reader")
     for pragma, value in (("journal_mode", "wal"), ("synchronous", 2)):
-        assert log._connection.execute(f"PRAGMA {pragma}").fetchone() == (value,)
+        assert made[0].execute(f"PRAGMA {pragma}").fetchone() == (value,)
+    log.close()
 
 
 def test_records_come_once_in_order_and_in_one_commit(log: SqliteLog, file: Path) -> None:
@@ -75,7 +87,8 @@ def test_another_heads_content_is_refused(log: SqliteLog) -> None:
 
 def test_a_removed_file_is_reported(file: Path) -> None:
     log = SqliteLog(file, "reader")
-    log._connection.execute("DROP TABLE letters")
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("DROP TABLE letters")
     with pytest.raises(DraftcoreError, match=r"(?s)cannot be read: no such table.*start again"):
         log.read()
     log.close()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
+from draftcore.data.conversations import conversations
 from draftcore.data.dataset import DataOptions, build_dataset, read_prompts
 from draftcore.data.rendering import Renderer
 from draftcore.errors import UsageError
@@ -80,11 +81,9 @@ def test_a_dataset_holds_what_the_renderer_renders(
 def test_rows_past_a_chunk_stay_in_order(tmp_path: Path, chatml: Tokenizer, jsonl: Jsonl) -> None:
     """More rows than are tokenized in one call, with bad ones between them."""
     rows = [NO_ANSWER if i % 7 == 3 else chat("Hi", str(i)) for i in range(600)]
-    seen: list[int] = []
-    dataset = build_dataset(jsonl(*rows), chatml, OPTIONS, tmp_path / "data", seen.append)
+    dataset = build_dataset(jsonl(*rows), chatml, OPTIONS, tmp_path / "data")
     answers = [chatml.decode(dataset.tokens(i)[dataset.loss_mask(i)]) for i in range(len(dataset))]
     assert answers == [f"{i}<|im_end|>" for i in range(600) if i % 7 != 3]
-    assert seen == [256, 512, 600]
 
 
 def test_ids_name_row_content_and_dataset(tmp_path: Path, chatml: Tokenizer, jsonl: Jsonl) -> None:
@@ -265,16 +264,21 @@ BUILD_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
-from draftcore.data.dataset import DataOptions, build_dataset
+from draftcore.data import dataset
 
 source, tokenizer, folder = sys.argv[1:]
+read = dataset.conversations
 
-def die(rows):
-    assert (Path(folder) / "partial" / "tokens.bin").exists()
-    os.kill(os.getpid(), signal.SIGKILL)
+def die(*given):
+    for number, row in enumerate(read(*given)):
+        if number == 300:
+            assert (Path(folder) / "partial" / "tokens.bin").exists()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield row
 
+dataset.conversations = die
 tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-build_dataset(source, tokenizer, DataOptions(max_length=64), Path(folder), die)
+dataset.build_dataset(source, tokenizer, dataset.DataOptions(max_length=64), Path(folder))
 """
 
 
@@ -284,7 +288,7 @@ def test_what_a_killed_process_left_is_replaced(
     source, folder = jsonl(*[chat("Hi", str(i)) for i in range(600)]), tmp_path / "data"
     chatml.save_pretrained(tmp_path / "tokenizer")
     program = [sys.executable, "-c", BUILD_AND_DIE, source, tmp_path / "tokenizer", folder]
-    assert subprocess.run(program).returncode == -signal.SIGKILL
+    assert subprocess.run(list(map(str, program))).returncode == -signal.SIGKILL
     assert (folder / "partial").exists()
     dataset = build_dataset(source, chatml, OPTIONS, folder)
     assert len(dataset) == 600
@@ -292,23 +296,23 @@ def test_what_a_killed_process_left_is_replaced(
 
 
 def test_one_process_builds_while_the_others_wait_and_reuse(
-    tmp_path: Path, chatml: Tokenizer, source: str
+    tmp_path: Path, chatml: Tokenizer, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder is locked from before the first row is read until the marker is in place."""
     folder = tmp_path / "data"
     entered, go_on = threading.Event(), threading.Event()
 
-    def slowly(rows: int) -> None:
+    def slowly_once(*given: Any) -> Iterator[Any]:
+        assert not entered.is_set(), "the second one renders again"
         entered.set()
         assert go_on.wait(30)
+        yield from conversations(*given)
 
-    def never(rows: int) -> None:
-        raise AssertionError("the second one renders again")
-
+    monkeypatch.setattr("draftcore.data.dataset.conversations", slowly_once)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(build_dataset, source, chatml, OPTIONS, folder, slowly)
+        first = pool.submit(build_dataset, source, chatml, OPTIONS, folder)
         assert entered.wait(30)
-        second = pool.submit(build_dataset, source, chatml, OPTIONS, folder, never)
+        second = pool.submit(build_dataset, source, chatml, OPTIONS, folder)
         with pytest.raises(TimeoutError):
             second.result(timeout=0.3)
         go_on.set()

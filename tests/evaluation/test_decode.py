@@ -5,18 +5,26 @@ it needs no training; what is tested is the target's cache, the verifier and the
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from draftcore_sdk.targets import tiny_target
 from torch import Tensor
 
 from draftcore.config import EvalConfig
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation.decode import Clock, evaluate_prompts, speculate, verify
+from draftcore.evaluation.decode import (
+    Clock,
+    EagerRunner,
+    evaluate_prompts,
+    resolve_ties,
+    speculate,
+    verify,
+)
 from draftcore.evaluation.report import Decoded, Report
 from draftcore.target import TransformersModel, TransformersTarget
 
@@ -39,7 +47,14 @@ class BigramDrafter:
             torch.zeros(batch, self.vocabulary, dtype=torch.long), torch.zeros(batch).long()
         )
 
-    def prefill(self, state, tokens_BT, lengths_B, features, next_B):
+    def prefill(
+        self,
+        state: Bigrams,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        features: Mapping[str, Tensor],
+        next_B: Tensor,
+    ) -> None:
         assert features["hidden.1"].shape[:2] == tokens_BT.shape
         for row, length in enumerate(lengths_B.tolist()):
             known = [*tokens_BT[row, :length].tolist(), int(next_B[row])]
@@ -47,7 +62,9 @@ class BigramDrafter:
                 state.table_BV[row, a] = b
         state.last_B = next_B.clone()
 
-    def propose(self, state, temperature=0.0, generator=None):
+    def propose(
+        self, state: Bigrams, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         rows, token_B, drafts, probs = torch.arange(len(state.last_B)), state.last_B, [], []
         for _ in range(self.num_drafts):
             guess_B = state.table_BV[rows, token_B]
@@ -60,7 +77,9 @@ class BigramDrafter:
             probs.append(q_BV)
         return torch.stack(drafts, 1), torch.stack(probs, 1) if temperature else None
 
-    def accept(self, state, tokens_BK, features, counts_B):
+    def accept(
+        self, state: Bigrams, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
+    ) -> None:
         assert features["hidden.1"].shape[1] == self.num_drafts + 1
         for row, count in enumerate(counts_B.tolist()):
             known = [int(state.last_B[row]), *tokens_BK[row, :count].tolist()]
@@ -68,12 +87,12 @@ class BigramDrafter:
                 state.table_BV[row, a] = b
             state.last_B[row] = known[-1]
 
-    def select(self, state, rows_B):
+    def select(self, state: Bigrams, rows_B: Tensor) -> Bigrams:
         return Bigrams(state.table_BV[rows_B], state.last_B[rows_B])
 
 
 @pytest.fixture(scope="module")
-def target(target_folder: Path) -> TargetModel:
+def target(target_folder: Path) -> TransformersModel:
     return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
 
 
@@ -81,41 +100,50 @@ PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 1
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4])
-def test_greedy_output_is_the_targets_own_for_every_prompt_and_batch(target, batch):
+def test_greedy_output_is_the_targets_own_for_every_prompt_and_batch(
+    target: TransformersModel, batch: int
+) -> None:
     drafter = BigramDrafter(target.spec.vocab_size)
-    report = evaluate_prompts(target, drafter, PROMPTS, EvalConfig(max_new_tokens=24, batch=batch))
+    report = evaluate_prompts(
+        EagerRunner(target, drafter), PROMPTS, EvalConfig(max_new_tokens=24, batch=batch)
+    )
     assert report.lossless is True
     assert report.prompts == 4
     assert report.acceptance_length >= 1
 
 
-def test_a_sliding_window_target_decodes_losslessly(tmp_path):
-    from draftcore_sdk.targets import tiny_target
-
+def test_a_sliding_window_target_decodes_losslessly(tmp_path: Path) -> None:
     layers = ["sliding_attention", "full_attention"] * 3
     folder = tiny_target(tmp_path, layer_types=layers, use_sliding_window=True, sliding_window=8)
     target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
     drafter = BigramDrafter(target.spec.vocab_size)
-    report = evaluate_prompts(target, drafter, PROMPTS, EvalConfig(max_new_tokens=30, batch=4))
+    report = evaluate_prompts(
+        EagerRunner(target, drafter), PROMPTS, EvalConfig(max_new_tokens=30, batch=4)
+    )
     assert report.lossless is True
 
 
-def test_a_verifier_that_accepts_everything_is_caught(target, monkeypatch):
-    def gullible(logits_BTV, drafts_BK, draft_probs_BKV, temperature, generator):
+def test_a_verifier_that_accepts_everything_is_caught(
+    target: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gullible(
+        logits_BTV: Tensor,
+        drafts_BK: Tensor,
+        draft_probs_BKV: Tensor | None,
+        temperature: float,
+        generator: torch.Generator | None,
+    ) -> tuple[Tensor, Tensor]:
         counts_B = torch.full((len(drafts_BK),), drafts_BK.shape[1] + 1)
         return torch.cat([drafts_BK, logits_BTV[:, -1:].argmax(-1)], 1), counts_B
 
     monkeypatch.setattr("draftcore.evaluation.decode.verify", gullible)
+    runner = EagerRunner(target, BigramDrafter(target.spec.vocab_size))
     with pytest.raises(DraftcoreError, match="not lossless"):
-        evaluate_prompts(
-            target, BigramDrafter(target.spec.vocab_size), PROMPTS, EvalConfig(max_new_tokens=16)
-        )
+        evaluate_prompts(runner, PROMPTS, EvalConfig(max_new_tokens=16))
 
 
-def test_in_half_precision_a_tie_is_settled_by_the_targets_own_token(target_folder):
+def test_in_half_precision_a_tie_is_settled_by_the_targets_own_token(target_folder: Path) -> None:
     """The draft's output is altered at one token; with a bound above the gap that is a tie."""
-    from draftcore.evaluation.decode import settle
-
     spec = TransformersTarget(str(target_folder), dtype="bfloat16", device="cpu")
     target = TransformersModel(spec)
     drafter, config = BigramDrafter(spec.vocab_size), EvalConfig(max_new_tokens=12, tie_bound=100.0)
@@ -123,17 +151,17 @@ def test_in_half_precision_a_tie_is_settled_by_the_targets_own_token(target_fold
     wrong = Decoded(
         [*reference[:5], (reference[5] + 1) % 256, *reference[6:]], [2, 3, 4], [4, 4, 4]
     )
-    ties = settle(target, drafter, PROMPTS[0], wrong, reference, config, Clock())
+    ties = resolve_ties(EagerRunner(target, drafter), PROMPTS[0], wrong, reference, config, Clock())
     assert next(tie.position for tie in ties) == 5
     assert wrong.tokens == reference
     assert sum(wrong.accepted) + len(wrong.accepted) >= len(reference) - 2
     strict = config.model_copy(update={"tie_bound": 1e-9})
     wrong = Decoded([*reference[:5], (reference[5] + 1) % 256], [2, 2], [4, 4])
     with pytest.raises(DraftcoreError, match="not lossless"):
-        settle(target, drafter, PROMPTS[0], wrong, reference, strict, Clock())
+        resolve_ties(EagerRunner(target, drafter), PROMPTS[0], wrong, reference, strict, Clock())
 
 
-def test_rejection_sampling_keeps_the_targets_distribution():
+def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     """Chi-square over 40,000 draws of the first token for a draft that is badly wrong."""
     generator = torch.Generator().manual_seed(1)
     draws, V = 40_000, 7
@@ -151,14 +179,14 @@ def test_rejection_sampling_keeps_the_targets_distribution():
     assert wrong > 1000  # what unverified drafts would give
 
 
-def test_sampled_decoding_follows_the_target_end_to_end(target):
+def test_sampled_decoding_follows_the_target_end_to_end(target: TransformersModel) -> None:
     """Second tokens of many sampled runs against the exact distribution, chi-square."""
     drafter, config = (
         BigramDrafter(target.spec.vocab_size, 2),
         EvalConfig(max_new_tokens=3, temperature=0.3),
     )
     prompt, draws = PROMPTS[1], 3000
-    decoded = speculate(target, drafter, [prompt] * draws, config, Clock(), seed=3)
+    decoded = speculate(EagerRunner(target, drafter), [prompt] * draws, config, Clock(), seed=3)
     firsts = torch.tensor([one.tokens[0] for one in decoded])
     first = int(firsts.mode().values)
     seconds = torch.tensor(
@@ -178,7 +206,7 @@ def test_sampled_decoding_follows_the_target_end_to_end(target):
     assert chi_square < degrees + 4 * (2 * degrees) ** 0.5 + 8  # beyond the 0.9999 quantile
 
 
-def test_acceptance_counts_only_tokens_that_are_kept():
+def test_acceptance_counts_only_tokens_that_are_kept() -> None:
     decoded = [
         Decoded(tokens=[1, 2, 3, 4, 5], accepted=[2, 0], room=[3, 3]),
         Decoded(tokens=[1, 2, 3], accepted=[1], room=[2]),
@@ -199,7 +227,7 @@ def test_acceptance_counts_only_tokens_that_are_kept():
     assert low <= report.acceptance_length <= high
 
 
-def test_the_report_is_written_as_json_and_as_a_picture(tmp_path):
+def test_the_report_is_written_as_json_and_as_a_picture(tmp_path: Path) -> None:
     report = Report.of(
         [Decoded([1, 2, 3], [1], [2])],
         ties=[], checked=True, draft_seconds=1, verify_seconds=1, plain_seconds=1, num_drafts=2,

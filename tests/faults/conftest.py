@@ -1,4 +1,4 @@
-"""A run of several processes that is to be harmed, and what must hold when it has finished."""
+"""A run of several processes that faults are done to, and what must hold when it has finished."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ HERE = Path(__file__).parent
 EPOCHS, SAMPLES = 2, 48
 
 
-class Drill:
-    """A project whose algorithm counts uses; one command, started as often as it takes."""
+class Run:
+    """A run whose algorithm counts uses; one command, started as often as it takes.
+
+    `faults` is what `fault_points` does to the processes that are started next.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class Drill:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run, self.yaml = folder, folder / "run", folder / "run.yaml"
-        self.samples, self.sabotage = samples, ""
+        self.samples, self.faults = samples, ""
         self.marks = folder / "marks"
         self.marks.mkdir()
         config: dict[str, Any] = {
@@ -49,7 +52,7 @@ class Drill:
                 "train": str(conversations(folder / "train.jsonl", samples)),
                 "max_length": 256,
             },
-            "algorithm": {"name": "witness"},
+            "algorithm": {"name": "usecount"},
             "capture": {"batch": 4},
             "train": {
                 "batch": 4,
@@ -76,11 +79,10 @@ class Drill:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `train`, which supervises the rest."""
-        loose = [
-            part for name in ("witness", "saboteur") for part in ("--plugin", HERE / f"{name}.py")
-        ]
+        files = [HERE / "usecount.py", HERE / "fault_points.py"]
+        loose = [part for file in files for part in ("--plugin", file)]
         command = [sys.executable, "-m", "draftcore", *loose, "train", self.yaml, *arguments]
-        env = {"OMP_NUM_THREADS": "1", "SABOTAGE": self.sabotage, "SABOTAGE_MARKS": str(self.marks)}
+        env = {"OMP_NUM_THREADS": "1", "FAULTS": self.faults, "FAULT_MARKS": str(self.marks)}
         with (self.folder / "output.log").open("a") as output:
             return subprocess.Popen(
                 list(map(str, command)),
@@ -100,7 +102,7 @@ class Drill:
             pytest.fail(f"it hangs; alive: {states}\n{self.output()}")
 
     def finish(self, *arguments: str, code: int = 0) -> str:
-        """Run the command to its end; returns what it wrote."""
+        """Run the command to its end; return what it wrote."""
         log = self.folder / "output.log"
         before = log.stat().st_size if log.exists() else 0
         found = self.wait(self.start(*arguments))
@@ -112,19 +114,19 @@ class Drill:
         return "\n".join(f"--- {f.name}\n{f.read_text()}" for f in files if f.exists())
 
     def processes(self) -> list[int]:
-        """All processes of this run, found by the file they were given."""
+        """Return all processes of this run, found by the file in their command."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             if str(self.yaml) in self.command(int(folder.name)):
                 found.append(int(folder.name))
         return sorted(found)
 
-    def servants(self) -> list[int]:
-        """All processes that this run's processes started, found by what they inherit from them."""
+    def descendants(self) -> list[int]:
+        """Return all other processes that this run's started, found by what they inherit."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if f"SABOTAGE_MARKS={self.marks}\0".encode() in (folder / "environ").read_bytes():
+                if f"FAULT_MARKS={self.marks}\0".encode() in (folder / "environ").read_bytes():
                     found.append(int(folder.name))
         return sorted(set(found) - set(self.processes()))
 
@@ -171,13 +173,14 @@ class Drill:
         return max((self.run / "checkpoints").glob("step-*"))
 
     def uses(self) -> dict[int, float]:
-        """How often each row was trained on, said by the weights."""
+        """Return how often each row was trained on, as the weights say."""
         counts = load_file(self.last() / "draft.safetensors")["uses"].tolist()
         assert not any(counts[self.samples :]), "a sample that is not there was used"
         return dict(enumerate(counts[: self.samples]))
 
     def state(self) -> dict[str, Any]:
-        return json.loads((self.last() / "state.json").read_text())
+        state: dict[str, Any] = json.loads((self.last() / "state.json").read_text())
+        return state
 
     def require_done(self, without: frozenset[int] = frozenset()) -> None:
         """Every sample was used once per epoch, and the run left nothing behind."""
@@ -187,21 +190,24 @@ class Drill:
         self.require_clean()
 
     def require_clean(self) -> None:
-        self.until(lambda: not self.processes() and not self.servants(), seconds=60)
+        self.until(lambda: not self.processes() and not self.descendants(), seconds=60)
         run_id = json.loads((self.run / "run.json").read_text())["run_id"]
         left = [path.name for path in Path("/dev/shm").iterdir() if run_id in path.name]
         left += [str(path) for path in self.run.rglob("*.tmp")]
         assert not left, f"left behind: {left}"
         channels = [*self.folder.glob("channel*"), *self.run.glob("channel*")]
         files = [file for one in channels for file in (one, *one.rglob("*"))]
-        assert sum(file.stat().st_size for file in files) < 2**20, "letters pile up"
+        assert sum(file.stat().st_size for file in files) < 2**20, "the channel's files grow"
 
 
 class Server:
     """A server that a run talks to and did not start. It may be killed, frozen and started again."""
 
-    def __init__(self, command: Sequence[str | Path], folder: Path, port: int) -> None:
-        self.command, self.folder, self.port = list(map(str, command)), folder, port
+    def __init__(
+        self, command: Sequence[str | Path], folder: Path, port: int, metrics: int = 0
+    ) -> None:
+        self.command, self.folder = list(map(str, command)), folder
+        self.port, self.metrics = port, metrics
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -239,7 +245,7 @@ def nobody_else() -> Iterator[None]:
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[Server]:
-    """A Redis that keeps what it is told; without its folder it has forgotten everything."""
+    """A Redis that keeps its data; without its folder it has forgotten everything."""
     port = free_port()
     place = ["--bind", "127.0.0.1", "--port", str(port)]
     binary = shutil.which("redis-server")
@@ -251,16 +257,14 @@ def redis(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[Server]:
-    """A Mooncake master that takes a lender for dead which it has not heard for 3 seconds."""
+    """A Mooncake master that takes a lender for dead after 3 seconds of silence."""
     from draftcore_mooncake.engine import package_folder
     from draftcore_mooncake.master import FLAGS
 
     port, metrics = free_port(), free_port()
     place = [f"--rpc_port={port}", f"--metrics_port={metrics}", "--client_ttl=3"]
-    server = Server(
-        [package_folder() / "mooncake_master", *FLAGS, *place], tmp_path / "master", port
-    )
-    server.metrics = metrics  # type: ignore[attr-defined]
+    binary = package_folder() / "mooncake_master"
+    server = Server([binary, *FLAGS, *place], tmp_path / "master", port, metrics)
     yield server
     server.kill()
 
@@ -272,24 +276,24 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def drill(tmp_path: Path, target_folder: Path) -> Any:
-    made: list[Drill] = []
+def make_run(tmp_path: Path, target_folder: Path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
 
-    def make(**changes: Any) -> Drill:
-        made.append(Drill(tmp_path / f"drill-{len(made)}", target_folder, **changes))
+    def make(**changes: Any) -> Run:
+        made.append(Run(tmp_path / f"run-{len(made)}", target_folder, **changes))
         return made[-1]
 
     yield make
     for one in made:
         one.kill_all(signal.SIGKILL)
-        for pid in one.servants():
+        for pid in one.descendants():
             os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> dict[int, float]:
     """The losses of the same run in one process, with nothing in its way."""
-    one = Drill(tmp_path_factory.mktemp("undisturbed") / "one", target_folder)
+    one = Run(tmp_path_factory.mktemp("undisturbed") / "one", target_folder)
     one.finish()
     assert set(one.uses().values()) == {EPOCHS}
     return one.losses()

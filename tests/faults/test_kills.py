@@ -4,29 +4,36 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+MakeRun = Callable[..., Any]
 SQLITE = "sqlite:{}/channel.db?ttl=2"
 PRODUCER = ["captured@2", "put@3", "published@2"]
 TRAINER = ["leased@3", "midstep@5", "stepped@3", "written", "unmarked", "freeing@2", "freed@2"]
 POINTS = [*PRODUCER, *TRAINER]
 RUNS = int(os.environ.get("DRAFTCORE_SOAK", "1"))
-ROUNDS = 4  # of harm per run
+ROUNDS = 4  # of faults per run
 
 
-def test_a_process_may_be_killed_at_any_named_point(drill, undisturbed):
-    run = drill(channel=SQLITE)
-    run.sabotage = " ".join(f"kill:{point}" for point in POINTS)
+def test_a_process_may_be_killed_at_any_named_point(
+    make_run: MakeRun, undisturbed: dict[int, float]
+) -> None:
+    run = make_run(channel=SQLITE)
+    run.faults = " ".join(f"kill:{point}" for point in POINTS)
     run.finish()
     assert {mark.name for mark in run.marks.iterdir()} == {f"kill-{point}" for point in POINTS}
     run.require_done()
     assert run.losses() == undisturbed
 
 
-def test_the_same_command_goes_on_whatever_ended_it(drill, undisturbed):
-    run = drill(channel=SQLITE, topology={"producers": 1, "restarts": 40})
-    run.sabotage = "pace:0.2"
+def test_the_same_command_goes_on_whatever_ended_it(
+    make_run: MakeRun, undisturbed: dict[int, float]
+) -> None:
+    run = make_run(channel=SQLITE, topology={"producers": 1, "restarts": 40})
+    run.faults = "pace:0.2"
     supervisor = run.start()
     run.until(lambda: run.steps() >= 3, supervisor)
     supervisor.kill()
@@ -46,16 +53,18 @@ def test_the_same_command_goes_on_whatever_ended_it(drill, undisturbed):
     run.until(lambda: not run.processes())
     assert run.state()["step"] >= 13
 
-    run.sabotage = ""
+    run.faults = ""
     assert "resuming from step" in run.finish("topology.producers=2")
     run.require_done()
     assert run.losses() == undisturbed
 
 
-def test_processes_may_freeze_for_longer_than_the_others_wait(drill, undisturbed):
-    run = drill(channel=SQLITE)
+def test_processes_may_freeze_for_longer_than_the_others_wait(
+    make_run: MakeRun, undisturbed: dict[int, float]
+) -> None:
+    run = make_run(channel=SQLITE)
     points = ["captured@2", "published@3", "midstep@4"]
-    run.sabotage = "pace:0.3 " + " ".join(f"freeze:{point}" for point in points)
+    run.faults = "pace:0.3 " + " ".join(f"freeze:{point}" for point in points)
     supervisor = run.start()
     waiting = {point.partition("@")[0] for point in points}
     while waiting:
@@ -71,12 +80,14 @@ def test_processes_may_freeze_for_longer_than_the_others_wait(drill, undisturbed
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(RUNS))
-def test_random_processes_are_killed_or_frozen_at_random_moments(drill, undisturbed, number):
+def test_random_processes_are_killed_or_frozen_at_random_moments(
+    make_run: MakeRun, undisturbed: dict[int, float], number: int
+) -> None:
     seed = int(os.environ.get("DRAFTCORE_SEED", time.time_ns() % 1_000_000))
     print(f"DRAFTCORE_SEED={seed + number} of DRAFTCORE_SOAK=1")
     chance = random.Random(seed + number)
-    run = drill(channel=SQLITE, topology={"restarts": 4 * ROUNDS})
-    run.sabotage = "pace:0.2"
+    run = make_run(channel=SQLITE, topology={"restarts": 4 * ROUNDS})
+    run.faults = "pace:0.2"
     supervisor = run.start()
     for _ in range(ROUNDS):
         time.sleep(chance.uniform(0.2, 9))
@@ -95,7 +106,7 @@ def test_random_processes_are_killed_or_frozen_at_random_moments(drill, undistur
     assert run.losses() == undisturbed
 
 
-def harm(run, victim, how):
+def harm(run: Any, victim: int, how: str) -> None:
     try:
         os.kill(victim, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         time.sleep(0.5 if how == "kill" else 3)
@@ -106,12 +117,14 @@ def harm(run, victim, how):
 
 
 @pytest.mark.long
-def test_ranks_may_be_killed_and_their_number_may_change(drill, undisturbed):
-    run = drill(topology={"producers": 1, "ranks": 2, "restarts": 9})
-    run.sabotage = "kill:midstep@4 kill:stepped@3 kill:leased@5 pace:0.05"
+def test_ranks_may_be_killed_and_their_number_may_change(
+    make_run: MakeRun, undisturbed: dict[int, float]
+) -> None:
+    run = make_run(topology={"producers": 1, "ranks": 2, "restarts": 9})
+    run.faults = "kill:midstep@4 kill:stepped@3 kill:leased@5 pace:0.05"
     run.finish("train.max_steps=13")
     assert len(list(run.marks.iterdir())) == 3
-    run.sabotage = ""
+    run.faults = ""
     assert "resuming from step 13 of 24" in run.finish("topology.ranks=1")
     run.require_done()
     assert run.losses() == pytest.approx(undisturbed, rel=1e-5)

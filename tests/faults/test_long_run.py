@@ -1,7 +1,10 @@
 """What a long run leaves in memory and on the disk: nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+MakeRun = Callable[..., Any]
 SLACK = 8 << 20  # bytes; 200 steps that kept their features would hold 20 MB more
 
 
@@ -10,8 +13,8 @@ def resident(pid: int) -> int:
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
-def test_the_memory_of_no_process_grows_with_the_steps(drill):
-    run = drill(topology={"producers": 1}, train={"epochs": 25})
+def test_the_memory_of_no_process_grows_with_the_steps(make_run: MakeRun) -> None:
+    run = make_run(topology={"producers": 1}, train={"epochs": 25})
     supervisor = run.start()
     run.until(lambda: run.steps() >= 100, supervisor)
     before = {pid: resident(pid) for pid in run.processes()}

@@ -3,34 +3,38 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
 from redis import Redis
 
+MakeRun = Callable[..., Any]
 
-def kill(*victims):
+
+def kill(*victims: int) -> None:
     for pid in victims:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def masters(run):
-    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in run.servants()}
+def masters(run: Any) -> list[int]:
+    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in run.descendants()}
     return [pid for pid, name in names.items() if name == "mooncake_master"]
 
 
 @pytest.mark.long
 def test_a_master_of_ones_own_may_die_and_redis_forget_beside_any_other_process(
-    drill, undisturbed, redis
-):
-    run = drill(
+    make_run: MakeRun, undisturbed: dict[int, float], redis: Any
+) -> None:
+    run = make_run(
         store="mooncake://?max_bytes=32MiB",
-        channel=f"redis://127.0.0.1:{redis.port}?prefix=drill&ttl=2",
+        channel=f"redis://127.0.0.1:{redis.port}?prefix=run&ttl=2",
     )
-    run.sabotage = "pace:0.15"
+    run.faults = "pace:0.15"
     supervisor = run.start()
     run.until(lambda: run.steps() >= 3, supervisor)
     kill(*masters(run))
@@ -41,7 +45,7 @@ def test_a_master_of_ones_own_may_die_and_redis_forget_beside_any_other_process(
     redis.kill(forget=True)
     supervisor.wait()
     redis.start()
-    run.until(lambda: not run.processes() and not run.servants())
+    run.until(lambda: not run.processes() and not run.descendants())
     resumed = run.state()["step"]
 
     supervisor = run.start("topology.ranks=2")  # both read what lies in the first one's memory
@@ -58,13 +62,13 @@ def test_a_master_of_ones_own_may_die_and_redis_forget_beside_any_other_process(
 
 
 def test_a_master_and_redis_may_die_forget_freeze_and_stay_away_alone_and_together(
-    drill, undisturbed, master, redis
-):
-    run = drill(
-        store=f"mooncake://127.0.0.1:{master.port}/drill?max_bytes=32MiB&patience=8",
-        channel=f"redis://127.0.0.1:{redis.port}?prefix=drill&ttl=2&limit_refs=8",
+    make_run: MakeRun, undisturbed: dict[int, float], master: Any, redis: Any
+) -> None:
+    run = make_run(
+        store=f"mooncake://127.0.0.1:{master.port}/run?max_bytes=32MiB&patience=8",
+        channel=f"redis://127.0.0.1:{redis.port}?prefix=run&ttl=2&limit_refs=8",
     )
-    run.sabotage = "pace:0.1"
+    run.faults = "pace:0.1"
     supervisor = run.start()
     for number, server in enumerate((master, redis)):
         run.until(lambda: run.steps() >= 3 + 3 * number, supervisor)  # noqa: B023

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from draftcore_shm.store import ShmStore
 
 from draftcore.channels.memory import MemoryChannel
+from draftcore.contracts.channel import CaptureTask
 from draftcore.contracts.store import StoreItem
 from draftcore.data.plan import Plan
 from draftcore.errors import DraftcoreError
 from draftcore.feed import TEXT, Feed, Source
+from draftcore.feed.steps import Fetched
 from draftcore.training.ranks import ALONE
 
 NAMES, WIDTH, LENGTH = ("hidden.1",), 4, 3
@@ -22,30 +25,38 @@ PLAN = Plan([f"s{row}" for row in range(8)], [LENGTH] * 8, capture_batch=2, batc
 class Elsewhere:
     """A run whose features are put into a ring and published as if by another process."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.store = ShmStore(f"feed-{uuid.uuid4().hex}", max_bytes=1 << 20)
         self.channel = MemoryChannel("run", attempts=2)
         self.feed = Feed(ALONE, self.store, self.source, names=NAMES, durable=False, ahead=True)
         self.feed.finished = True  # nothing of it is needed once it is closed
         self.feed.start(0, lambda: False, {})
 
-    def source(self):
-        facts = {"names": NAMES, "dtype": "float32", "width": WIDTH, "provenance": "p"}
-        return Source(PLAN, self.store, self.channel, None, **facts)
+    def source(self) -> Source:
+        return Source(
+            PLAN,
+            self.store,
+            self.channel,
+            None,
+            names=NAMES,
+            dtype="float32",
+            width=WIDTH,
+            provenance="p",
+        )
 
-    def capture(self, groups=4, width=WIDTH):
+    def capture(self, groups: int = 4, width: int = WIDTH) -> None:
         for task in filter(None, (self.channel.claim("other") for _ in range(groups))):
             self.channel.publish(task, self.store.put_many([item(i, width) for i in ids(task)]))
 
-    def opened(self):
+    def opened(self) -> int:
         return self.store.stats().open_handles
 
 
-def ids(task):
+def ids(task: CaptureTask) -> tuple[str, ...]:
     return task.group.feature_ids
 
 
-def item(feature_id, width):
+def item(feature_id: str, width: int) -> StoreItem:
     row = int(feature_id[1:])
     hidden = torch.full((LENGTH, width), float(row))
     text = {name: torch.full((LENGTH,), row) for name in TEXT}
@@ -53,25 +64,26 @@ def item(feature_id, width):
 
 
 @pytest.fixture
-def elsewhere():
+def elsewhere() -> Iterator[Elsewhere]:
     run = Elsewhere()
     yield run
     with suppress(DraftcoreError):  # a test may have closed it
         run.feed.close()
 
 
-def eventually(condition):
+def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def rows(fetched):
+def rows(fetched: Fetched | None) -> list[int]:
+    assert fetched is not None
     return [int(fetched.samples[at].features[NAMES[0]][0, 0]) for at in range(2)]
 
 
-def test_the_next_step_is_open_before_this_one_is_done(elsewhere):
+def test_the_next_step_is_open_before_this_one_is_done(elsewhere: Elsewhere) -> None:
     elsewhere.capture()
     with elsewhere.feed.samples(PLAN.step(0)) as fetched:
         assert rows(fetched) == list(PLAN.step(0).rows)
@@ -86,7 +98,7 @@ def test_the_next_step_is_open_before_this_one_is_done(elsewhere):
     assert elsewhere.opened() == 0
 
 
-def test_what_is_not_captured_yet_is_not_waited_for(elsewhere):
+def test_what_is_not_captured_yet_is_not_waited_for(elsewhere: Elsewhere) -> None:
     elsewhere.capture(groups=2)
     first = [step for step in range(4) if elsewhere.channel.receive(PLAN.step(step))]
     missing = next(step for step in range(4) if step not in first)
@@ -98,7 +110,7 @@ def test_what_is_not_captured_yet_is_not_waited_for(elsewhere):
         assert rows(fetched) == list(PLAN.step(missing).rows)
 
 
-def test_a_step_that_was_opened_in_vain_is_closed(elsewhere):
+def test_a_step_that_was_opened_in_vain_is_closed(elsewhere: Elsewhere) -> None:
     elsewhere.capture()
     elsewhere.feed.prefetch(PLAN.step(1))
     with elsewhere.feed.samples(PLAN.step(0)):
@@ -110,21 +122,21 @@ def test_a_step_that_was_opened_in_vain_is_closed(elsewhere):
         elsewhere.opened()
 
 
-def test_what_does_not_fit_is_left_to_the_step_that_needs_it(elsewhere):
+def test_what_does_not_fit_is_left_to_the_step_that_needs_it(elsewhere: Elsewhere) -> None:
     elsewhere.capture(width=WIDTH + 1)
     held = elsewhere.store.stats().samples
     elsewhere.feed.prefetch(PLAN.step(0))
     assert elsewhere.store.stats().samples == held, "nothing is freed while another step is read"
 
 
-def test_what_was_lost_meanwhile_is_captured_again(elsewhere):
+def test_what_was_lost_meanwhile_is_captured_again(elsewhere: Elsewhere) -> None:
     elsewhere.capture()
     for feature_id in PLAN.feature_ids:
         elsewhere.store.abort(feature_id)
     elsewhere.feed.prefetch(PLAN.step(0))
-    seen = []
+    seen: list[int] = []
 
-    def capture_again():
+    def capture_again() -> bool:
         seen.append(1)
         elsewhere.capture()
         return False

@@ -19,7 +19,7 @@ from draftcore.features.stores.file import FileStore
 
 
 class TestFileStore(StoreSuite):
-    plugin = "draftcore.builtin"
+    plugin, name = "draftcore.builtin", "file"
 
     @pytest.fixture
     def store_uri(self, tmp_path: Path) -> str:

@@ -8,14 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from draftcore.channels.memory import MemoryChannel
-from draftcore.contracts.capture import CapturedGroup
+from draftcore.contracts.capture import CapturedGroup, CaptureInput
+from draftcore.contracts.store import SampleRef, StoreItem
 from draftcore.data.plan import Plan
 from draftcore.errors import DraftcoreError
 from draftcore.features.stores.memory import MemoryStore
@@ -25,7 +28,7 @@ from draftcore.training.ranks import ALONE
 NAMES, WIDTH, LENGTH, STEPS = ("hidden.1",), 4, 3, 6
 
 
-def planned(rows=2 * STEPS, epochs=1):
+def planned(rows: int = 2 * STEPS, epochs: int = 1) -> Plan:
     """A plan with a window of one step, so that each step needs one group."""
     names, lengths = [f"s{row}" for row in range(rows)], [LENGTH] * rows
     return Plan(names, lengths, capture_batch=2, batch=2, seed=0, epochs=epochs, window=1)
@@ -39,12 +42,13 @@ CPU = torch.device("cpu")
 class HeldUp(MemoryStore):
     """A store whose puts can be held up, and that notes in which threads they are made."""
 
-    def __init__(self, max_bytes):
+    def __init__(self, max_bytes: int | None) -> None:
         super().__init__(max_bytes=max_bytes)
-        self.gate, self.begun, self.threads = threading.Event(), threading.Event(), []
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.threads: list[threading.Thread] = []
         self.gate.set()
 
-    def put_many(self, items):
+    def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
         self.begun.set()
         assert self.gate.wait(10)
         self.threads.append(threading.current_thread())
@@ -54,29 +58,50 @@ class HeldUp(MemoryStore):
 class Colocated:
     """A feed and its own capture, which notes what it captured, and where."""
 
-    def __init__(self, overlap=CPU, max_bytes=None, plan=PLAN, durable=False):
+    def __init__(
+        self,
+        overlap: torch.device | None = CPU,
+        max_bytes: int | None = None,
+        plan: Plan = PLAN,
+        durable: bool = False,
+    ) -> None:
         self.plan, self.store = plan, HeldUp(max_bytes)
         self.channel = MemoryChannel("run")
-        self.captured, self.threads, self.errors = [], [], []
-        self.closed = False
-        settings = {"names": NAMES, "durable": durable, "ahead": durable, "overlap": overlap}
-        self.feed = Feed(ALONE, self.store, self.source, **settings)
+        self.captured: list[int] = []
+        self.threads: list[threading.Thread] = []
+        self.errors: list[Exception] = []
+        self.closed = self.stopped = False
+        self.feed = Feed(
+            ALONE,
+            self.store,
+            self.source,
+            names=NAMES,
+            durable=durable,
+            ahead=durable,
+            overlap=overlap,
+        )
         self.feed.finished = True
-        self.stopped = False
         self.feed.start(0, lambda: self.stopped, {})
 
-    def source(self):
-        producer = Producer(lambda: self, self, self.store, self.channel, "p")
-        facts = {"names": NAMES, "dtype": "float32", "width": WIDTH, "provenance": "p"}
-        return Source(self.plan, self.store, self.channel, producer, **facts)
+    def source(self) -> Source:
+        return Source(
+            self.plan,
+            self.store,
+            self.channel,
+            Producer(lambda: self, self, self.store, self.channel, "p"),
+            names=NAMES,
+            dtype="float32",
+            width=WIDTH,
+            provenance="p",
+        )
 
-    def tokens(self, row):
+    def tokens(self, row: int) -> NDArray[np.int64]:
         return np.full(LENGTH, row)
 
-    def loss_mask(self, row):
+    def loss_mask(self, row: int) -> NDArray[np.bool_]:
         return np.ones(LENGTH, dtype=np.bool_)
 
-    def features(self, groups):
+    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
         for group in groups:
             self.captured.append(group.group.index)
             self.threads.append(threading.current_thread())
@@ -85,19 +110,20 @@ class Colocated:
             rows = [torch.full((LENGTH, WIDTH), float(tokens[0])) for tokens in group.token_ids]
             yield CapturedGroup(group.group, tuple({NAMES[0]: row} for row in rows))
 
-    def close(self):
+    def close(self) -> None:
         self.closed = True
 
-    def train(self, index):
+    def train(self, index: int) -> list[int]:
         """Train on a step, as `train` does; returns the rows whose features it got."""
         with self.feed.samples(self.plan.step(index)) as fetched:
+            assert fetched is not None
             if index + 1 < STEPS:
                 self.feed.prefetch(self.plan.step(index + 1))
             return [int(fetched.samples[at].features[NAMES[0]][0, 0]) for at in range(2)]
 
 
 @pytest.fixture
-def run():
+def run() -> Iterator[Colocated]:
     made = Colocated()
     yield made
     made.store.gate.set()
@@ -105,7 +131,7 @@ def run():
         made.feed.close()
 
 
-def test_the_next_step_is_captured_while_this_one_trains(run):
+def test_the_next_step_is_captured_while_this_one_trains(run: Colocated) -> None:
     with run.feed.samples(PLAN.step(0)):
         run.store.gate.clear()
         run.feed.prefetch(PLAN.step(1))
@@ -121,7 +147,7 @@ def test_the_next_step_is_captured_while_this_one_trains(run):
     assert first not in others, "another thread waits and stores"
 
 
-def test_without_overlap_a_step_is_captured_when_it_is_needed():
+def test_without_overlap_a_step_is_captured_when_it_is_needed() -> None:
     run = Colocated(overlap=None)
     run.train(0)
     assert len(run.captured) == 1
@@ -129,7 +155,7 @@ def test_without_overlap_a_step_is_captured_when_it_is_needed():
     run.feed.close()
 
 
-def trained(overlap, plan):
+def trained(overlap: torch.device | None, plan: Plan) -> tuple[list[list[int]], list[int]]:
     """The rows of every step, and the groups in the order of their captures."""
     run, rows, ahead = Colocated(overlap, plan=plan), [], []
     for index in range(STEPS):
@@ -141,12 +167,12 @@ def trained(overlap, plan):
     return rows, run.captured
 
 
-def test_steps_and_captures_have_the_same_order_either_way():
+def test_steps_and_captures_have_the_same_order_either_way() -> None:
     assert trained(CPU, PLAN) == trained(None, PLAN)
     assert trained(CPU, PLAN)[0] == [list(PLAN.step(index).rows) for index in range(STEPS)]
 
 
-def test_an_epoch_may_begin_with_what_the_last_one_still_holds():
+def test_an_epoch_may_begin_with_what_the_last_one_still_holds() -> None:
     """Looked for earlier, a group may not have been let go yet: it is not captured again."""
     plan = planned(rows=STEPS, epochs=2)
     rows, captured = trained(None, plan)
@@ -154,7 +180,7 @@ def test_an_epoch_may_begin_with_what_the_last_one_still_holds():
     assert trained(CPU, plan) == (rows, [2, 1, 0, 2, 0])
 
 
-def test_the_first_capture_is_made_while_nobody_trains(run):
+def test_the_first_capture_is_made_while_nobody_trains(run: Colocated) -> None:
     """It loads the target and may record graphs, which other threads would disturb."""
     run.feed.prefetch(PLAN.step(0))
     run.feed.settle()
@@ -162,7 +188,7 @@ def test_the_first_capture_is_made_while_nobody_trains(run):
     assert run.train(0) == list(PLAN.step(0).rows)
 
 
-def test_no_more_is_launched_than_a_step_has_samples():
+def test_no_more_is_launched_than_a_step_has_samples() -> None:
     """A step of mixed samples needs a group for each; they would all lie on the device."""
     run = Colocated(plan=Plan([f"s{row}" for row in range(24)], [LENGTH] * 24, capture_batch=2,
                               batch=4, seed=0, window=6))  # fmt: skip
@@ -173,12 +199,13 @@ def test_no_more_is_launched_than_a_step_has_samples():
         run.feed.settle()
     run.feed.release(run.plan.step(0))
     with run.feed.samples(run.plan.step(1)) as fetched:
+        assert fetched is not None
         assert len(fetched.samples) == 4
     assert len(run.captured) > held + 2, "else there is nothing to bound"
     run.feed.close()
 
 
-def test_what_the_store_holds_is_opened_ahead_and_not_captured():
+def test_what_the_store_holds_is_opened_ahead_and_not_captured() -> None:
     run = Colocated(durable=True, plan=planned(rows=STEPS, epochs=2))
     for index in range(3):
         run.train(index)
@@ -194,7 +221,7 @@ def test_what_the_store_holds_is_opened_ahead_and_not_captured():
     run.feed.close()
 
 
-def test_an_error_is_raised_by_the_step_that_needs_the_features(run):
+def test_an_error_is_raised_by_the_step_that_needs_the_features(run: Colocated) -> None:
     with run.feed.samples(PLAN.step(0)):
         run.errors += [DraftcoreError("row 3 is odd"), DraftcoreError("row 3 is odd")]
         run.feed.prefetch(PLAN.step(1))
@@ -205,7 +232,9 @@ def test_an_error_is_raised_by_the_step_that_needs_the_features(run):
 
 
 @pytest.mark.parametrize("waits", ["settle", "beside", "release"])
-def test_who_uses_the_target_or_frees_features_waits_for_the_capture(run, waits):
+def test_who_uses_the_target_or_frees_features_waits_for_the_capture(
+    run: Colocated, waits: str
+) -> None:
     with run.feed.samples(PLAN.step(0)):
         run.store.begun.clear()
         run.store.gate.clear()
@@ -221,7 +250,9 @@ def test_who_uses_the_target_or_frees_features_waits_for_the_capture(run, waits)
     assert len(run.store.threads) == 2
 
 
-def test_a_full_store_is_asked_again_when_the_step_before_is_over(caplog):
+def test_a_full_store_is_asked_again_when_the_step_before_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """And the target is run once for it."""
     run = Colocated(max_bytes=STEP_BYTES)
     for index in range(3):
@@ -233,7 +264,7 @@ def test_a_full_store_is_asked_again_when_the_step_before_is_over(caplog):
     assert "train.overlap=false" in caplog.text
 
 
-def test_a_device_without_memory_for_both_is_asked_again_too(run):
+def test_a_device_without_memory_for_both_is_asked_again_too(run: Colocated) -> None:
     run.train(0)
     run.feed.settle()
     run.feed.release(PLAN.step(0))
@@ -245,7 +276,7 @@ def test_a_device_without_memory_for_both_is_asked_again_too(run):
     assert run.captured[2] == run.captured[3]
 
 
-def test_a_stop_begins_no_further_capture(run):
+def test_a_stop_begins_no_further_capture(run: Colocated) -> None:
     run.train(0)
     run.feed.release(PLAN.step(0))
     run.stopped = True
@@ -256,7 +287,7 @@ def test_a_stop_begins_no_further_capture(run):
         assert fetched is None
 
 
-def test_closing_in_the_middle_leaves_nothing_behind(run):
+def test_closing_in_the_middle_leaves_nothing_behind(run: Colocated) -> None:
     with run.feed.samples(PLAN.step(0)):
         run.store.begun.clear()
         run.store.gate.clear()
@@ -269,7 +300,7 @@ def test_closing_in_the_middle_leaves_nothing_behind(run):
     assert run.store.stats().open_handles == run.store.stats().samples == 0
 
 
-def test_a_second_ctrl_c_waits_for_no_capture():
+def test_a_second_ctrl_c_waits_for_no_capture() -> None:
     code = (
         "import signal, time; from draftcore.feed.aside import Aside\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & had it ignored\n"
@@ -278,6 +309,7 @@ def test_a_second_ctrl_c_waits_for_no_capture():
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
                                stderr=subprocess.DEVNULL)  # fmt: skip
+    assert process.stdout is not None
     assert process.stdout.readline() == "began\n"
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -285,7 +317,7 @@ def test_a_second_ctrl_c_waits_for_no_capture():
     assert time.monotonic() - began < 30
 
 
-def teardown_module():
+def teardown_module() -> None:
     with suppress(StopIteration):  # every feed of these tests was closed
         left = next(t for t in threading.enumerate() if t.name == "aside")
         raise AssertionError(f"{left} is still there")

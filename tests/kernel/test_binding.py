@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import pytest
@@ -126,6 +127,14 @@ def test_observers_are_those_selected_and_the_loose_files(site: Site, tmp_path: 
     assert seen == {"at_hand": [3], "chosen": [3], "idle": []}
 
 
+def test_an_observer_that_two_plugins_name_is_called_once(site: Site) -> None:
+    site.module("fake_twice", "import sys\n" + dedent(OBSERVER) + "me = sys.modules[__name__]\n")
+    site.metadata("draftcore-twice", {"one": "fake_twice", "two": "fake_twice:me"})
+    registry = site.load()
+    observers(registry, ["one", "two"]).step_finished(step=3, metrics={})
+    assert registry.named("one").instance.seen == [3]
+
+
 def test_capabilities_are_those_of_the_offer(site: Site) -> None:
     site.plugin("tuned", WITH_OPTIONS)
     assert bind(site.load(), "store", "tuned").capabilities == {"durable"}
@@ -172,7 +181,7 @@ def test_an_unknown_nested_option_is_compared_with_its_own_section(
     )
 
 
-def test_a_missing_and_a_wrong_option_are_both_told(tuned: Site) -> None:
+def test_a_missing_and_a_wrong_option_are_both_reported(tuned: Site) -> None:
     lines = refusal(tuned, {"pool": {"pages": "many"}})
     assert lines[0] == "  limit_bytes: is missing"
     assert lines[1].startswith("  pool.pages: ")
@@ -187,6 +196,6 @@ def test_options_for_an_offer_that_has_none_are_refused(site: Site) -> None:
         binding.options({"colour": "red"})
 
 
-def test_a_model_that_cannot_be_imported_is_told(site: Site) -> None:
+def test_a_model_that_cannot_be_imported_is_reported(site: Site) -> None:
     site.plugin("tuned", WITH_OPTIONS)
     assert refusal(site, {})[0].startswith("  python -c 'import fake_tuned_options'")

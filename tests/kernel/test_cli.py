@@ -51,7 +51,7 @@ def invoke(site: Site, *arguments: str) -> Result:
 
 def start(site: Site, *arguments: str) -> subprocess.Popen[str]:
     """Run a verb in a process of its own, where the site's plugins are installed as well."""
-    path = os.pathsep.join([str(site.folder), ROOT])
+    path = os.pathsep.join([str(site.folder), ROOT, os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, "-m", "draftcore", *arguments],
         env={**os.environ, "PYTHONPATH": path},
@@ -168,13 +168,46 @@ def test_a_loose_file_that_is_not_there_is_a_usage_error(site: Site, tmp_path: P
     assert error.startswith(f"error: there is no file {tmp_path / 'none.py'}")
 
 
-def test_an_unknown_verb_is_told_the_nearest_one(site: Site) -> None:
+def test_an_unknown_verb_is_answered_with_the_nearest_one(site: Site) -> None:
     site.plugin("polite", VERB)
     result = invoke(site, "gret")
     assert result.exit_code == 2
     assert "no verb 'gret' (did you mean 'greet'?); there are greet, hooks, list-plugins" in (
         result.output
     )
+
+
+def test_a_verb_of_a_dist_that_is_not_installed_names_the_dist(site: Site) -> None:
+    for verb in ("verify", "verfy"):
+        result = invoke(site, verb, "my-export")
+        assert result.exit_code == 2
+        assert "pip install draftcore-tools" in result.stderr
+    assert "no verb 'verfy' (did you mean 'verify'?)" in result.stderr
+    assert "pip install" not in invoke(site, "make-coffee").stderr
+
+
+def test_a_verb_of_the_core_imports_no_plugin_that_was_not_chosen(site: Site) -> None:
+    site.store("idle")
+    site.plugin("verbose", "@hookimpl\ndef commands():\n    raise RuntimeError")
+    site.plugin("broken", "raise AssertionError('imported')")
+    code = (
+        "import sys, contextlib, draftcore.cli\n"
+        "with contextlib.suppress(SystemExit): draftcore.cli.main(['train', 'none.yaml'])\n"
+        "print(*sys.modules)"
+    )
+    path = os.pathsep.join([str(site.folder), ROOT, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.startswith("error: no configuration file none.yaml")
+    modules = set(done.stdout.split())
+    assert {"draftcore.builtin", "draftcore.verbs"} <= modules
+    ours = {name for name in modules if name.startswith(("fake_", "draftcore_"))}
+    assert ours == set()
 
 
 def test_a_plugin_whose_verbs_fail_takes_no_other_verb_along(site: Site) -> None:

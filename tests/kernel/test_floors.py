@@ -73,9 +73,9 @@ def code_lines(file: Path) -> int:
     """Count the lines with code: no blank ones, no comments, no docstrings."""
     docs: set[int] = set()
     for node in ast.walk(parsed(file)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                docs |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        value = getattr(node, "value", None) if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            docs |= set(range(value.lineno, (value.end_lineno or value.lineno) + 1))
     tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
     code = {n for t in tokens if t.type not in NO_CODE for n in range(t.start[0], t.end[0] + 1)}
     return len(code - docs)

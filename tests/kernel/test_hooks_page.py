@@ -8,7 +8,8 @@ import pytest
 from draftcore.listing import hooks_data
 from draftcore.plugins.registry import Registry
 
-PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
 SECTIONS = re.findall(r"^### (\w+)\n\n```\n(.*?)\n```\n\n(.*?)(?=^##|\Z)", PAGE, re.S | re.M)
 HOOKS = hooks_data(Registry(()))["hooks"]
 
@@ -33,7 +34,7 @@ def test_observers_are_called_on_all_and_nothing_else_is() -> None:
 
 
 def test_every_capability_that_a_suite_asks_for_is_explained() -> None:
-    suites = Path(__file__).parents[2] / "draftcore" / "testing"
+    suites = ROOT / "plugins" / "draftcore-sdk" / "draftcore_sdk"
     text = "".join(file.read_text() for file in suites.glob("*.py"))
     asked = set(re.findall(r'\brequire(?:_absent)?\(\s*"([a-z_-]+)"', text))
     assert {"shared", "durable"} <= asked

@@ -1,4 +1,4 @@
-"""The loader sets bad plugins aside, says why and what mends it, and goes on."""
+"""The loader quarantines bad plugins, says why and what fixes it, and imports what is asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+from draftcore.contracts.offers import Kind
 from draftcore.errors import UsageError
+from draftcore.plugins.catalog import lacking
 from draftcore.plugins.registry import load
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def test_plugins_are_sorted_by_name_wherever_they_lie_on_the_path(site: Site) ->
 # ------------------------------------------------------------ what pluggy does with a bad plugin
 
 
-def test_a_broken_import_is_set_aside_and_the_others_load(site: Site) -> None:
+def test_a_broken_import_is_quarantined_and_the_others_load(site: Site) -> None:
     site.plugin("bad", "import surely_missing.part")
     site.store("good")
     bad, good = site.load().plugins
@@ -67,7 +69,7 @@ def test_a_broken_import_is_set_aside_and_the_others_load(site: Site) -> None:
     assert good.state == "ready"
 
 
-def test_a_broken_import_is_mended_by_the_requirement_that_is_not_installed(site: Site) -> None:
+def test_a_broken_import_is_fixed_by_the_requirement_that_is_not_installed(site: Site) -> None:
     requires = ["surely-missing-engine>=2", "pluggy>=1", "other; extra == 'more'"]
     site.plugin("bad", "import surely_missing", requires=requires)
     assert site.judged("bad").fix == "pip install 'surely-missing-engine>=2'"
@@ -94,10 +96,10 @@ def test_system_exit_at_import_does_not_end_the_process(site: Site) -> None:
 def test_ctrl_c_at_import_is_not_swallowed(site: Site) -> None:
     site.plugin("slow", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        site.load()
+        _ = site.load().plugins
 
 
-def test_an_unknown_hook_is_set_aside_and_the_nearest_name_offered(site: Site) -> None:
+def test_an_unknown_hook_is_quarantined_and_the_nearest_name_offered(site: Site) -> None:
     site.plugin("bad", "@hookimpl\ndef forwrd_loss(draft): ...")
     plugin = site.judged("bad")
     assert plugin.state == "broken"
@@ -112,7 +114,7 @@ def test_a_hook_of_a_newer_core_may_be_marked_optional(site: Site) -> None:
     assert (plugin.state, plugin.hooks) == ("ready", ("step_finished",))
 
 
-def test_an_argument_that_the_hook_lacks_is_set_aside_with_pluggys_message(site: Site) -> None:
+def test_an_argument_that_the_hook_lacks_is_quarantined_with_pluggys_message(site: Site) -> None:
     source = "@hookimpl\ndef run_started(run): ...\n@hookimpl\ndef evaluated(step, colour): ..."
     site.plugin("bad", source)
     plugin = site.judged("bad")
@@ -273,7 +275,7 @@ def test_the_origin_is_the_editable_folder_or_the_commit(
     assert site.judged("good").origin == origin
 
 
-def test_a_spoilt_direct_url_does_not_break_the_listing(site: Site) -> None:
+def test_a_malformed_direct_url_does_not_break_the_listing(site: Site) -> None:
     site.store("good")
     (site.folder / "draftcore_good-0.1.dist-info" / "direct_url.json").write_text("{")
     assert (site.judged("good").state, site.judged("good").origin) == ("ready", "")
@@ -293,7 +295,7 @@ def test_a_spoilt_direct_url_does_not_break_the_listing(site: Site) -> None:
         ("return [Offer('algorithm', 'a'), Offer('algorithm', 'b')]", "one at most"),
     ],
 )
-def test_a_bad_description_is_set_aside(site: Site, body: str, problem: str) -> None:
+def test_a_bad_description_is_quarantined(site: Site, body: str, problem: str) -> None:
     site.plugin("bad", f"@hookimpl\ndef describe():\n    {body}")
     plugin = site.judged("bad")
     assert plugin.state == "broken"
@@ -301,7 +303,7 @@ def test_a_bad_description_is_set_aside(site: Site, body: str, problem: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["capture", "store", "channel", "graph", "graph-plugin"])
-def test_an_offer_without_the_hook_that_opens_it_is_set_aside(
+def test_an_offer_without_the_hook_that_opens_it_is_quarantined(
     site: Site, kind: Literal["capture", "store"]
 ) -> None:
     site.plugin("bad", f"@hookimpl\ndef describe():\n    return [Offer({kind!r}, 'mine')]")
@@ -310,7 +312,7 @@ def test_an_offer_without_the_hook_that_opens_it_is_set_aside(
     assert plugin.problem.startswith(f"offers the {kind} 'mine' without ")
 
 
-def test_an_algorithm_with_one_marker_forgotten_is_told_which(site: Site) -> None:
+def test_the_marker_that_an_algorithm_forgot_is_named(site: Site) -> None:
     source = ALGORITHM.format(capabilities=())
     site.plugin("whole", source)
     site.plugin("part", source.replace("@hookimpl\n    def collate", "def collate"))
@@ -348,7 +350,7 @@ def test_what_a_plugin_prints_at_import_goes_to_stderr(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site.plugin("chatty", "print('hello')\n@hookimpl\ndef step_finished(step): ...")
-    site.load()
+    _ = site.load().plugins
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "hello\n")
 
@@ -394,7 +396,7 @@ def test_a_loose_file_clashes_with_an_installed_plugin_of_its_name(
 # ------------------------------------------------------------ choosing
 
 
-def test_an_unknown_name_lists_what_is_there_and_the_pip_line(site: Site) -> None:
+def test_an_unknown_name_lists_what_is_there_and_invents_no_pip_line(site: Site) -> None:
     site.store("mooring")
     site.plugin("bad", "1 / 0")
     with pytest.raises(UsageError) as caught:
@@ -402,8 +404,61 @@ def test_an_unknown_name_lists_what_is_there_and_the_pip_line(site: Site) -> Non
     text = str(caught.value)
     assert "no store 'moring' (did you mean 'mooring'?)" in text
     assert "installed: mooring" in text
-    assert "set aside: bad (draftcore-bad 0.1): ZeroDivisionError" in text
-    assert text.endswith("pip install draftcore-moring")
+    assert "quarantined: bad (draftcore-bad 0.1): ZeroDivisionError" in text
+    assert text.endswith("choose one that is there, or install the plugin that offers it")
+    assert "pip install" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "dist"),
+    [
+        ("algorithm", "eagle3", "draftcore-eagle3"),
+        ("capture", "sglang-server", "draftcore-sglang"),
+        ("runner", "graphs", "draftcore-graphs"),
+        ("store", "shm", "draftcore-shm"),
+    ],
+)
+def test_an_offer_of_a_dist_that_is_not_installed_names_the_dist(
+    site: Site, kind: Kind, name: str, dist: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        site.load().find(kind, name)
+    assert str(caught.value).splitlines() == [
+        f"there is no {kind} {name!r}",
+        "  installed: none",
+        f"  pip install {dist}",
+    ]
+
+
+def test_a_misspelt_offer_of_a_dist_that_is_not_installed_is_recognised(site: Site) -> None:
+    site.store("file")
+    with pytest.raises(UsageError) as caught:
+        site.load().find("store", "mooncacke")
+    text = str(caught.value)
+    assert "no store 'mooncacke' (did you mean 'mooncake'?)" in text
+    assert text.endswith("pip install draftcore-mooncake   # for 'mooncake'")
+
+
+def test_a_broken_plugin_of_the_dist_that_has_an_offer_is_its_reason(site: Site) -> None:
+    site.plugin("sglang", "1 / 0")
+    with pytest.raises(UsageError, match=r"sglang .* is broken: ZeroDivisionError"):
+        site.load().find("capture", "sglang-server")
+
+
+def test_offers_are_found_by_a_capability(site: Site) -> None:
+    for name, words in (("a", "fast shared"), ("b", "shared"), ("c", "fast")):
+        offer = f'Offer("store", "NAME", frozenset({words.split()}))'
+        site.plugin(name, STORE.replace('Offer("store", "NAME")', offer).replace("NAME", name))
+    registry = site.load()
+    assert registry.offering("store", "fast") == ["a", "c"]
+    assert registry.offering("capture", "fast") == []
+
+
+def test_what_is_lacking_names_the_dist_that_has_the_capability() -> None:
+    text = lacking("store", "memory-speed")
+    assert text.splitlines()[0] == "no store with the capability 'memory-speed' is installed"
+    assert text.endswith("pip install draftcore-shm")
+    assert "pip install" not in lacking("store", "antigravity")
 
 
 def test_a_kind_of_another_offer_is_not_confused(site: Site) -> None:
@@ -413,12 +468,12 @@ def test_a_kind_of_another_offer_is_not_confused(site: Site) -> None:
 
 
 def test_two_plugins_with_one_offer_are_both_named(site: Site) -> None:
-    site.store("a")
-    site.plugin("b", STORE.replace("NAME", "a"))
+    for name in ("a", "b"):
+        site.plugin(name, STORE.replace("NAME", "same"))
     with pytest.raises(UsageError) as caught:
-        site.load().find("store", "a")
+        site.load().find("store", "same")
     assert str(caught.value).splitlines() == [
-        "cannot use the store 'a'",
+        "cannot use the store 'same'",
         "  a (draftcore-a 0.1) is ready",
         "  b (draftcore-b 0.1) is ready",
         "  uninstall all but one; a file: leave out --plugin",
@@ -443,6 +498,79 @@ def test_a_ready_offer_is_found_though_a_broken_plugin_has_its_name(site: Site) 
     assert site.load().find("store", "mine").name == "other"
 
 
+# ------------------------------------------------------------ importing what is chosen
+
+
+def imported() -> set[str]:
+    return {name for name in sys.modules if name.startswith("fake_")}
+
+
+def test_looking_for_plugins_imports_none(site: Site) -> None:
+    site.store("a")
+    site.load()
+    assert imported() == set()
+
+
+def test_choosing_imports_the_built_in_plugin_and_the_one_of_that_name(site: Site) -> None:
+    site.core()
+    for name in ("a", "b"):
+        site.store(name)
+    site.plugin("bad", "raise AssertionError('imported')")
+    registry = site.load()
+    assert registry.find("store", "builtin").name == "builtin"
+    assert imported() == {"fake_builtin"}
+    assert registry.find("store", "a").name == "a"
+    assert registry.named("a").state == "ready"
+    assert imported() == {"fake_builtin", "fake_a"}
+
+
+def test_a_plugin_of_the_name_goes_before_others_with_that_offer(site: Site) -> None:
+    site.store("a")
+    site.plugin("b", STORE.replace("NAME", "a"))
+    assert site.load().find("store", "a").name == "a"
+    assert imported() == {"fake_a"}
+
+
+def test_an_offer_in_an_entry_point_of_another_name_is_found(site: Site) -> None:
+    site.store("a")
+    site.plugin("engine", STORE.replace("NAME", "engine-server"))
+    assert site.load().find("store", "engine-server").name == "engine"
+
+
+def test_a_loose_file_is_asked_before_what_is_installed(site: Site, tmp_path: Path) -> None:
+    site.plugin("bad", "raise AssertionError('imported')")
+    file = tmp_path / "fake_loose.py"
+    site.module("fake_loose", STORE.replace("NAME", "mine")).rename(file)
+    assert site.load([file]).find("store", "mine").name == "fake_loose"
+    assert imported() == {"fake_loose"}
+
+
+def test_a_verdict_is_the_same_whoever_was_judged_before(site: Site) -> None:
+    site.store("first")
+    site.metadata("draftcore-alias", {"second": "fake_first"})
+    for name in ("draftcore-one", "draftcore-two"):
+        site.metadata(name, {"same": "fake_same"})
+    registry = site.load()
+    with pytest.raises(UsageError, match="its module is the plugin 'first' already"):
+        registry.named("second")
+    with pytest.raises(UsageError, match="draftcore-one and draftcore-two have a plugin"):
+        registry.named("same")
+    seen = {plugin.name: plugin.problem for plugin in registry.plugins}
+    assert seen == {plugin.name: plugin.problem for plugin in site.load().plugins}
+    assert registry.named("first").state == "ready"
+
+
+def test_a_plugin_is_imported_once_however_often_it_is_asked_for(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.plugin("bad", "print('again')\n1 / 0")
+    registry = site.load()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="ZeroDivisionError"):
+            registry.named("bad")
+    assert capsys.readouterr().err == "again\n"
+
+
 # ------------------------------------------------------------ manifests
 
 
@@ -463,7 +591,10 @@ def test_a_manifest_names_what_is_missing_and_lets_an_upgrade_pass(
     shutil.rmtree(site.folder / "draftcore_moved-0.1.dist-info")
     site.metadata("draftcore-moved", {"moved": "fake_moved"}, version="0.2")
     shutil.rmtree(site.folder / "draftcore-0.4.2.dist-info")
-    lines = site.load().missing(manifest).splitlines()[1:]
+    site.plugin("idle", "raise AssertionError('imported')")
+    registry = site.load()
+    lines = registry.missing(manifest).splitlines()[1:]
+    assert "fake_idle" not in sys.modules
     assert [line.strip() for line in lines] == [
         "builtin 0.4.2: pip install draftcore==0.4.2",
         "lost 0.1: pip install draftcore-lost==0.1",

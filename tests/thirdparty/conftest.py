@@ -52,11 +52,15 @@ class Environment:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         venv.create(folder, symlinks=True)
-        (packages,) = folder.glob("lib/python*/site-packages")
         torch = importlib.util.find_spec("torch")
         assert torch is not None
         assert torch.origin is not None
-        (packages / "base.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
+        (self.packages / "base.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
+
+    @property
+    def packages(self) -> Path:
+        (packages,) = self.folder.glob("lib/python*/site-packages")
+        return packages
 
     def wheel(self, dist: str) -> Path:
         folders = [Path(folder) for folder in os.environ[WHEELS].split(os.pathsep)]
@@ -72,19 +76,19 @@ class Environment:
         self.pip("install", "--no-build-isolation", "-e", str(project))
 
     def uninstall(self, dist: str) -> None:
-        self._run("python", "-m", "pip", "uninstall", "-q", "-y", dist)
+        self.run("python", "-m", "pip", "uninstall", "-q", "-y", dist)
 
     def pip(self, verb: str, *arguments: str) -> None:
         offline = ("-q", "--no-deps", "--no-index", "--disable-pip-version-check")
-        self._run("python", "-m", "pip", verb, *offline, *arguments)
+        self.run("python", "-m", "pip", verb, *offline, *arguments)
 
     def draftcore(self, verb: str, *arguments: object) -> str:
         """Run a verb that must succeed; return what it prints."""
-        return self._run("draftcore", verb, *map(str, arguments)).stdout
+        return self.run("draftcore", verb, *map(str, arguments)).stdout
 
     def refusal(self, verb: str, *arguments: object) -> str:
         """Run a verb that must fail with an explanation; return that."""
-        done = self._run("draftcore", verb, *map(str, arguments), status=2)
+        done = self.run("draftcore", verb, *map(str, arguments), status=2)
         assert done.stderr.startswith("error: "), done.stderr
         return done.stderr
 
@@ -93,7 +97,9 @@ class Environment:
         listed = json.loads(self.draftcore("list-plugins", "--json"))["plugins"]
         return {p["name"]: {key: p[key] for key in p if key != "import_ms"} for p in listed}
 
-    def _run(self, program: str, *arguments: str, status: int = 0) -> Any:
+    def run(
+        self, program: str, *arguments: str, status: int = 0
+    ) -> subprocess.CompletedProcess[str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         done = subprocess.run(
             [str(self.folder / "bin" / program), *arguments],
@@ -103,8 +109,12 @@ class Environment:
         return done
 
 
+NewEnvironment = Callable[..., Environment]
+NewRun = Callable[..., Run]
+
+
 @pytest.fixture(scope="session")
-def new_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Environment]:
+def new_environment(tmp_path_factory: pytest.TempPathFactory) -> NewEnvironment:
     """Make an environment and install the wheels of these dists."""
     if WHEELS not in os.environ:
         pytest.skip("needs wheels: nox -s thirdparty")
@@ -118,7 +128,7 @@ def new_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., E
 
 
 @pytest.fixture(scope="session")
-def new_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Callable[..., Run]:
+def new_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> NewRun:
     """Write a run of two steps with the algorithm `name`; keyword arguments are its options."""
 
     def make(name: str, **options: Any) -> Run:

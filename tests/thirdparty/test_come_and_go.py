@@ -1,16 +1,20 @@
 """An algorithm is installed and removed, and a run of another one notices nothing."""
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
+
+if TYPE_CHECKING:
+    from tests.thirdparty.conftest import NewEnvironment, NewRun, Run
 
 BLOCKS = {"num_layers": 1, "layers": [1, 3], "block_size": 4, "num_anchors": 4}
 HEAD = {"gru_hidden_dim": 8, "emb_dim": 4}
 
 
-def same_bits(one: Any, other: Any) -> bool:
+def same_bits(one: Run, other: Run) -> bool:
     """Whether two runs wrote the same losses, weights and optimizer states."""
     for file in ("draft.safetensors", "optimizer.safetensors"):
         a, b = (load_file(run.checkpoint(2) / file) for run in (one, other))
@@ -20,7 +24,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 def test_domino_comes_and_goes_and_dflash_notices_nothing(
-    new_environment: Callable[..., Any], new_run: Callable[..., Any]
+    new_environment: NewEnvironment, new_run: NewRun
 ) -> None:
     here = new_environment("draftcore", "draftcore-dflash")
     listed = here.plugins()

@@ -1,33 +1,36 @@
 """The Medusa example, an algorithm of a dist that this project does not know: its whole life."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.thirdparty.conftest import Environment, NewEnvironment, NewRun, Run
+
 PROJECT = Path(__file__).parents[2] / "examples" / "plugins" / "draftcore-medusa"
-NewEnvironment = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def here(new_environment: NewEnvironment) -> Any:
+def here(new_environment: NewEnvironment) -> Environment:
     """An environment with the core's wheel and the example's."""
     return new_environment("draftcore", "draftcore-medusa")
 
 
 @pytest.fixture(scope="module")
-def trained(here: Any, new_run: Callable[..., Any]) -> Any:
+def trained(here: Environment, new_run: NewRun) -> Run:
     run = new_run("medusa", num_heads=3)
     here.draftcore("train", run.yaml)
     return run
 
 
 @pytest.fixture
-def run(trained: Any, tmp_path: Path) -> Any:
+def run(trained: Run, tmp_path: Path) -> Run:
     """A copy of the trained run, in another folder."""
     shutil.copytree(trained.folder, tmp_path / "run")
     text = trained.yaml.read_text().replace(str(trained.folder), str(tmp_path / "run"))
@@ -44,7 +47,9 @@ def next_version(tmp_path: Path) -> Path:
     return project
 
 
-def test_it_is_evaluated_and_exported_and_the_export_is_as_good(here: Any, run: Any) -> None:
+def test_it_is_evaluated_and_exported_and_the_export_is_as_good(
+    here: Environment, run: Run
+) -> None:
     report = json.loads(here.draftcore("eval", run.yaml, "--json"))
     assert report["lossless"] is True
     assert report["num_drafts"] == 3
@@ -58,14 +63,14 @@ def test_it_is_evaluated_and_exported_and_the_export_is_as_good(here: Any, run: 
         assert again[key] == report[key]
 
 
-def test_a_checkpoint_names_the_dist_that_trained_it(trained: Any) -> None:
+def test_a_checkpoint_names_the_dist_that_trained_it(trained: Run) -> None:
     assert trained.manifest(2, "medusa") == {
         "name": "medusa", "dist": "draftcore-medusa", "version": "0.1.0", "origin": "",
     }  # fmt: skip
 
 
 def test_another_version_from_a_checkout_evaluates_it_and_trains_on(
-    new_environment: NewEnvironment, run: Any, next_version: Path
+    new_environment: NewEnvironment, run: Run, next_version: Path
 ) -> None:
     there = new_environment("draftcore")
     there.install_editable(next_version)
@@ -82,7 +87,7 @@ def test_another_version_from_a_checkout_evaluates_it_and_trains_on(
 
 
 def test_it_comes_alone_and_once_gone_it_is_named(
-    new_environment: NewEnvironment, run: Any
+    new_environment: NewEnvironment, run: Run
 ) -> None:
     there = new_environment("draftcore")
     listed = there.plugins()
@@ -97,7 +102,7 @@ def test_it_comes_alone_and_once_gone_it_is_named(
     assert refusal.endswith("medusa 0.1.0: pip install draftcore-medusa==0.1.0\n")
 
 
-def test_its_wheel_ships_types_and_no_tests(here: Any) -> None:
+def test_its_wheel_ships_types_and_no_tests(here: Environment) -> None:
     names = zipfile.ZipFile(here.wheel("draftcore-medusa")).namelist()
     assert "draftcore_medusa/py.typed" in names
     assert {name.partition("/")[0] for name in names} == {

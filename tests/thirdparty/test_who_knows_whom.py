@@ -1,7 +1,4 @@
-"""Which dist's files name another dist's package: read from the syntax trees of all of them.
-
-The core's are searched for plugin names by tests/kernel; here it is each plugin's turn.
-"""
+"""Which dist's files name another dist's package: read from the syntax trees of all of them."""
 
 import ast
 import re
@@ -9,6 +6,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,12 +15,16 @@ Named = dict[str, set[str]]
 
 
 def projects() -> Iterator[tuple[Path, str, set[str], set[str]]]:
-    """Yield each dist's folder, its package, and the packages of ours that it and its tests require."""
+    """Yield each dist's folder, its package, and the packages of ours that it and its tests require.
+
+    What an extra brings counts: a module of its own may need it, as `served` does.
+    """
     patterns = ("pyproject.toml", "plugins/*/pyproject.toml", "examples/plugins/*/pyproject.toml")
     for file in (file for pattern in patterns for file in sorted(ROOT.glob(pattern))):
         data = tomllib.loads(file.read_text())
         project, tests = data["project"], data.get("dependency-groups", {}).get("test", [])
-        required = ours(project["dependencies"])
+        extras = project.get("optional-dependencies", {}).values()
+        required = ours([*project["dependencies"], *chain(*extras)])
         yield file.parent, project["name"].replace("-", "_"), required, required | ours(tests)
 
 
@@ -58,7 +60,8 @@ def named_by_dist(part: str) -> Named:
 
 
 def test_a_dist_names_only_packages_that_it_requires() -> None:
-    """And its tests those of its group `test` besides."""
+    """And its tests those of its group `test` besides. The core requires, and names, none."""
+    assert not named_by_dist("package")["draftcore"]
     for _, package, required, required_by_tests in projects():
         assert named_by_dist("package")[package] <= required, package
         assert named_by_dist("tests")[package] <= required_by_tests, package

@@ -32,7 +32,7 @@ class Project:
         self.run = Path(self.config["run"])
 
     def cli(
-        self, verb: str, *arguments: str, ok: bool = True, plugin: Path | None = None
+        self, verb: str, *arguments: object, ok: bool = True, plugin: Path | None = None
     ) -> Result:
         """Run a verb in this process."""
         loose = ["--plugin", str(plugin)] if plugin else []
@@ -73,18 +73,21 @@ class Project:
         return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
 
 
+NewProject = Callable[..., Project]
+
+
 @pytest.fixture
 def project(tmp_path: Path, target_folder: Path) -> Project:
     return make_project(tmp_path, target_folder)
 
 
 @pytest.fixture(scope="session", name="make_project")
-def _make_project() -> Callable[..., Project]:
+def _make_project() -> NewProject:
     return make_project
 
 
 @pytest.fixture(scope="session")
-def new_project(target_folder: Path) -> Callable[..., Project]:
+def new_project(target_folder: Path) -> NewProject:
     def make(folder: Path, **changes: Any) -> Project:
         folder.mkdir(parents=True, exist_ok=True)
         return make_project(folder, target_folder, **changes)

@@ -5,20 +5,24 @@ target's, one weight under two names, shapes that do not divide by the number of
 DROPOUT, random numbers from torch's own generator.
 """
 
+from collections.abc import Iterable, Sequence
+from typing import cast
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from draftcore import hookimpl
-from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepOutput, TrainingDefaults
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.offers import Offer
+from draftcore.contracts.target import TargetSpec
 
 DROPOUT = 0.0
 
 
 class Layer(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.gate, self.down = (
             nn.Linear(width, 7),
@@ -27,12 +31,13 @@ class Layer(nn.Module):
         )
         self.gate.bias = self.up.bias  # one weight under two names
 
-    def forward(self, x):
-        return x + self.down(functional.silu(self.gate(x)) * self.up(x))
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return x + y
 
 
 class Odd(nn.Module):
-    def __init__(self, head_VH):
+    def __init__(self, head_VH: Tensor) -> None:
         super().__init__()
         width = head_VH.shape[1]
         self.body = nn.Sequential(Layer(width), Layer(width))
@@ -40,22 +45,22 @@ class Odd(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(head_VH)))
         self.head = nn.Parameter(head_VH.float(), requires_grad=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return functional.dropout(self.body(x) * self.scale, DROPOUT)
 
 
 @hookimpl
-def describe():
+def describe() -> list[Offer]:
     return [Offer("algorithm", "odd")]
 
 
 @hookimpl
-def feature_request():
+def feature_request() -> FeatureRequest:
     return FeatureRequest((3,), False, "float32")
 
 
 @hookimpl
-def build_draft(target):
+def build_draft(target: TargetSpec) -> Draft:
     module = Odd(target.head())
     trained = [p for p in module.parameters() if p.requires_grad]
     return Draft(
@@ -72,8 +77,8 @@ def build_draft(target):
 
 
 @hookimpl
-def collate(samples):
-    def pad(parts):
+def collate(samples: Sequence[Sample]) -> DraftBatch:
+    def pad(parts: Iterable[Tensor]) -> Tensor:
         return nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
 
     return DraftBatch(
@@ -86,10 +91,11 @@ def collate(samples):
 
 
 @hookimpl
-def forward_loss(draft, batch):
+def forward_loss(draft: Draft, batch: DraftBatch) -> StepOutput:
     """Cross entropy of the next token; counts padding too, as a loss may."""
-    hidden = draft.module(batch.features["hidden.3"][:, :-1])
-    logits = functional.linear(hidden, draft.module.head, draft.module.bias)
+    module = cast(Odd, draft.module)
+    hidden = module(batch.features["hidden.3"][:, :-1])
+    logits = functional.linear(hidden, module.head, module.bias)
     mask = batch.loss_mask_BT[:, 1:].float()
     loss = functional.cross_entropy(
         logits.flatten(0, 1), batch.token_ids_BT[:, 1:].flatten(), reduction="none"

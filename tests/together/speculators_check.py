@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from draftcore_eagle3 import plugin
-from draftcore_eagle3.loss import Rows, unroll
+from draftcore_eagle3.loss import Rows
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_sdk.exports import change, config_of
@@ -125,7 +125,7 @@ def our_logits(exported: Exported) -> list[Tensor]:
     """Logits [N, U] of each step; N = all rows but each sample's last, sample after sample."""
     batch = plugin.collate(samples(exported), Eagle3Options(ttt_length=STEPS))
     rows = Rows.of(batch.loss_mask_BT, STEPS)
-    return [exported.module.lm_head(x) for x in unroll(exported.module, batch, rows)]
+    return [exported.module.lm_head(x) for x in exported.module.unroll(batch, rows)]
 
 
 @torch.no_grad()
@@ -214,7 +214,9 @@ def test_the_vocabulary_mapping_is_the_one_speculators_builds(tmp_path: Path) ->
     # Draft token i means the target token whose row of the target's head is row i of its teacher.
     ids = torch.arange(TOKENS) + model.d2t
     assert torch.equal(model.verifier_lm_head.weight, exported.target.head()[ids])
-    assert torch.equal(ids, exported.module.token_ids())
+    token_ids = exported.module.token_ids()
+    assert token_ids is not None
+    assert torch.equal(ids, token_ids)
 
 
 def test_layer_ids_mean_the_same(tmp_path: Path) -> None:
@@ -270,4 +272,6 @@ def test_ids_in_place_of_offsets_are_noticed(tmp_path: Path) -> None:
     exported = export(tmp_path, {}, draft_vocab_size=TOKENS)
     exported.change(lambda _, tensors: tensors.update(d2t=tensors["d2t"] + torch.arange(TOKENS)))
     model = convert(exported)
-    assert not torch.equal(torch.arange(TOKENS) + model.d2t, exported.module.token_ids())
+    token_ids = exported.module.token_ids()
+    assert token_ids is not None
+    assert not torch.equal(torch.arange(TOKENS) + model.d2t, token_ids)

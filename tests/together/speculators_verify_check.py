@@ -1,7 +1,7 @@
-"""What `draftcore verify` says of an export is what speculators' own loader makes of it.
+"""`draftcore verify` judges an export as speculators' own loader computes it.
 
 Run by `nox -s speculators`, as `speculators_check` is. `verify` reads an export by conventions that
-were written down here; this asks somebody else's reader. Each export, clean and with a mistake, is
+were written down here; this asks a reader that others wrote. Each export, clean and with a mistake, is
 converted and loaded by speculators 0.9.0. Its logits must be those of our reader, mistake and all,
 and `verify` must agree with the trained draft exactly where speculators computes that draft's.
 
@@ -255,14 +255,14 @@ def test_a_clean_export_is_read_alike_and_verified(algorithm: str, runs: Any) ->
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_read_alike_and_not_verified(mistake: str, runs: Any) -> None:
     algorithm, edit = MISTAKES[mistake]
-    harmed = runs(algorithm).changed(edit, mistake.replace(" ", "-"))
-    (ours, theirs), (_, clean) = both(harmed), both(runs(algorithm))
+    damaged = runs(algorithm).changed(edit, mistake.replace(" ", "-"))
+    (ours, theirs), (_, clean) = both(damaged), both(runs(algorithm))
     print(
         f"{mistake}: from ours {gap(ours, theirs):.1e}, from the clean one {gap(clean, theirs):.1e}"
     )
     assert gap(ours, theirs) < LIMIT
     assert gap(clean, theirs) > 100 * LIMIT
-    assert not harmed.agrees()
+    assert not damaged.agrees()
 
 
 REFUSED: dict[str, tuple[str, Edit]] = {
@@ -278,11 +278,11 @@ REFUSED: dict[str, tuple[str, Edit]] = {
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_what_speculators_refuses_is_not_verified(mistake: str, runs: Any) -> None:
     algorithm, edit = REFUSED[mistake]
-    harmed = runs(algorithm).changed(edit, mistake.replace(" ", "-"))
+    damaged = runs(algorithm).changed(edit, mistake.replace(" ", "-"))
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        harmed.converted()
+        damaged.converted()
     print(f"{mistake}: {str(caught.value)[:200]}")
-    assert not harmed.agrees()
+    assert not damaged.agrees()
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -295,9 +295,9 @@ def test_layer_ids_in_the_other_convention_are_not_verified(shift: int, runs: An
 
     exported = runs("dflash")
     trained = exported.converted().target_layer_ids
-    harmed = exported.changed(edit, f"shift-{shift}")
-    assert harmed.converted().target_layer_ids == [layer + shift for layer in trained]
-    assert not harmed.agrees()
+    damaged = exported.changed(edit, f"shift-{shift}")
+    assert damaged.converted().target_layer_ids == [layer + shift for layer in trained]
+    assert not damaged.agrees()
 
 
 def test_a_domino_export_is_refused_rather_than_loaded_without_its_head(runs: Any) -> None:

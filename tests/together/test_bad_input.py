@@ -1,17 +1,27 @@
 """What a user gets wrong, through the command line: what was asked, what is there, what to do."""
 
+from __future__ import annotations
+
 import json
 import re
 import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from draftcore_sdk.targets import conversations, tiny_target
 
+if TYPE_CHECKING:
+    from tests.together.conftest import Project
 
-def refused(project, verb, *arguments, code=2, says=()):
+
+def refused(
+    project: Project, verb: str, *arguments: object, code: int = 2, says: Sequence[str] = ()
+) -> str:
     result = project.cli(verb, *arguments, ok=False)
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
@@ -20,15 +30,15 @@ def refused(project, verb, *arguments, code=2, says=()):
     return result.output
 
 
-def test_an_unknown_key_names_the_near_one(project):
+def test_an_unknown_key_names_the_near_one(project: Project) -> None:
     refused(project, "train", "train.epoch=3", says=["train.epoch", "epochs"])
 
 
-def test_a_value_of_the_wrong_kind_is_named(project):
+def test_a_value_of_the_wrong_kind_is_named(project: Project) -> None:
     refused(project, "train", "train.batch=lots", says=["train.batch", "lots"])
 
 
-def test_an_unknown_plugin_option_names_the_near_one(project):
+def test_an_unknown_plugin_option_names_the_near_one(project: Project) -> None:
     refused(
         project,
         "train",
@@ -37,80 +47,82 @@ def test_an_unknown_plugin_option_names_the_near_one(project):
     )
 
 
-def test_an_unknown_algorithm_lists_what_is_there(project):
+def test_an_unknown_algorithm_lists_what_is_there(project: Project) -> None:
     refused(project, "train", "algorithm.name=eagle", says=["eagle", "eagle3"])
 
 
-def test_an_unknown_store_lists_what_is_there(project):
+def test_an_unknown_store_lists_what_is_there(project: Project) -> None:
     refused(project, "train", "store=s3:bucket", says=["s3", "file", "memory"])
 
 
 @pytest.mark.parametrize("key", ["channel", "store"])
-def test_a_password_in_a_uri_is_refused_and_neither_shown_nor_kept(project, key):
+def test_a_password_in_a_uri_is_refused_and_neither_shown_nor_kept(
+    project: Project, key: str
+) -> None:
     uri = f"{key}=redis://me:hunter2@host:6379?prefix=a"
     output = refused(project, "train", uri, says=[f"{key}: its URI holds", "in the environment"])
     files = (file for file in project.run.rglob("*") if file.is_file())
     assert not any("hunter2" in text for text in (output, *(f.read_text() for f in files)))
 
 
-def test_a_missing_configuration_file_is_named(project):
+def test_a_missing_configuration_file_is_named(project: Project) -> None:
     project.yaml.rename(project.folder / "other.yaml")
     refused(project, "train", says=["run.yaml", "other.yaml"])
 
 
-def test_a_missing_data_file_is_named(project):
+def test_a_missing_data_file_is_named(project: Project) -> None:
     refused(project, "train", "data.train=nowhere.jsonl", says=["nowhere.jsonl"])
 
 
-def test_a_missing_target_is_named(project):
+def test_a_missing_target_is_named(project: Project) -> None:
     refused(project, "train", "target.path=./nowhere", says=["./nowhere", "target.path"])
 
 
-def test_a_tokenizer_without_chat_template(project, tmp_path):
+def test_a_tokenizer_without_chat_template(project: Project, tmp_path: Path) -> None:
     folder = tiny_target(tmp_path / "plain", chat_template=None)
     refused(project, "train", f"target.path={folder}", says=["chat template"])
 
 
-def test_a_target_with_too_few_layers_proposes_layers(project, tmp_path):
+def test_a_target_with_too_few_layers_proposes_layers(project: Project, tmp_path: Path) -> None:
     folder = tiny_target(tmp_path / "shallow", num_hidden_layers=3)
     refused(
         project, "train", f"target.path={folder}", "algorithm.options.layers=null", says=["layers"]
     )
 
 
-def test_a_layer_out_of_range_names_the_range(project):
+def test_a_layer_out_of_range_names_the_range(project: Project) -> None:
     refused(project, "train", "algorithm.options.layers=[1,2,9]", says=["9", "0"])
 
 
-def test_a_draft_vocabulary_larger_than_the_targets(project):
+def test_a_draft_vocabulary_larger_than_the_targets(project: Project) -> None:
     refused(project, "train", "algorithm.options.draft_vocab_size=9999", says=["9999", "259"])
 
 
-def test_an_empty_dataset(project):
+def test_an_empty_dataset(project: Project) -> None:
     (project.folder / "train.jsonl").write_text("")
     refused(project, "train", says=["train.jsonl"])
 
 
-def test_a_dataset_without_an_assistant_token(project):
+def test_a_dataset_without_an_assistant_token(project: Project) -> None:
     row = {"messages": [{"role": "user", "content": "hello"}]}
     (project.folder / "train.jsonl").write_text(json.dumps(row) + "\n")
     refused(project, "train", says=["assistant"])
 
 
-def test_bad_rows_are_refused_where_the_policy_says_so(project):
+def test_bad_rows_are_refused_where_the_policy_says_so(project: Project) -> None:
     with (project.folder / "train.jsonl").open("a") as stream:
         stream.write("{not json\n")
     refused(project, "train", "data.bad_rows=refuse", says=["train.jsonl:25"])
 
 
-def test_bad_rows_are_reported_by_line_number_where_they_are_skipped(project):
+def test_bad_rows_are_reported_by_line_number_where_they_are_skipped(project: Project) -> None:
     with (project.folder / "train.jsonl").open("a") as stream:
         stream.write("{not json\n")
     result = project.cli("train", "train.max_steps=1")
     assert "train.jsonl:25" in result.stderr
 
 
-def test_a_full_store_loses_nothing_and_goes_on_when_there_is_room(project):
+def test_a_full_store_loses_nothing_and_goes_on_when_there_is_room(project: Project) -> None:
     store = f"file:{project.folder / 'small'}"
     refused(project, "capture", f"store={store}?max_bytes=400KiB", code=1, says=["max_bytes"])
     assert not list((project.folder / "small").glob("*.tmp*"))
@@ -118,7 +130,7 @@ def test_a_full_store_loses_nothing_and_goes_on_when_there_is_room(project):
     project.cli("train", f"store={store}", "train.max_steps=1")
 
 
-def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(project):
+def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(project: Project) -> None:
     """On a real file system of 400 KiB, which a remount then makes larger."""
     features = project.folder / "features"
     features.mkdir()
@@ -140,7 +152,7 @@ def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(project):
     assert "Traceback" not in done.stderr
 
 
-def test_a_checkpoint_of_another_algorithm(project):
+def test_a_checkpoint_of_another_algorithm(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
     state = project.run / "checkpoints" / "step-00000001" / "state.json"
     data = json.loads(state.read_text())
@@ -154,10 +166,12 @@ def test_a_checkpoint_of_another_algorithm(project):
     [
         (lambda text: text[:-9], 1, ["state.json", "damaged", "the checkpoint before"]),
         (lambda text: text.replace('"plan"', '"order"'), 2, ["lacks plan", "another version"]),
-        (lambda text: text.replace('"graphs"', '"grahps"'), 2, ["graphs.prefill: None then"]),
+        (lambda text: text.replace('"runner"', '"runer"'), 2, ["runner.prefill: None then"]),
     ],
 )
-def test_an_old_or_damaged_checkpoint_says_what_of_it_is_wrong(project, change, code, says):
+def test_an_old_or_damaged_checkpoint_says_what_of_it_is_wrong(
+    project: Project, change: Callable[[str], str], code: int, says: list[str]
+) -> None:
     project.cli("train", "train.max_steps=1")
     state = project.run / "checkpoints" / "step-00000001" / "state.json"
     state.write_text(change(state.read_text()))
@@ -165,11 +179,13 @@ def test_an_old_or_damaged_checkpoint_says_what_of_it_is_wrong(project, change, 
 
 
 @pytest.mark.parametrize("key", ["train.device", "target.device"])
-def test_a_device_that_does_not_exist_is_named(project, key):
+def test_a_device_that_does_not_exist_is_named(project: Project, key: str) -> None:
     refused(project, "train", f"{key}=gpu", says=["'gpu'", "cuda:N"])
 
 
-def test_a_model_id_that_nobody_has_is_told_apart_from_a_broken_folder(project, monkeypatch):
+def test_a_model_id_that_nobody_has_is_told_apart_from_a_broken_folder(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused(
         project, "train", "target.path=nobody/nothing", says=["nobody/nothing", "no folder here"]
@@ -179,13 +195,13 @@ def test_a_model_id_that_nobody_has_is_told_apart_from_a_broken_folder(project, 
     refused(project, "train", f"target.path={target}", says=["cannot read", "config.json"])
 
 
-def test_a_checkpoint_of_another_target(project, tmp_path):
+def test_a_checkpoint_of_another_target(project: Project, tmp_path: Path) -> None:
     project.cli("train", "train.max_steps=1")
     other = tiny_target(tmp_path / "other", seed=5)
     refused(project, "eval", f"target.path={other}", says=["another target"])
 
 
-def test_a_checkpoint_of_a_plugin_that_is_gone_names_the_pip_line(project):
+def test_a_checkpoint_of_a_plugin_that_is_gone_names_the_pip_line(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
     state = project.run / "checkpoints" / "step-00000001" / "state.json"
     data = json.loads(state.read_text())
@@ -196,7 +212,7 @@ def test_a_checkpoint_of_a_plugin_that_is_gone_names_the_pip_line(project):
     refused(project, "eval", says=["pip install", "draftcore-gone"])
 
 
-def test_resuming_with_another_learning_rate_names_the_change(project):
+def test_resuming_with_another_learning_rate_names_the_change(project: Project) -> None:
     project.cli("train", "train.max_steps=4")
     said = refused(
         project, "train", "train.max_steps=4", "train.lr=0.1", says=["train.lr", "0.003"]
@@ -204,53 +220,55 @@ def test_resuming_with_another_learning_rate_names_the_change(project):
     assert "0.1" in said
 
 
-def test_a_store_of_other_features_is_refused(project):
+def test_a_store_of_other_features_is_refused(project: Project) -> None:
     project.cli("capture")
     refused(project, "train", "algorithm.options.layers=[0,2,4]", says=["hidden.1", "hidden.0"])
 
 
-def test_a_store_of_other_data_is_refused(project):
+def test_a_store_of_other_data_is_refused(project: Project) -> None:
     project.cli("capture")
     conversations(project.folder / "train.jsonl", 30)
     refused(project, "train", says=["other data"])
 
 
-def test_an_incomplete_capture_without_data_is_refused(project):
+def test_an_incomplete_capture_without_data_is_refused(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
     shutil.rmtree(project.run)
     refused(project, "train", "data.train=null", says=["data.train"])
 
 
-def test_evaluating_before_training_says_what_to_run(project):
+def test_evaluating_before_training_says_what_to_run(project: Project) -> None:
     refused(project, "eval", says=["draftcore train"])
 
 
-def test_exporting_over_something_is_refused(project):
+def test_exporting_over_something_is_refused(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
     project.cli("export", "train.max_steps=1")
     refused(project, "export", says=["not empty"])
 
 
-def test_an_unknown_layout_lists_what_is_there(project):
+def test_an_unknown_layout_lists_what_is_there(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
     refused(project, "export", "--layout", "onnx", says=["onnx", "serving"])
 
 
-def test_a_folder_that_is_no_export(project):
+def test_a_folder_that_is_no_export(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
     refused(project, "eval", "--export", project.folder, says=["config.json"])
 
 
-def test_a_channel_whose_limits_stop_a_capture_says_so_and_loses_nothing(project):
+def test_a_channel_whose_limits_stop_a_capture_says_so_and_loses_nothing(project: Project) -> None:
     refused(project, "capture", "channel=memory:?limit_refs=8", code=1, says=["limits", "groups"])
     assert "were there" in project.cli("capture").output
 
 
-def test_capturing_into_memory_is_refused(project):
+def test_capturing_into_memory_is_refused(project: Project) -> None:
     refused(project, "capture", "store=memory", says=["file:"])
 
 
-def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(project, tmp_path):
+def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(
+    project: Project, tmp_path: Path
+) -> None:
     """One sample's loss turns nan; the run stops before the update, and the others are innocent."""
     plugin = tmp_path / "poison.py"
     plugin.write_text(
@@ -278,28 +296,30 @@ def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(project, t
         ("run: \xff", ["cannot read", "UTF-8"]),
     ],
 )
-def test_a_configuration_that_is_no_mapping_is_named(project, text, says):
+def test_a_configuration_that_is_no_mapping_is_named(
+    project: Project, text: str, says: list[str]
+) -> None:
     project.yaml.write_bytes(text.encode("latin-1"))
     refused(project, "train", says=["run.yaml", *says])
 
 
-def test_a_run_folder_that_is_a_file_is_named(project):
+def test_a_run_folder_that_is_a_file_is_named(project: Project) -> None:
     project.run.write_text("")
     refused(project, "train", code=1, says=[str(project.run), "exists", "check the path"])
 
 
-def test_a_damaged_run_id_names_its_file_and_two_ways_out(project):
+def test_a_damaged_run_id_names_its_file_and_two_ways_out(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
     for text in ("", "{}", "[]"):
         (project.run / "run.json").write_text(text)
         refused(project, "train", says=["run.json", "delete it", "another run folder"])
 
 
-def test_a_draft_that_is_not_there_says_how_to_name_one(project):
+def test_a_draft_that_is_not_there_says_how_to_name_one(project: Project) -> None:
     refused(project, "eval", "--draft", "mine", says=["no draft 'mine'", "--draft", "leave"])
 
 
-def test_a_file_that_no_module_can_be_named_after_is_refused(project):
+def test_a_file_that_no_module_can_be_named_after_is_refused(project: Project) -> None:
     loose = project.folder / "my idea.py"
     loose.write_text("")
     result = project.cli("train", plugin=loose, ok=False)
@@ -308,7 +328,7 @@ def test_a_file_that_no_module_can_be_named_after_is_refused(project):
     assert "rename it" in result.output
 
 
-def test_an_export_that_finds_no_room_leaves_nothing(project):
+def test_an_export_that_finds_no_room_leaves_nothing(project: Project) -> None:
     """No file may be larger than 4 KiB here, which safetensors reports in an error of its own."""
     project.cli("train", "train.max_steps=1")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -320,7 +340,7 @@ def test_an_export_that_finds_no_room_leaves_nothing(project):
     assert not list(project.run.glob("*export*"))
 
 
-def test_an_evaluation_is_shown_also_where_its_report_cannot_be_written(project):
+def test_an_evaluation_is_shown_also_where_its_report_cannot_be_written(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
     (project.run / "eval").write_text("")
     says = ["acceptance length", "run/eval", "check the path"]

@@ -1,30 +1,40 @@
 """Stop, kill and resume: nothing is lost, nothing is done twice, and the bits are the same."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from safetensors import safe_open
 
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
 
-def wait_for(condition, process, seconds=120):
+
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
-def steps(project) -> int:
+def steps(project: Project) -> int:
     file = project.run / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory, new_project):
+def straight(tmp_path_factory: pytest.TempPathFactory, new_project: NewProject) -> dict[int, float]:
     """The losses of a run that nothing interrupts."""
     project = new_project(tmp_path_factory.mktemp("straight") / "run", samples=48)
     project.cli("train")
@@ -35,7 +45,9 @@ STOPS = [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytes
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, new_project, straight, number):
+def test_a_stopped_run_resumes_to_the_same_bits(
+    tmp_path: Path, new_project: NewProject, straight: dict[int, float], number: int
+) -> None:
     project = new_project(tmp_path / "stopped", samples=48)
     process = project.start("train")
     wait_for(lambda: steps(project) >= 5, process)
@@ -52,7 +64,9 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path, new_project, straight,
     assert project.losses() == straight
 
 
-def test_a_checkpoint_without_its_mark_does_not_exist(tmp_path, new_project, straight):
+def test_a_checkpoint_without_its_mark_does_not_exist(
+    tmp_path: Path, new_project: NewProject, straight: dict[int, float]
+) -> None:
     project = new_project(tmp_path / "marked", samples=48)
     project.cli("train")
     newest = project.run / "checkpoints" / "step-00000012"
@@ -61,7 +75,7 @@ def test_a_checkpoint_without_its_mark_does_not_exist(tmp_path, new_project, str
     assert project.losses() == straight
 
 
-def test_a_damaged_checkpoint_is_named(project):
+def test_a_damaged_checkpoint_is_named(project: Project) -> None:
     project.cli("train", "train.max_steps=2")
     file = project.run / "checkpoints" / "step-00000002" / "draft.safetensors"
     file.write_bytes(file.read_bytes()[:100])
@@ -71,7 +85,9 @@ def test_a_damaged_checkpoint_is_named(project):
     assert "draft.safetensors" in result.output
 
 
-def test_a_killed_capture_goes_on_without_doing_a_sample_twice(tmp_path, new_project):
+def test_a_killed_capture_goes_on_without_doing_a_sample_twice(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     project = new_project(tmp_path / "capture", samples=400)
     features = tmp_path / "capture" / "features"
     process = project.start("capture")
@@ -95,7 +111,7 @@ def sample_ids(shard: Path) -> set[str]:
         return {name.rsplit("/", 1)[0] for name in tensors.keys()}  # noqa: SIM118
 
 
-def test_features_are_read_from_the_store_and_not_captured_again(project):
+def test_features_are_read_from_the_store_and_not_captured_again(project: Project) -> None:
     project.cli("capture")
     shards = {p: p.stat().st_mtime_ns for p in (project.folder / "features").glob("shard-*")}
     project.cli("train")
@@ -104,7 +120,9 @@ def test_features_are_read_from_the_store_and_not_captured_again(project):
     } == shards
 
 
-def test_a_second_trainer_of_a_folder_is_turned_away(tmp_path, new_project):
+def test_a_second_trainer_of_a_folder_is_turned_away(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     project = new_project(tmp_path / "both", samples=400)
     first = project.start("train", "train.checkpoint_every=1")
     wait_for(lambda: steps(project) >= 1, first)
@@ -117,7 +135,9 @@ def test_a_second_trainer_of_a_folder_is_turned_away(tmp_path, new_project):
     assert "resuming" in project.cli("train", "train.max_steps=30").output
 
 
-def test_metrics_of_steps_after_the_checkpoint_are_written_once(tmp_path, new_project):
+def test_metrics_of_steps_after_the_checkpoint_are_written_once(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     project = new_project(tmp_path / "once", samples=48)
     process = project.start("train", "train.checkpoint_every=4")
     wait_for(lambda: steps(project) >= 6, process)

@@ -1,9 +1,13 @@
 """Capture and training as processes of their own: whatever carries features and messages, the bits
 are those of a run in one process."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,34 +15,41 @@ from draftcore.config import RunConfig
 from draftcore.plugins.registry import load
 from draftcore.run.parts import Run
 
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
+
+
+Train = Callable[..., tuple["Project", str]]
 BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
 SHM = Path("/dev/shm")
 
 
 @pytest.fixture
-def run(tmp_path, new_project):
-    """Train a project with some topology, in processes of its own; nothing may be left of it."""
+def run(tmp_path: Path, new_project: NewProject) -> Train:
+    """Train a project with some topology, in processes of its own; nothing may be left of it.
 
-    def train(name, **changes):
+    Returns the project, and what it printed.
+    """
+
+    def train(name: str, **changes: Any) -> tuple[Project, str]:
         project = new_project(
             tmp_path / name,
             **{"algorithm": {"name": "dflash", "options": BLOCKS}, "store": "auto", **changes},
         )
-        project.output = project.finish("train")
+        output = project.finish("train")
         run_id = json.loads((project.run / "run.json").read_text())["run_id"]
         assert not [path for path in SHM.iterdir() if run_id in path.name]
-        return project
+        return project, output
 
     return train
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, target_folder, make_project):
+def alone(tmp_path_factory: pytest.TempPathFactory, new_project: NewProject) -> dict[int, float]:
     """The losses of the same run in one process."""
     folder = tmp_path_factory.mktemp("alone")
-    project = make_project(
-        folder, target_folder, algorithm={"name": "dflash", "options": BLOCKS}, store="memory"
-    )
+    algorithm = {"name": "dflash", "options": BLOCKS}
+    project = new_project(folder, algorithm=algorithm, store="memory")
     project.cli("train")
     return project.losses()
 
@@ -52,10 +63,12 @@ def alone(tmp_path_factory, target_folder, make_project):
     ],
     ids=["shm and sqlite", "file and dir", "little credit"],
 )
-def test_producers_change_no_bit(run, alone, tmp_path, store, channel, producers):
+def test_producers_change_no_bit(
+    run: Train, alone: dict[int, float], tmp_path: Path, store: str, channel: str, producers: int
+) -> None:
     name = f"test-{abs(hash(str(tmp_path))):x}"
     places = {"folder": tmp_path, "name": name}
-    project = run(
+    project, output = run(
         "apart",
         store=store.format(**places),
         channel=channel.format(**places),
@@ -64,21 +77,21 @@ def test_producers_change_no_bit(run, alone, tmp_path, store, channel, producers
     assert project.losses() == alone
     logs = sorted((project.run / "logs").glob("producer-*.log"))
     assert len(logs) == producers
-    said = " ".join(project.output.split())  # a narrow terminal wraps it
+    said = " ".join(output.split())  # a narrow terminal wraps it
     assert f"producers {producers}, captured 24, held 0 samples" in said
     captured = sum(int(log.read_text().split(";")[-1].split()[0]) for log in logs)
     assert captured == 24
 
 
 def test_two_ranks_and_a_producer_train_alike_and_a_single_process_goes_on(
-    run, tmp_path, new_project
-):
+    run: Train, tmp_path: Path, new_project: NewProject
+) -> None:
     steady = {"schedule": "constant", "warmup_ratio": 0.0}  # the same rates however long the run
     algorithm = {"name": "dflash", "options": BLOCKS}
     alone = new_project(tmp_path / "one", algorithm=algorithm, store="memory", train=steady)
     alone.cli("train")
     several = {"producers": 1, "ranks": 2}
-    project = run("ranks", topology=several, train={**steady, "max_steps": 4})
+    project, _ = run("ranks", topology=several, train={**steady, "max_steps": 4})
     assert len(project.losses()) == 4
     alone_again = ["topology.producers=0", "topology.ranks=1", "train.max_steps=6"]
     project.cli("train", *alone_again)
@@ -86,8 +99,8 @@ def test_two_ranks_and_a_producer_train_alike_and_a_single_process_goes_on(
         assert project.losses()[step] == pytest.approx(loss, rel=1e-5)
 
 
-def test_two_epochs_capture_again_and_count_every_sample_once_each(run):
-    project = run("epochs", topology={"producers": 1}, train={"epochs": 2})
+def test_two_epochs_capture_again_and_count_every_sample_once_each(run: Train) -> None:
+    project, _ = run("epochs", topology={"producers": 1}, train={"epochs": 2})
     assert len(project.losses()) == 12
     state = json.loads((project.run / "checkpoints" / "step-00000012" / "state.json").read_text())
     assert (state["samples_seen"], state["given_up"]) == (48, {})
@@ -105,7 +118,9 @@ def test_two_epochs_capture_again_and_count_every_sample_once_each(run):
         (["topology.producer=2"], ["topology.producer", "producers"]),
     ],
 )
-def test_what_one_process_keeps_to_itself_is_refused(tmp_path, new_project, arguments, says):
+def test_what_one_process_keeps_to_itself_is_refused(
+    tmp_path: Path, new_project: NewProject, arguments: list[str], says: list[str]
+) -> None:
     project = new_project(
         tmp_path / "wrong",
         algorithm={"name": "dflash", "options": BLOCKS},
@@ -119,7 +134,7 @@ def test_what_one_process_keeps_to_itself_is_refused(tmp_path, new_project, argu
         assert text in output
 
 
-def test_a_producer_without_a_trainer_says_so(tmp_path, new_project):
+def test_a_producer_without_a_trainer_says_so(tmp_path: Path, new_project: NewProject) -> None:
     project = new_project(
         tmp_path / "lonely",
         algorithm={"name": "dflash", "options": BLOCKS},
@@ -132,8 +147,10 @@ def test_a_producer_without_a_trainer_says_so(tmp_path, new_project):
     assert "patience" in output.partition("error: ")[2]
 
 
-def test_the_ring_has_room_for_two_windows_of_steps(project, monkeypatch):
-    def room(**train):
+def test_the_ring_has_room_for_two_windows_of_steps(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def room(**train: Any) -> tuple[int, Run]:
         settings = {**project.config, "store": "auto", "train": {"batch": 4, **train}}
         run = Run(RunConfig.model_validate(settings), load(), role="trainer")
         try:
@@ -143,8 +160,8 @@ def test_the_ring_has_room_for_two_windows_of_steps(project, monkeypatch):
 
     least, run = room()
     assert least == 64 << 20
-    monkeypatch.setattr("draftcore.run.LEAST_RING", 0)
+    monkeypatch.setattr("draftcore.run.parts.LEAST_RING", 0)
     lengths, row = sorted(run.samples.lengths), run.token_bytes + 9
     assert room()[0] == 2 * sum(int(length) * row + 4096 for length in lengths)
-    monkeypatch.setattr("draftcore.run.shutil.disk_usage", lambda _: SimpleNamespace(total=1000))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1000))
     assert room()[0] == 500

@@ -1,18 +1,30 @@
 """Several drafts in one run: one capture, and each gets the result it would have had alone."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
+
+
+Drafts = dict[str, dict[str, Any]]
+Make = Callable[..., "Project"]
+Weights = dict[str, torch.Tensor]
 BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
 EAGLE3 = {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3}
-DRAFTS = {
+DRAFTS: Drafts = {
     "eagle": {"algorithm": {"name": "eagle3", "options": EAGLE3}},
     "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}, "train": {"lr": 0.002}},
     "wide": {"algorithm": {"name": "dflash", "options": {**BLOCKS, "loss": "dpace"}}},
@@ -27,18 +39,18 @@ DRAFTS = {
 
 
 @pytest.fixture
-def several(tmp_path, new_project):
-    def make(name="several", drafts=DRAFTS, **changes):
+def several(tmp_path: Path, new_project: NewProject) -> Make:
+    def make(name: str = "several", drafts: Drafts = DRAFTS, **changes: Any) -> Project:
         return new_project(tmp_path / name, algorithm=None, drafts=drafts, **changes)
 
     return make
 
 
 @pytest.fixture
-def alone(tmp_path, new_project):
+def alone(tmp_path: Path, new_project: NewProject) -> Make:
     """A project with one of the drafts, the run's settings overlaid with the draft's own."""
 
-    def make(label, **changes):
+    def make(label: str, **changes: Any) -> Project:
         draft = DRAFTS[label]
         return new_project(
             tmp_path / f"alone-{label}",
@@ -50,16 +62,16 @@ def alone(tmp_path, new_project):
     return make
 
 
-def weights(folder, step=6):
-    return load_file(folder / f"checkpoints/step-{step:08d}/draft.safetensors")
+def weights(folder: Path, step: int = 6) -> Weights:
+    return dict(load_file(folder / f"checkpoints/step-{step:08d}/draft.safetensors"))
 
 
-def require_same(ours, theirs):
+def require_same(ours: Weights, theirs: Weights) -> None:
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_each_draft_gets_the_bits_it_would_have_had_alone(several, alone):
+def test_each_draft_gets_the_bits_it_would_have_had_alone(several: Make, alone: Make) -> None:
     together = several(store="memory")
     output = together.cli("train").output
     for label in DRAFTS:
@@ -70,7 +82,7 @@ def test_each_draft_gets_the_bits_it_would_have_had_alone(several, alone):
         require_same(weights(together.run / label), weights(one.run))
 
 
-def test_drafts_share_one_capture_that_stores_nothing_twice(several, alone):
+def test_drafts_share_one_capture_that_stores_nothing_twice(several: Make, alone: Make) -> None:
     together = several()
     assert "captured 24 samples" in together.cli("capture").output
     together.cli("train")
@@ -85,7 +97,7 @@ def test_drafts_share_one_capture_that_stores_nothing_twice(several, alone):
     assert one.losses() == together.losses(together.run / "blocks")
 
 
-def test_a_killed_run_resumes_each_draft_from_its_own_checkpoint(several):
+def test_a_killed_run_resumes_each_draft_from_its_own_checkpoint(several: Make) -> None:
     straight = several("straight", train={"checkpoint_every": 2})
     straight.cli("train")
     killed = several("killed", train={"checkpoint_every": 2})
@@ -106,7 +118,7 @@ def test_a_killed_run_resumes_each_draft_from_its_own_checkpoint(several):
         require_same(weights(killed.run / label), weights(straight.run / label))
 
 
-def test_a_draft_that_fails_leaves_the_others_alone(several, alone):
+def test_a_draft_that_fails_leaves_the_others_alone(several: Make, alone: Make) -> None:
     drafts = {"blocks": DRAFTS["blocks"], "wild": {**DRAFTS["domino"], "train": {"lr": 1e30}}}
     together = several(drafts=drafts)
     result = together.cli("train", ok=False)
@@ -118,7 +130,7 @@ def test_a_draft_that_fails_leaves_the_others_alone(several, alone):
     require_same(weights(together.run / "blocks"), weights(one.run))
 
 
-def test_drafts_are_evaluated_and_exported_all_or_by_label(several):
+def test_drafts_are_evaluated_and_exported_all_or_by_label(several: Make) -> None:
     together = several(drafts={label: DRAFTS[label] for label in ("blocks", "domino")})
     together.cli("train", "train.max_steps=2", "train.eval_every=1", "train.eval_prompts=1")
     reports = json.loads(together.cli("eval", "--json").stdout)
@@ -147,7 +159,7 @@ def test_drafts_are_evaluated_and_exported_all_or_by_label(several):
         (["train", "drafts.domino.algorithm.name=dominoes"], ["dominoes", "domino"]),
     ],
 )
-def test_what_is_wrong_is_named(several, arguments, says):
+def test_what_is_wrong_is_named(several: Make, arguments: list[str], says: list[str]) -> None:
     together = several(drafts={label: DRAFTS[label] for label in ("blocks", "domino")})
     verb, *rest = arguments
     result = together.cli(verb, *rest, ok=False)

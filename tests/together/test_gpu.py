@@ -1,13 +1,21 @@
 """The pipeline on a CUDA device: `nox -s gpu`."""
 
+from __future__ import annotations
+
 import json
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.target import TransformersModel, TransformersTarget
+
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
+
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +32,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("store", ["file", "memory"])
-def test_a_draft_trains_decodes_and_exports_on_cuda(project, store):
+def test_a_draft_trains_decodes_and_exports_on_cuda(project: Project, store: str) -> None:
     kept = () if store == "file" else ("store=memory",)
     project.cli("train", *CUDA, *kept, "train.eval_every=3", "train.eval_prompts=2")
     report = json.loads(project.cli("eval", *CUDA, "--json").stdout)
@@ -34,7 +42,7 @@ def test_a_draft_trains_decodes_and_exports_on_cuda(project, store):
     assert json.loads(again)["acceptance_length"] == report["acceptance_length"]
 
 
-def test_bf16_trains_over_fp32_masters_and_decodes_losslessly_up_to_ties(project):
+def test_bf16_trains_over_fp32_masters_and_decodes_losslessly_up_to_ties(project: Project) -> None:
     halves = ("target.dtype=bfloat16", "train.precision=bf16")
     project.cli("train", *CUDA, *halves)
     assert all(loss > 0 for loss in project.losses().values())
@@ -43,13 +51,13 @@ def test_bf16_trains_over_fp32_masters_and_decodes_losslessly_up_to_ties(project
     assert all(tie["gap"] < 1.0 for tie in report["ties"])
 
 
-def test_a_run_begun_on_the_cpu_goes_on_on_cuda(project):
+def test_a_run_begun_on_the_cpu_goes_on_on_cuda(project: Project) -> None:
     project.cli("train", "train.max_steps=2")
     assert "resuming from step 2" in project.cli("train", *CUDA).output
     assert len(project.losses()) == 6
 
 
-def test_features_on_cuda_are_those_of_the_cpu(target_folder):
+def test_features_on_cuda_are_those_of_the_cpu(target_folder: Path) -> None:
     """fp32 on both; the bound is that of sums of 48 products in another order."""
     tokens_BT = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
     lengths_B, request = torch.tensor([40, 17, 33]), FeatureRequest((1, 4), True, "float32")
@@ -64,7 +72,7 @@ def test_features_on_cuda_are_those_of_the_cpu(target_folder):
 
 
 @two_devices
-def test_two_devices_give_the_update_of_one(tmp_path, new_project):
+def test_two_devices_give_the_update_of_one(tmp_path: Path, new_project: NewProject) -> None:
     """Over NCCL; then one device goes on from their checkpoint, and two from its own."""
     changes = {"algorithm": None, "drafts": DRAFTS, "samples": 26}
     train = {"batch": 2, "accumulate": 3, "schedule": "constant", "eval_every": 2}
@@ -80,7 +88,7 @@ def test_two_devices_give_the_update_of_one(tmp_path, new_project):
 
 
 @two_devices
-def test_two_devices_train_in_bf16(project):
+def test_two_devices_train_in_bf16(project: Project) -> None:
     halves = ("target.dtype=bfloat16", "train.precision=bf16")
     project.torchrun(*CUDA, *halves)
     assert len(project.losses()) == 6
@@ -88,7 +96,7 @@ def test_two_devices_train_in_bf16(project):
 
 
 @two_devices
-def test_an_error_on_one_device_ends_the_other(tmp_path, project):
+def test_an_error_on_one_device_ends_the_other(tmp_path: Path, project: Project) -> None:
     """Whose main thread waits in a collective that nothing will end."""
     failing = tmp_path / "failing.py"
     failing.write_text(

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from click.testing import Result
 from draftcore_graphs.decode import DecodeGraphRunner
 
 from draftcore.config import load_config
 from draftcore.plugins.registry import load
 from draftcore.run.parts import Run
 from draftcore.run.trainer import prepare, train
+
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
 
 ALGORITHMS = {
     "eagle3": {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3},
@@ -31,10 +37,13 @@ ALGORITHMS = {
 }
 DECODE = {"backend": "recording", "rows": [1, 2], "lengths": [256, 512]}
 PREFILL = {"backend": "recording", "lengths": [64, 256]}
+RECORDING = ("runner.decode.name=graphs", "runner.decode.options.backend=recording")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_evaluating_through_graphs_is_lossless_and_accepts_the_same(tmp_path, new_project, name):
+def test_evaluating_through_graphs_is_lossless_and_accepts_the_same(
+    tmp_path: Path, new_project: NewProject, name: str
+) -> None:
     project = new_project(tmp_path / name, algorithm={"name": name, "options": ALGORITHMS[name]})
     project.cli("train")
     eager = json.loads(project.cli("eval", "--json").stdout)
@@ -45,20 +54,24 @@ def test_evaluating_through_graphs_is_lossless_and_accepts_the_same(tmp_path, ne
     assert {key: graphs[key] for key in keys} == {key: eager[key] for key in keys}
 
 
-def through(project, **phases):
-    """The same project with these phases through graphs."""
-    project.config["graphs"] = phases
+def through(project: Project, **phases: Any) -> Project:
+    """The same project with these phases through graphs, by their options."""
+    project.config["runner"] = {
+        phase: {"name": "graphs", "options": options} for phase, options in phases.items()
+    }
     project.__post_init__()
     return project
 
 
-def test_features_captured_through_graphs_train_to_the_same_losses(tmp_path, new_project):
+def test_features_captured_through_graphs_train_to_the_same_losses(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     """Within rounding of eager ones; to the same bits wherever they are captured."""
     eager = new_project(tmp_path / "eager")
     eager.cli("train")
     offline = through(new_project(tmp_path / "offline"), prefill=PREFILL)
     output = offline.cli("capture").output
-    assert "graphs.prefill                2 captured, 6 replayed" in output
+    assert "runner.prefill                2 captured, 6 replayed" in output
     offline.cli("train")
     colocated = through(new_project(tmp_path / "colocated", store="memory"), prefill=PREFILL)
     colocated.cli("train")
@@ -70,15 +83,21 @@ def test_features_captured_through_graphs_train_to_the_same_losses(tmp_path, new
 
 @pytest.mark.parametrize("batch", [4, 3])
 def test_capture_by_halves_stores_the_features_of_the_whole(
-    tmp_path, new_project, monkeypatch, batch
-):
+    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
     """Two rows beside two, or one row cut in two; fp32, of numbers of about 3."""
     from draftcore_graphs import tbo
 
-    cuts, split = [], tbo.split
-    monkeypatch.setattr(tbo, "split", lambda rows, cut: (cuts.append(cut), split(rows, cut))[1])
+    cuts, split = list[Any](), tbo.split
+
+    def noted(rows: Any, cut: Any) -> Any:
+        cuts.append(cut)
+        return split(rows, cut)
+
+    monkeypatch.setattr(tbo, "split", noted)
     stored = {}
-    for plugins in ({}, {"tbo": {}}):
+    chosen: list[dict[str, Any]] = [{}, {"tbo": {}}]
+    for plugins in chosen:
         project = new_project(tmp_path / f"{len(plugins)}", capture={"batch": batch})
         through(project, prefill={**PREFILL, "rows": [batch], "plugins": plugins})
         assert "captured 24 samples" in project.cli("capture").output
@@ -91,11 +110,11 @@ def test_capture_by_halves_stores_the_features_of_the_whole(
         torch.testing.assert_close(stored[True][name], whole, rtol=0, atol=4e-6)
 
 
-def features(project) -> dict[tuple[str, str], torch.Tensor]:
+def features(project: Project) -> dict[tuple[str, str], torch.Tensor]:
     """All that a project's store holds, by sample and name."""
     run = Run(load_config(project.yaml, []), load())
     refs = list(run.store.lookup(run.samples.feature_ids).values())
-    found = {}
+    found: dict[tuple[str, str], torch.Tensor] = {}
     for ref, handle in zip(refs, run.store.get_many(refs), strict=True):
         found |= {(ref.feature_id, name): value.clone() for name, value in handle.tensors.items()}
         handle.close()
@@ -103,28 +122,32 @@ def features(project) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
-def test_features_by_halves_are_not_mixed_with_others(tmp_path, new_project):
+def test_features_by_halves_are_not_mixed_with_others(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     project = through(new_project(tmp_path / "p"), prefill=PREFILL)
     project.cli("capture")
-    refused = project.cli("capture", "graphs.prefill.plugins={tbo: {}}", ok=False)
+    refused = project.cli("capture", "runner.prefill.options.plugins={tbo: {}}", ok=False)
     assert "holds features that this run cannot use" in refused.output
 
 
-def test_features_of_other_buckets_are_not_mixed(tmp_path, new_project):
+def test_features_of_other_buckets_are_not_mixed(tmp_path: Path, new_project: NewProject) -> None:
     """Padding changes their last bits: a store and a run say so, whichever differs."""
     project = through(new_project(tmp_path / "p"), prefill=PREFILL)
     project.cli("capture")
     project.cli("train", "train.max_steps=2")
-    other = ("graphs.prefill.lengths=[256]", "train.max_steps=4")
+    other = ("runner.prefill.options.lengths=[256]", "train.max_steps=4")
     refused = project.cli("train", *other, f"run={tmp_path / 'another'}", ok=False)
     assert "holds features that this run cannot use" in refused.output
     refused = project.cli("train", *other, "store=memory", ok=False)
-    assert "graphs.prefill" in refused.output
+    assert "runner.prefill" in refused.output
     assert "differs from this one" in refused.output
-    project.cli("train", "train.max_steps=4", "graphs.decode.backend=recording")
+    project.cli("train", "train.max_steps=4", *RECORDING)
 
 
-def test_evaluation_in_training_captures_once_and_changes_no_loss(tmp_path, new_project):
+def test_evaluation_in_training_captures_once_and_changes_no_loss(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     settings = {"eval_every": 2, "eval_prompts": 2, "eval_samples": 2, "checkpoint_every": 6}
     plain = new_project(tmp_path / "plain")
     plain.cli("train")
@@ -134,6 +157,7 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(tmp_path, new_
     run = Run(load_config(graphs.yaml), load())
     (trainer,) = prepare(run)
     assert train(run, [trainer]) == "complete"
+    assert trainer.probe is not None
     runner = trainer.probe.runner
     assert isinstance(runner, DecodeGraphRunner)
     assert runner.captures == 2 + 2 + 1  # drafts and verdicts of two row buckets, a plain step
@@ -153,35 +177,37 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(tmp_path, new_
     run.close()
 
 
-def test_the_plan_says_what_is_run_and_who_decided(tmp_path, new_project):
+def test_the_plan_says_what_is_run_and_who_decided(tmp_path: Path, new_project: NewProject) -> None:
     project = new_project(tmp_path / "p")
     lines = project.cli("eval", "--plan").stdout.splitlines()
     assert [line.split() for line in lines] == [
         ["PHASE", "KEY", "VALUE", "DECIDED", "BY"],
-        ["prefill", "backend", "eager", "default"],
-        ["decode", "backend", "eager", "default"],
+        ["prefill", "runner", "eager", "default"],
+        ["decode", "runner", "eager", "default"],
     ]
     through(project, prefill={**PREFILL, "plugins": {"tbo": {}}}, decode={"backend": "auto"})
     assert columns(project.cli("capture", "--plan")) == [
         ["PHASE", "KEY", "VALUE", "DECIDED BY"],
+        ["prefill", "runner", "graphs", "you"],
         ["prefill", "backend", "recording", "you"],
         ["prefill", "options", "none", "default"],
         ["prefill", "rows", "4", "default"],
         ["prefill", "lengths", "64 256", "you"],
         ["prefill", "padding", "True", "default"],
         ["prefill", "plugins", "tbo", "you"],
-        ["prefill", "rule masks", "an error if it speaks", "the first batch"],
+        ["prefill", "rule masks", "an error if it refuses", "the first batch"],
+        ["decode", "runner", "graphs", "you"],
         ["decode", "backend", "eager", "auto: no backend for cpu"],
     ]
     through(project, decode=DECODE)
     planned = columns(project.cli("eval", "--plan"))
     assert planned[-1] == [
-        "decode", "rule drafter-state", "an error if it speaks", "the draft's state",
+        "decode", "rule drafter-state", "an error if it refuses", "the draft's state",
     ]  # fmt: skip
     assert not project.run.exists()
 
 
-def columns(result) -> list[list[str]]:
+def columns(result: Result) -> list[list[str]]:
     return [re.split(r"\s{2,}", line) for line in result.stdout.splitlines()]
 
 
@@ -189,48 +215,83 @@ def columns(result) -> list[list[str]]:
     ("override", "says"),
     [
         (
-            "graphs.decode.bakend=full",
-            "graphs.decode.bakend: unknown key (did you mean 'backend'?)",
+            "runner.decode={name: graphs, options: {bakend: full}}",
+            "bakend: unknown key (did you mean 'backend'?)",
         ),
-        ("graphs.prefil.backend=full", "graphs.prefil: unknown key (did you mean 'prefill'?)"),
-        ("graphs.decode.rows=[0]", "graphs.decode.rows.0: Input should be greater"),
-        ("graphs.decode.backend=recordin", "did you mean 'recording'"),
-        ("graphs.decode.plugins={nosuch: {}}", "nosuch"),
+        ("runner.prefil.name=graphs", "runner.prefil: unknown key (did you mean 'prefill'?)"),
+        ("runner.prefill.name=grahps", "(did you mean 'graphs'?)"),
         (
-            "graphs.decode.plugins=[tbo]",
-            "graphs.decode.plugins: Input should be a valid dictionary",
-        ),
-        ("graphs.prefill.plugins.tbo.share=1", "share: unknown key (did you mean 'least_share'?)"),
-        (
-            "graphs.prefill.plugins={tbo: {}}",
-            "graphs.prefill.plugins.tbo was set, and the rule 'nothing-captured' refuses it",
+            "runner.decode={name: graphs, options: {rows: [0]}}",
+            "rows.0: Input should be greater",
         ),
         (
-            "graphs.decode={backend: recording, plugins: {tbo: {}}}",
-            "graphs.decode.plugins.tbo was set, and the rule 'phase' refuses it",
+            "runner.decode={name: graphs, options: {backend: recordin}}",
+            "runner.decode.options.backend: there is no graph 'recordin' (did you mean 'recording'?)",
+        ),
+        (
+            "runner.decode={name: graphs, options: {plugins: {nosuch: {}}}}",
+            "runner.decode.options.plugins.nosuch: there is no graph-plugin 'nosuch'",
+        ),
+        (
+            "runner.decode={name: graphs, options: {plugins: [tbo]}}",
+            "plugins: Input should be a valid dictionary",
+        ),
+        (
+            "runner.prefill={name: graphs, options: {plugins: {tbo: {share: 1}}}}",
+            "share: unknown key (did you mean 'least_share'?)",
+        ),
+        (
+            "runner.prefill={name: graphs, options: {plugins: {tbo: {}}}}",
+            "runner.prefill.options.plugins.tbo was set, and the rule 'nothing-captured' refuses it",
+        ),
+        (
+            "runner.decode={name: graphs, options: {backend: recording, plugins: {tbo: {}}}}",
+            "runner.decode.options.plugins.tbo was set, and the rule 'phase' refuses it",
+        ),
+        (
+            "runner.prefill={name: graphs, options: {backend: full}}",
+            "runner.prefill.options.backend=full was set, and the rule 'device' refuses it",
         ),
     ],
 )
-def test_a_wrong_key_or_name_is_answered(tmp_path, new_project, override, says):
+def test_a_wrong_key_or_name_is_answered(
+    tmp_path: Path, new_project: NewProject, override: str, says: str
+) -> None:
     refused = new_project(tmp_path / "p").cli("eval", "--plan", override, ok=False)
     assert refused.exit_code == 2
     assert says in refused.output
 
 
-def test_what_a_rule_refuses_is_refused_before_anything_starts(tmp_path, new_project):
+def test_what_a_rule_refuses_is_refused_before_anything_starts(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     project = new_project(tmp_path / "p", train={"eval_every": 2})
-    hot = ("graphs.decode.backend=recording", "eval.temperature=0.5")
+    hot = (*RECORDING, "eval.temperature=0.5")
     for verb in ("train", "eval"):
         refused = project.cli(verb, *hot, *(["--plan"] if verb == "eval" else []), ok=False)
         assert refused.exit_code == 2
-        assert "graphs.decode.backend=recording was set, and the rule 'sampling'" in refused.output
-        assert "set graphs.decode.backend=eager, or set eval.temperature=0" in refused.output
+        asked = "runner.decode.options.backend=recording"
+        assert f"{asked} was set, and the rule 'sampling'" in refused.output
+        assert "set runner.decode.name=eager, or set eval.temperature=0" in refused.output
     assert not (project.run / "checkpoints").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_a_backend_that_cannot_be_opened_is_refused_before_the_target_is_read(
+    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftcore.target.TransformersModel", None)
+    project = through(new_project(tmp_path / "p"), prefill={"backend": "piecewise"})
+    for arguments in (("capture", "--plan"), ("capture",), ("train",)):
+        refused = project.cli(*arguments, ok=False)
+        assert refused.exit_code == 2
+        asked = "runner.prefill.options.backend: the graph backend 'piecewise' records CUDA graphs"
+        assert asked in refused.output
+
+
 def test_a_drafter_whose_state_no_graph_can_hold_is_refused_by_the_rule(
-    tmp_path, new_project, monkeypatch
-):
+    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from draftcore_eagle3.drafter import Eagle3Drafter
 
     project = new_project(tmp_path / "p")
@@ -241,7 +302,7 @@ def test_a_drafter_whose_state_no_graph_can_hold_is_refused_by_the_rule(
         "allocate",
         lambda self, *a: [state := allocate(self, *a), len(state.start_B)],
     )
-    refused = project.cli("eval", "graphs.decode.backend=recording", ok=False)
+    refused = project.cli("eval", *RECORDING, ok=False)
     assert "the rule 'drafter-state' refuses it" in refused.output
     assert "state[1] is a int, which a graph would freeze" in refused.output
 
@@ -262,18 +323,18 @@ def graph_backend(name):
 
 
 def test_what_auto_leaves_to_eager_is_open_in_the_plan_and_said_by_the_run(
-    tmp_path, new_project, monkeypatch
-):
+    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = new_project(tmp_path / "p")
     project.cli("train")
     (tmp_path / "chosen.py").write_text(CHOSEN)
-    auto = "graphs.decode={backend: auto, rows: [1, 2], lengths: [256, 512]}"
+    auto = "runner.decode={name: graphs, options: {rows: [1, 2], lengths: [256, 512]}}"
     planned = columns(project.cli("eval", "--plan", auto, plugin=tmp_path / "chosen.py"))
     assert ["decode", "backend", "chosen", "auto, for cpu"] in planned
-    assert ["decode", "rule drafter-state", "eager if it speaks", "the draft's state"] in planned
+    assert ["decode", "rule drafter-state", "eager if it refuses", "the draft's state"] in planned
     output = project.cli("eval", auto, plugin=tmp_path / "chosen.py").output
-    assert re.search(r"^graphs\.decode +\d+ captured, \d+ replayed$", output, re.MULTILINE)
-    monkeypatch.setattr("draftcore_graphs.opening.fault", lambda state, rows: "state[1] is a int")
+    assert re.search(r"^runner\.decode +\d+ captured, \d+ replayed$", output, re.MULTILINE)
+    monkeypatch.setattr("draftcore_graphs.graphs.fault", lambda state, rows: "state[1] is a int")
     output = project.cli("eval", auto, plugin=tmp_path / "chosen.py").output
     said = "eager, rule drafter-state: the algorithm's decoding state cannot lie in static buffers"
     assert f"{said}: state[1] is a int" in output

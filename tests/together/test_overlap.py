@@ -4,26 +4,36 @@ One of the drafts has dropout, from torch's own generator. That no capture draws
 conformance suite of captures to say.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from draftcore.config import load_config
+from draftcore.contracts.store import SampleRef, StoreItem
 from draftcore.features.stores.memory import MemoryStore
 from draftcore.plugins.registry import load
 from draftcore.run.parts import Run
+from draftcore.verbs import Role
+
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
+
 
 DRAFTS = {
     "eagle": {"algorithm": {"name": "eagle3", "options": {"layers": [1, 2, 4], "ttt_length": 2}}},
     "odd": {"algorithm": {"name": "odd"}},
 }
-PREFILL = {"backend": "recording", "lengths": [64, 256]}
+GRAPHS = {"name": "graphs", "options": {"backend": "recording", "lengths": [64, 256]}}
 TRAIN = {
     "batch": 2,
     "accumulate": 2,
@@ -36,7 +46,7 @@ TRAIN = {
 
 
 @pytest.fixture
-def dropout(tmp_path):
+def dropout(tmp_path: Path) -> Path:
     odd = Path(__file__).with_name("odd_algorithm.py").read_text()
     file = tmp_path / f"dropout_{tmp_path.name}.py"  # a module of a name of its own
     file.write_text(odd.replace("DROPOUT = 0.0", "DROPOUT = 0.5"))
@@ -44,11 +54,11 @@ def dropout(tmp_path):
 
 
 @pytest.fixture
-def threads(monkeypatch):
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The threads that stored, one entry a group."""
-    seen, put = [], MemoryStore.put_many
+    seen, put = list[str](), MemoryStore.put_many
 
-    def noted(self, items):
+    def noted(self: MemoryStore, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
         seen.append(threading.current_thread().name)
         return put(self, items)
 
@@ -56,16 +66,22 @@ def threads(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("prefill", [{}, PREFILL], ids=["eager", "recording"])
-def test_overlap_changes_no_bit(tmp_path, new_project, dropout, threads, prefill):
+@pytest.mark.parametrize("prefill", [{"name": "eager"}, GRAPHS], ids=["eager", "recording"])
+def test_overlap_changes_no_bit(
+    tmp_path: Path,
+    new_project: NewProject,
+    dropout: Path,
+    threads: list[str],
+    prefill: dict[str, Any],
+) -> None:
     """Several drafts of one capture, evaluated and saved on the way, stopped once and resumed."""
     changes = {"drafts": DRAFTS, "algorithm": None, "store": "memory", "samples": 20}
-    graphs = {"prefill": prefill, "decode": {}}
-    plain = new_project(tmp_path / "plain", **changes, graphs=graphs, train=TRAIN)
+    changes["runner"] = {"prefill": prefill}
+    plain = new_project(tmp_path / "plain", **changes, train=TRAIN)
     plain.cli("train", plugin=dropout)
     assert set(threads) == {threading.current_thread().name}
     threads.clear()
-    beside = new_project(tmp_path / "beside", **changes, graphs=graphs, train=TRAIN)
+    beside = new_project(tmp_path / "beside", **changes, train=TRAIN)
     on = "train.overlap=true"
     beside.cli("train", on, "train.max_steps=3", plugin=dropout)
     assert "resuming from step 3" in beside.cli("train", on, plugin=dropout).output
@@ -78,18 +94,20 @@ def test_overlap_changes_no_bit(tmp_path, new_project, dropout, threads, prefill
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def weights(project, label):
-    return load_file(project.run / label / "checkpoints/step-00000005/draft.safetensors")
+def weights(project: Project, label: str) -> dict[str, torch.Tensor]:
+    return dict(load_file(project.run / label / "checkpoints/step-00000005/draft.safetensors"))
 
 
-def test_a_stopped_run_leaves_nothing_and_resumes_to_the_same_bits(tmp_path, new_project):
+def test_a_stopped_run_leaves_nothing_and_resumes_to_the_same_bits(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     decoded = {"eval_every": 5, "eval_samples": 2, "eval_prompts": 1}
     train = {"checkpoint_every": 4, "overlap": True, **decoded}
     changes = {"samples": 80, "store": "memory", "train": train}
     project = new_project(tmp_path / "stopped", **changes)
     process, log = project.start("train"), project.run / "metrics.jsonl"
     while not log.exists() or len(project.losses()) < 3:
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
@@ -103,7 +121,7 @@ def test_a_stopped_run_leaves_nothing_and_resumes_to_the_same_bits(tmp_path, new
 
 
 @pytest.mark.long
-def test_two_ranks_train_alike_with_and_without(tmp_path, new_project):
+def test_two_ranks_train_alike_with_and_without(tmp_path: Path, new_project: NewProject) -> None:
     """The first captures beside the step; what ranks say to each other has the order it had."""
     losses = []
     for overlap in ("false", "true"):
@@ -114,16 +132,16 @@ def test_two_ranks_train_alike_with_and_without(tmp_path, new_project):
     assert losses[0] == losses[1]
 
 
-def test_it_is_on_where_it_was_asked_for_and_the_run_captures_itself(project):
-    def overlap(*overrides, **facts):
-        return Run(load_config(project.yaml, overrides), load(), **facts).overlap
+def test_it_is_on_where_it_was_asked_for_and_the_run_captures_itself(project: Project) -> None:
+    def overlap(*overrides: str, role: Role = "both") -> torch.device | None:
+        return Run(load_config(project.yaml, overrides), load(), role=role).overlap
 
     assert overlap() is None
     assert overlap("train.overlap=true") == torch.device("cpu")
     assert overlap("train.overlap=true", role="trainer") is None, "others capture"
 
 
-def test_a_capture_that_cannot_work_beside_training_is_refused(project):
+def test_a_capture_that_cannot_work_beside_training_is_refused(project: Project) -> None:
     refused = project.cli("train", "train.overlap=true", "capture.name=sglang", ok=False)
     assert refused.exit_code == 2
     assert "capture 'sglang' cannot work beside training" in refused.output

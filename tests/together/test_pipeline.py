@@ -1,16 +1,28 @@
 """From conversations to an export, through the command line, with a real plugin and a real target."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file
 
+from draftcore.config import load_config
+from draftcore.contracts.algorithm import Sample, SampleId
+from draftcore.plugins.registry import load
+from draftcore.run.drafts import find_checkpoint, load_checkpoint, load_export
+from draftcore.run.parts import Run
 
-def test_capture_train_eval_export(project):
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
+
+
+def test_capture_train_eval_export(project: Project) -> None:
     assert "captured 24 samples" in project.cli("capture").output
     assert "complete: step 6 of 6, 24 samples" in project.cli("train").output
     report = json.loads(project.cli("eval", "--json").stdout)
@@ -20,12 +32,14 @@ def test_capture_train_eval_export(project):
     project.cli("export")
     origin = json.loads((project.run / "export" / "draftcore.json").read_text())
     assert origin["samples_seen"] == 24
-    assert {plugin["name"] for plugin in origin["plugins"]} >= {"eagle3", "hf", "file", "memory"}
+    assert {plugin["name"] for plugin in origin["plugins"]} >= {"eagle3", "builtin"}
     again = json.loads(project.cli("eval", "--export", project.run / "export", "--json").stdout)
     assert again["acceptance_length"] == report["acceptance_length"]
 
 
-def test_offline_colocated_and_captured_elsewhere_give_the_same_bits(tmp_path, new_project):
+def test_offline_colocated_and_captured_elsewhere_give_the_same_bits(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     """Three runs in processes of their own that share nothing but what each names."""
     offline = new_project(tmp_path / "offline")
     offline.finish("capture")
@@ -46,8 +60,8 @@ def test_offline_colocated_and_captured_elsewhere_give_the_same_bits(tmp_path, n
 
 
 def test_two_epochs_use_every_sample_once_each_and_recapture_to_the_same_bits(
-    tmp_path, new_project
-):
+    tmp_path: Path, new_project: NewProject
+) -> None:
     kept = new_project(tmp_path / "kept")
     kept.cli("train", "train.epochs=2")
     recaptured = new_project(tmp_path / "recaptured", store="memory")
@@ -56,7 +70,9 @@ def test_two_epochs_use_every_sample_once_each_and_recapture_to_the_same_bits(
     assert kept.losses() == recaptured.losses()
 
 
-def test_the_split_into_micro_batches_does_not_change_the_update(tmp_path, new_project):
+def test_the_split_into_micro_batches_does_not_change_the_update(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     whole = new_project(tmp_path / "whole")
     whole.cli("train", "train.batch=6", "train.accumulate=1")
     split = new_project(tmp_path / "split")
@@ -65,7 +81,9 @@ def test_the_split_into_micro_batches_does_not_change_the_update(tmp_path, new_p
         assert split.losses()[step] == pytest.approx(loss, rel=1e-5)
 
 
-def test_evaluation_during_training_changes_no_later_bit(tmp_path, new_project):
+def test_evaluation_during_training_changes_no_later_bit(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     plain = new_project(tmp_path / "plain")
     plain.cli("train")
     watched = new_project(tmp_path / "watched")
@@ -77,24 +95,15 @@ def test_evaluation_during_training_changes_no_later_bit(tmp_path, new_project):
     assert all(e["loss"] > 0 and e["acceptance_length"] >= 1 for e in evaluations)
 
 
-def test_the_window_is_part_of_the_plan(project):
-    from draftcore.config import load_config
-    from draftcore.plugins.registry import load
-    from draftcore.run.parts import Run
-
-    windows = ([], ["train.window=128"], ["train.window=2"])
+def test_the_window_is_part_of_the_plan(project: Project) -> None:
+    windows: tuple[list[str], ...] = ([], ["train.window=128"], ["train.window=2"])
     plans = [Run(load_config(project.yaml, window), load()).plan for window in windows]
     assert [plan.window for plan in plans] == [128, 128, 2]
     assert plans[0].key == plans[1].key != plans[2].key
 
 
-def test_an_export_reloads_to_identical_logits(project):
+def test_an_export_reloads_to_identical_logits(project: Project) -> None:
     """The trained draft and its export, decoded by the same drafter, agree on every proposal."""
-    from draftcore.config import load_config
-    from draftcore.plugins.registry import load
-    from draftcore.run.drafts import find_checkpoint, load_checkpoint, load_export
-    from draftcore.run.parts import Run
-
     project.cli("train", "train.max_steps=2")
     project.cli("export", "train.max_steps=2")
     (draft,) = Run(load_config(project.yaml), load()).drafts
@@ -105,16 +114,13 @@ def test_an_export_reloads_to_identical_logits(project):
         assert torch.equal(tensor, exported[name]), name
 
 
-def test_samples_are_moved_to_the_device_before_they_are_padded(project, monkeypatch):
+def test_samples_are_moved_to_the_device_before_they_are_padded(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the host the padding of long samples took an eighth of a GPU's step."""
-    from draftcore.config import load_config
-    from draftcore.contracts.algorithm import Sample, SampleId
-    from draftcore.plugins.registry import load
-    from draftcore.run.parts import Run
+    padded, pad = list[str](), torch.nn.utils.rnn.pad_sequence
 
-    padded, pad = [], torch.nn.utils.rnn.pad_sequence
-
-    def noted(parts, *args, **kwargs):
+    def noted(parts: list[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         padded.extend(part.device.type for part in parts)
         return pad(parts, *args, **kwargs)
 
@@ -134,7 +140,9 @@ def test_samples_are_moved_to_the_device_before_they_are_padded(project, monkeyp
     assert batch.token_ids_BT.device.type == "meta"
 
 
-def test_a_draft_learns_a_few_answers_of_the_real_target(tmp_path, new_project):
+def test_a_draft_learns_a_few_answers_of_the_real_target(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     """The quickstart's target: thirty times over eight of its answers, the loss falls by half."""
     quickstart = Path(__file__).parents[2] / "examples" / "quickstart"
     project = new_project(
@@ -149,19 +157,19 @@ def test_a_draft_learns_a_few_answers_of_the_real_target(tmp_path, new_project):
     assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
 
 
-def test_a_hub_id_is_all_that_changes_for_another_target(project, tmp_path):
+def test_a_hub_id_is_all_that_changes_for_another_target(project: Project, tmp_path: Path) -> None:
     """A target in another folder, with another shape, trains by the same YAML."""
     other = tiny_target(tmp_path / "other", seed=3, hidden_size=32, num_hidden_layers=8)
     for verb in ("train", "eval"):
         project.cli(verb, f"target.path={other}", "train.max_steps=1")
 
 
-def test_finished_training_says_so(project):
+def test_finished_training_says_so(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
     assert "already trained" in project.cli("train", "train.max_steps=1").output
 
 
-def test_a_wrapper_from_a_loose_file_sees_every_step(project, tmp_path):
+def test_a_wrapper_from_a_loose_file_sees_every_step(project: Project, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     plugin = tmp_path / "watcher.py"
     plugin.write_text(

@@ -7,6 +7,7 @@ that does not.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +16,11 @@ from draftcore.errors import DraftcoreError
 from draftcore.plugins.registry import load
 from draftcore.run.parts import Run
 from draftcore.run.producing import require_same_capture
+from draftcore.verbs import Role
+
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
+
 
 PLUGIN = """
 from draftcore import hookimpl
@@ -58,12 +64,14 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scaled(tmp_path, new_project):
+def scaled(tmp_path: Path, new_project: NewProject) -> Project:
     options = {"name": "scaled", "batch": 4, "options": {"scale": 2.0}}
     return new_project(tmp_path / "project", capture=options)
 
 
-def test_features_of_another_option_are_refused_and_named(scaled, plugin, tmp_path):
+def test_features_of_another_option_are_refused_and_named(
+    scaled: Project, plugin: Path, tmp_path: Path
+) -> None:
     scaled.cli("capture", plugin=plugin)
     other = (f"run={tmp_path / 'other'}", "train.max_steps=1")
     refused = scaled.cli("train", *other, "capture.options.scale=3", plugin=plugin, ok=False)
@@ -75,14 +83,18 @@ def test_features_of_another_option_are_refused_and_named(scaled, plugin, tmp_pa
     scaled.cli("train", *other, "capture.options.patience=9", plugin=plugin)
 
 
-def test_features_computed_in_another_type_are_refused_though_stored_alike(scaled, plugin):
+def test_features_computed_in_another_type_are_refused_though_stored_alike(
+    scaled: Project, plugin: Path
+) -> None:
     scaled.cli("capture", "capture.dtype=bfloat16", plugin=plugin)
     other = ("capture.dtype=bfloat16", "target.dtype=bfloat16")
     refused = scaled.cli("train", *other, plugin=plugin, ok=False)
     assert 'target.dtype: "bfloat16" here, "float32" in the store' in refused.output
 
 
-def test_a_run_goes_on_with_options_that_change_no_feature_alone(scaled, plugin):
+def test_a_run_goes_on_with_options_that_change_no_feature_alone(
+    scaled: Project, plugin: Path
+) -> None:
     """Where the features lie in the run's memory there is no store to refuse them."""
     scaled.cli("train", "store=memory", "train.max_steps=2", plugin=plugin)
     more = ("store=memory", "train.max_steps=4")
@@ -92,10 +104,10 @@ def test_a_run_goes_on_with_options_that_change_no_feature_alone(scaled, plugin)
     assert list(scaled.losses()) == [1, 2, 3, 4]
 
 
-def test_a_producer_with_another_option_is_refused(scaled, plugin):
+def test_a_producer_with_another_option_is_refused(scaled: Project, plugin: Path) -> None:
     registry = load(files=[plugin])
 
-    def run_of(role, *changes):
+    def run_of(role: Role, *changes: str) -> Run:
         channel = f"channel=sqlite:{scaled.folder / 'channel.db'}"
         return Run(load_config(scaled.yaml, (channel, *changes)), registry, role=role)
 

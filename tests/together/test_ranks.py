@@ -3,6 +3,8 @@
 Ranks are real processes, forked from one that has imported everything; one test starts torchrun.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal
@@ -10,12 +12,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
+
 
 ODD = Path(__file__).with_name("odd_algorithm.py")
 BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
@@ -32,6 +40,8 @@ DRAFTS = {
     },
     "odd": {"algorithm": {"name": "odd"}},
 }
+Server = subprocess.Popen[str]
+Start = Callable[..., "Ranks"]
 SERVER = """
 import json, os, resource, sys
 import transformers.models.qwen3.modeling_qwen3, torch.distributed.fsdp
@@ -57,38 +67,41 @@ for line in sys.stdin:
 class Ranks:
     """The ranks of a run: their processes, what they printed, how they ended."""
 
-    server: subprocess.Popen
+    server: Server
     folder: Path
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
 
-    def ask(self, **order):
+    def ask(self, **order: Any) -> Any:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
         self.server.stdin.write(json.dumps(order) + "\n")
         self.server.stdin.flush()
         return json.loads(self.server.stdout.readline())
 
-    def start(self, argv, rank, size, port, largest_file=None):
-        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-        env |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    def start(
+        self, argv: list[str], rank: int, size: int, port: int, largest_file: int | None = None
+    ) -> None:
+        env = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "GLOO_SOCKET_IFNAME": "lo"}
         output = str(self.folder / f"output.{rank}")
-        env = {name: str(value) for name, value in env.items()}
         self.pids.append(self.ask(argv=argv, env=env, output=output, largest_file=largest_file))
 
-    def alive(self, rank):
+    def alive(self, rank: int) -> bool:
         if rank not in self.statuses:
             status = self.ask(poll=self.pids[rank])
             if status is not None:
                 self.statuses[rank] = status
         return rank not in self.statuses
 
-    def until(self, condition, seconds=60):
+    def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.output(0) + self.output(1)
             assert all(map(self.alive, range(len(self.pids)))), self.output(0) + self.output(1)
             time.sleep(0.002)
 
-    def finish(self, seconds=60):
+    def finish(self, seconds: float = 60) -> list[int]:
         """Wait for all ranks; returns their exit statuses."""
         deadline = time.monotonic() + seconds
         while any([self.alive(rank) for rank in range(len(self.pids))]):
@@ -96,25 +109,33 @@ class Ranks:
             time.sleep(0.01)
         return [self.statuses[rank] for rank in range(len(self.pids))]
 
-    def output(self, rank):
+    def output(self, rank: int) -> str:
         return (self.folder / f"output.{rank}").read_text()
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[Server]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SERVER], env=env, **pipes) as process:
+    command, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:
         yield process
+        assert process.stdin is not None
         process.stdin.close()
 
 
 @pytest.fixture
-def start(server, tmp_path):
+def start(server: Server, tmp_path: Path) -> Iterator[Start]:
     """Start two ranks of `train`; `second` are the arguments of rank 1 where they differ."""
-    started = []
+    started: list[Ranks] = []
 
-    def start(project, *arguments, plugin=None, second=None, verb="train", largest_file=None):
+    def start(
+        project: Project,
+        *arguments: str,
+        plugin: Path | None = None,
+        second: Sequence[str] | None = None,
+        verb: str = "train",
+        largest_file: int | None = None,
+    ) -> Ranks:
         loose = ["--plugin", str(plugin)] if plugin else []
         folder = tmp_path / f"ranks-{len(started)}"
         folder.mkdir()
@@ -144,21 +165,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def steps(project, label=""):
+def steps(project: Project, label: str = "") -> int:
     file = project.run / label / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def tensors(folder, step, file="draft"):
-    return load_file(folder / f"checkpoints/step-{step:08d}/{file}.safetensors")
+def tensors(folder: Path, step: int, file: str = "draft") -> dict[str, torch.Tensor]:
+    return dict(load_file(folder / f"checkpoints/step-{step:08d}/{file}.safetensors"))
 
 
-def evaluations(folder):
+def evaluations(folder: Path) -> list[dict[str, float]]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line["evaluation"] for line in lines if "evaluation" in line]
 
 
-def test_two_ranks_give_the_update_of_one(tmp_path, new_project, start):
+def test_two_ranks_give_the_update_of_one(
+    tmp_path: Path, new_project: NewProject, start: Start
+) -> None:
     """Of steps of 5 samples, and one of a single sample, rank 1 lacks some or all."""
     changes = {"algorithm": None, "drafts": DRAFTS, "samples": 26}
     whole = {"batch": 5, "eval_every": 3, "eval_samples": 3, "eval_prompts": 0}
@@ -181,7 +204,9 @@ def test_two_ranks_give_the_update_of_one(tmp_path, new_project, start):
                 torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=3e-5)
 
 
-def test_a_stopped_or_killed_run_resumes_to_the_same_bits(tmp_path, new_project, start):
+def test_a_stopped_or_killed_run_resumes_to_the_same_bits(
+    tmp_path: Path, new_project: NewProject, start: Start
+) -> None:
     """Each rank's random numbers too. SIGINT to one rank stops both; so does the death of one."""
     dropout = tmp_path / "dropout.py"
     dropout.write_text(ODD.read_text().replace("DROPOUT = 0.0", "DROPOUT = 0.5"))
@@ -222,7 +247,7 @@ def test_a_stopped_or_killed_run_resumes_to_the_same_bits(tmp_path, new_project,
     assert not torch.equal(states["rng.cpu"], states["rng.cpu.1"])
 
 
-def test_another_number_of_ranks_resumes(tmp_path, new_project):
+def test_another_number_of_ranks_resumes(tmp_path: Path, new_project: NewProject) -> None:
     """One rank, two of torchrun's own making, then one again."""
     constant = {"schedule": "constant", "checkpoint_every": 500}
     alone = new_project(tmp_path / "alone", train=constant)
@@ -236,7 +261,9 @@ def test_another_number_of_ranks_resumes(tmp_path, new_project):
         torch.testing.assert_close(tensors(project.run, 6)[name], tensor, rtol=1e-4, atol=3e-5)
 
 
-def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(tmp_path, new_project, start):
+def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(
+    tmp_path: Path, new_project: NewProject, start: Start
+) -> None:
     """The sample at fault is named, whichever rank has it."""
     poison = tmp_path / "poison_one_draft.py"
     poison.write_text(
@@ -264,7 +291,9 @@ def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(tmp_path, new_
     assert len(two.losses(two.run / "domino")) == 3
 
 
-def test_an_error_of_one_rank_ends_all_with_it(tmp_path, new_project, start):
+def test_an_error_of_one_rank_ends_all_with_it(
+    tmp_path: Path, new_project: NewProject, start: Start
+) -> None:
     """In a pass, where the other rank waits in a collective; and in a read, where they agree."""
     project = new_project(tmp_path / "project")
     failing = tmp_path / "failing.py"
@@ -291,7 +320,9 @@ def test_an_error_of_one_rank_ends_all_with_it(tmp_path, new_project, start):
     assert ranks.output(1) == ""
 
 
-def test_a_loss_without_a_gradient_is_an_error_and_no_hang(tmp_path, new_project, start):
+def test_a_loss_without_a_gradient_is_an_error_and_no_hang(
+    tmp_path: Path, new_project: NewProject, start: Start
+) -> None:
     project = new_project(tmp_path / "project")
     constant = tmp_path / "constant.py"
     constant.write_text(
@@ -309,7 +340,9 @@ def test_a_loss_without_a_gradient_is_an_error_and_no_hang(tmp_path, new_project
     assert "error: rank 1 failed" in ranks.output(0)
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path, new_project, start):
+def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(
+    tmp_path: Path, new_project: NewProject, start: Start
+) -> None:
     project = new_project(tmp_path / "project")
     project.cli("capture")
     ranks = start(project, largest_file=50_000)
@@ -320,7 +353,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path, new_projec
     assert not (project.run / "checkpoints" / "step-00000002").exists()
 
 
-def test_a_frozen_rank_is_given_up(tmp_path, new_project, start):
+def test_a_frozen_rank_is_given_up(tmp_path: Path, new_project: NewProject, start: Start) -> None:
     project = new_project(tmp_path / "project", samples=120, train={"rank_timeout": 4})
     ranks = start(project)
     ranks.until(lambda: steps(project) >= 3)
@@ -341,14 +374,18 @@ def test_a_frozen_rank_is_given_up(tmp_path, new_project, start):
         ("train", ["train.device=cuda:0"], ["cuda:0"]),
     ],
 )
-def test_what_ranks_cannot_do_is_said_once(project, start, verb, arguments, says):
+def test_what_ranks_cannot_do_is_said_once(
+    project: Project, start: Start, verb: str, arguments: list[str], says: list[str]
+) -> None:
     ranks = start(project, *arguments, verb=verb)
     assert ranks.finish(30) == [2, 2]
     for text in says:
         assert text in ranks.output(0) + ranks.output(1)
 
 
-def test_ranks_that_do_not_come_together_say_so(project, server, tmp_path):
+def test_ranks_that_do_not_come_together_say_so(
+    project: Project, server: Server, tmp_path: Path
+) -> None:
     ranks = Ranks(server, tmp_path)
     ranks.start(["train", str(project.yaml), "train.rank_timeout=1"], 0, 2, free_port())
     assert ranks.finish(20) == [1]

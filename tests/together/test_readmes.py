@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from draftcore.cli import main
 from draftcore.config import RunConfig
+from draftcore.contracts.offers import Kind
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load
 
@@ -68,14 +69,18 @@ YAML = [(name, text) for name in READMES for text in blocks(name, "yaml")]
 def test_every_yaml_is_a_whole_run_with_options_that_its_plugins_take(name: str, text: str) -> None:
     config, registry = RunConfig.model_validate(yaml.safe_load(text)), load()
     assert config.algorithm is not None
-    for kind, choice in (("algorithm", config.algorithm), ("capture", config.capture)):
-        bind(registry, kind, choice.name).options(choice.options)
-    for phase in (config.graphs.prefill, config.graphs.decode):
+    bind(registry, "algorithm", config.algorithm.name).options(config.algorithm.options)
+    bind(registry, "capture", config.capture.name).options(config.capture.options)
+    for choice in (config.runner.prefill, config.runner.decode):
+        phase = bind(registry, "runner", choice.name).options(choice.options)
+        if choice.name != "graphs":
+            continue
         if phase.backend not in ("eager", "auto"):
             bind(registry, "graph", phase.backend).options(phase.options)
         for plugin, options in phase.plugins.items():
             bind(registry, "graph-plugin", plugin).options(options)
-    for kind, uri in (("store", config.store), ("channel", config.channel)):
+    uris: dict[Kind, str] = {"store": config.store, "channel": config.channel}
+    for kind, uri in uris.items():
         if ":" in uri:
             assert registry.find(kind, uri.partition(":")[0])
 

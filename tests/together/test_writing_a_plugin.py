@@ -1,13 +1,19 @@
 """The page for plugin authors, executed: its files written, its commands run, outputs compared."""
 
+from __future__ import annotations
+
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
+
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "writing-a-plugin.md").read_text(encoding="utf-8")
@@ -64,7 +70,7 @@ def squeeze(line: str) -> str:
     return re.sub(r"\s+", " ", line).strip()
 
 
-def test_the_page_runs_from_top_to_bottom(tmp_path, new_project):
+def test_the_page_runs_from_top_to_bottom(tmp_path: Path, new_project: NewProject) -> None:
     project = new_project(tmp_path, algorithm={"name": "dflash", "options": DFLASH})
     project.yaml.write_text(yaml.safe_dump({**project.config, "run": "run", "store": "memory"}))
     author = Author(tmp_path)
@@ -79,7 +85,9 @@ def test_the_page_runs_from_top_to_bottom(tmp_path, new_project):
         author.run(f"python -m pytest -q -k order_in_a_batch test_{name}.py")
 
 
-def test_the_loss_of_the_first_page_changes_what_is_trained(tmp_path, new_project):
+def test_the_loss_of_the_first_page_changes_what_is_trained(
+    tmp_path: Path, new_project: NewProject
+) -> None:
     (idea, *_) = blocks("python")
     assert len(idea.splitlines()) <= 12
     (tmp_path / "my_loss.py").write_text(idea)

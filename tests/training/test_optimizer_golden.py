@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -9,13 +10,14 @@ from safetensors.torch import load_file
 
 from draftcore.training.optimizer import build_optimizer, learning_rate, scale_and_clip
 
+Schedule = Literal["cosine", "constant"]
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TRACE = json.loads((GOLDENS / "misc.json").read_text())
 TENSORS = load_file(GOLDENS / "misc.safetensors")
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_the_learning_rate_follows_the_golden_trace(schedule):
+def test_the_learning_rate_follows_the_golden_trace(schedule: Schedule) -> None:
     trace = TRACE[f"optimizer_{schedule}"]
     total = trace["total_steps"]
     ours = [
@@ -28,12 +30,13 @@ def test_the_learning_rate_follows_the_golden_trace(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_clipping_and_the_update_follow_the_golden_trace(schedule):
+def test_clipping_and_the_update_follow_the_golden_trace(schedule: Schedule) -> None:
     """The gradient is given doubled with denominator 2, so the division is tested too."""
     trace = TRACE[f"optimizer_{schedule}"]
 
     def of(kind: str, step: int) -> torch.Tensor:
-        return TENSORS[f"optimizer.{schedule}.{kind}.{step}"]
+        tensor: torch.Tensor = TENSORS[f"optimizer.{schedule}.{kind}.{step}"]
+        return tensor
 
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     optimizer = build_optimizer(
@@ -53,7 +56,7 @@ def test_clipping_and_the_update_follow_the_golden_trace(schedule):
         )
 
 
-def test_a_schedule_ends_near_zero_and_never_divides_by_zero():
+def test_a_schedule_ends_near_zero_and_never_divides_by_zero() -> None:
     for total in (1, 2, 3, 50):
         rates = [
             learning_rate(s, total, peak=1.0, warmup_ratio=0.5, schedule="cosine")

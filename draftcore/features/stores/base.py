@@ -1,9 +1,7 @@
-"""Feature stores, and the pieces that every store needs.
+"""The pieces that every store needs: refs, handles, and which bytes may be reclaimed.
 
-A store keeps samples' features under (feature id, generation). The generation is drawn anew for
-each put, so a re-put never overwrites: it supersedes, and a ref to the old bytes raises instead of
-reading the new ones. Freeing is logical at once and physical when the last open handle closes;
-`Ledger` does that book-keeping. This module imports no torch.
+The contract is in `contracts.store`. Freeing is logical at once and physical when the last open handle
+closes; `Ledger` keeps count of that.
 """
 
 import uuid
@@ -50,16 +48,17 @@ def describe_items(items: Sequence[StoreItem], generation: str, uri: str) -> tup
         raise StoreError(
             f"sample {twice[0]!r} occurs twice in one put\n  put every sample once per call"
         )
-    return tuple(_describe(item, generation, uri) for item in items)
-
-
-def _describe(item: StoreItem, generation: str, uri: str) -> SampleRef:
-    specs = tuple(
-        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in item.tensors.items()
-    )
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in item.tensors.values())
-    return SampleRef(item.feature_id, generation, uri, specs, item.tokens, nbytes, item.provenance)
+    refs = []
+    for item in items:
+        specs = tuple(
+            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in item.tensors.items()
+        )
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in item.tensors.values())
+        refs.append(
+            SampleRef(item.feature_id, generation, uri, specs, item.tokens, nbytes, item.provenance)
+        )
+    return tuple(refs)
 
 
 def select_names(ref: SampleRef, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -84,7 +83,7 @@ def not_held(ref: SampleRef, *, superseded: bool) -> StoreError:
 
 
 class OpenHandle:
-    """An open read; see `records.Handle`. Closing twice is harmless."""
+    """An open read; see `contracts.store.Handle`. Closing twice is harmless."""
 
     def __init__(
         self, ref: SampleRef, tensors: Mapping[str, "Tensor"], on_close: Callable[[SampleRef], None]
@@ -144,23 +143,19 @@ class Ledger:
         if not self.holds(ref):
             return
         held = self.held.pop(ref.feature_id)
-        if self._readers[_key(held)]:
-            self._leaving[_key(held)] = held
+        if self._readers[held.key]:
+            self._leaving[held.key] = held
         else:
             self._reclaim(held)
 
     def open(self, ref: SampleRef) -> None:
-        self._readers[_key(ref)] += 1
+        self._readers[ref.key] += 1
 
     def close(self, ref: SampleRef) -> None:
         """End one read; the last one of a sample that was dropped reclaims it."""
-        key = _key(ref)
+        key = ref.key
         self._readers[key] -= 1
         if not self._readers[key]:
             del self._readers[key]
             if key in self._leaving:
                 self._reclaim(self._leaving.pop(key))
-
-
-def _key(ref: SampleRef) -> Key:
-    return ref.feature_id, ref.generation

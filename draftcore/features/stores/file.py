@@ -6,15 +6,15 @@
     DIR/manifest.json                    what a training host needs to know of the features
     DIR/.lock                            held by the one writer
 
-A shard is written aside, fsync'd and renamed; then one fsync'd line in the index makes it count.
+A shard is written under another name, fsync'd and renamed; then one fsync'd line in the index makes it count.
 So a crash at any byte loses at most the put it interrupted: a last line without its end is
 ignored, and the next writer removes it together with shards that no line names. Lines are only
 ever appended, so readers need no lock, follow a writer in another process, and work on a
 read-only mount.
 
 Tensors are memory-mapped, not loaded; each one's xxh3 digest is checked at every get (9 GB/s from
-the page cache). Odd: shards are written by hand, not with safetensors' writer, which refuses views
-of one padded batch (just what a capture yields) and hides ENOSPC in a message.
+the page cache). Shards are written by hand: safetensors' writer refuses views of one padded batch,
+which is what a capture yields, and hides ENOSPC in a message.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ from draftcore.features.stores.base import (
     require_room,
     select_names,
 )
-from draftcore.files import hold
+from draftcore.features.stores.seals import bytes_of
+from draftcore.files import hold, sync, write_atomic
 from draftcore.uris import parse_uri
 
 SAFETENSORS = {
@@ -101,7 +102,7 @@ class FileStore:
         self._index_bytes = 0  # of the index's whole lines, which are all applied
         self._lock_fd: int | None = None
         self._closed = False
-        self._mutex = threading.RLock()  # guards the books and the index, not the moving of bytes
+        self._mutex = threading.RLock()  # guards the ledger and the index, not the moving of bytes
         self._put_mutex = threading.Lock()
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"the store {self.folder} is not a folder\n  name another one")
@@ -128,19 +129,19 @@ class FileStore:
         if not refs:
             return ()
         shard = self._shard_path(generation)
-        aside = shard.with_suffix(".tmp")
+        partial = shard.with_suffix(".tmp")
         with self._put_mutex, self._explain_os_errors(refs):
             with self._mutex:
                 self._become_writer()
                 require_room(self.uri, refs, held_bytes=self._nbytes, max_bytes=self.max_bytes)
             try:
-                digests = _write_shard(aside, generation, items)
-                aside.rename(shard)
-                _sync_folder(self.folder)
+                digests = _write_shard(partial, generation, items)
+                partial.rename(shard)
+                sync(self.folder)
                 with self._mutex:
                     self._append(_put_record(generation, refs, digests))
             except BaseException:
-                aside.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
                 shard.unlink(missing_ok=True)
                 raise
         return refs
@@ -152,22 +153,16 @@ class FileStore:
             held = [ref for ref in refs if self._ledger.holds(ref)]
             if held:
                 self._become_writer()
-                self._append({"free": [_key(ref) for ref in held]})
+                self._append({"free": [ref.key for ref in held]})
 
     def abort(self, feature_id: str) -> None:
         self.free(self.lookup([feature_id]).values())
 
     def write_manifest(self, data: Mapping[str, Any]) -> None:
         """Replace the manifest: JSON data for whoever trains from this folder."""
-        aside = self.folder / "manifest.tmp"
         with self._mutex, self._explain_os_errors([]):
             self._become_writer()
-            with open(aside, "w", encoding="utf-8") as file:
-                json.dump(dict(data), file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.rename(self._manifest)
-            _sync_folder(self.folder)
+            write_atomic(self._manifest, json.dumps(dict(data), indent=1))
 
     # ------------------------------------------------------------ reading
 
@@ -185,7 +180,7 @@ class FileStore:
             for ref in refs:
                 self._ledger.require(ref)
             held = [self._ledger.held[ref.feature_id] for ref in refs]
-            places = [self._places[_key(ref)] for ref in held]
+            places = [self._places[ref.key] for ref in held]
             wanted = [select_names(ref, names) for ref in held]
             for ref in held:
                 self._ledger.open(ref)
@@ -260,7 +255,7 @@ class FileStore:
             for path in self.folder.glob("shard-*.safetensors"):
                 if path.stem.removeprefix("shard-") not in self._shards:
                     path.unlink()
-            _sync_folder(self.folder)
+            sync(self.folder)
         except BaseException:
             os.close(lock_fd)
             raise
@@ -282,7 +277,7 @@ class FileStore:
         self._apply(record)
 
     def _reclaim(self, ref: SampleRef) -> None:
-        del self._places[_key(ref)]
+        del self._places[ref.key]
         shard = self._shards[ref.generation]
         shard.samples -= 1
         if not shard.samples:
@@ -355,7 +350,7 @@ class FileStore:
         self._shards[record["put"]] = shard
         self._nbytes += shard.nbytes
         for position, (ref, digests) in enumerate(zip(refs, record["xxh3"], strict=True)):
-            self._places[_key(ref)] = _Place(position, tuple(digests))
+            self._places[ref.key] = _Place(position, tuple(digests))
             self._ledger.add(ref)
 
     def _drop_removed_shards(self) -> None:
@@ -422,7 +417,7 @@ def _write_shard(path: Path, generation: str, items: Sequence[StoreItem]) -> lis
     with open(path, "xb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         for position, name, tensor in entries:
-            data = _bytes_of(tensor.detach().cpu().contiguous())
+            data = bytes_of(tensor.detach().cpu().contiguous())
             digests[position][name] = xxhash.xxh3_64_hexdigest(data)
             file.write(data)
         file.flush()
@@ -479,24 +474,6 @@ def _checked(
         tensor: Tensor = shard.get_tensor(_inner_name(ref.generation, place.position, name))
         spec = specs[name]
         same = (tuple(tensor.shape), str(tensor.dtype)) == (spec.shape, f"torch.{spec.dtype}")
-        if not same or xxhash.xxh3_64_hexdigest(_bytes_of(tensor)) != sums[name]:
+        if not same or xxhash.xxh3_64_hexdigest(bytes_of(tensor)) != sums[name]:
             raise ValueError(f"tensor {name!r} is torn or altered")
         yield name, tensor
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a contiguous CPU tensor's bytes without copying them."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _key(ref: SampleRef) -> Key:
-    return ref.feature_id, ref.generation
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -50,7 +50,7 @@ class MemoryStore:
             require_room(self.uri, refs, held_bytes=self._nbytes, max_bytes=self.max_bytes)
             copies = [{name: _cpu_copy(t) for name, t in item.tensors.items()} for item in items]
             for ref, tensors in zip(refs, copies, strict=True):
-                self._tensors[ref.feature_id, ref.generation] = tensors
+                self._tensors[ref.key] = tensors
                 self._nbytes += ref.nbytes
                 self._ledger.add(ref)
         return refs
@@ -104,7 +104,7 @@ class MemoryStore:
     def _select(
         self, ref: SampleRef, device: str, names: Sequence[str] | None
     ) -> Mapping[str, Tensor]:
-        held = self._tensors[ref.feature_id, ref.generation]
+        held = self._tensors[ref.key]
         chosen = select_names(self._ledger.held[ref.feature_id], names)
         if device == "cpu":  # `to` would return the tensor itself, in 2 us
             return {name: held[name] for name in chosen}
@@ -119,7 +119,7 @@ class MemoryStore:
             self._ledger.close(ref)
 
     def _reclaim(self, ref: SampleRef) -> None:
-        del self._tensors[ref.feature_id, ref.generation]
+        del self._tensors[ref.key]
         self._nbytes -= ref.nbytes
 
 

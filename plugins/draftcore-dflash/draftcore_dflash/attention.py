@@ -46,7 +46,7 @@ class Sight:
         cls, blocks: Blocks, shape: tuple[int, int], block_size: int, *,
         window: int | None, causal: bool, dtype: torch.dtype,
     ) -> Sight:  # fmt: skip
-        """Sight of blocks over a context of `shape` [B, T], with a window or all of it.
+        """Say what blocks see of a context of `shape` [B, T]: a window, or all of it.
 
         What is hidden gets a large negative score, not an infinite one: a row without any context
         (anchor 0) then gets a weight of exactly 0 for it in the joint softmax.
@@ -67,7 +67,7 @@ class Sight:
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """A score that no other reaches, with room to be scaled and added to."""
+    """Return a score below any other, with room to be scaled and added to."""
     return torch.finfo(dtype).min / 4
 
 
@@ -139,7 +139,7 @@ def _heads(x_MSAD: Tensor) -> Tensor:
 
 
 def _own_scores(query_MSAD: Tensor, key_MSAD: Tensor, causal: bool) -> Tensor:
-    """Scores of a block's rows with each other, [M, A, S, S]."""
+    """Score a block's rows with each other; returns [M, A, S, S]."""
     scores: Tensor = (_heads(query_MSAD) * query_MSAD.shape[-1] ** -0.5) @ _heads(key_MSAD).mT
     if not causal:
         return scores
@@ -157,7 +157,7 @@ def _pad(x_MSAD: Tensor, bias_B1QT: Tensor, slot_M: Tensor) -> Tensor:
 
 
 def _take(x_BAQ: Tensor, like_MSA: Tensor, slot_M: Tensor) -> Tensor:
-    """The inverse of `_pad`: [B, A, Q, ...] to [M, S, A, ...]."""
+    """Undo `_pad`: turn [B, A, Q, ...] into [M, S, A, ...]."""
     rows = torch.unflatten(x_BAQ.transpose(1, 2), 1, (-1, like_MSA.shape[1]))
     return rows.flatten(0, 1).index_select(0, slot_M)
 
@@ -169,7 +169,7 @@ def _take(x_BAQ: Tensor, like_MSA: Tensor, slot_M: Tensor) -> Tensor:
 def _context(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return output [B, A, Q, D], log-sum-exp [B, A, Q], and what the backward wants besides."""
+    """Return output [B, A, Q, D], log-sum-exp [B, A, Q], and what else the backward needs."""
     if query.device.type == "cpu":
         output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=bias

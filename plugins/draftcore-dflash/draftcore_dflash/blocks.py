@@ -57,7 +57,7 @@ class Blocks:
         )
 
     def positions(self, block_size: int) -> Tensor:
-        """Positions of every row, [M, S]; a block may run past the end of its sample."""
+        """Return every row's position, [M, S]; a block may run past the end of its sample."""
         return self.anchor_M[:, None] + torch.arange(block_size, device=self.anchor_M.device)
 
 
@@ -74,7 +74,7 @@ class Targets:
         cls, batch: DraftBatch, blocks: Blocks, block_size: int, gamma: float | None,
         dtype: torch.dtype, *, shifted: bool = False,
     ) -> Targets:  # fmt: skip
-        """Row k predicts the token at its own position, and row 0 nothing.
+        """Say what rows predict: row k the token at its own position, and row 0 nothing.
 
         When shifted, row k predicts the next position's. The first predicting row weighs 1, each
         further one exp(-1/gamma) of the one before. `dtype` is the weights'.

@@ -65,9 +65,6 @@ class DraftConfig:
                 f"{self.vocab_size} tokens\n"
                 f"  set mask_token_id to an id from 0 to {self.vocab_size - 1}"
             )
-        self._require_windows()
-
-    def _require_windows(self) -> None:
         if unknown := set(self.layer_types) - {FULL, SLIDING}:
             raise UsageError(
                 f"layer_types names {sorted(unknown)}\n  a draft layer is {FULL} or {SLIDING}"
@@ -79,7 +76,7 @@ class DraftConfig:
             )
 
     def causal(self, layer_type: str) -> bool:
-        """Whether layers of this type are causal inside a block."""
+        """Say whether layers of this type are causal inside a block."""
         return layer_type == SLIDING if self.is_causal is None else self.is_causal
 
 

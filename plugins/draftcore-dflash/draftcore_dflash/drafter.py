@@ -35,7 +35,7 @@ class DraftState:
 
 
 class DFlashDrafter:
-    """Decodes with a draft in its own dtype and on its own device; see `evaluation.Drafter`.
+    """Decodes with a draft in its own dtype and on its own device; see `contracts.algorithm.Drafter`.
 
     Raises UsageError for more drafts per round than a block has masked rows.
     """
@@ -127,7 +127,7 @@ class DFlashDrafter:
         return draft.norm(hidden_BSH)  # type: ignore[no-any-return]
 
     def _seen(self, state: DraftState, kind: str) -> Tensor:
-        """Which of the cache's slots and the block's rows a row sees, [B, 1, S, Z]."""
+        """Return which of the cache's slots and the block's rows a row sees, [B, 1, S, Z]."""
         config, device = self.draft.config, state.anchor_B.device
         size, slots = config.block_size, state.keys_BLGCD.shape[3]
         offsets_S, slots_C = torch.arange(size, device=device), torch.arange(slots, device=device)

@@ -1,10 +1,10 @@
-"""The objectives: decayed cross entropy, and D-PACE (arXiv 2605.18810).
+"""The objectives, decayed cross entropy and D-PACE (arXiv 2605.18810), and the metrics.
 
 Both are one ratio. Decayed cross entropy is sum(w CE) / sum(w) over all rows of all blocks. D-PACE
-weighs a row by how likely the draft itself is to get that far and beyond, and divides by samples;
-a sample without anything to learn counts as none.
+weighs a row by how likely the draft itself is to get that far and beyond, and divides by the number
+of samples that have something to learn. `DFlashDraft.loss` applies them.
 
-Shape letters: B batch, M kept blocks, S rows of a block, R rows with weight, V vocabulary.
+Shape letters: M kept blocks, S rows of a block, R rows with weight.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftcore.contracts.algorithm import DraftBatch, StepOutput
-from draftcore_dflash.attention import full_precision
-from draftcore_dflash.blocks import Blocks, Targets
-from draftcore_dflash.head import cross_entropy
-
 if TYPE_CHECKING:
-    from draftcore_dflash.model import DFlashDraft
     from draftcore_dflash.options import BackboneOptions, DFlashOptions, Loss
 
 Counts = Mapping[str, tuple[Tensor, Tensor]]
@@ -52,36 +46,6 @@ class Objective:
         return cls(options.loss, options.dpace_alpha)
 
 
-def block_loss(draft: DFlashDraft, batch: DraftBatch, blocks: Blocks) -> StepOutput:
-    """Return the loss of given blocks. Metrics: `accuracy` and `acceptance_length`.
-
-    `ce`: numerator sum(w CE), denominator sum(w). D-PACE: numerator sum(w CE), denominator the
-    number of samples that have a row to learn.
-    """
-    hidden_MSH = draft.block_hidden(batch, blocks)
-    exact = torch.promote_types(hidden_MSH.dtype, torch.float32)
-    block_size, gamma = draft.config.block_size, draft.sampling.gamma
-    targets = Targets.of(batch, blocks, block_size, gamma, exact)
-    index_R = targets.valid_MS.flatten().nonzero()[:, 0]
-    loss_R, best_R = cross_entropy(
-        hidden_MSH.flatten(0, 1).index_select(0, index_R),
-        draft.head,
-        targets.token_MS.flatten()[index_R],
-    )
-    with full_precision(loss_R.device):
-        weight_MS, denominator = targets.weight_MS, targets.weight_MS.sum()
-        if draft.objective.loss != "ce":
-            nll_MS = scatter(loss_R.detach(), index_R, targets.valid_MS)
-            weight_MS = dpace_weights(draft.objective, nll_MS, targets.valid_MS)
-            learning_B = torch.zeros(len(batch.token_ids_BT), device=loss_R.device, dtype=exact)
-            learning_B[blocks.sample_M[targets.valid_MS.any(-1)]] = 1.0
-            denominator = learning_B.sum()
-        numerator = (loss_R * weight_MS.flatten()[index_R]).sum()
-    hits_R = best_R == targets.token_MS.flatten()[index_R]
-    hits_MS = scatter(hits_R, index_R, targets.valid_MS)
-    return StepOutput(numerator, denominator, metrics(hits_MS, targets.valid_MS, exact))
-
-
 def scatter(values_R: Tensor, index_R: Tensor, like_MS: Tensor) -> Tensor:
     """Lay rows out as [M, S], zeros elsewhere."""
     flat = values_R.new_zeros(like_MS.numel())
@@ -89,7 +53,7 @@ def scatter(values_R: Tensor, index_R: Tensor, like_MS: Tensor) -> Tensor:
 
 
 def dpace_weights(objective: Objective, nll_MS: Tensor, valid_MS: Tensor) -> Tensor:
-    """Weights from the draft's confidence s = (1 - alpha) p + alpha in each label, [M, S].
+    """Return weights [M, S] from the draft's confidence s = (1 - alpha) p + alpha in each label.
 
     P_k is the product of s up to row k (rows that do not count have s = 1) and w_k = sum of P_j
     over rows j >= k that count: how far a correct row k carries. Its two factors alone are P_k,

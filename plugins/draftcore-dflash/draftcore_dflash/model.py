@@ -1,12 +1,12 @@
-"""The DFlash backbone: a Qwen3-shaped decoder over blocks, which reads the target by its keys.
+"""The DFlash draft: a Qwen3-shaped decoder over blocks, which attends to the target's states.
 
-What is odd about it: the target's captured layers become one context vector per position, and every
-layer takes keys and values of *that same vector* (not layer-normed, never updated) beside those of
-its own block, while queries come from the block alone. There is no embedding and no head: both are
-the target's, frozen, held as buffers outside the state dict in the target's own dtype.
+The target's captured layers become one context vector per position. Every layer takes keys and
+values of that same vector (not layer-normed, never updated) and of its own block; queries come from
+the block alone. Embedding and head are the target's: frozen buffers outside the state dict, in the
+target's own dtype.
 
-Shape letters: B batch, T tokens, M kept blocks, S rows of a block, H hidden, V vocabulary, A query
-heads, G key/value heads, D head width.
+Shape letters: B batch, T tokens, M kept blocks, S rows of a block, R rows with weight, H hidden,
+V vocabulary, A query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from draftcore.contracts.algorithm import (
     StepOutput,
     TrainingDefaults,
 )
-from draftcore_dflash.attention import Sight, attend
-from draftcore_dflash.blocks import Blocks, draw_blocks
+from draftcore_dflash.attention import Sight, attend, full_precision
+from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
 from draftcore_dflash.config import SLIDING, DraftConfig
-from draftcore_dflash.loss import Objective, Sampling, block_loss
+from draftcore_dflash.head import cross_entropy
+from draftcore_dflash.loss import Objective, Sampling, dpace_weights, metrics, scatter
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
@@ -108,12 +109,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def queries(self, x_H: Tensor, turns: Turns) -> Tensor:
-        """Rotated queries [..., A, D]."""
+        """Return rotated queries [..., A, D]."""
         query_AD = torch.unflatten(self.q_proj(x_H), -1, (-1, self.head_dim))
         return rotate(self.q_norm(query_AD), *turns)
 
     def keys_values(self, x_H: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [..., G, D], of block states or of the context."""
+        """Return rotated keys and values [..., G, D] of block states or of the context."""
         key_GD = torch.unflatten(self.k_proj(x_H), -1, (-1, self.head_dim))
         value_GD = torch.unflatten(self.v_proj(x_H), -1, (-1, self.head_dim))
         return rotate(self.k_norm(key_GD), *turns), value_GD
@@ -125,7 +126,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """The feed-forward part of a layer, a SwiGLU."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer; `forward` is training's, a cached decoder uses its parts."""
+    """One layer; `forward` is for training, a cached decoder uses the parts."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ class Backbone(nn.Module):
         return self.hidden_norm(self.fc(joined))  # type: ignore[no-any-return]
 
     def masked_block(self, first_M: Tensor) -> Tensor:
-        """Tokens of blocks that start with a known token: [token, mask, mask, ...], [M, S]."""
+        """Return the tokens of blocks that start with a known one: [token, mask, ...], [M, S]."""
         rest = first_M.new_full(
             (len(first_M), self.config.block_size - 1), self.config.mask_token_id
         )
@@ -269,11 +270,36 @@ class DFlashDraft(Backbone):
         self.objective = objective
 
     def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
-        return block_loss(self, batch, draw_blocks(batch, self.sampling.num_anchors, context.seed))
+        return self.loss(batch, draw_blocks(batch, self.sampling.num_anchors, context.seed))
+
+    def loss(self, batch: DraftBatch, blocks: Blocks) -> StepOutput:
+        """Return the loss of given blocks. Metrics: `accuracy` and `acceptance_length`.
+
+        `ce`: numerator sum(w CE), denominator sum(w). D-PACE: numerator sum(w CE), denominator the
+        number of samples that have a row to learn.
+        """
+        hidden_MSH = self.block_hidden(batch, blocks)
+        exact = torch.promote_types(hidden_MSH.dtype, torch.float32)
+        targets = Targets.of(batch, blocks, self.config.block_size, self.sampling.gamma, exact)
+        index_R = targets.valid_MS.flatten().nonzero()[:, 0]
+        hidden_RH = hidden_MSH.flatten(0, 1).index_select(0, index_R)
+        label_R = targets.token_MS.flatten()[index_R]
+        loss_R, best_R = cross_entropy(hidden_RH, self.head, label_R)
+        with full_precision(loss_R.device):
+            weight_MS, denominator = targets.weight_MS, targets.weight_MS.sum()
+            if self.objective.loss != "ce":
+                nll_MS = scatter(loss_R.detach(), index_R, targets.valid_MS)
+                weight_MS = dpace_weights(self.objective, nll_MS, targets.valid_MS)
+                learning_B = torch.zeros(len(batch.token_ids_BT), device=loss_R.device, dtype=exact)
+                learning_B[blocks.sample_M[targets.valid_MS.any(-1)]] = 1.0
+                denominator = learning_B.sum()
+            numerator = (loss_R * weight_MS.flatten()[index_R]).sum()
+        hits_MS = scatter(best_R == label_R, index_R, targets.valid_MS)
+        return StepOutput(numerator, denominator, metrics(hits_MS, targets.valid_MS, exact))
 
 
 def target_tensors(target: TargetSpec) -> tuple[Tensor, Tensor | None]:
-    """The target's embedding and head; None for a head that is the embedding."""
+    """Return the target's embedding and head; None for a head that is the embedding."""
     tied = bool(target.text_config.tie_word_embeddings)
     return target.embedding(), None if tied else target.head()
 

@@ -1,13 +1,15 @@
-"""The hooks of DFlash. Thin on purpose: what is heavy is imported inside them."""
+"""The hooks of DFlash. What is slow to import is imported inside them."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
+from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +89,7 @@ def forward_loss(draft: Draft, batch: DraftBatch, context: StepContext) -> StepO
 
 @hookimpl
 def build_disagg_draft_input(last_tokens: Tensor) -> DraftInput:
-    """The last token is enough: the draft's states travel with the KV cache."""
+    """Start from the last token alone: the draft's states travel with the KV cache."""
     from draftcore.contracts.serving import nothing_to_go_on
 
     return nothing_to_go_on(last_tokens)
@@ -119,6 +121,16 @@ def import_draft(folder: Path, target: TargetSpec, options: DFlashOptions) -> Dr
 
 @hookimpl
 def read_export(folder: Path, server: str) -> ServedBackbone:
+    require_tools(server)
     from draftcore_dflash import served
 
     return served.read(folder, server)
+
+
+def require_tools(server: str) -> None:
+    """Raise UsageError where draftcore-tools is missing, which readers of exports are built on."""
+    if importlib.util.find_spec("draftcore_tools") is None:
+        raise UsageError(
+            f"reading an export as {server} does needs draftcore-tools, which is not installed\n"
+            "  pip install draftcore-tools"
+        )

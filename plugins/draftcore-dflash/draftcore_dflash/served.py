@@ -1,38 +1,41 @@
-"""An export as sglang and vLLM compute it, written from their conventions and nothing else here.
+"""Read an export as sglang and vLLM do and compute its drafts, written from their conventions alone.
 
-It shares no code with `serving`, `model` or `drafter` (a test looks): what those have in common
-cannot hide a mistake from `draftcore verify`. Plain on purpose: no cache, context and block anew for
-every question. Another plugin whose draft has this backbone derives its reader from this one.
+It shares no code with `serving`, `model` or `drafter` (a test checks that), so a mistake of theirs
+cannot hide from `draftcore verify`. It is kept plain: no cache, context and block computed anew for
+every question. A plugin whose draft has this backbone derives its reader from this one.
 
 Embedding and head are the target's. Inside a block servers take full layers for bidirectional and
-sliding ones for causal, unless `is_causal` says otherwise for all. What is not there has other
-defaults: sglang spreads the captured layers and looks for a mask token by name, vLLM takes those of
-the target and refuses; a tensor that nothing reads is left alone by sglang and ends vLLM.
+sliding ones for causal, unless `is_causal` says otherwise for all. The two differ where a field is
+missing: sglang spreads the captured layers evenly and looks for a mask token by name; vLLM captures
+three fixed layers and refuses a draft without a mask token. sglang ignores a tensor that nothing
+reads; vLLM refuses it.
 
 Shape letters: T tokens of context, S rows of a block, Z = T + S, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from draftcore_tools.served import (
     attend,
+    head_shape,
     read_folder,
     read_rope,
     require_field,
+    require_layers,
     require_no_others,
     require_server,
     require_tensors,
     rms_norm,
     rotate,
-    square_tensors,
     swiglu,
+    transposed,
+    with_theta,
 )
 from torch import Tensor
 
@@ -46,7 +49,7 @@ ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 @dataclass(frozen=True)
 class ServedBackbone:
-    """The draft; `shift` is for suspects: other layer ids."""
+    """An export as `server` reads it. `suspects` sets `shift` (other layer ids) to try a mistake."""
 
     server: str
     config: Mapping[str, Any]
@@ -71,7 +74,7 @@ class ServedBackbone:
         return self.config.get("dflash_config") or {}
 
     def field(self, name: str) -> Any:
-        """A field of `dflash_config`, or of the top level where that lacks it."""
+        """Return a field of `dflash_config`, or of the top level where that lacks it."""
         found = self.nested.get(name)
         return self.config.get(name) if found is None else found
 
@@ -107,16 +110,10 @@ class ServedBackbone:
         elif ids is None:
             span = host.num_layers - 4
             ids = [round(1 + i * span / (depth - 1)) for i in range(depth)]
-        layers = tuple(int(layer) + self.shift for layer in ids)
-        if not all(0 <= layer < host.num_layers - 1 for layer in layers):
-            raise UnservableError(
-                f"the captured layers are the outputs {list(layers)}; of a target of "
-                f"{host.num_layers} layers the outputs 0 to {host.num_layers - 2} can be captured"
-            )
-        return layers
+        return require_layers(tuple(int(layer) + self.shift for layer in ids), host)
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
-        """Row k of the block [last, mask, mask, ...] predicts the token at its own position."""
+        """Run the block [last, mask, mask, ...]; row k predicts the token at its own position."""
         wanted = len(drafts_K) + 1
         return self.block_hidden(at)[1 : wanted + 1] @ at.host.head_VH.T
 
@@ -126,7 +123,7 @@ class ServedBackbone:
             yield Suspect(
                 f"the layer ids are {amount}: {self.server} takes dflash_config.target_layer_ids for "
                 "outputs of layers, and they are written in the other convention",
-                dataclasses.replace(self, shift=shift),
+                replace(self, shift=shift),
             )
         mask, theta = trained.get("mask_token_id"), dict(trained.get("rope") or host.rope)
         if mask is not None:
@@ -138,7 +135,7 @@ class ServedBackbone:
         yield Suspect(
             f"rope_theta is {read_rope(config).get('rope_theta')}, and the draft was trained with "
             f"{theta.get('rope_theta')}",
-            dataclasses.replace(self, config=_with_theta(config, theta.get("rope_theta"))),
+            replace(self, config=with_theta(config, theta.get("rope_theta"))),
         )
         if size := trained.get("block_size"):
             yield Suspect(
@@ -149,18 +146,15 @@ class ServedBackbone:
             yield Suspect(
                 f"rows of a block were trained with is_causal: {str(causal).lower()}, and "
                 f"{self.server} takes its default for the layer types, or what the config says",
-                dataclasses.replace(self, config={**config, "is_causal": causal}),
+                replace(self, config={**config, "is_causal": causal}),
             )
-        for name in square_tensors(self.tensors):
-            turned = {**self.tensors, name: self.tensors[name].T}
-            yield Suspect(
-                f"the tensor {name} is transposed", dataclasses.replace(self, tensors=turned)
-            )
+        for name, tensors in transposed(self.tensors):
+            yield Suspect(f"the tensor {name} is transposed", replace(self, tensors=tensors))
 
     def nesting(self, **change: Any) -> Self:
-        """The draft with other fields of `dflash_config`."""
+        """Return the draft with other fields of `dflash_config`."""
         config = {**self.config, "dflash_config": {**self.nested, **change}}
-        return dataclasses.replace(self, config=config)
+        return replace(self, config=config)
 
     def block_hidden(self, at: Round) -> Tensor:
         """Run the block over its context; returns normed states, [S, H]."""
@@ -180,8 +174,8 @@ class ServedBackbone:
         self, name: str, read: Mapping[str, Tensor], context_TH: Tensor, hidden_SH: Tensor,
         sees_SZ: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Queries come from the block, keys and values from the bare context and the block."""
-        _, _, width = _heads(self.config)
+        """Run a layer: queries of the block, keys and values of the bare context and the block."""
+        _, _, width = head_shape(self.config)
         weight = {
             n.removeprefix(f"{name}."): t for n, t in read.items() if n.startswith(f"{name}.")
         }
@@ -202,7 +196,7 @@ class ServedBackbone:
         return hidden_SH + swiglu(normed_SH, weight, "mlp")
 
     def _sees(self, layer: int, length: int, device: torch.device) -> Tensor:
-        """Which positions a row of the block attends to, [S, Z]."""
+        """Return which positions a row of the block attends to, [S, Z]."""
         kinds = self.config.get("layer_types") or {}
         sliding = bool(kinds) and kinds[layer] == "sliding_attention"
         causal = self.config.get("is_causal")
@@ -276,9 +270,12 @@ def read_backbone(folder: Path, server: str) -> tuple[dict[str, Any], dict[str, 
 
 
 def backbone_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors that a server fills, with the shapes that config.json gives them."""
+    """Return the tensors that a server fills, with the shapes that config.json gives them."""
     hidden, inner = (int(require_field(config, f"{n}_size")) for n in ("hidden", "intermediate"))
-    depth, (heads, groups, width) = int(require_field(config, "num_hidden_layers")), _heads(config)
+    depth, (heads, groups, width) = (
+        int(require_field(config, "num_hidden_layers")),
+        head_shape(config),
+    )
     nested = config.get("dflash_config") or {}
     layers = nested.get("target_layer_ids") or config.get("target_layer_ids") or range(depth)
     shapes: dict[str, tuple[int, ...]] = {
@@ -300,17 +297,3 @@ def backbone_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "post_attention_layernorm.weight": (hidden,),
     }
     return shapes | {f"layers.{i}.{name}": s for i in range(depth) for name, s in one.items()}
-
-
-def _heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Query heads, key/value heads and their width."""
-    heads = int(require_field(config, "num_attention_heads"))
-    width = config.get("head_dim") or require_field(config, "hidden_size") // heads
-    return heads, int(config.get("num_key_value_heads") or heads), int(width)
-
-
-def _with_theta(config: Mapping[str, Any], theta: Any) -> dict[str, Any]:
-    """A config of another RoPE base, in one spelling."""
-    spellings = ("rope_theta", "rope_scaling", "partial_rotary_factor")
-    rope = {**read_rope(config), "rope_theta": theta}
-    return {n: v for n, v in config.items() if n not in spellings} | {"rope_parameters": rope}

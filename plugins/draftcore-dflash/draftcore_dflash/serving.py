@@ -282,15 +282,14 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             remedy = f"{pickled[0]} is a pickle, which could run code; convert it to safetensors"
         raise UsageError(f"the draft in {folder} has no model.safetensors\n  {remedy}")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    return {_canonical(n): t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
-
-
-def _canonical(name: str) -> str:
-    name = name.removeprefix("model.")
-    for theirs, ours in ALIASES.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
+    found = {}
+    for name, tensor in tensors.items():
+        name = name.removeprefix("model.")
+        for theirs, ours in ALIASES.items():
+            name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+        if not name.endswith("rotary_emb.inv_freq"):
+            found[name] = tensor
+    return found
 
 
 def _check_shapes(

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from draftcore_dflash import plugin
 from draftcore_dflash.config import captured_layers, mask_token
 from draftcore_dflash.options import DFlashOptions
+from draftcore_sdk.algorithm_fixtures import MakeTarget
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +18,6 @@ from draftcore.contracts.algorithm import DataSummary, Draft
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 
-MakeTarget = Callable[..., TargetSpec]
 NOTHING = DataSummary("", 0, 0, 0, 0, {})
 
 

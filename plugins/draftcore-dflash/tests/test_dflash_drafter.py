@@ -1,6 +1,5 @@
 """The cached decoder against training's own forward, and against the target's own `generate`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,16 +9,16 @@ from draftcore_dflash.blocks import Blocks
 from draftcore_dflash.drafter import DFlashDrafter
 from draftcore_dflash.model import Backbone
 from draftcore_dflash.options import DFlashOptions
+from draftcore_sdk.algorithm_fixtures import MakeDraft
 from torch import Tensor
 
 from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import Draft, Sample, SampleId
 from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore.errors import UsageError
-from draftcore.evaluation.decode import evaluate_prompts
+from draftcore.evaluation.decode import EagerRunner, evaluate_prompts
 from draftcore.target import TransformersModel
 
-MakeDraft = Callable[..., Draft]
 LENGTHS = (7, 1, 9)
 WIDTH, VOCAB = 32, 270
 
@@ -167,6 +166,8 @@ def test_decoding_with_a_real_target_is_lossless(
     drafter = make_drafter(make_draft(dtype=torch.float32), model)
     assert drafter.request.names == ("hidden.1", "hidden.3", "hidden.4")
     config = EvalConfig(batch=2, max_new_tokens=12, temperature=temperature)
-    report = evaluate_prompts(model, drafter, [[5, 6, 7], [9], [1, 2, 3, 4, 5]], config)
+    report = evaluate_prompts(
+        EagerRunner(model, drafter), [[5, 6, 7], [9], [1, 2, 3, 4, 5]], config
+    )
     assert report.lossless is (True if temperature == 0 else None)
     assert report.num_drafts == 3

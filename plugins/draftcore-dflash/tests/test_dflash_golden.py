@@ -17,7 +17,7 @@ from draftcore_dflash import plugin
 from draftcore_dflash.attention import Sight
 from draftcore_dflash.blocks import Blocks
 from draftcore_dflash.config import SLIDING, DraftConfig
-from draftcore_dflash.loss import Objective, Sampling, block_loss
+from draftcore_dflash.loss import Objective, Sampling
 from draftcore_dflash.model import DFlashDraft
 from draftcore_dflash.options import DFlashOptions
 from draftcore_dflash.serving import config_fields
@@ -101,7 +101,7 @@ def test_golden_batch_is_collated_alike(golden: Golden) -> None:
 
 def test_golden_loss_metrics_and_every_gradient(golden: Golden) -> None:
     draft, expected = golden.draft(), golden.data["expected"]
-    output = block_loss(draft, golden.batch(), golden.blocks())
+    output = draft.loss(golden.batch(), golden.blocks())
     loss = output.numerator / output.denominator
     loss.backward()
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=golden.loss_rtol)
@@ -163,7 +163,7 @@ def test_golden_attention_masks(golden: Golden) -> None:
 def test_golden_alternatives_on_the_same_inputs(golden: Golden) -> None:
     for name, expected in golden.data["alternatives_same_inputs_and_anchors"].items():
         draft = golden.draft(**alternative(name))
-        output = block_loss(draft, golden.batch(), golden.blocks())
+        output = draft.loss(golden.batch(), golden.blocks())
         numerator, denominator = expected["loss_terms"]
         found = float(output.numerator.detach())
         assert found == pytest.approx(numerator, rel=golden.loss_rtol), name
@@ -196,9 +196,7 @@ def test_golden_accumulation_window(golden: Golden) -> None:
     """Micro-batches of one sample each, with anchors of their own, normalised once."""
     draft = golden.draft()
     outputs = [
-        block_loss(
-            draft, plugin.collate([sample], DFlashOptions()), golden.blocks(f"window.{index}.")
-        )
+        draft.loss(plugin.collate([sample], DFlashOptions()), golden.blocks(f"window.{index}."))
         for index, sample in enumerate(golden.samples())
     ]
     numerator = torch.stack([output.numerator for output in outputs]).sum()

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,26 +12,27 @@ from draftcore_dflash import head, plugin
 from draftcore_dflash.attention import Sight, attend
 from draftcore_dflash.blocks import Blocks, draw_anchors, draw_blocks
 from draftcore_dflash.config import DraftConfig
-from draftcore_dflash.loss import block_loss
 from draftcore_dflash.model import Backbone, DFlashDraft
 from draftcore_dflash.options import DFlashOptions
+from draftcore_sdk.algorithm_fixtures import (
+    MakeDraft,
+    MakeSamples,
+    MakeTarget,
+    accumulate,
+    use_exact_frequencies,
+)
 from torch import Tensor
 from torch.nn import functional
 
 from draftcore.contracts.algorithm import (
     Draft,
-    DraftBatch,
     Sample,
     SampleId,
     StepContext,
-    StepOutput,
 )
-from draftcore.contracts.target import TargetSpec
 
 SEED = 11
 CONTEXT = StepContext(step=0, total_steps=1, seed=SEED)
-MakeDraft = Callable[..., Draft]
-MakeSamples = Callable[..., list[Sample]]
 # fp64 sums of some hundred terms in another order.
 check_close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
 
@@ -167,14 +168,6 @@ class Naive:
         return {k: (weights[k], cross) for k, cross in terms.items()}
 
 
-def use_exact_frequencies(module: Backbone, theta: float = 10000.0) -> None:
-    """Replace frequencies computed in fp32 by the same in fp64, as the naive draft has them."""
-    frequency = module.rotary.inverse_frequency
-    exact = theta ** -(torch.arange(len(frequency), dtype=torch.float64) / len(frequency))
-    torch.testing.assert_close(frequency, exact, rtol=1e-6, atol=0)
-    frequency.copy_(exact)
-
-
 SLIDING = "sliding_attention"
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -201,7 +194,7 @@ def test_loss_and_gradients_equal_a_naive_draft(
 
 
 def test_partial_rotary_factor_of_the_target_is_followed(
-    make_target: Callable[..., TargetSpec], make_draft: MakeDraft, make_samples: MakeSamples
+    make_target: MakeTarget, make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
     draft = make_draft(of=make_target(rope_parameters=rope))
@@ -209,7 +202,7 @@ def test_partial_rotary_factor_of_the_target_is_followed(
 
 
 def test_a_tied_target_lends_its_embedding_as_head(
-    make_target: Callable[..., TargetSpec], make_draft: MakeDraft, make_samples: MakeSamples
+    make_target: MakeTarget, make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     draft = make_draft(of=make_target(tie_word_embeddings=True))
     assert draft.module.target_head is None
@@ -284,21 +277,6 @@ def test_anchors_depend_on_seed_sample_and_epoch_alone(make_samples: MakeSamples
 # ------------------------------------------------------------ batches
 
 
-def gradients_of(draft: Draft, batches: Sequence[DraftBatch]) -> tuple[StepOutput, list[Tensor]]:
-    """Run an accumulation window; return summed numerators and denominators, and gradients."""
-    draft.module.zero_grad()
-    outputs = [plugin.forward_loss(draft, batch, CONTEXT) for batch in batches]
-    numerator, denominator = outputs[0].numerator, outputs[0].denominator
-    counts = dict(outputs[0].counts)
-    for output in outputs[1:]:
-        numerator, denominator = numerator + output.numerator, denominator + output.denominator
-        for name, (above, below) in output.counts.items():
-            counts[name] = (counts[name][0] + above, counts[name][1] + below)
-    total = StepOutput(numerator, denominator, counts)
-    torch.autograd.backward([total.numerator / total.denominator])
-    return total, [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
-
-
 def check_same(first: Any, second: Any) -> None:
     check_close(first[0].numerator, second[0].numerator)
     check_close(first[0].denominator, second[0].denominator)
@@ -323,7 +301,9 @@ def test_padding_does_not_change_the_loss(
         attention_mask_BT=functional.pad(batch.attention_mask_BT, (0, 4)),
         features={n: functional.pad(x, (0, 0, 0, 4), value=3.0) for n, x in batch.features.items()},
     )
-    check_same(gradients_of(draft, [batch]), gradients_of(draft, [padded]))
+    check_same(
+        accumulate(plugin, draft, [batch], CONTEXT), accumulate(plugin, draft, [padded], CONTEXT)
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -333,10 +313,10 @@ def test_any_split_over_micro_batches_gives_one_update(
     """Also with a sample among them that has nothing to learn."""
     draft, samples, options = make_draft(loss=loss), make_samples(9, 5, 7, 3), DFlashOptions()
     samples[1] = masked(samples[1])
-    whole = gradients_of(draft, [plugin.collate(samples, options)])
+    whole = accumulate(plugin, draft, [plugin.collate(samples, options)], CONTEXT)
     for cut in (1, 2, 3):
         parts = [plugin.collate(part, options) for part in (samples[:cut], samples[cut:])]
-        check_same(whole, gradients_of(draft, parts))
+        check_same(whole, accumulate(plugin, draft, parts, CONTEXT))
 
 
 def test_dropped_anchors_change_nothing(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
@@ -344,7 +324,7 @@ def test_dropped_anchors_change_nothing(make_draft: MakeDraft, make_samples: Mak
     assert isinstance(draft.module, DFlashDraft)
     keep = torch.tensor([[True, False, True], [False, True, False]])
     some, none = torch.tensor([[2, 0, 5], [8, 3, 6]]), torch.tensor([[2, 7, 5], [0, 3, 0]])
-    first, second = (block_loss(draft.module, batch, Blocks.of(a, keep)) for a in (some, none))
+    first, second = (draft.module.loss(batch, Blocks.of(a, keep)) for a in (some, none))
     assert torch.equal(first.numerator, second.numerator)
     assert torch.equal(first.denominator, second.denominator)
     assert dict(first.counts) == dict(second.counts)
@@ -375,9 +355,8 @@ def test_a_sample_too_short_for_its_block_is_no_error(
     (sample,) = make_samples(length)
     sample = dataclasses.replace(sample, loss_mask_T=torch.ones(length, dtype=torch.bool))
     batch = plugin.collate([sample], DFlashOptions())
-    output, gradients = gradients_of(
-        make_draft(), [batch, plugin.collate(make_samples(9), DFlashOptions())]
-    )
+    batches = [batch, plugin.collate(make_samples(9), DFlashOptions())]
+    output, gradients = accumulate(plugin, make_draft(), batches, CONTEXT)
     alone = plugin.forward_loss(make_draft(), batch, CONTEXT)
     assert float(alone.denominator) == length - 1
     assert output.numerator.isfinite()
@@ -404,10 +383,10 @@ def test_slices_of_the_head_change_nothing(
     make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft, batch = make_draft(), plugin.collate(make_samples(12, 9), DFlashOptions())
-    whole = gradients_of(draft, [batch])
+    whole = accumulate(plugin, draft, [batch], CONTEXT)
     monkeypatch.setattr(head, "LOGIT_ELEMENTS", 3 * 270)
     assert len(list(head.slices(10, 270))) == 4
-    check_same(whole, gradients_of(draft, [batch]))
+    check_same(whole, accumulate(plugin, draft, [batch], CONTEXT))
 
 
 def test_bf16_compute_keeps_the_loss_in_fp32(
@@ -415,7 +394,7 @@ def test_bf16_compute_keeps_the_loss_in_fp32(
 ) -> None:
     draft = make_draft(dtype=torch.float32)
     batch = plugin.collate(make_samples(30, 20), DFlashOptions())
-    plain, gradients = gradients_of(draft, [batch])
+    plain, gradients = accumulate(plugin, draft, [batch], CONTEXT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = plugin.forward_loss(draft, batch, CONTEXT)
     assert mixed.numerator.dtype == torch.float32
@@ -443,7 +422,7 @@ def test_metrics_count_leading_hits(make_draft: MakeDraft, make_samples: MakeSam
     sample.token_ids_T[4:7] = proposed[1:4]
 
     def measure() -> dict[str, tuple[float, float]]:
-        output = block_loss(module, plugin.collate([sample], DFlashOptions()), blocks)
+        output = module.loss(plugin.collate([sample], DFlashOptions()), blocks)
         return {name: (float(a), float(b)) for name, (a, b) in output.counts.items()}
 
     assert measure() == {"accuracy": (3, 3), "acceptance_length": (4, 1)}

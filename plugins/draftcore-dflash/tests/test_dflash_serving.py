@@ -1,8 +1,6 @@
 """Exports reload exactly, say what servers read, and damaged drafts are refused by name."""
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +8,15 @@ import pytest
 import torch
 from draftcore_dflash import plugin
 from draftcore_dflash.options import DFlashOptions
+from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples, MakeTarget, Refusals, drop, put
 from draftcore_sdk.exports import GONE, change_config, change_tensors, config_of
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from draftcore.contracts.algorithm import DataSummary, Draft, StepContext
 from draftcore.contracts.target import TargetSpec
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import UsageError
 
-MakeDraft = Callable[..., Draft]
 NOTHING = DataSummary("", 0, 0, 0, 0, {})
 SLIDING = "sliding_attention"
 LAYER_TENSORS = {
@@ -51,7 +49,7 @@ def test_an_export_reloads_bit_for_bit(
     make_draft: MakeDraft,
     folder: Path,
     target: TargetSpec,
-    make_samples: Callable[..., Any],
+    make_samples: MakeSamples,
 ) -> None:
     draft = make_draft(dtype=torch.float32, **options)
     plugin.export_draft(draft, folder, "serving")
@@ -128,7 +126,7 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
 def test_rope_survives_in_either_spelling(
     rope: dict[str, Any],
-    make_target: Callable[..., TargetSpec],
+    make_target: MakeTarget,
     make_draft: MakeDraft,
     folder: Path,
 ) -> None:
@@ -202,14 +200,6 @@ def test_a_config_we_would_compute_differently_is_refused(
         plugin.import_draft(exported[1], target, DFlashOptions())
 
 
-def drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
-    return lambda tensors: tensors.pop(name)
-
-
-def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], Any]:
-    return lambda tensors: tensors.update({name: tensor})
-
-
 REFUSED_TENSORS = {
     "missing": (drop("hidden_norm.weight"), r"missing hidden_norm.weight \[32\]"),
     "a head": (put("lm_head.weight", torch.ones(32, 32)), r"unknown lm_head.weight \[32, 32\]"),
@@ -227,29 +217,8 @@ def test_damaged_tensors_are_refused_by_name(
         plugin.import_draft(exported[1], target, DFlashOptions())
 
 
-def test_pickles_are_not_read(exported: tuple[Draft, Path], target: TargetSpec) -> None:
-    folder = exported[1]
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UsageError, match=r"pytorch_model.bin is a pickle.*safetensors"):
-        plugin.import_draft(folder, target, DFlashOptions())
-
-
-def test_an_absent_folder_and_an_unknown_layout_are_explained(
-    make_draft: MakeDraft, folder: Path, target: TargetSpec
-) -> None:
-    with pytest.raises(UsageError, match=re.escape("no config.json")):
-        plugin.import_draft(folder, target, DFlashOptions())
-    with pytest.raises(UsageError, match=r"did you mean 'serving'\?"):
-        plugin.export_draft(make_draft(), folder, "servin")
-    assert not folder.exists()
-
-
-def test_a_diverged_draft_is_not_exported(make_draft: MakeDraft, folder: Path) -> None:
-    draft = make_draft()
-    draft.module.get_parameter("fc.weight").data[3, 3] = float("nan")
-    with pytest.raises(DraftcoreError, match=r"fc.weight is not finite"):
-        plugin.export_draft(draft, folder, "serving")
-    assert not folder.exists()
+class TestRefusals(Refusals):
+    pass
 
 
 # ------------------------------------------------------------ warm start

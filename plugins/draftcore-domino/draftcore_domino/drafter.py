@@ -16,7 +16,7 @@ from draftcore_domino.model import DominoDraft
 
 
 class DominoDrafter(DFlashDrafter):
-    """Decodes with a Domino draft; see `evaluation.Drafter`."""
+    """Decodes with a Domino draft; see `contracts.algorithm.Drafter`."""
 
     def __init__(self, draft: DominoDraft, num_drafts: int | None, dtype: str) -> None:
         super().__init__(draft, num_drafts, dtype)

@@ -5,7 +5,8 @@ head makes up for that: a GRU reads the tokens of the block one after another, a
 [block state, GRU state] is added to the base logits. The GRU computes in its weights' own
 precision, also under autocast: its states compound rounding over the block.
 
-Shape letters: M kept blocks, S rows of a block, H hidden, G GRU state, E rank of the correction.
+Shape letters: M kept blocks, S rows of a block, R rows with weight, H hidden, G GRU state, E rank of
+the correction.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from draftcore_dflash.attention import full_precision
-from draftcore_dflash.blocks import Blocks, draw_blocks
-from draftcore_dflash.loss import Sampling
+from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
+from draftcore_dflash.loss import Sampling, metrics, scatter
 from draftcore_dflash.model import Backbone, as_draft, target_tensors
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
 from draftcore_domino.config import DominoConfig
-from draftcore_domino.loss import Schedule, domino_loss
+from draftcore_domino.head import corrected_cross_entropy
+from draftcore_domino.loss import Schedule
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
@@ -51,7 +53,43 @@ class DominoDraft(Backbone):
 
     def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
         blocks = draw_blocks(batch, self.sampling.num_anchors, context.seed)
-        return domino_loss(self, batch, blocks, self.schedule.base_share(context))
+        return self.loss(batch, blocks, self.schedule.base_share(context))
+
+    def loss(self, batch: DraftBatch, blocks: Blocks, base_share: float) -> StepOutput:
+        """Return the loss of given blocks: sum(w ((1 - share) CE_final + share CE_base)) / sum(w).
+
+        Rows weigh as in DFlash. Metrics: `final_loss`, `accuracy`, `acceptance_length`, the same
+        with `base_`, and `lambda`.
+        """
+        config, gamma = self.domino, self.sampling.gamma
+        hidden_MSH, states_MSG = self.block_hidden(batch, blocks), self.prefix_states(batch, blocks)
+        exact = torch.promote_types(hidden_MSH.dtype, torch.float32)
+        targets = Targets.of(
+            batch, blocks, config.block_size, gamma, exact, shifted=config.shift_label
+        )
+        index_R = targets.valid_MS.flatten().nonzero()[:, 0]
+        weight_R, label_R = (x.flatten()[index_R] for x in (targets.weight_MS, targets.token_MS))
+        hidden_RH = hidden_MSH.flatten(0, 1).index_select(0, index_R)
+        low_RE = self.low_rank(hidden_RH, states_MSG.flatten(0, 1).index_select(0, index_R))
+        corrected_R = index_R % config.block_size >= config.first_corrected_row
+        losses = corrected_cross_entropy(
+            hidden_RH, low_RE * corrected_R[:, None].to(low_RE.dtype), self.head,
+            self.up.weight, label_R, weight_R, base_share,
+        )  # fmt: skip
+        denominator = weight_R.sum()
+        final_MS, base_MS = (
+            scatter(best_R == label_R, index_R, targets.valid_MS)
+            for best_R in (losses.final_best_R, losses.base_best_R)
+        )
+        share = denominator.new_tensor(base_share)
+        counts = {
+            "final_loss": ((losses.final_R * weight_R).sum(), denominator),
+            "base_loss": ((losses.base_R * weight_R).sum(), denominator),
+            **metrics(final_MS, targets.valid_MS, exact),
+            **metrics(base_MS, targets.valid_MS, exact, prefix="base_"),
+            "lambda": (share, torch.ones_like(share)),
+        }
+        return StepOutput(losses.objective, denominator, counts)
 
     def read(self, tokens_MT: Tensor, state_1MG: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Let the GRU read tokens; returns its states after each, [M, T, G], and the last one."""
@@ -62,7 +100,7 @@ class DominoDraft(Backbone):
         return states_MTG, state_1MG
 
     def prefix_states(self, batch: DraftBatch, blocks: Blocks) -> Tensor:
-        """The GRU's state for each row of a block, after the true tokens before the predicted one.
+        """Return the GRU's state for each row, after the true tokens before the one it predicts.
 
         [M, S, G]. Rows past the end of a sample read its last token; nothing is learned there.
         """
@@ -73,7 +111,7 @@ class DominoDraft(Backbone):
         return states_MSG if self.domino.shift_label else states_MSG.roll(1, 1)
 
     def low_rank(self, hidden: Tensor, states: Tensor) -> Tensor:
-        """The correction before its last map: [..., H] and [..., G] to [..., E]."""
+        """Return the correction before its last map: [..., H] and [..., G] to [..., E]."""
         down, activation, _ = self.embed_proj
         joined = torch.cat([hidden, states.to(hidden.dtype)], -1)
         return activation(down(joined))  # type: ignore[no-any-return]

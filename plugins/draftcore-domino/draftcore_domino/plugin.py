@@ -1,4 +1,4 @@
-"""The hooks of Domino. Thin on purpose: what is heavy is imported inside them."""
+"""The hooks of Domino. What is slow to import is imported inside them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# A batch is collated, a module called and a request taken over as in DFlash: our hooks as well.
-from draftcore_dflash.plugin import build_disagg_draft_input, collate, forward_loss
+# The first three are hooks: Domino collates, trains and takes a prefilled request over as DFlash does.
+from draftcore_dflash.plugin import (
+    build_disagg_draft_input,
+    collate,
+    forward_loss,
+    require_tools,
+)
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
@@ -98,6 +103,7 @@ def import_draft(folder: Path, target: TargetSpec, options: DominoOptions) -> Dr
 
 @hookimpl
 def read_export(folder: Path, server: str) -> ServedDomino:
+    require_tools(server)
     from draftcore_domino import served
 
     return served.read(folder, server)

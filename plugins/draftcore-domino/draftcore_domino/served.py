@@ -1,8 +1,8 @@
-"""An export as sglang computes it: DFlash's served backbone, and the causal head token by token.
+"""Read an export as sglang does: DFlash's served backbone, and the causal head token by token.
 
-Written from the server's conventions alone, as draftcore-dflash's `served`, on which it stands; it
-shares no code with `serving`, `model` or `drafter` (a test looks). sglang is the only server that
-knows the head, and it refuses what it does not find complete.
+It is written from the server's conventions alone, on top of draftcore-dflash's `served`, and shares
+no code with `serving`, `model` or `drafter` (a test checks that). sglang is the only server that
+knows the head, and it refuses a head that is not complete.
 
 Shape letters: S rows of a block, K drafts, H hidden, G GRU state, V vocabulary.
 """
@@ -27,10 +27,10 @@ FIELDS = ("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim")
 
 @dataclass(frozen=True)
 class ServedDomino(ServedBackbone):
-    """The draft."""
+    """An export as sglang reads it."""
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
-        """Proposal 0 is the base logits' own; from 1 on a correction of low rank is added."""
+        """Take proposal 0 from the base logits alone; add a low-rank correction from 1 on."""
         read = {name: tensor.to(at.tokens_T.device) for name, tensor in self.tensors.items()}
         first = 0 if self.field("shift_label") else 1
         rows_KH = self.block_hidden(at)[first : first + len(drafts_K) + 1]
@@ -58,7 +58,7 @@ class ServedDomino(ServedBackbone):
 
 
 def _gru(x_H: Tensor, state_G: Tensor, read: Mapping[str, Tensor]) -> Tensor:
-    """One step of a GRU without biases; its gates are stacked reset, update, new."""
+    """Run one step of a GRU without biases; its gates are stacked reset, update, new."""
     reset_x, update_x, new_x = (read["prefix_gru.weight_ih_l0"] @ x_H).chunk(3)
     reset_h, update_h, new_h = (read["prefix_gru.weight_hh_l0"] @ state_G).chunk(3)
     reset, update = torch.sigmoid(reset_x + reset_h), torch.sigmoid(update_x + update_h)

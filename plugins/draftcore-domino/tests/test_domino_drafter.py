@@ -1,6 +1,5 @@
 """The causal decoder against one teacher-forced pass of training, and a real target's `generate`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,16 +9,16 @@ from draftcore_domino import plugin
 from draftcore_domino.drafter import DominoDrafter
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
+from draftcore_sdk.algorithm_fixtures import MakeDraft
 from torch import Tensor
 
 from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import Draft, Sample, SampleId
 from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore.errors import UsageError
-from draftcore.evaluation.decode import evaluate_prompts
+from draftcore.evaluation.decode import EagerRunner, evaluate_prompts
 from draftcore.target import TransformersModel
 
-MakeDraft = Callable[..., Draft]
 WIDTH, BLOCK = 32, 4
 SHIFTS = pytest.mark.parametrize("shift", [True, False])
 
@@ -129,6 +128,8 @@ def test_decoding_with_a_real_target_is_lossless(
     """The evaluator compares every greedy output with the target's own; it raises if one differs."""
     drafter = make_drafter(make_draft(dtype=torch.float32, shift_label=shift), model)
     config = EvalConfig(batch=2, max_new_tokens=12, temperature=temperature)
-    report = evaluate_prompts(model, drafter, [[5, 6, 7], [9], [1, 2, 3, 4, 5]], config)
+    report = evaluate_prompts(
+        EagerRunner(model, drafter), [[5, 6, 7], [9], [1, 2, 3, 4, 5]], config
+    )
     assert report.lossless is (True if temperature == 0 else None)
     assert report.num_drafts == 3

@@ -19,7 +19,7 @@ from draftcore_dflash.blocks import Blocks
 from draftcore_dflash.loss import Sampling
 from draftcore_dflash.serving import config_fields
 from draftcore_domino.config import DominoConfig
-from draftcore_domino.loss import Schedule, domino_loss
+from draftcore_domino.loss import Schedule
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
 from draftcore_domino.serving import head_fields
@@ -86,7 +86,7 @@ class Golden:
 
     def run(self, draft: DominoDraft, share: float | None = None) -> StepOutput:
         share = self.schedule.base_share(self.context) if share is None else share
-        return domino_loss(draft, self.batch(), self.blocks(), share)
+        return draft.loss(self.batch(), self.blocks(), share)
 
 
 @pytest.fixture(params=NAMES)

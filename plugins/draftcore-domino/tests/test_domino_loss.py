@@ -6,7 +6,7 @@ The backbone's own naive reference is in draftcore-dflash's tests; here its stat
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,19 +14,18 @@ import torch
 from draftcore_dflash import head
 from draftcore_dflash.blocks import Blocks, draw_blocks
 from draftcore_domino import plugin
-from draftcore_domino.loss import Schedule, domino_loss
+from draftcore_domino.loss import Schedule
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
+from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples, accumulate
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
+from draftcore.contracts.algorithm import DraftBatch, StepContext
 from draftcore.errors import UsageError
 
 SEED = 11
 CONTEXT = StepContext(step=3, total_steps=20, seed=SEED)  # lambda 0.7
-MakeDraft = Callable[..., Draft]
-MakeSamples = Callable[..., list[Sample]]
 OPTIONS = DominoOptions()
 # fp64 sums of some hundred terms in another order.
 check_close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
@@ -148,22 +147,6 @@ def test_the_context_decides_what_is_trained(
 # ------------------------------------------------------------ batches
 
 
-def gradients_of(draft: Draft, batches: Sequence[DraftBatch]) -> tuple[StepOutput, list[Tensor]]:
-    """Run an accumulation window; return summed numerators and denominators, and gradients."""
-    draft.module.zero_grad()
-    outputs = [plugin.forward_loss(draft, batch, CONTEXT) for batch in batches]
-    numerator, denominator = outputs[0].numerator, outputs[0].denominator
-    counts = dict(outputs[0].counts)
-    for output in outputs[1:]:
-        numerator, denominator = numerator + output.numerator, denominator + output.denominator
-        for name, (above, below) in output.counts.items():
-            counts[name] = (counts[name][0] + above, counts[name][1] + below)
-    counts["lambda"] = (counts["lambda"][0] / counts["lambda"][1], torch.ones(()))
-    total = StepOutput(numerator, denominator, counts)
-    torch.autograd.backward([total.numerator / total.denominator])
-    return total, [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
-
-
 def check_same(first: Any, second: Any) -> None:
     check_close(first[0].numerator, second[0].numerator)
     check_close(first[0].denominator, second[0].denominator)
@@ -189,9 +172,9 @@ def test_slices_of_the_head_change_nothing(
     make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft, batch = make_draft(), plugin.collate(make_samples(12, 9), OPTIONS)
-    whole = gradients_of(draft, [batch])
+    whole = accumulate(plugin, draft, [batch], CONTEXT)
     monkeypatch.setattr(head, "LOGIT_ELEMENTS", 3 * 270)
-    check_same(whole, gradients_of(draft, [batch]))
+    check_same(whole, accumulate(plugin, draft, [batch], CONTEXT))
 
 
 def test_the_gru_reads_each_block_once(
@@ -202,7 +185,7 @@ def test_the_gru_reads_each_block_once(
     assert isinstance(module, DominoDraft)
     module.prefix_gru.register_forward_hook(lambda _, given, __: shapes.append(given[0].shape))
     blocks = draw_blocks(batch, 5, SEED)
-    domino_loss(module, batch, blocks, 0.5)
+    module.loss(batch, blocks, 0.5)
     assert shapes == [(len(blocks.anchor_M), 4, 32)]
 
 
@@ -213,7 +196,7 @@ def test_bf16_compute_keeps_the_loss_and_the_gru_in_fp32(
     batch = plugin.collate(make_samples(30, 20), OPTIONS)
     module = draft.module
     assert isinstance(module, DominoDraft)
-    plain, gradients = gradients_of(draft, [batch])
+    plain, gradients = accumulate(plugin, draft, [batch], CONTEXT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = plugin.forward_loss(draft, batch, CONTEXT)
         states, _ = module.read(batch.token_ids_BT)

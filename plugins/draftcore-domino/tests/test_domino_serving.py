@@ -1,6 +1,5 @@
 """Exports keep sglang's contract and reload exactly; damaged drafts are refused by name."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from draftcore_dflash.options import DFlashOptions
 from draftcore_domino import plugin
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
+from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples
 from draftcore_sdk.exports import GONE, change_config, change_tensors, config_of
 from safetensors.torch import load_file
 
@@ -18,7 +18,6 @@ from draftcore.contracts.algorithm import DataSummary, Draft, StepContext
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 
-MakeDraft = Callable[..., Draft]
 CONTEXT = StepContext(3, 20, 0)
 HEAD = {
     "prefix_gru.weight_ih_l0": (36, 32),
@@ -41,7 +40,7 @@ def test_an_export_reloads_bit_for_bit(
     make_draft: MakeDraft,
     folder: Path,
     target: TargetSpec,
-    make_samples: Callable[..., Any],
+    make_samples: MakeSamples,
 ) -> None:
     draft = make_draft(dtype=torch.float32, shift_label=shift)
     plugin.export_draft(draft, folder, "serving")

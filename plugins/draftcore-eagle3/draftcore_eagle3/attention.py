@@ -92,7 +92,7 @@ class _JointAttention(torch.autograd.Function):
 
 
 def _extra_scores(query_NAD: Tensor, extra_key_NGXD: Tensor) -> Tensor:
-    """Scores of each row's query with its own extra keys, [N, A, X], in fp32 or fp64."""
+    """Score each row's query with its own extra keys; returns [N, A, X] in fp32 or fp64."""
     exact = torch.promote_types(query_NAD.dtype, torch.float32)
     query_NGRD = _grouped(query_NAD.to(exact), extra_key_NGXD) * query_NAD.shape[-1] ** -0.5
     scores_NGRX: Tensor = query_NGRD @ extra_key_NGXD.to(exact).mT
@@ -112,7 +112,7 @@ def _pad(x_NAD: Tensor, like_BATD: Tensor, rows_N: Tensor) -> Tensor:
 
 
 def _take(x_BAT: Tensor, rows_N: Tensor) -> Tensor:
-    """The inverse of `_pad`: [B, A, T, ...] to [N, A, ...]."""
+    """Undo `_pad`: turn [B, A, T, ...] into [N, A, ...]."""
     return x_BAT.transpose(1, 2).flatten(0, 1).index_select(0, rows_N)
 
 
@@ -121,7 +121,7 @@ def _take(x_BAT: Tensor, rows_N: Tensor) -> Tensor:
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return output [B, A, T, D], log-sum-exp [B, A, T], and what the backward wants besides."""
+    """Return output [B, A, T, D], log-sum-exp [B, A, T], and what else the backward needs."""
     if query.device.type == "cpu":
         output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, True

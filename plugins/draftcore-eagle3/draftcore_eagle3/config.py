@@ -69,7 +69,7 @@ class DraftConfig:
 
 
 def from_target(target: TargetSpec, options: Eagle3Options) -> DraftConfig:
-    """Take the target's sizes where the options set none.
+    """Return a draft's shape: the target's sizes where the options set none.
 
     Raises UsageError where the target lacks a size, has no supported RoPE, or is too shallow.
     """

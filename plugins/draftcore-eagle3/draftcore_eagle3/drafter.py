@@ -29,7 +29,7 @@ class DraftState:
     """A batch being decoded.
 
     keys_BGSD, values_BGSD: the cache. hidden_BPH, tokens_BP: pending rows, of which the first
-    counts_B are valid; row 0 stands at position start_B.
+    counts_B are valid; row 0 is at position start_B.
     """
 
     keys_BGSD: Tensor
@@ -41,7 +41,7 @@ class DraftState:
 
 
 class Eagle3Drafter:
-    """Decodes with a draft in its own dtype and on its own device; see `evaluation.Drafter`."""
+    """Decodes with a draft in its own dtype and on its own device; see `contracts.algorithm.Drafter`."""
 
     def __init__(self, draft: Eagle3Draft, num_drafts: int, dtype: str) -> None:
         self.draft, self.num_drafts = draft, num_drafts

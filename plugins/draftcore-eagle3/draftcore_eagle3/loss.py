@@ -1,12 +1,15 @@
-"""The training-time test: K draft steps on every row at once, each fed by the one before.
+"""The rows, the teacher and the loss of a step of the training-time test.
+
+The test itself is `Eagle3Draft.forward`: K draft steps on every row at once, each fed by the one
+before.
 
 Row t of a sample holds the target's features of token t and token t+1, and predicts token t+2,
 for which the teacher is the target's head on its last hidden state at t+1. At step k row t has
-moved on by k: token t+1+k, position t+k, teacher of row u = t+k. So a supervised teacher row u is
-met at step k by draft row u-k, and the arithmetic is arranged around those rows only:
+moved on by k: token t+1+k, position t+k, teacher of row u = t+k. So step k meets the supervised
+teacher row u at draft row u-k, and only the rows that this takes are computed:
 
-- the teacher and the LM head run on supervised rows u (at step k the head reads draft row u-k;
-  where u < k there is none, the weight is 0 and any row stands in, which saves a host sync);
+- the teacher and the LM head run on supervised rows u. At step k the head reads draft row u-k.
+  Where u < k there is none: any row stands in with weight 0, which saves a host sync;
 - queries, MLP and later steps run on *active* rows, those that meet a supervised row at any step;
 - step-0 keys and values need all rows, and nothing else does.
 
@@ -18,7 +21,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -26,11 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.contracts.algorithm import DraftBatch, StepOutput
-from draftcore_eagle3.attention import attend, full_precision
+from draftcore_eagle3.attention import full_precision
 
 if TYPE_CHECKING:
-    from draftcore_eagle3.model import Eagle3Draft
     from draftcore_eagle3.options import Eagle3Options
 
 # Teacher logits exist for this many elements at a time: 256 MiB in fp32.
@@ -92,34 +93,38 @@ class Teacher:
     label_M: Tensor
 
 
-def training_time_test(draft: Eagle3Draft, batch: DraftBatch) -> StepOutput:
-    """Return the loss of a batch and its metrics per step k.
+@torch.no_grad()
+def teach(
+    head_VH: Tensor, ids_U: Tensor | None, last_hidden_BTH: Tensor, supervised_M: Tensor
+) -> Teacher:
+    """Run the target's head at the supervised rows, a slice at a time.
 
-    `batch.loss_mask_BT` marks supervised rows. For `kl` the numerator is the sum over steps k
-    and rows of decay^k * cross entropy, the denominator the number of real rows. The LK losses are
-    means of the micro-batch: numerator their value, denominator 1 (0 if nothing is supervised).
-    Metrics: `accuracy_k`, `acceptance_rate_k`, `loss_k`.
+    `ids_U` are the target ids of the draft vocabulary; None for the full one.
     """
-    objective = draft.objective
-    rows = Rows.of(batch.loss_mask_BT, objective.ttt_length)
-    teacher = teach(draft, batch.features["last_hidden"], rows.supervised_M)
-    exact, known_M = teacher.probs_MU.dtype, teacher.label_M >= 0
-    num_rows = batch.attention_mask_BT.sum().to(exact)
-    losses, counts = [], {}
-    for step, normed_NH in enumerate(unroll(draft, batch, rows)):
-        slots_M, there_M = rows.drafted(step)
-        logits_MU = draft.lm_head(normed_NH.index_select(0, slots_M))
-        with full_precision(logits_MU.device):
-            weight_M = (there_M & known_M).to(exact)
-            loss, shares = step_loss(objective, logits_MU, teacher, weight_M, num_rows)
-            correct_M = (logits_MU.argmax(-1) == teacher.label_M) & there_M
-        losses.append(objective.step_decay**step * loss[0])
-        counts[f"accuracy_{step}"] = (correct_M.sum().to(exact), there_M.sum().to(exact))
-        counts[f"acceptance_rate_{step}"] = shares
-        counts[f"loss_{step}"] = (loss[0].detach(), loss[1])
-    numerator = torch.stack(losses).sum()
-    denominator = num_rows if objective.loss == "kl" else known_M.any().to(exact)
-    return StepOutput(numerator, denominator, counts)
+    hidden_MH = last_hidden_BTH.flatten(0, 1).index_select(0, supervised_M + 1).to(head_VH.dtype)
+    index_V = torch.arange(len(head_VH), device=head_VH.device)
+    if ids_U is not None:
+        index_V = torch.full_like(index_V, -1).index_copy(0, ids_U, index_V[: len(ids_U)])
+    # Slices are counted from the batch's shape, which torch.compile knows; late ones may be empty.
+    size = max(1, TEACHER_ELEMENTS // len(head_VH))
+    parts = [
+        _teach_rows(functional.linear(hidden_MH[start : start + size], head_VH), ids_U, index_V)
+        for start in range(0, last_hidden_BTH.shape[0] * last_hidden_BTH.shape[1], size)
+    ]
+    share_MU, label_M, *probs = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Teacher(probs[0] if probs else share_MU, share_MU, label_M)
+
+
+def _teach_rows(logits_mV: Tensor, ids_U: Tensor | None, index_V: Tensor) -> tuple[Tensor, ...]:
+    """Return shares and labels, and where the vocabulary is not full renormalised shares."""
+    with full_precision(logits_mV.device):
+        label_m = index_V[logits_mV.argmax(-1)]
+        share_mV = logits_mV.softmax(-1, dtype=torch.promote_types(logits_mV.dtype, torch.float32))
+        if ids_U is None:
+            return share_mV, label_m
+        # Not the share divided by its sum: that may be 0/0 where the draft knows no likely token.
+        probs_mU = logits_mV.index_select(1, ids_U).softmax(-1, dtype=share_mV.dtype)
+        return share_mV.index_select(1, ids_U), label_m, probs_mU
 
 
 def step_loss(
@@ -147,75 +152,6 @@ def step_loss(
     blend = objective.kl_scale * torch.exp(-objective.kl_decay * rate.detach())
     loss = blend * cross_entropy / num_rows.clamp_min(1) + (1 - blend) * (1 - rate)
     return (loss * some, some), shares
-
-
-def unroll(draft: Eagle3Draft, batch: DraftBatch, rows: Rows) -> Iterator[Tensor]:
-    """Yield each step's normed output on the active rows, [N, H]."""
-    layer, attention = draft.midlayer, draft.midlayer.self_attn
-    steps, (batch_size, length) = draft.objective.ttt_length, batch.token_ids_BT.shape
-    cos, sin = draft.rotary(torch.arange(length + steps, device=batch.token_ids_BT.device))
-    embedding_half, hidden_half = attention.split_weight()
-
-    next_tokens = functional.pad(batch.token_ids_BT[:, 1:], (0, 1)).flatten()
-    from_token = functional.linear(layer.input_layernorm(draft.embed(next_tokens)), embedding_half)
-    hidden = draft.combine(batch.features).flatten(0, 1)
-    qkv = from_token + functional.linear(layer.hidden_norm(hidden), hidden_half)
-    query, key, value = attention.heads_of(qkv, cos[rows.time_BT], sin[rows.time_BT])
-    share = query.shape[1] // key.shape[1]
-    key_BATD, value_BATD = (
-        _by_head(x.repeat_interleave(share, 1), batch_size) for x in (key, value)
-    )
-
-    active_N, time_N = rows.active_N, rows.time_BT[rows.active_N]
-    query, hidden = query.index_select(0, active_N), hidden.index_select(0, active_N)
-    nothing = (len(active_N), attention.heads[1], 0, query.shape[-1])
-    extra_key, extra_value = query.new_empty(nothing), query.new_empty(nothing)
-    for step in range(steps):
-        if step > 0:
-            later_N = (active_N + step).clamp_max(batch_size * length - 1)
-            qkv = from_token.index_select(0, later_N)
-            qkv = qkv + functional.linear(layer.hidden_norm(hidden), hidden_half)
-            query, key, value = attention.heads_of(qkv, cos[time_N + step], sin[time_N + step])
-            extra_key = torch.cat([extra_key, key[:, :, None]], 2)
-            extra_value = torch.cat([extra_value, value[:, :, None]], 2)
-        attended = attend(query, key_BATD, value_BATD, extra_key, extra_value, active_N)
-        normed, hidden = draft.head_and_feedback(layer.finish(hidden, attended))
-        yield normed
-
-
-def _by_head(x_BT_AD: Tensor, batch: int) -> Tensor:
-    """Turn flat rows [B*T, A, D] into [B, A, T, D]."""
-    return x_BT_AD.view(batch, -1, *x_BT_AD.shape[1:]).transpose(1, 2)
-
-
-@torch.no_grad()
-def teach(draft: Eagle3Draft, last_hidden_BTH: Tensor, supervised_M: Tensor) -> Teacher:
-    """Run the target's head at the supervised rows, a slice at a time."""
-    ids_U, head_VH = draft.token_ids(), draft.teacher_head.to(draft.compute_dtype)
-    hidden_MH = last_hidden_BTH.flatten(0, 1).index_select(0, supervised_M + 1).to(head_VH.dtype)
-    index_V = torch.arange(len(head_VH), device=head_VH.device)
-    if ids_U is not None:
-        index_V = torch.full_like(index_V, -1).index_copy(0, ids_U, index_V[: len(ids_U)])
-    # Slices are counted from the batch's shape, which torch.compile knows; late ones may be empty.
-    size = max(1, TEACHER_ELEMENTS // len(head_VH))
-    parts = [
-        _teach_rows(functional.linear(hidden_MH[start : start + size], head_VH), ids_U, index_V)
-        for start in range(0, last_hidden_BTH.shape[0] * last_hidden_BTH.shape[1], size)
-    ]
-    share_MU, label_M, *probs = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Teacher(probs[0] if probs else share_MU, share_MU, label_M)
-
-
-def _teach_rows(logits_mV: Tensor, ids_U: Tensor | None, index_V: Tensor) -> tuple[Tensor, ...]:
-    """Return shares and labels, and where the vocabulary is not full renormalised shares."""
-    with full_precision(logits_mV.device):
-        label_m = index_V[logits_mV.argmax(-1)]
-        share_mV = logits_mV.softmax(-1, dtype=torch.promote_types(logits_mV.dtype, torch.float32))
-        if ids_U is None:
-            return share_mV, label_m
-        # Not the share divided by its sum: that may be 0/0 where the draft knows no likely token.
-        probs_mU = logits_mV.index_select(1, ids_U).softmax(-1, dtype=share_mV.dtype)
-        return share_mV.index_select(1, ids_U), label_m, probs_mU
 
 
 def simulated_acceptance_length(metrics: Mapping[str, float]) -> float:

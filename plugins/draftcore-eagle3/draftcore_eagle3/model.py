@@ -1,19 +1,19 @@
 """The EAGLE-3 draft: one Llama layer between features of the target and its next tokens.
 
-What is odd about it: the layer reads the RMS-normed token embedding *and* the RMS-normed hidden
-input side by side, so q/k/v are 2H wide, while the residual is the hidden input before its norm.
-The half of q/k/v that comes from the embedding depends on the token alone; training projects it
-once and shifts it from step to step (`Attention.split_weight`). The target's embedding and head
-are buffers outside the state dict, in the target's own dtype; whatever uses them casts.
+Unlike a Llama layer it reads the RMS-normed token embedding and the RMS-normed hidden input side by
+side, so the inputs of q/k/v are 2H wide; the residual is the hidden input before its norm. The half
+of q/k/v that comes from the embedding depends on the token alone: training projects it once and
+shifts it from step to step (`Attention.split_weight`). The target's embedding and head are buffers
+outside the state dict, in the target's own dtype; whatever uses them casts.
 
-Shape letters: B batch, T tokens, H hidden, V target and U draft vocabulary, A query heads,
-G key/value heads, D head width, Q = (A + 2G) * D.
+Shape letters: B batch, T tokens, N active and M supervised rows (see `loss`), H hidden, V target and
+U draft vocabulary, A query heads, G key/value heads, D head width, Q = (A + 2G) * D.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,9 +29,10 @@ from draftcore.contracts.algorithm import (
     StepOutput,
     TrainingDefaults,
 )
+from draftcore_eagle3.attention import attend, full_precision
 from draftcore_eagle3.config import DraftConfig
-from draftcore_eagle3.loss import Objective, training_time_test
-from draftcore_eagle3.vocabulary import select_tokens, to_ids, to_offsets
+from draftcore_eagle3.loss import Objective, Rows, step_loss, teach
+from draftcore_eagle3.vocabulary import to_ids, to_offsets
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
@@ -120,7 +121,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """The feed-forward part of a layer, a SwiGLU."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -188,9 +189,6 @@ class Eagle3Draft(nn.Module):
         self.register_buffer("embed_tokens", embedding_VH, persistent=False)
         self.register_buffer("target_head", head_VH, persistent=False)
 
-    def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
-        return training_time_test(self, batch)
-
     @property
     def teacher_head(self) -> Tensor:
         """The target's LM head, [V, H]."""
@@ -225,6 +223,74 @@ class Eagle3Draft(nn.Module):
         normed_H = self.norm(output_H)
         return normed_H, normed_H if self.config.norm_output else output_H
 
+    # ------------------------------------------------------------ training
+
+    def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
+        """Return the loss of a batch and its metrics per step k.
+
+        `batch.loss_mask_BT` marks supervised rows. For `kl` the numerator is the sum over steps k
+        and rows of decay^k * cross entropy, the denominator the number of real rows. The LK losses
+        are means of the micro-batch: numerator their value, denominator 1 (0 if nothing is
+        supervised). Metrics: `accuracy_k`, `acceptance_rate_k`, `loss_k`.
+        """
+        objective = self.objective
+        rows = Rows.of(batch.loss_mask_BT, objective.ttt_length)
+        teacher = teach(
+            self.teacher_head.to(self.compute_dtype), self.token_ids(),
+            batch.features["last_hidden"], rows.supervised_M,
+        )  # fmt: skip
+        exact, known_M = teacher.probs_MU.dtype, teacher.label_M >= 0
+        num_rows = batch.attention_mask_BT.sum().to(exact)
+        losses, counts = [], {}
+        for step, normed_NH in enumerate(self.unroll(batch, rows)):
+            slots_M, there_M = rows.drafted(step)
+            logits_MU = self.lm_head(normed_NH.index_select(0, slots_M))
+            with full_precision(logits_MU.device):
+                weight_M = (there_M & known_M).to(exact)
+                loss, shares = step_loss(objective, logits_MU, teacher, weight_M, num_rows)
+                correct_M = (logits_MU.argmax(-1) == teacher.label_M) & there_M
+            losses.append(objective.step_decay**step * loss[0])
+            counts[f"accuracy_{step}"] = (correct_M.sum().to(exact), there_M.sum().to(exact))
+            counts[f"acceptance_rate_{step}"] = shares
+            counts[f"loss_{step}"] = (loss[0].detach(), loss[1])
+        denominator = num_rows if objective.loss == "kl" else known_M.any().to(exact)
+        return StepOutput(torch.stack(losses).sum(), denominator, counts)
+
+    def unroll(self, batch: DraftBatch, rows: Rows) -> Iterator[Tensor]:
+        """Yield each step's normed output on the active rows, [N, H]."""
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        steps, (batch_size, length) = self.objective.ttt_length, batch.token_ids_BT.shape
+        cos, sin = self.rotary(torch.arange(length + steps, device=batch.token_ids_BT.device))
+        embedding_half, hidden_half = attention.split_weight()
+
+        next_tokens = functional.pad(batch.token_ids_BT[:, 1:], (0, 1)).flatten()
+        embedded = layer.input_layernorm(self.embed(next_tokens))
+        from_token = functional.linear(embedded, embedding_half)
+        hidden = self.combine(batch.features).flatten(0, 1)
+        qkv = from_token + functional.linear(layer.hidden_norm(hidden), hidden_half)
+        query, key, value = attention.heads_of(qkv, cos[rows.time_BT], sin[rows.time_BT])
+        share = query.shape[1] // key.shape[1]
+        key_BATD, value_BATD = (
+            torch.unflatten(x.repeat_interleave(share, 1), 0, (batch_size, -1)).transpose(1, 2)
+            for x in (key, value)
+        )
+
+        active_N, time_N = rows.active_N, rows.time_BT[rows.active_N]
+        query, hidden = query.index_select(0, active_N), hidden.index_select(0, active_N)
+        nothing = (len(active_N), attention.heads[1], 0, query.shape[-1])
+        extra_key, extra_value = query.new_empty(nothing), query.new_empty(nothing)
+        for step in range(steps):
+            if step > 0:
+                later_N = (active_N + step).clamp_max(batch_size * length - 1)
+                qkv = from_token.index_select(0, later_N)
+                qkv = qkv + functional.linear(layer.hidden_norm(hidden), hidden_half)
+                query, key, value = attention.heads_of(qkv, cos[time_N + step], sin[time_N + step])
+                extra_key = torch.cat([extra_key, key[:, :, None]], 2)
+                extra_value = torch.cat([extra_value, value[:, :, None]], 2)
+            attended = attend(query, key_BATD, value_BATD, extra_key, extra_value, active_N)
+            normed, hidden = self.head_and_feedback(layer.finish(hidden, attended))
+            yield normed
+
 
 def build(
     target: TargetSpec, config: DraftConfig, options: Eagle3Options, ids_U: Tensor | None
@@ -248,10 +314,3 @@ def build(
         parameter_groups=[{"params": list(module.parameters())}],
         frozen=FROZEN,
     )
-
-
-def draft_vocabulary(counts: Mapping[int, int], config: DraftConfig) -> Tensor | None:
-    """Return the target ids that the draft may propose; None for all of them."""
-    if config.full_vocabulary:
-        return None
-    return select_tokens(counts, config.draft_vocab_size, config.vocab_size)

@@ -1,13 +1,15 @@
-"""The hooks of EAGLE-3. Thin on purpose: what is heavy is imported inside them."""
+"""The hooks of EAGLE-3. What is slow to import is imported inside them."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
+from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from draftcore.contracts.capture import FeatureRequest
     from draftcore.contracts.serving import DisaggBatch, DraftInput, DraftShape, RowField
     from draftcore.contracts.target import TargetModel, TargetSpec
-    from draftcore_eagle3.config import DraftConfig
     from draftcore_eagle3.options import Eagle3Options
     from draftcore_eagle3.served import ServedEagle3
 
@@ -42,19 +43,27 @@ def describe() -> Sequence[Offer]:
 @hookimpl
 def feature_request(target: TargetSpec, options: Eagle3Options) -> FeatureRequest:
     from draftcore.contracts.capture import FeatureRequest
+    from draftcore_eagle3 import config, serving
 
+    if options.warm_start is not None:
+        shape = serving.read_config(Path(options.warm_start), target, options)
+    else:
+        shape = config.from_target(target, options)
     dtype = str(target.dtype).removeprefix("torch.")
-    return FeatureRequest(_config(target, options).layers, last_hidden=True, dtype=dtype)
+    return FeatureRequest(shape.layers, last_hidden=True, dtype=dtype)
 
 
 @hookimpl
 def build_draft(target: TargetSpec, data: DataSummary, options: Eagle3Options) -> Draft:
-    from draftcore_eagle3 import model, serving
+    from draftcore_eagle3 import config, model, serving, vocabulary
 
     if options.warm_start is not None:
         return serving.load(Path(options.warm_start), target, options)
-    config = _config(target, options)
-    return model.build(target, config, options, model.draft_vocabulary(data.token_counts, config))
+    shape, ids_U = config.from_target(target, options), None
+    if not shape.full_vocabulary:
+        sizes = (shape.draft_vocab_size, shape.vocab_size)
+        ids_U = vocabulary.select_tokens(data.token_counts, *sizes)
+    return model.build(target, shape, options, ids_U)
 
 
 @hookimpl
@@ -93,7 +102,7 @@ def forward_loss(draft: Draft, batch: DraftBatch, context: StepContext) -> StepO
 
 @hookimpl
 def disagg_row(shape: DraftShape) -> Sequence[RowField]:
-    """The draft's own state (not the target's features) and its proposals, in the draft's ids."""
+    """Send the draft's own state, not the target's features, and its proposals in its own ids."""
     from draftcore.contracts.serving import hidden_field, topk_fields
 
     return (hidden_field(shape), *topk_fields(shape))
@@ -132,15 +141,11 @@ def import_draft(folder: Path, target: TargetSpec, options: Eagle3Options) -> Dr
 
 @hookimpl
 def read_export(folder: Path, server: str) -> ServedEagle3:
+    if importlib.util.find_spec("draftcore_tools") is None:
+        raise UsageError(
+            f"reading an export as {server} does needs draftcore-tools, which is not installed\n"
+            "  pip install draftcore-tools"
+        )
     from draftcore_eagle3 import served
 
     return served.read(folder, server)
-
-
-def _config(target: TargetSpec, options: Eagle3Options) -> DraftConfig:
-    """Resolve the draft's shape without reading any weights."""
-    from draftcore_eagle3 import config, serving
-
-    if options.warm_start is not None:
-        return serving.read_config(Path(options.warm_start), target, options)
-    return config.from_target(target, options)

@@ -1,13 +1,12 @@
-"""An export as sglang and vLLM compute it, written from their conventions and nothing else here.
+"""Read an export as sglang and vLLM do and compute its drafts, written from their conventions alone.
 
-It shares no code with `serving`, `model` or `drafter` (a test looks): what those have in common
-cannot hide a mistake from `draftcore verify`. Plain on purpose: no cache, the whole sequence for
-every drafted token.
+It shares no code with `serving`, `model` or `drafter` (a test checks that), so a mistake of theirs
+cannot hide from `draftcore verify`. It is kept plain: no cache, the whole sequence for every drafted
+token.
 
-What the servers read differently: captured layers stand in `eagle_config` as outputs (sglang), or
-at the top level as inputs, one more (vLLM). A tensor that nothing reads is left alone by sglang and
-ends vLLM, which puts `model.` before the names by itself. Both map draft tokens by offsets,
-`id = i + d2t[i]`.
+The two servers differ: sglang reads captured layers from `eagle_config`, as outputs; vLLM reads them
+from the top level, as inputs, one more. sglang ignores a tensor that nothing reads; vLLM refuses it,
+and puts `model.` before the names itself. Both map draft tokens by offsets, `id = i + d2t[i]`.
 
 Shape letters: T tokens, S rows so far, H hidden, V target and U draft vocabulary.
 """
@@ -23,16 +22,19 @@ from typing import Any
 import torch
 from draftcore_tools.served import (
     attend,
+    head_shape,
     read_folder,
     read_rope,
     require_field,
+    require_layers,
     require_no_others,
     require_server,
     require_tensors,
     rms_norm,
     rotate,
-    square_tensors,
     swiglu,
+    transposed,
+    with_theta,
 )
 from torch import Tensor
 
@@ -47,7 +49,10 @@ OTHER_KINDS = ("bias", "attention_bias", "mlp_bias", "norm_before_fc", "norm_bef
 
 @dataclass(frozen=True)
 class ServedEagle3:
-    """The draft; `shift` and `absolute` are for suspects: other layer ids, another reading of d2t."""
+    """An export as `server` reads it.
+
+    `suspects` sets `shift` (other layer ids) and `absolute` (d2t holds ids) to try a mistake.
+    """
 
     server: str
     config: Mapping[str, Any]
@@ -77,16 +82,10 @@ class ServedEagle3:
             ids, first = self.config.get(IDS), 1
         if ids is None:  # both servers' default, as inputs of layers
             ids, first = [2, host.num_layers // 2, host.num_layers - 3], 1
-        layers = tuple(int(layer) - first + self.shift for layer in ids)
-        if not all(0 <= layer < host.num_layers - 1 for layer in layers):
-            raise UnservableError(
-                f"the captured layers are the outputs {list(layers)}; of a target of "
-                f"{host.num_layers} layers the outputs 0 to {host.num_layers - 2} can be captured"
-            )
-        return layers
+        return require_layers(tuple(int(layer) - first + self.shift for layer in ids), host)
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
-        """Row t reads token t + 1 and the features of token t; drafts read the draft's own state."""
+        """Run the draft: row t reads token t + 1 and the features of token t, drafts its own state."""
         read, config = self.tensors, self.config
         known_T = torch.cat([at.tokens_T[1:], at.tokens_T.new_tensor([at.last])])
         tokens_S = torch.cat([known_T, drafts_K])
@@ -127,11 +126,10 @@ class ServedEagle3:
         yield Suspect(
             f"rope_theta is {read_rope(config).get('rope_theta')}, and the draft was trained with "
             f"{theta}",
-            change(self, config=_with_rope(config, {"rope_theta": theta})),
+            change(self, config=with_theta(config, theta)),
         )
-        for name in square_tensors(self.tensors):
-            turned = {**self.tensors, name: self.tensors[name].T}
-            yield Suspect(f"the tensor {name} is transposed", change(self, tensors=turned))
+        for name, tensors in transposed(self.tensors):
+            yield Suspect(f"the tensor {name} is transposed", change(self, tensors=tensors))
 
     @property
     def _eps(self) -> float:
@@ -141,7 +139,7 @@ class ServedEagle3:
         return self.tensors[name].to(at.tokens_T.device)
 
     def _joined(self, hidden: tuple[Tensor, ...]) -> Tensor:
-        """The captured layers side by side, through fc, [T, H]."""
+        """Join the captured layers through fc into [T, H]."""
         parts = [part.float() for part in hidden]
         if self.config.get("fc_norm") or self.config.get("use_aux_norm"):
             weights = [self.tensors[f"fc_norm.{i}.weight"].to(parts[0].device) for i in range(3)]
@@ -149,10 +147,10 @@ class ServedEagle3:
         return torch.cat(parts, -1) @ self.tensors["fc.weight"].to(parts[0].device).T
 
     def _layer(self, embedded_SH: Tensor, hidden_SH: Tensor) -> Tensor:
-        """The decoder layer: [embedding, hidden] in, the hidden input as the residual."""
+        """Run the decoder layer on [embedding, hidden]; the hidden input is the residual."""
         device, layer = hidden_SH.device, "midlayer"
         read = {n: t.to(device) for n, t in self.tensors.items() if n.startswith(layer)}
-        heads, groups, width = _heads(self.config)
+        heads, groups, width = head_shape(self.config)
         x = torch.cat(
             [
                 rms_norm(embedded_SH, read[f"{layer}.input_layernorm.weight"], self._eps),
@@ -174,7 +172,7 @@ class ServedEagle3:
         return hidden_SH + swiglu(normed, read, f"{layer}.mlp")
 
     def _over_vocabulary(self, normed_KH: Tensor, at: Round) -> Tensor:
-        """Logits over the target's tokens, [K, V]."""
+        """Return logits over the target's tokens, [K, V]."""
         logits_KU = normed_KH @ self._on("lm_head.weight", at).T
         if "d2t" not in self.tensors:
             return logits_KU
@@ -214,24 +212,17 @@ def read(folder: Path, server: str) -> ServedEagle3:
 
 
 def _known_name(name: str, server: str) -> str:
-    """Servers know the one layer by two names; sglang knows all of them with a prefix too."""
+    """Name a tensor as here: the layer has two names, and sglang takes any with a prefix too."""
     name = name.removeprefix("model.") if server == "sglang" else name
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
 
-def _heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Query heads, key/value heads and their width."""
-    heads = int(require_field(config, "num_attention_heads"))
-    width = config.get("head_dim") or require_field(config, "hidden_size") // heads
-    return heads, int(config.get("num_key_value_heads") or heads), int(width)
-
-
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors that a server fills, with the shapes that config.json gives them."""
+    """Return the tensors that a server fills, with the shapes that config.json gives them."""
     hidden, inner = (int(require_field(config, f"{n}_size")) for n in ("hidden", "intermediate"))
     wide = int(config.get("target_hidden_size") or hidden)
     vocab = int(config.get("draft_vocab_size") or require_field(config, "vocab_size"))
-    heads, groups, width = _heads(config)
+    heads, groups, width = head_shape(config)
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * wide),
@@ -253,10 +244,3 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if vocab != int(config["vocab_size"]):
         shapes["d2t"] = (vocab,)
     return shapes
-
-
-def _with_rope(config: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that says this of its RoPE, in one spelling."""
-    rope = {**read_rope(config), **change}
-    spellings = ("rope_theta", "rope_scaling", "partial_rotary_factor")
-    return {n: v for n, v in config.items() if n not in spellings} | {"rope_parameters": rope}

@@ -265,12 +265,12 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             remedy = f"{pickled[0]} is a pickle, which could run code; convert it to safetensors"
         raise UsageError(f"the draft in {folder} has no model.safetensors\n  {remedy}")
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    return {_canonical(n): t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
-
-
-def _canonical(name: str) -> str:
-    name = name.removeprefix("model.")
-    return f"midlayer.{name[9:]}" if name.startswith("layers.0.") else name
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    return {
+        f"midlayer.{name[9:]}" if name.startswith("layers.0.") else name: tensor
+        for name, tensor in bare.items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
 
 
 def _read_ids(d2t: Tensor | None, t2d: Tensor | None, config: DraftConfig, folder: Path) -> Tensor:

@@ -1,7 +1,7 @@
 """The draft vocabulary: the target tokens a draft can propose.
 
-A mapping is stored as *offsets*, `d2t[i] = target_id(i) - i`, because servers add `arange`; a list
-of ids in its place loads everywhere and proposes nonsense, so `check_offsets` looks.
+A mapping is stored as *offsets*, `d2t[i] = target_id(i) - i`, because servers add `arange`. A list
+of ids in its place loads everywhere and proposes nonsense, so `check_offsets` refuses it.
 """
 
 from __future__ import annotations

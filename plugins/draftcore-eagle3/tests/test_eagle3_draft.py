@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +12,14 @@ from draftcore_eagle3.config import captured_layers
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_eagle3.vocabulary import select_tokens
+from draftcore_sdk.algorithm_fixtures import MakeTarget
+from draftcore_sdk.exports import change
 from pydantic import ValidationError
 
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
+from draftcore.target import TransformersTarget
 
 SEEN = DataSummary("", 1, 6, 6, 6, {5: 3, 40: 2, 7: 1})
 
@@ -57,8 +60,14 @@ def test_the_targets_tensors_are_neither_trained_nor_saved(target: TargetSpec) -
     assert all(not draft.module.get_buffer(name).requires_grad for name in draft.frozen)
 
 
-def test_a_tied_target_is_held_once(make_target: Callable[..., TargetSpec]) -> None:
-    target = make_target(tie_word_embeddings=True, dtype="bfloat16")
+def test_a_tied_target_is_held_once(make_target: MakeTarget) -> None:
+    def to_bfloat16(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["dtype"] = "bfloat16"
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+    folder = make_target(tie_word_embeddings=True).path
+    change(Path(folder), to_bfloat16)
+    target = TransformersTarget(folder)
     module = build(target).module
     assert isinstance(module, Eagle3Draft)
     assert module.target_head is None
@@ -122,7 +131,7 @@ def test_shapes_that_cannot_be(options: dict[str, Any], message: str, target: Ta
 
 
 def test_positions_that_change_with_length_are_refused(
-    make_target: Callable[..., TargetSpec],
+    make_target: MakeTarget,
 ) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(UsageError, match=r"'dynamic'(.|\n)*default, linear, llama3, yarn"):

@@ -1,16 +1,17 @@
 """The cached decoder against one without a cache, and against training."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from draftcore_eagle3 import plugin
 from draftcore_eagle3.drafter import DraftState, Eagle3Drafter
-from draftcore_eagle3.loss import Rows, unroll
+from draftcore_eagle3.loss import Rows
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Draft, Drafter
@@ -103,7 +104,7 @@ def without_cache(draft: Draft, tokens: list[int], features: Tensor) -> tuple[li
     ids=str,
 )
 def test_proposals_equal_a_decoder_without_cache_over_ragged_rounds(
-    options: dict[str, Any], make_draft: Callable[..., Draft], target: TargetSpec
+    options: dict[str, Any], make_draft: MakeDraft, target: TargetSpec
 ) -> None:
     draft = make_draft(**options)
     drafter, known = make_drafter(draft, target), Sequences(LENGTHS, 32, 48)
@@ -120,7 +121,7 @@ def test_proposals_equal_a_decoder_without_cache_over_ragged_rounds(
             known.verify(drafter, state, drafts, accepted)
 
 
-def test_selected_rows_go_on_alone(make_draft: Callable[..., Draft], target: TargetSpec) -> None:
+def test_selected_rows_go_on_alone(make_draft: MakeDraft, target: TargetSpec) -> None:
     drafter, known = make_drafter(make_draft(), target), Sequences(LENGTHS, 32, 48)
     state = known.prefill(drafter)
     known.verify(drafter, state, drafter.propose(state)[0], [1, 3, 2])
@@ -130,7 +131,7 @@ def test_selected_rows_go_on_alone(make_draft: Callable[..., Draft], target: Tar
 
 
 def test_first_proposal_is_step_0_of_training(
-    make_draft: Callable[..., Draft], make_samples: Callable[..., Any], target: TargetSpec
+    make_draft: MakeDraft, make_samples: MakeSamples, target: TargetSpec
 ) -> None:
     """One alignment: row P-1 of a prompt of P tokens, fed the first generated token."""
     draft, samples = make_draft(), make_samples(8, 6)
@@ -139,7 +140,7 @@ def test_first_proposal_is_step_0_of_training(
     batch = plugin.collate(samples, Eagle3Options())
     everything = dataclasses.replace(batch, loss_mask_BT=torch.ones_like(batch.loss_mask_BT))
     with torch.no_grad():
-        normed = next(iter(unroll(module, everything, Rows.of(everything.loss_mask_BT, 3))))
+        normed = next(module.unroll(everything, Rows.of(everything.loss_mask_BT, 3)))
         trained = module.lm_head(normed).unflatten(0, batch.token_ids_BT.shape)
         drafter = make_drafter(draft, target)
         assert isinstance(drafter, Eagle3Drafter)
@@ -159,7 +160,7 @@ def test_first_proposal_is_step_0_of_training(
 
 
 def test_sampling_follows_the_distribution_it_returns(
-    make_draft: Callable[..., Draft], target: TargetSpec
+    make_draft: MakeDraft, target: TargetSpec
 ) -> None:
     draft = make_draft(draft_vocab_size=24)
     drafter, known = make_drafter(draft, target), Sequences((6,) * 400, 32, 48)

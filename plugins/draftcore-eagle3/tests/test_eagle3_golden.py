@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from draftcore_eagle3 import plugin
-from draftcore_eagle3.loss import Objective, Rows, simulated_acceptance_length, unroll
+from draftcore_eagle3.loss import Objective, Rows, simulated_acceptance_length
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_eagle3.serving import parse_config
@@ -180,7 +180,7 @@ def test_golden_intermediates_of_every_step(golden: Golden) -> None:
     draft, batch = golden.draft(), golden.batch()
     rows = Rows.of(batch.loss_mask_BT, golden.data["ttt_length"])
     with torch.no_grad():
-        for step, normed_NH in enumerate(unroll(draft, batch, rows)):
+        for step, normed_NH in enumerate(draft.unroll(batch, rows)):
             found = draft.lm_head(normed_NH)
             expected = golden.tensors[f"expected.step{step}.logits"].flatten(0, 1)[rows.active_N]
             # A row that has run past its sample is padding in the reference, never supervised.

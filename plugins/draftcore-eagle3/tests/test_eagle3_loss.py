@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +13,17 @@ from draftcore_eagle3.attention import attend
 from draftcore_eagle3.loss import simulated_acceptance_length
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_sdk.algorithm_fixtures import (
+    MakeDraft,
+    MakeSamples,
+    MakeTarget,
+    accumulate,
+    use_exact_frequencies,
+)
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
+from draftcore.contracts.algorithm import Draft, Sample, StepContext
 
 CONTEXT = StepContext(step=0, total_steps=1, seed=0)
 # fp64 sums of some hundred terms in another order.
@@ -157,10 +164,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_loss_and_gradients_equal_a_naive_draft(
-    options: dict[str, Any], make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+    options: dict[str, Any], make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     draft, samples = make_draft(**options), make_samples(9, 5, 7)
-    use_exact_frequencies(draft)
+    use_exact_frequencies(draft.module)
     settings = Eagle3Options(**{"ttt_length": 3, **options})
     output = plugin.forward_loss(draft, plugin.collate(samples, settings), CONTEXT)
     ours = output.numerator / output.denominator
@@ -170,13 +177,13 @@ def test_loss_and_gradients_equal_a_naive_draft(
 
 
 def test_partial_rotary_factor_of_the_target_is_followed(
-    make_target: Callable[..., Any],
-    make_draft: Callable[..., Draft],
-    make_samples: Callable[..., Any],
+    make_target: MakeTarget,
+    make_draft: MakeDraft,
+    make_samples: MakeSamples,
 ) -> None:
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
     draft = make_draft(of=make_target(rope_parameters=rope), draft_vocab_size=24)
-    use_exact_frequencies(draft, theta=500.0)
+    use_exact_frequencies(draft.module, theta=500.0)
     samples, settings = make_samples(6, 8), Eagle3Options(ttt_length=3)
     output = plugin.forward_loss(draft, plugin.collate(samples, settings), CONTEXT)
     theirs = Naive(draft, theta=500.0).loss(samples, settings)
@@ -184,12 +191,12 @@ def test_partial_rotary_factor_of_the_target_is_followed(
 
 
 def test_two_steps_by_hand_with_norm_output(
-    make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+    make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     """Row 0 alone: step 0 sees one key, step 1 reads the *normed* output and sees two keys."""
     draft, (sample,) = make_draft(norm_output=True, ttt_length=2), make_samples(3)
     sample = dataclasses.replace(sample, loss_mask_T=torch.tensor([False, True, False]))
-    use_exact_frequencies(draft)
+    use_exact_frequencies(draft.module)
     output = plugin.forward_loss(draft, plugin.collate([sample], Eagle3Options()), CONTEXT)
 
     naive = Naive(draft)
@@ -207,15 +214,6 @@ def test_two_steps_by_hand_with_norm_output(
     check_close(output.counts["loss_1"][0], -(teacher * log_q).sum())
 
 
-def use_exact_frequencies(draft: Draft, theta: float = 10000.0) -> None:
-    """Replace frequencies computed in fp32 by the same in fp64, as the naive draft has them."""
-    frequency = draft.module.get_submodule("rotary").get_buffer("inverse_frequency")
-    index = torch.arange(len(frequency), dtype=torch.float64)
-    exact = theta ** -(index / len(frequency))
-    torch.testing.assert_close(frequency, exact, rtol=1e-6, atol=0)
-    frequency.copy_(exact)
-
-
 def check_same_gradients(draft: Draft, ours: Tensor, theirs: Tensor) -> None:
     names, parameters = zip(*draft.module.named_parameters(), strict=True)
     gradients = [torch.autograd.grad(loss, parameters) for loss in (ours, theirs)]
@@ -227,29 +225,14 @@ def check_same_gradients(draft: Draft, ours: Tensor, theirs: Tensor) -> None:
 # ------------------------------------------------------------ batches
 
 
-def gradients_of(draft: Draft, batches: Sequence[DraftBatch]) -> tuple[StepOutput, list[Tensor]]:
-    """Run an accumulation window; return summed numerators and denominators, and gradients."""
-    draft.module.zero_grad()
-    outputs = [plugin.forward_loss(draft, batch, CONTEXT) for batch in batches]
-    numerator, denominator = outputs[0].numerator, outputs[0].denominator
-    counts = dict(outputs[0].counts)
-    for output in outputs[1:]:
-        numerator, denominator = numerator + output.numerator, denominator + output.denominator
-        for name, (above, below) in output.counts.items():
-            counts[name] = (counts[name][0] + above, counts[name][1] + below)
-    total = StepOutput(numerator, denominator, counts)
-    torch.autograd.backward([total.numerator / total.denominator])
-    return total, [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
-
-
 @pytest.fixture
-def draft(make_draft: Callable[..., Draft]) -> Draft:
+def draft(make_draft: MakeDraft) -> Draft:
     return make_draft(draft_vocab_size=24)
 
 
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
 def test_an_all_masked_batch_adds_nothing(
-    loss: str, make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+    loss: str, make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     draft = make_draft(loss=loss, kl_scale=0.5)
     samples = [
@@ -265,7 +248,7 @@ def test_an_all_masked_batch_adds_nothing(
 
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
 def test_a_step_that_meets_no_supervised_row_adds_nothing(
-    loss: str, make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+    loss: str, make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     """Only row 0 counts, which later steps have passed."""
     (sample,) = make_samples(5)
@@ -280,24 +263,26 @@ def test_a_step_that_meets_no_supervised_row_adds_nothing(
 
 
 def test_a_teacher_who_knows_no_draft_token_is_finite(
-    draft: Draft, make_samples: Callable[..., Any]
+    draft: Draft, make_samples: MakeSamples
 ) -> None:
     """All draft tokens' probabilities underflow: the row has no weight and must not be NaN."""
     samples = [
         dataclasses.replace(s, features={n: 1e4 * x for n, x in s.features.items()})
         for s in make_samples(9, 9)
     ]
-    output, gradients = gradients_of(draft, [plugin.collate(samples, Eagle3Options())])
+    output, gradients = accumulate(
+        plugin, draft, [plugin.collate(samples, Eagle3Options())], CONTEXT
+    )
     assert output.numerator.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_bf16_compute_keeps_the_loss_in_fp32(
-    make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+    make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     draft = make_draft(dtype=torch.float32, draft_vocab_size=24)
     batch = plugin.collate(make_samples(30, 20), Eagle3Options())
-    plain, _ = gradients_of(draft, [batch])
+    plain, _ = accumulate(plugin, draft, [batch], CONTEXT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = plugin.forward_loss(draft, batch, CONTEXT)
     mixed.numerator.backward()  # type: ignore[no-untyped-call]
@@ -310,14 +295,14 @@ def test_bf16_compute_keeps_the_loss_in_fp32(
 
 
 def test_the_whole_loss_compiles_without_a_graph_break(
-    make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+    make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     """The capability `compile`, shown without generating code (30 s); lengths may change."""
     draft, options = make_draft(draft_vocab_size=24, ttt_length=2), Eagle3Options()
     compiled = torch.compile(draft.module, fullgraph=True, backend="eager", dynamic=True)
     for lengths in ((9, 5), (7, 6)):
         batch = plugin.collate(make_samples(*lengths), options)
-        expected, gradients = gradients_of(draft, [batch])
+        expected, gradients = accumulate(plugin, draft, [batch], CONTEXT)
         draft.module.zero_grad()
         found = compiled(batch, CONTEXT)
         torch.autograd.backward([found.numerator / found.denominator])
@@ -330,7 +315,7 @@ def test_the_whole_loss_compiles_without_a_graph_break(
 
 
 def test_supervised_rows_follow_the_mask_as_published_or_as_predicted(
-    make_samples: Callable[..., Any],
+    make_samples: MakeSamples,
 ) -> None:
     (sample,) = make_samples(6)
     mask = torch.tensor([False, False, True, True, False, True])
@@ -345,7 +330,7 @@ def test_supervised_rows_follow_the_mask_as_published_or_as_predicted(
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_sample_too_short_to_predict_is_no_error(
-    length: int, draft: Draft, make_samples: Callable[..., Any]
+    length: int, draft: Draft, make_samples: MakeSamples
 ) -> None:
     for how in ("reference", "predicted"):
         batch = plugin.collate(make_samples(length), Eagle3Options(supervise=how))
@@ -353,7 +338,7 @@ def test_a_sample_too_short_to_predict_is_no_error(
 
 
 def test_metrics_count_what_their_names_say(
-    make_draft: Callable[..., Draft], make_samples: Callable[..., Any]
+    make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     """A draft that is its teacher: a head over nothing but the target's last hidden state."""
     draft, samples = make_draft(ttt_length=2), make_samples(9, 5)

@@ -1,11 +1,10 @@
-"""The reader of exports: on its own legs, and right about every shape of RoPE and head.
+"""The reader of exports shares no code with what it checks, and reads every RoPE and tensor rightly.
 
 What is said of vLLM is read from its source of August 2026 (`llama_eagle3.py`, its loader and its
 `EAGLEConfig`); no test runs it.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import draftcore_eagle3
@@ -13,16 +12,17 @@ import pytest
 import torch
 from draftcore_eagle3 import plugin
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_sdk.algorithm_fixtures import MakeDraft
 from draftcore_sdk.exports import ROPES, change_tensors, config_of, imports_of_ours, largest_gap
 from safetensors.torch import load_file
 
-from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.serving import UnservableError
 
 
 def test_the_reader_shares_no_code_with_what_it_checks() -> None:
     package = Path(draftcore_eagle3.__file__).parent
-    assert imports_of_ours(package / "served.py") == {"draftcore_tools.served"}
+    shared = {"draftcore_tools.served", "draftcore.contracts.serving"}
+    assert imports_of_ours(package / "served.py") == shared
 
 
 @pytest.mark.parametrize("server", ["sglang", "vllm"])
@@ -66,13 +66,13 @@ def parameter(name: str) -> str:
 
 
 @pytest.fixture
-def exported(make_draft: Callable[..., Draft], folder: Path) -> Path:
+def exported(make_draft: MakeDraft, folder: Path) -> Path:
     plugin.export_draft(make_draft(dtype=torch.float32, draft_vocab_size=24), folder, "serving")
     return folder
 
 
 def test_each_tensor_has_its_place_in_vllm_and_each_place_its_tensors(exported: Path) -> None:
-    """Of those it does not find it says nothing; one without a place ends it. It skips t2d."""
+    """It says nothing of a tensor that is missing, and fails on one without a place; it skips t2d."""
     tensors = load_file(exported / "model.safetensors")
     found = Counter(parameter(name) for name in tensors if name != "t2d")
     assert dict(found) == PARAMETERS
@@ -91,8 +91,8 @@ def test_the_config_says_what_vllm_reads(exported: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "input_norm.weight"])
-def test_a_tensor_without_a_place_ends_vllm(name: str, exported: Path) -> None:
-    """A prefix is one that sglang takes off; the other it leaves unread."""
+def test_vllm_refuses_a_tensor_without_a_place(name: str, exported: Path) -> None:
+    """sglang removes the prefix of the first, and leaves the other unread."""
 
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = tensors["norm.weight"].clone()

@@ -1,8 +1,6 @@
 """Exports reload exactly, say what both servers read, and damaged drafts are refused by name."""
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +8,15 @@ import pytest
 import torch
 from draftcore_eagle3 import plugin
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples, MakeTarget, Refusals, drop, put
 from draftcore_sdk.exports import GONE, change_config, change_tensors, config_of
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from draftcore.contracts.algorithm import DataSummary, Draft, StepContext
 from draftcore.contracts.target import TargetSpec
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import UsageError
 
-MakeDraft = Callable[..., Draft]
 NOTHING = DataSummary("", 0, 0, 0, 0, {})
 LAYER_TENSORS = {
     "input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
@@ -48,7 +46,7 @@ def test_an_export_reloads_bit_for_bit(
     make_draft: MakeDraft,
     folder: Path,
     target: TargetSpec,
-    make_samples: Callable[..., Any],
+    make_samples: MakeSamples,
 ) -> None:
     draft = make_draft(dtype=torch.float32, **options)
     plugin.export_draft(draft, folder, "serving")
@@ -107,7 +105,7 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
 def test_rope_survives_in_either_spelling(
     rope: dict[str, Any],
-    make_target: Callable[..., TargetSpec],
+    make_target: MakeTarget,
     make_draft: MakeDraft,
     folder: Path,
 ) -> None:
@@ -173,14 +171,6 @@ def test_a_config_we_would_compute_differently_is_refused(
         plugin.import_draft(exported[1], target, Eagle3Options())
 
 
-def drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
-    return lambda tensors: tensors.pop(name)
-
-
-def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], Any]:
-    return lambda tensors: tensors.update({name: tensor})
-
-
 def absolute(tensors: dict[str, torch.Tensor]) -> None:
     tensors["d2t"] += torch.arange(24)
 
@@ -206,29 +196,8 @@ def test_damaged_tensors_are_refused_by_name(
         plugin.import_draft(exported[1], target, Eagle3Options())
 
 
-def test_pickles_are_not_read(exported: tuple[Draft, Path], target: TargetSpec) -> None:
-    folder = exported[1]
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UsageError, match=r"pytorch_model.bin is a pickle.*safetensors"):
-        plugin.import_draft(folder, target, Eagle3Options())
-
-
-def test_an_absent_folder_and_an_unknown_layout_are_explained(
-    make_draft: MakeDraft, folder: Path, target: TargetSpec
-) -> None:
-    with pytest.raises(UsageError, match=re.escape("no config.json")):
-        plugin.import_draft(folder, target, Eagle3Options())
-    with pytest.raises(UsageError, match=r"did you mean 'serving'\?"):
-        plugin.export_draft(make_draft(), folder, "servin")
-    assert not folder.exists()
-
-
-def test_a_diverged_draft_is_not_exported(make_draft: MakeDraft, folder: Path) -> None:
-    draft = make_draft()
-    draft.module.get_parameter("fc.weight").data[3, 3] = float("nan")
-    with pytest.raises(DraftcoreError, match=r"fc.weight is not finite"):
-        plugin.export_draft(draft, folder, "serving")
-    assert not folder.exists()
+class TestRefusals(Refusals):
+    pass
 
 
 # ------------------------------------------------------------ warm start

@@ -1,1 +1,1 @@
-"""CUDA graphs for draftcore: the graph backends `full`, `breakable`, `piecewise`, and `tbo`."""
+"""The runner `graphs` of draftcore: capture and decoding through CUDA graphs or torch.compile."""

@@ -17,9 +17,9 @@ from draftcore_graphs.segments import Recording, Segments, record, record_eager
 
 
 class SegmentBackend(GraphBackend):
-    """Replays the segments that were recorded for a key.
+    """Records the work of a key as segments, and replays them.
 
-    `open_segments` is given the device of the first outputs, None where a function has none.
+    `open_segments` gets the device of the first outputs, None where a function returns no tensor.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class SegmentBackend(GraphBackend):
         return without_collection()
 
     def capture_one(self, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
-        """Record `fn` on the device of its outputs. Raises UsageError where that records nothing."""
+        """Record `fn` on the device of its outputs. Raises UsageError for a device without graphs."""
         self._recordings.pop(key, None)
         with torch.no_grad():
-            segments = self._segments_of(fn())
-            with segments.aside():
+            segments = self._segments_for(fn())
+            with segments.isolated():
                 fn()
                 self._recordings[key] = (
                     record_eager(fn) if self.debug else record(fn, segments, breaks=self.breaks)
@@ -62,10 +62,11 @@ class SegmentBackend(GraphBackend):
                 self._recordings.clear()
             self._segments = None
 
-    def _segments_of(self, outputs: Outputs) -> Segments:
+    def _segments_for(self, outputs: Outputs) -> Segments:
+        """Return the segments of the outputs' device; the caller must not keep the outputs alive."""
         if self._segments is None:
-            found = next((tensor.device for tensor in leaves(outputs)), None)
-            self._segments = self.open_segments(found)
+            device = next((tensor.device for tensor in leaves(outputs)), None)
+            self._segments = self.open_segments(device)
         return self._segments
 
 
@@ -85,9 +86,9 @@ def recorded(recordings: Mapping[ShapeKey, T], key: ShapeKey) -> T:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage: freeing a tensor or graph would disturb a capture.
+    """Keep Python from collecting garbage, as freeing a tensor or a graph would disturb a capture.
 
-    What there is now is set aside, so that a collection that somebody asks for is quick.
+    The objects that exist now are frozen, so that a collection that somebody asks for is quick.
     """
     gc.collect()
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
@@ -96,7 +97,7 @@ def without_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        if not frozen:  # else it is another's, who will say when
+        if not frozen:  # else another caller froze objects, and will unfreeze them
             gc.unfreeze()
         if enabled:
             gc.enable()

@@ -1,9 +1,8 @@
-"""Where a backend that records segments may leave a function out of them, to be run eagerly.
+"""Breaks: functions that a backend leaves out of its graphs and runs eagerly between them.
 
-A backend of capability `breaks` records one graph up to a break, lets the function run as it is,
-and records the next graph after it. The function's inputs lie in static memory, and what it
-returns is copied into the static memory that the next graph reads. Nobody recording, `run_eager`
-is the function itself.
+A backend of capability `breaks` records one graph up to a break, runs the function eagerly, and records
+the next graph after it. The function's inputs lie in static memory, and what it returns is copied into
+static memory that the next graph reads. Where nobody records, `run_eager` calls the function.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from draftcore.contracts.runner import Outputs
 
 
 class Recorder(Protocol):
-    """What a backend gives in its `capture_one` to be told of breaks."""
+    """What a backend passes to `recording` in its `capture_one`, to be called at breaks."""
 
     def eager(self, fn: Callable[..., Outputs], args: tuple[Any, ...]) -> Outputs:
-        """End the segment, call the function once, and go on recording with its outputs."""
+        """End the graph, call the function once, and record the next graph from its outputs on."""
         ...
 
 
@@ -28,14 +27,14 @@ _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 def run_eager(fn: Callable[..., Outputs], *args: Any) -> Outputs:
-    """Call `fn(*args)`: outside the graphs if one is being recorded, else as it is."""
+    """Call `fn(*args)`, as a break where a backend records graphs with breaks."""
     recorder = _recorder.get()
     return fn(*args) if recorder is None else recorder.eager(fn, args)
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Tell this recorder of every break within the block."""
+    """Hand every break within the block to this recorder."""
     token = _recorder.set(recorder)
     try:
         yield

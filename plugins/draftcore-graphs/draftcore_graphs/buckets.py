@@ -1,4 +1,4 @@
-"""The sizes that graphs are captured for, and which of them a batch is padded to."""
+"""Buckets: the sizes that graphs are captured for, and which of them a batch is padded to."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def pad_to(size: int, table: Sequence[int], *, padding: bool = True) -> int | No
 
 
 def doubling(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and `most` itself."""
+    """Return 1, 2, 4, ... and `most` itself."""
     sizes = {1 << power for power in range(most.bit_length()) if 1 << power < most}
     return (*sorted(sizes), most)
 
 
 def multiples(step: int, most: int) -> tuple[int, ...]:
-    """The multiples of `step` up to the first that holds `most`."""
+    """Return the multiples of `step` up to the first that holds `most`."""
     return tuple(range(step, most + step, step))
 
 

@@ -1,8 +1,8 @@
 """The static buffers that graphs read: one slot per attribute of a batch, one storage per slot.
 
-A graph reads fixed addresses. So the live batch is copied into storage that was allocated once,
-in the shape of the bucket that it is padded to. Storage is as large as the largest bucket needs
-and every bucket views its beginning: buckets overwrite each other, and every filling pads anew.
+A graph reads fixed addresses. So the live batch is copied into storage that was allocated once, in
+the shape of the bucket that it is padded to. Storage has the size of the largest bucket, and every
+bucket views its beginning. Buckets overwrite each other, so every call of `fill` pads anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draftcore.contracts.runner import ShapeKey
 
 
 class Padding(Enum):
-    """What stands where the live batch does not reach."""
+    """What a slot holds beyond the live batch."""
 
     ZERO = "zero"
     FILL = "fill"  # the slot's `value`
@@ -35,8 +35,8 @@ FREE = {"none": 0, "rows": 1, "tokens": 2}
 class Slot:
     """One attribute of a batch: its shape by bucket, its dtype and how it is padded.
 
-    `axis` says along what the live values may be smaller than the bucket: rows, rows and tokens,
-    or nothing.
+    `axis` says along which dimensions live values may be smaller than the bucket: `rows`, rows and
+    `tokens`, or `none`.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Slot:
 
 
 class StaticBuffers:
-    """The slots of one runner, allocated for these buckets; smaller ones may be viewed too."""
+    """Keeps the slots of one runner, allocated for the largest of these buckets."""
 
     def __init__(
         self, slots: Sequence[Slot], keys: Iterable[ShapeKey], device: torch.device | str
@@ -63,7 +63,7 @@ class StaticBuffers:
         }
 
     def view(self, key: ShapeKey) -> dict[str, Tensor]:
-        """The slots in the bucket's shape, contiguous, as they were filled last."""
+        """Return the slots in the bucket's shape, contiguous, as they were filled last."""
         views = {}
         for name, slot in self.slots.items():
             shape = slot.shape(key)
@@ -71,9 +71,9 @@ class StaticBuffers:
         return views
 
     def fill(self, key: ShapeKey, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy live values into the bucket's slots and pad the rest; slots not named stay.
+        """Copy live values into the bucket's slots and pad the rest; slots that are not named stay.
 
-        Raises ValueError for values that the bucket does not hold: the runner chose a wrong one.
+        Raises ValueError for values that do not fit into the bucket, which is a bug in the runner.
         """
         views = self.view(key)
         for name, value in live.items():

@@ -1,13 +1,13 @@
-"""Segments on a CUDA device, and what all of them share in a process.
+"""Segments on a CUDA device, and the stream and memory pool that all graphs of a device share.
 
-Every graph of a device, of whatever phase, is recorded on one stream into one memory pool: they
-never replay at the same time, so a smaller bucket costs no memory beside a larger one that was
-recorded before it. The stream lasts as long as the process, because libraries keep work space for
-each stream; the pool lasts as long as a backend holds a graph in it.
+Every graph of a device, of either phase, is recorded on one stream into one memory pool. No two graphs
+replay at the same time, so a smaller bucket takes no memory beside a larger one that was recorded before
+it. The stream lasts as long as the process, as libraries keep work space for each stream; the pool lasts
+as long as a backend has a graph in it.
 
-Two things are odd. A pool's id is dead once its last graph is gone, so an empty graph of the pool's
-own keeps it alive. And a capture that cannot end, as after a host synchronisation, leaves torch's
-allocator believing that it goes on; `_abandon` undoes that, or the process would be of no use.
+- A pool's id is invalid once its last graph is gone, so each pool keeps a small graph of its own.
+- After a capture that cannot end, as after a host synchronisation, torch's allocator still takes it for
+  open, and the process could capture nothing more. `CudaSegments._abandon` undoes that.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ def open_backend(name: str, options: BreakableOptions | None) -> SegmentBackend:
 
 
 def require_cuda(name: str) -> None:
+    """Raise UsageError where there is no CUDA device for the backend `name`."""
     if not torch.cuda.is_available():
         raise UsageError(
             f"the graph backend {name!r} records CUDA graphs, and there is no CUDA device\n"
             f"  torch {torch.__version__} is built for "
             f"{f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}\n"
-            "  use the backend eager (graphs.prefill.backend=eager, graphs.decode.backend=eager)"
+            "  set runner.prefill.name=eager and runner.decode.name=eager, or leave both out"
         )
 
 
 class Pool:
-    """Memory of a device for graphs alone."""
+    """Memory of a device that only graphs use."""
 
     def __init__(self, device: torch.device) -> None:
         self.id = torch.cuda.graph_pool_handle()
         self._anchor = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.stream(capture_stream(device)):
             _begin(self._anchor, self)
-            torch.zeros((), device=device)  # so that it is no empty graph, of which torch warns
+            torch.zeros((), device=device)  # torch warns of an empty graph
             self._anchor.capture_end()
 
     def holds(self, address: int) -> bool:
@@ -66,7 +67,7 @@ class Pool:
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which this process records every graph of a device."""
+    """Return the stream on which this process records every graph of a device."""
     assert device.index is not None
     if device.index not in _streams:
         _streams[device.index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -75,10 +76,10 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
-    """Fork a second stream off the current one and join it at the end; yield the block to enter it.
+    """Fork a second stream off the current one, yield a context that enters it, and join it.
 
-    Without CUDA there is one stream: what is called second runs second. What the second stream
-    reads must be kept until it is joined.
+    Without CUDA the context does nothing. Tensors that the second stream reads must be kept until it is
+    joined.
     """
     if device.type != "cuda":
         yield nullcontext()
@@ -90,7 +91,7 @@ def beside(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
 
 
 def second_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of this process that runs beside a device's current one."""
+    """Return the stream that runs beside a device's current one, the same for the whole process."""
     assert device.index is not None
     if device.index not in _second_streams:
         _second_streams[device.index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -98,7 +99,7 @@ def second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def shared_pool(device: torch.device) -> Pool:
-    """The pool of whatever graphs this process holds on a device."""
+    """Return the pool of all graphs that this process has on a device."""
     assert device.index is not None
     pool = _pools.get(device.index)
     if pool is None:
@@ -116,18 +117,18 @@ class CudaSegments:
         device = device or torch.device("cuda", torch.cuda.current_device())
         if device.type != "cuda":
             raise UsageError(
-                f"the graph backend {name!r} records CUDA graphs, but what it is to record runs on "
-                f"{device}\n  set target.device=cuda, or use the backend eager"
+                f"the graph backend {name!r} records CUDA graphs, but the work to record runs on "
+                f"{device}\n  set target.device=cuda, or leave out the runner graphs"
             )
         self.device, self.stream = device, capture_stream(device)
-        self.pools = [shared_pool(device)]  # the last one was recorded into last
+        self.pools = [shared_pool(device)]  # new graphs go into the last one
         self._graph: torch.cuda.CUDAGraph | None = None
         self._forked: set[torch.cuda.Stream] = set()
-        self._empty: list[bool] = []  # of the segments of a recording
+        self._empty: list[bool] = []  # whether each segment of a recording is empty
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """On the capture stream, when all that was asked of the device before is done."""
+    def isolated(self) -> Iterator[None]:
+        """Run the block on the capture stream, after everything that the device had to do."""
         torch.cuda.synchronize(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
@@ -136,12 +137,16 @@ class CudaSegments:
     @contextmanager
     def recording(self) -> Iterator[None]:
         self._empty.clear()
-        torch.cuda.empty_cache()  # the memory of warming up, which the graphs do not share
+        torch.cuda.empty_cache()  # memory of the warm-up, which the graphs' pool cannot use
         try:
             with self._forks():
                 yield
             if self._empty == [True]:
-                raise DraftcoreError(_nothing_recorded(self.device))
+                raise DraftcoreError(
+                    f"a graph was to be recorded on {self.device}, but nothing ran there\n"
+                    "  put target and draft on the current CUDA device: set CUDA_VISIBLE_DEVICES, and "
+                    "target.device=cuda"
+                )
         except torch.AcceleratorError as error:
             raise DraftcoreError(_explained(error)) from error
         finally:
@@ -152,7 +157,7 @@ class CudaSegments:
 
     def begin(self) -> None:
         if (pool := shared_pool(self.device)) is not self.pools[-1]:
-            self.pools.append(pool)  # another backend abandoned a capture into the one before
+            self.pools.append(pool)  # another backend abandoned a capture, and the pool with it
         self._graph = torch.cuda.CUDAGraph()
         try:
             _begin(self._graph, self.pools[-1])
@@ -187,30 +192,30 @@ class CudaSegments:
             except RuntimeError:
                 self._abandon()
                 raise
-        # torch says so; between two breaks there may be nothing.
+        # torch warns of an empty graph. Between two breaks there may be nothing to record.
         self._empty.append(any("CUDA Graph is empty" in str(one.message) for one in said))
         graph, self._graph = self._graph, None
         return graph
 
     def _abandon(self) -> None:
-        """Make torch forget a capture that could not begin or end, and the pool that it had."""
+        """Make torch forget a capture that could not begin or end, and give up its pool."""
         graph, self._graph = self._graph, None
         assert graph is not None
         pool = self.pools[-1]
-        with suppress(RuntimeError):  # where the allocator knows that the capture is over
+        with suppress(RuntimeError):  # raised where the allocator knows that the capture is over
             torch._C._cuda_endAllocateToPool(self.device.index, pool.id)
             torch._C._cuda_releasePool(self.device.index, pool.id)
         graph.reset()
         _abandoned.append(graph)
         _pools.pop(self.device.index, None)
-        # A new pool's first graph tells the random generator, too, that nothing is being captured.
+        # A new pool's first graph also tells the random generator that the capture is over.
         self.pools.append(shared_pool(self.device))
 
     @contextmanager
     def _forks(self) -> Iterator[None]:
-        """Note the streams that a segment forks off, so that `end` joins and `begin` forks them.
+        """Note the streams that a segment forks off, so that `end` joins them and `begin` forks them.
 
-        Only `Stream.wait_stream` is seen. A fork by events that a break cuts is refused by CUDA.
+        Only forks by `Stream.wait_stream` are seen. CUDA refuses a fork by events that a break cuts.
         """
         wait = torch.cuda.Stream.wait_stream
 
@@ -228,9 +233,9 @@ class CudaSegments:
 
 
 class Place:
-    """Where a tensor of a pool lies, without keeping its memory from being used again.
+    """The address of a tensor in a pool, which leaves its memory free for further use.
 
-    Calling it gives a tensor there, valid as long as the pool is. Not to be called during capture.
+    Calling it returns a tensor at that address, valid while the pool exists. Call it outside of capture.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -256,23 +261,15 @@ def _begin(graph: torch.cuda.CUDAGraph, pool: Pool) -> None:
     graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
 
 
-def _nothing_recorded(device: torch.device) -> str:
-    return (
-        f"a graph was to be recorded on {device}, but nothing ran there\n"
-        "  put target and draft on the current CUDA device: set CUDA_VISIBLE_DEVICES, and "
-        "target.device=cuda"
-    )
-
-
 def _explained(error: Exception) -> str:
     reason = str(error).partition("\n")[0]
     if "unjoined" in reason:
         return (
             f"a side stream is not joined where a recorded segment ends: {reason}\n"
-            "  join it by Stream.wait_stream before the function returns or its attention begins"
+            "  join it by Stream.wait_stream before the function returns and before its attention"
         )
     return (
         f"this work cannot be recorded as a CUDA graph: {reason}\n"
         "  what copies to the host or waits for the device (.item(), .tolist(), a mask's nonzero) "
-        "cannot;\n  use the backend breakable with debug=true, or eager, for this target"
+        "cannot;\n  use the backend breakable with debug=true, or the runner eager, for this target"
     )

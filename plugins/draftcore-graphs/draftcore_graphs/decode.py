@@ -1,22 +1,21 @@
-"""The runner of decoding: rounds of drafting and verifying, each one replayed as two graphs.
+"""The graph runner of decoding: replays each round of drafting and verifying as two graphs.
 
-The caches of target and draft are allocated once, for the most rows and positions there may be. A
-bucket of fewer rows is their first rows, in the same memory. Prompts are read as they come, then
-every round stays in these buffers: the draft graph leaves the drafts, the verify graph reads them,
-moves each row on and writes where it stands. They are two so that both can be timed.
+The caches of target and draft are allocated once, for the most rows and positions that `reserve` was
+asked for. A bucket of fewer rows is their first rows, in the same memory. Prompts are read eagerly; then
+every round stays in static buffers. The draft graph writes the drafts, the verify graph reads them and
+writes each row's last token and length. They are two graphs so that both can be timed.
 
-Rows of padding repeat a row that is still running, and take its verdict rather than their own: so
-they stand where it stands, and none of them ever runs past the end of a cache. Rows that end are
-dropped by copying what is left into the first rows.
+A row of padding repeats a row that is still running, and takes over its verdict: so both have one
+length, and no row of padding runs past the end of a cache. When rows end, the other rows are copied into
+the first rows.
 
 Shape letters: B live rows, R rows of the bucket, K drafts, T = K + 1 tokens.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,26 +30,24 @@ from draftcore.contracts.runner import (
     ShapeKey,
     Work,
 )
+from draftcore.contracts.target import TargetModel, TargetState
 from draftcore.errors import DraftcoreError
 from draftcore.evaluation.decode import EagerRunner, read_drafts, read_one, read_prompts, verify
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
-from draftcore_graphs.parts import DividedRow
+from draftcore_graphs.divided import DividedRow
 from draftcore_graphs.resolve import Phase
 from draftcore_graphs.runners import GraphRunner
 from draftcore_graphs.states import narrow, settle, tensors
 
-if TYPE_CHECKING:
-    from draftcore.contracts.target import TargetModel, TargetState
-
 DRAFT, VERIFY, PLAIN = "draft", "verify", "plain"
-CALLS = 4  # of a function before its graph can replay, and one to spare: as far as rows go on
+CALLS = 4  # of a function before its graph can replay, and one more; each moves the rows on
 
 
 class DecodeGraphRunner(GraphRunner):
     """Replays rounds of greedy decoding. `module` holds the draft's weights.
 
-    Batches of more rows or positions than the largest bucket go to the eager runner.
+    A batch of more rows or positions than the largest bucket is decoded eagerly.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class DecodeGraphRunner(GraphRunner):
 
     @torch.inference_mode()
     def reserve(self, rows: int, max_len: int) -> None:
-        """Allocate the caches, unless they are large enough; what was captured goes with them."""
+        """Allocate the caches, unless they are large enough; graphs of smaller ones are dropped."""
         wanted = self.rows(rows) or (self.phase.rows[-1] if self.phase.padding else rows)
         span = pad_to(max_len, self.phase.lengths) or self.phase.lengths[-1]
         if wanted <= self.most_rows and span <= self.span:
@@ -92,7 +89,8 @@ class DecodeGraphRunner(GraphRunner):
         self.buffers = StaticBuffers(slots, [ShapeKey(rows)], self.target.device)
         self.cache = self.target.allocate(rows, max_len)
         token_B1 = torch.zeros(rows, 1, dtype=torch.long, device=self.target.device)
-        self.target.forward(self.cache, token_B1, token_B1, 1, self.drafter.request)  # makes it
+        # The cache allocates its tensors when it is first written to.
+        self.target.forward(self.cache, token_B1, token_B1, 1, self.drafter.request)
         self.state = self.drafter.allocate(rows, max_len)
 
     @torch.inference_mode()
@@ -113,7 +111,7 @@ class DecodeGraphRunner(GraphRunner):
         return GraphRows(self, rows, len(tokens_BT))
 
     def keys(self) -> list[ShapeKey]:
-        """The buckets that fit into the caches: one per rows to draft, one per span to verify."""
+        """Return the buckets that fit into the caches: drafts by rows, verdicts by rows and span."""
         rows = [size for size in self.phase.rows if size <= self.most_rows]
         spans = [size for size in self.phase.lengths if size <= self.span]
         return [
@@ -141,13 +139,14 @@ class DecodeGraphRunner(GraphRunner):
         self.place(rows, last_B, lengths_B)
 
     def place(self, rows: int, last_B: Tensor, lengths_B: Tensor) -> None:
+        """Write the live rows' last tokens and lengths into the buffers of a bucket."""
         source_B = torch.arange(len(last_B), device=last_B.device)
         live_B = torch.ones_like(last_B, dtype=torch.bool)
         live = {"last_B": last_B, "lengths_B": lengths_B, "live_B": live_B, "source_B": source_B}
         self.buffers.fill(ShapeKey(rows), live)
 
     def before_capture(self, key: ShapeKey) -> None:
-        """Rows that have read a single token."""
+        """Let every row have read a single token."""
         token_B1 = torch.zeros(key.rows, 1, dtype=torch.long, device=self.target.device)
         self.admit(key.rows, token_B1, torch.ones_like(token_B1[:, 0]))
 
@@ -157,23 +156,20 @@ class DecodeGraphRunner(GraphRunner):
 
     def work(self, key: ShapeKey) -> Work:
         kinds = {DRAFT: self._draft, VERIFY: self._verify, PLAIN: self._plain}
-        return functools.partial(self._undivided, key, kinds[key.variant](key))
+        do = kinds[key.variant](key)
 
-    def _undivided(
-        self,
-        key: ShapeKey,
-        do: Callable[[Batch], Outputs],
-        batch: Batch,
-        *,
-        ends: DividedRow | None = None,
-        begins: DividedRow | None = None,
-    ) -> Outputs:
-        if len(batch["lengths_B"]) != key.rows or ends is not None or begins is not None:
-            raise DraftcoreError(
-                f"a graph plugin divided a batch of {key.rows} rows that are decoded: their caches "
-                "lie in place\n  let its offer have the capability 'phase:prefill'"
-            )
-        return do(batch)
+        def whole(
+            batch: Batch, *, ends: DividedRow | None = None, begins: DividedRow | None = None
+        ) -> Outputs:
+            if len(batch["lengths_B"]) != key.rows or ends is not None or begins is not None:
+                raise DraftcoreError(
+                    f"a graph plugin divided a batch of {key.rows} rows that are decoded, whose "
+                    "caches cannot be divided\n"
+                    "  let its offer have the capability 'phase:prefill'"
+                )
+            return do(batch)
+
+        return whole
 
     def _draft(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
         def draft(batch: Batch) -> None:
@@ -217,7 +213,7 @@ class DecodeGraphRunner(GraphRunner):
 
 
 class GraphRows:
-    """Rows in flight in the runner's static buffers: `rows` of a bucket, the first `live` count."""
+    """Rows in flight in the runner's static buffers: the first `live` of a bucket's `rows`."""
 
     def __init__(self, runner: DecodeGraphRunner, rows: int, live: int) -> None:
         self.runner, self.rows, self.live = runner, rows, live

@@ -1,12 +1,34 @@
-"""The options of the backends that have any."""
+"""What a user may set: the options of the runner, of its backends, and of `tbo`."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LEAST_SHARE = 0.48  # of the tokens, for the smaller half of a batch
+Size = Annotated[int, Field(ge=1)]
+
+
+class GraphsOptions(BaseModel):
+    """The options of the runner `graphs` in one phase. `resolve` fills in what is not set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    backend: str = Field(
+        "auto",
+        description="a graph backend of `draftcore list-plugins`; auto is the one that fits the "
+        "device, or eager where a rule refuses it; eager is none",
+    )
+    options: dict[str, Any] = Field({}, description="of the backend, validated by its plugin")
+    rows: tuple[Size, ...] | None = Field(None, description="rows that graphs are captured for")
+    lengths: tuple[Size, ...] | None = Field(
+        None, description="prefill: padded tokens of a row; decode: cache slots that are attended"
+    )
+    padding: bool = Field(True, description="pad to the next bucket; else only exact sizes replay")
+    plugins: dict[str, dict[str, Any]] = Field(
+        {}, description="graph plugins that see captures and replays, each with its options"
+    )
 
 
 class BreakableOptions(BaseModel):

@@ -1,4 +1,4 @@
-"""What graphs return and breaks pass on: tensors in dicts, tuples and lists, or None."""
+"""The outputs of graphs and breaks: tensors, also in dicts, tuples and lists, or None."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftcore.errors import DraftcoreError
 
 
 def mapped(value: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """Return `value` with `fn` of each tensor in it; what is no container stays as it is."""
+    """Return `value` with `fn` of each tensor in it; other objects stay as they are."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, dict):
@@ -35,9 +35,9 @@ def leaves(outputs: Outputs) -> Iterator[Tensor]:
 
 
 def form(outputs: Outputs) -> Any:
-    """Describe outputs without their values, so that two of one form can be compared with `==`.
+    """Return the containers, shapes and dtypes of outputs, to be compared with `==`.
 
-    Raises DraftcoreError for what can be no output.
+    Raises DraftcoreError for an object that cannot be an output.
     """
     if outputs is None:
         return None

@@ -1,13 +1,13 @@
-"""The backend `piecewise`: torch.compile of each shape, which splits the work where it has to.
+"""The backend `piecewise`: torch.compile of each shape, in pieces where one graph cannot hold it all.
 
-What its compiler cannot take into a graph runs between the pieces. With inductor's reduce-overhead,
-the default, each piece is a CUDA graph in memory of torch's own; with `compiler=eager` or
-`aot_eager` nothing is recorded, and it works on any device: to see what tracing alone changes.
+What the compiler cannot take into a graph runs between the pieces. With inductor's reduce-overhead, the
+default, each piece is a CUDA graph in memory of torch's own. `compiler=eager` and `aot_eager` record
+nothing and work on any device; they show what tracing alone changes.
 
-Two things are odd. torch's own graphs belong to a thread (`own_trees`). And Dynamo keeps what it
-compiled with the code of a function, and stops compiling, silently, at eight versions of one. So
-every key has code of its own, which goes when the key does, and the limit is raised during capture,
-for what the model's layers share.
+- torch's graphs belong to a thread; see `own_trees`.
+- Dynamo keeps compiled code with the code object of a function, and silently stops compiling at eight
+  versions of one. So every key has a code object of its own, which goes with the key, and the limit is
+  raised during capture for functions that the model's layers share.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from draftcore_graphs.backend import recorded, without_collection
 from draftcore_graphs.cuda import require_cuda
 from draftcore_graphs.options import PiecewiseOptions
 
-VERSIONS = 4096  # more than any run has buckets and layers
+VERSIONS = 4096  # of one function; no run has so many buckets and layers
 
 
 class PiecewiseBackend(GraphBackend):
-    """Calls a compiled function per key."""
+    """Compiles one function per key, and replays by calling it."""
 
     def __init__(self, compiler: str, mode: str | None) -> None:
         self.compiler, self.mode = compiler, mode
@@ -41,12 +41,11 @@ class PiecewiseBackend(GraphBackend):
 
     @classmethod
     def open(cls, options: PiecewiseOptions) -> PiecewiseBackend:
-        """Raises UsageError for a compiler that is unknown, or wants a CUDA device without one."""
+        """Raises UsageError for an unknown compiler, and where one needs a CUDA device and has none."""
         if options.compiler not in torch.compiler.list_backends(exclude_tags=None):
-            known = torch.compiler.list_backends()
             raise UsageError(
                 f"torch.compile has no backend {options.compiler!r}\n"
-                f"  there are {', '.join(known)}\n"
+                f"  there are {', '.join(torch.compiler.list_backends())}\n"
                 "  leave compiler out for inductor, or set it to aot_eager or eager"
             )
         if options.records_graphs:
@@ -65,7 +64,7 @@ class PiecewiseBackend(GraphBackend):
             yield
 
     def capture_one(self, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
-        """Compile `fn`. The first warm-up compiles, the second and the third call may record."""
+        """Compile `fn`: the first call compiles, the second and the third may record graphs."""
         self._compiled.pop(key, None)
         compiled = torch.compile(alone(fn), backend=self.compiler, mode=self.mode, dynamic=False)
         for _ in range(3):
@@ -83,12 +82,12 @@ class PiecewiseBackend(GraphBackend):
 
     def cleanup(self) -> None:
         self._compiled.clear()
-        gc.collect()  # what was compiled lies in cycles, and graphs and their memory with it
+        gc.collect()  # compiled functions are in reference cycles, with graphs and their memory
         torch.cuda.empty_cache()
 
 
 def alone(fn: Callable[[], Outputs]) -> Callable[[], Outputs]:
-    """Return `fn` behind a function whose code is no other function's."""
+    """Return a function that calls `fn` and shares its code object with no other function."""
 
     def call() -> Outputs:
         return fn()
@@ -97,7 +96,7 @@ def alone(fn: Callable[[], Outputs]) -> Callable[[], Outputs]:
 
 
 def stepped(compiled: Callable[[], Outputs]) -> Outputs:
-    """Call a compiled function, giving up the outputs of the call before."""
+    """Call a compiled function; the outputs of the call before may be overwritten."""
     own_trees()
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     with torch.no_grad():
@@ -105,12 +104,12 @@ def stepped(compiled: Callable[[], Outputs]) -> Outputs:
 
 
 def own_trees() -> None:
-    """Let this thread have graphs of torch's.
+    """Let this thread have torch's graphs.
 
-    torch keeps them by thread and, before 2.13, knows the one that imported it and no other: a run
-    whose captures have a thread of their own would end in an AssertionError without words.
+    torch keeps them by thread. Before 2.13 it sets up only the thread that imported it, and capture in
+    another thread would end in an AssertionError without a message.
     """
-    from torch._inductor import cudagraph_trees  # as marking a step does
+    from torch._inductor import cudagraph_trees  # slow to import, and marking a step imports it
 
     local: Any = cudagraph_trees.local
     if not hasattr(local, "tree_manager_containers"):

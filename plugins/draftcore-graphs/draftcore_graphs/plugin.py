@@ -1,4 +1,7 @@
-"""The hooks of the runner `graphs`, of the graph backends and of `tbo`; what is heavy is imported in them."""
+"""The hooks of this plugin: the runner `graphs`, its graph backends, and the graph plugin `tbo`.
+
+A hook imports what it opens, as torch and pydantic would slow down the listing of plugins.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,21 @@ if TYPE_CHECKING:
     from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
 
 OPTIONS = "draftcore_graphs.options"
+FULL = frozenset({"device:cuda", "auto:cuda", "forks"})
 BREAKABLE = frozenset({"device:cuda", "breaks"})
-PIECEWISE = frozenset({"device:cuda", "device:cpu"})  # there, with compilers that record nothing
-
-OVERLAPS = frozenset({"phase:prefill", "forks"})
+PIECEWISE = frozenset({"device:cuda", "device:cpu"})  # on a CPU some of its compilers run
+TBO = frozenset({"phase:prefill", "forks"})
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
     return [
-        Offer("runner", "graphs", options="draftcore_graphs.config:PhaseConfig"),
-        Offer("graph", "recording", frozenset({"forks"})),
-        Offer("graph", "full", frozenset({"device:cuda", "auto:cuda", "forks"})),
+        Offer("runner", "graphs", options=f"{OPTIONS}:GraphsOptions"),
+        Offer("graph", "full", FULL),
         Offer("graph", "breakable", BREAKABLE, f"{OPTIONS}:BreakableOptions"),
         Offer("graph", "piecewise", PIECEWISE, f"{OPTIONS}:PiecewiseOptions"),
-        Offer("graph-plugin", "tbo", OVERLAPS, f"{OPTIONS}:OverlapOptions"),
+        Offer("graph", "recording", frozenset({"forks"})),
+        Offer("graph-plugin", "tbo", TBO, f"{OPTIONS}:OverlapOptions"),
     ]
 
 
@@ -34,14 +37,18 @@ def describe() -> Sequence[Offer]:
 def runner(name: str, context: RunnerContext, options: Any) -> Runner | None:
     if name != "graphs":
         return None
-    from draftcore_graphs.opening import Graphs
+    from draftcore_graphs.graphs import Graphs
 
     return Graphs(context, options)
 
 
 @hookimpl
 def graph_backend(name: str, options: Any) -> GraphBackend | None:
-    """Open a backend. Raises UsageError where there is no CUDA to record on."""
+    """Open a backend. Raises UsageError where it records CUDA graphs and there is no CUDA device."""
+    if name in ("full", "breakable"):
+        from draftcore_graphs.cuda import open_backend
+
+        return open_backend(name, options)
     if name == "piecewise":
         from draftcore_graphs.piecewise import PiecewiseBackend
 
@@ -50,11 +57,7 @@ def graph_backend(name: str, options: Any) -> GraphBackend | None:
         from draftcore_graphs.recording import RecordingBackend
 
         return RecordingBackend()
-    if name not in ("full", "breakable"):
-        return None
-    from draftcore_graphs.cuda import open_backend  # torch, 1.2 s: keeps list-plugins quick
-
-    return open_backend(name, options)
+    return None
 
 
 @hookimpl

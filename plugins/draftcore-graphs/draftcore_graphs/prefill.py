@@ -1,7 +1,7 @@
-"""The graph runner of prefill: the target's forward over padded prompts, whose features are captured.
+"""The graph runner of prefill: replays the target's forward over padded prompts, for its features.
 
-Only the stack of decoder layers is inside the graph. The runner returns the features that were asked
-for, in their stored type and in memory of their own.
+Only the stack of decoder layers is in the graph. The runner returns the requested features in their
+stored type and in memory of their own.
 
 Shape letters: B batch, T tokens, H width.
 """
@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
-from draftcore.errors import UsageError
+from draftcore.contracts.target import TargetModel
 from draftcore.target import EagerPrefillRunner
 from draftcore_graphs.breaks import run_eager
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Slot, StaticBuffers
-from draftcore_graphs.parts import DividedRow
-from draftcore_graphs.resolve import RULES, Phase, conflict
+from draftcore_graphs.divided import DividedRow
+from draftcore_graphs.resolve import MASKS, Phase
 from draftcore_graphs.runners import GraphRunner
-
-if TYPE_CHECKING:
-    from draftcore.contracts.target import TargetModel
 
 SLOTS = (
     Slot("tokens_BT", lambda key: (key.rows, key.length), torch.long, "tokens"),
@@ -35,8 +32,8 @@ SLOTS = (
     Slot("live_B", lambda key: (key.rows,), torch.bool, "rows"),
 )
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
-# Relative to the largest number of a feature: one model with two ways to make its masks. Other
-# masks differ by the size of the numbers themselves.
+# The largest difference between masks of ours and of the model, relative to the largest number of a
+# feature. Where the model means other masks, features differ by as much as they are large.
 SAME_MASKS = {torch.float32: 1e-4, torch.float64: 1e-4}
 SAME_MASKS_IN_HALF = 0.05
 
@@ -49,11 +46,11 @@ def static_features(
     ends: DividedRow | None = None,
     begins: DividedRow | None = None,
 ) -> dict[str, Tensor]:
-    """Return the target's features of rows of any length, without a look at the host: graphs can hold it.
+    """Return the target's features of right-padded rows by a forward that graphs can hold.
 
-    transformers looks at a mask of the padding before it makes its own. Right-padded rows need
-    none: what is padded comes after every token that counts. `ends` and `begins` are the rows
-    that these share with another part of their batch (`draftcore.contracts.runner.Work`).
+    transformers makes its masks on the host, from a mask of the padding. Right-padded rows need none,
+    as the padding comes after every token that counts. `ends` and `begins` are the row that this part
+    of a batch shares with another; see `draftcore.contracts.runner.Work`.
     """
     span = tokens_BT.shape[1]
     positions_BT = torch.arange(span, device=tokens_BT.device)[None]
@@ -77,8 +74,8 @@ def static_features(
 class PrefillGraphRunner(GraphRunner):
     """Replays a batch in the smallest bucket of rows and length that holds it.
 
-    A batch that no bucket holds goes to the eager runner. `breaks` leaves attention outside the
-    graphs, for backends that can.
+    A batch that no bucket holds runs eagerly. With `breaks`, for backends of that capability, attention
+    is a break in the graphs.
     """
 
     def __init__(
@@ -93,7 +90,9 @@ class PrefillGraphRunner(GraphRunner):
         super().__init__(phase, backend, plugins)
         self.target, self.eager, self.breaks = target, EagerPrefillRunner(target), breaks
         self.requests: dict[str, FeatureRequest] = {}
-        self.masks_differ: bool | None = None
+        self.masks_differ: bool | None = (
+            None  # from those of the model; None before the first batch
+        )
         largest = ShapeKey(phase.rows[-1], phase.lengths[-1])
         self.buffers = StaticBuffers(SLOTS, [largest], target.device)
 
@@ -136,7 +135,7 @@ class PrefillGraphRunner(GraphRunner):
         return [*decoder.parameters(), *decoder.buffers()]
 
     def before_capture(self, key: ShapeKey) -> None:
-        """Full rows of tokens 0."""
+        """Fill all rows with tokens 0."""
         batch = self.buffers.view(key)
         for name, value in (("tokens_BT", 0), ("lengths_B", key.length), ("live_B", True)):
             batch[name].fill_(value)
@@ -163,23 +162,25 @@ class PrefillGraphRunner(GraphRunner):
         lengths_B: Tensor,
         request: FeatureRequest,
     ) -> dict[str, Tensor]:
-        """Compare the first batch with the model under its own masks; return what is right."""
+        """Compare the first batch with the model under its own masks, and return the right features.
+
+        Raises UsageError where they differ and the user named the backend.
+        """
         own = self.eager.features(tokens_BT, lengths_B, request)
         gap, worst = max((_gap(found[name], own[name], lengths_B), name) for name in own)
         bound = SAME_MASKS.get(self.target.dtype, SAME_MASKS_IN_HALF)
         self.masks_differ = gap > bound
         if self.masks_differ and self.phase.decided.get("backend") == "you":
-            (rule,) = (rule for rule in RULES if rule.name == "masks")
             fault = (
                 f"{worst} of {self.target.spec.path!r} differs from the model's own by {gap:.3g} "
                 f"of its largest number (bound {bound:.3g})"
             )
-            raise UsageError(conflict("prefill", self.phase.backend, rule, {"masks": fault}))
+            raise MASKS.error("prefill", self.phase.backend, {MASKS.name: fault})
         return own if self.masks_differ else found
 
 
 def _gap(found_BTH: Tensor, own_BTH: Tensor, lengths_B: Tensor) -> float:
-    """The largest difference in tokens that count, relative to the largest number there."""
+    """Return the largest difference in tokens that count, relative to their largest number."""
     counts_BT = torch.arange(found_BTH.shape[1], device=lengths_B.device) < lengths_B[:, None]
     ours, theirs = (x_BTH.double().nan_to_num()[counts_BT] for x_BTH in (found_BTH, own_BTH))
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
@@ -187,7 +188,7 @@ def _gap(found_BTH: Tensor, own_BTH: Tensor, lengths_B: Tensor) -> float:
 
 @contextmanager
 def eager_attention(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Make the attention of every layer a break in the graphs that are recorded meanwhile."""
+    """Make the attention of every layer a break in the graphs that the block records."""
     modules = [m for layer in layers for n, m in layer.named_children() if n in ATTENTION]
     for module in modules:
         module.forward = _broken(module.forward)
@@ -195,7 +196,7 @@ def eager_attention(layers: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            del module.forward  # the instance's; the class has its own
+            del module.forward  # the instance's, which hid that of the class
 
 
 def _broken(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,9 @@
-"""A graph backend for any device: it records operations as a list and replays that list.
+"""The backend `recording`, for any device: it records a list of operations and replays that list.
 
-It keeps the promises of a real graph, so that runners, drafters and models can be tested without a
-GPU. Replay calls no line of the recorded function: what was computed on the host while it was
-recorded stays as it was. What the function read from outside is read at the address that it had,
-so in-place updates are seen and moved storage is not. Outputs lie in the same memory every time.
-What waits for the device on the host is refused, as a stream that is being captured refuses it.
+It behaves as a CUDA graph does, so that runners, drafters and models can be tested without a GPU. A
+replay calls no line of the recorded function, so what was computed on the host does not change. Tensors
+from outside are read at the addresses that they had: updates in place are seen, moved storage is not.
+Outputs lie in the same memory every time. An operation that waits for the device is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WAITS = frozenset({
 
 
 class RecordingBackend(GraphBackend):
-    """Records on any device; slower than eager, as it is there to be exact."""
+    """Records on any device; slower than eager, as it is made for tests."""
 
     def __init__(self) -> None:
         self.tapes: dict[ShapeKey, Tape] = {}
@@ -45,8 +44,7 @@ class RecordingBackend(GraphBackend):
             fn()
         tape = Tape()
         with tape:
-            outputs = fn()
-        tape.finish(outputs)
+            tape.outputs = fn()
         self.tapes[key] = tape
 
     def can_run(self, batch: Mapping[str, Tensor], key: ShapeKey) -> bool:
@@ -65,7 +63,7 @@ class RecordingBackend(GraphBackend):
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The operations of one call, each with the tensors that it was given and gave."""
+    """The operations of one call, each with its arguments and the tensors that it returned."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,21 +81,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         for tensor in made:
-            if id(tensor) not in self.read:  # an operation in place gives what it was given
+            if id(tensor) not in self.read:  # an operation in place returns its argument
                 self.made[id(tensor)] = tensor
         self.steps.append((func, *given, made))
         return result
 
     def _place(self, value: Any) -> Any:
-        """What a later replay reads: the tensor of an earlier step, or this address."""
+        """Return what a replay is to read: the tensor of an earlier step, or one at this address."""
         if not isinstance(value, Tensor) or id(value) in self.made:
             return value
         if id(value) not in self.read:
             self.read[id(value)] = (value, value.detach())
         return self.read[id(value)][1]
-
-    def finish(self, outputs: Outputs) -> None:
-        self.outputs = outputs
 
     def replay(self) -> Outputs:
         now: dict[int, Tensor] = {}
@@ -110,14 +105,14 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*given[0], **given[1])
             fresh = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
             now.update({id(old): new for old, new in zip(made, fresh, strict=True)})
-        return tree_map(lambda old: _into(old, current(old)), self.outputs)
 
+        def settled(static: Any) -> Any:
+            """Put an output where it lay when it was recorded."""
+            if isinstance(static, Tensor) and (value := current(static)) is not static:
+                static.copy_(value)
+            return static
 
-def _into(static: Any, value: Any) -> Any:
-    """Put an output where it was when it was recorded."""
-    if isinstance(static, Tensor) and value is not static:
-        static.copy_(value)
-    return static
+        return tree_map(settled, self.outputs)
 
 
 def require_no_wait(func: Any, args: tuple[Any, ...]) -> None:

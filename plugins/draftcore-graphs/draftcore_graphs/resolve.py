@@ -1,9 +1,8 @@
-"""What the configuration of a phase comes to, and who decided what.
+"""From the options of a phase to what is run: which backend, which buckets, and who decided.
 
-It goes one way: what the user set is locked, defaults fill the rest, rules refuse what cannot
-work, and only the result is read from then on. A rule is a line of a table: a name, a predicate
-and a reason. A locked backend that a rule refuses is an error that names the rule, never another
-backend; with `auto` it is eager, and the plan shows the rule.
+What the user set is locked, defaults fill the rest, and rules refuse what cannot work. A rule that
+refuses a locked backend is an error that names the rule; no other backend is taken. A rule that
+refuses what `auto` found makes the phase eager, and the plan shows the rule.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from draftcore.contracts.runner import PhaseName
 from draftcore.errors import UsageError
 from draftcore_graphs.buckets import doubling, multiples
-from draftcore_graphs.config import PhaseConfig
+from draftcore_graphs.options import GraphsOptions
 
 EAGER, AUTO = "eager", "auto"
 STEP = 256  # tokens between two length buckets, unless there are more than MOST of them
@@ -24,11 +23,11 @@ MOST = 16
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules judge by.
+    """What is known of a run, for the rules to judge by.
 
     `rows` and `longest` bound the batches of the phase. `backends` and `plugins` map each usable
-    graph backend and plugin to its capabilities, `capture` are those of the run's capture backend.
-    `faults` says, by rule, what only a running draft or target shows.
+    graph backend and plugin to its capabilities; `capture` holds those of the run's capture backend.
+    `faults` maps a rule to what a running draft or target showed.
     """
 
     rows: int
@@ -48,7 +47,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Phase:
-    """A resolved phase; `decided` says by key who decided: you, default, or a rule."""
+    """A resolved phase. `decided` says by key who decided: you, default, auto or a rule."""
 
     name: PhaseName
     backend: str = EAGER
@@ -60,7 +59,7 @@ class Phase:
     decided: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yield key, value and who decided it, for `--plan`, and the rules that are judged later."""
+        """Yield key, value and who decided it, for `--plan`; also the rules that judge later."""
         yield "backend", self.backend, self.decided["backend"]
         if self.backend == EAGER:
             return
@@ -68,8 +67,8 @@ class Phase:
             yield key, _shown(getattr(self, key)), self.decided[key]
         outcome = "an error" if self.decided["backend"] == "you" else "eager"
         for rule in RULES:
-            if self.name in rule.phases and rule.judge:
-                yield f"rule {rule.name}", f"{outcome} if it refuses", rule.judge
+            if self.name in rule.phases and rule.judges_later_by:
+                yield f"rule {rule.name}", f"{outcome} if it refuses", rule.judges_later_by
 
 
 def _shown(value: Any) -> str:
@@ -80,9 +79,10 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A reason why a phase cannot run through graphs, and what the user may do about it.
+    """A reason why a phase cannot run through graphs, and what the user can do about it.
 
-    `judge` is what gives it its fact, where that is known only when the phase runs.
+    `refuses` judges by the facts and by the capabilities of the backend. A rule that can judge only
+    when the phase runs says by what, in `judges_later_by`; its fact is one of `Facts.faults`.
     """
 
     name: str
@@ -90,30 +90,38 @@ class Rule:
     refuses: Callable[[Facts, frozenset[str]], bool]
     reason: str
     remedy: str = ""
-    judge: str = ""
+    judges_later_by: str = ""
 
+    def why(self, faults: Mapping[str, str]) -> str:
+        return f"{self.reason}: {faults[self.name]}" if self.name in faults else self.reason
 
-@dataclass(frozen=True)
-class PluginRule:
-    """A reason why a graph plugin cannot work, by its capabilities and those of the backend."""
-
-    name: str
-    refuses: Callable[[PhaseName, frozenset[str], frozenset[str] | None], bool]
-    reason: str
+    def error(self, phase: PhaseName, backend: str, faults: Mapping[str, str]) -> UsageError:
+        """Return the error for a backend that the user named and this rule refuses."""
+        also = f", or {self.remedy}" if self.remedy else ""
+        return UsageError(
+            f"runner.{phase}.options.backend={backend} was set, and the rule {self.name!r} "
+            f"refuses it\n  {self.why(faults)}\n  set runner.{phase}.name=eager{also}"
+        )
 
 
 BOTH: tuple[PhaseName, ...] = ("prefill", "decode")
 KINDS = frozenset({"full_attention", "sliding_attention"})
 ALIBI = frozenset({"bloom", "falcon", "mpt"})
+MASKS = Rule(
+    "masks",
+    ("prefill",),
+    lambda facts, backend: "masks" in facts.faults,
+    "the target does not keep to masks that a graph can hold",
+    judges_later_by="the first batch",
+)
 
-# Refused is what the predicate says of the facts and of the backend's capabilities.
 RULES: tuple[Rule, ...] = (
     Rule(
         "device",
         BOTH,
-        lambda facts, able: (
-            any(word.startswith("device:") for word in able)
-            and f"device:{facts.device}" not in able
+        lambda facts, backend: (
+            any(word.startswith("device:") for word in backend)
+            and f"device:{facts.device}" not in backend
         ),
         "the backend does not run on the target's device",
         "set target.device",
@@ -121,181 +129,152 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "attention",
         BOTH,
-        lambda facts, able: facts.attention not in (None, "sdpa", "eager"),
+        lambda facts, backend: facts.attention not in (None, "sdpa", "eager"),
         "its attention takes no mask that a graph could hold; sdpa and eager attention do",
     ),
     Rule(
         "layer-kinds",
         BOTH,
-        lambda facts, able: not facts.layer_kinds <= KINDS,
+        lambda facts, backend: not facts.layer_kinds <= KINDS,
         "the target has layers that neither attend to all tokens nor to a window of them",
     ),
     Rule(
         "alibi",
         BOTH,
-        lambda facts, able: facts.model_type in ALIBI,
+        lambda facts, backend: facts.model_type in ALIBI,
         "the target computes its positions from the mask of the padding",
     ),
     Rule(
         "rope",
         BOTH,
-        lambda facts, able: any("dynamic" in kind or kind == "longrope" for kind in facts.rope),
+        lambda facts, backend: any("dynamic" in kind or kind == "longrope" for kind in facts.rope),
         "the target chooses its rotary frequencies on the host, by the longest row",
     ),
     Rule(
         "experts",
         BOTH,
-        lambda facts, able: facts.experts == "eager",
+        lambda facts, backend: facts.experts == "eager",
         "the target asks the host which experts to run",
         "leave experts_implementation out of the target's config.json",
     ),
     Rule(
         "capture",
         ("prefill",),
-        lambda facts, able: "graphs" not in facts.capture,
+        lambda facts, backend: "graphs" not in facts.capture,
         "this capture backend does not run the target's forward here",
         "set capture.name=hf",
     ),
     Rule(
         "sampling",
         ("decode",),
-        lambda facts, able: facts.temperature > 0,
+        lambda facts, backend: facts.temperature > 0,
         "drafts and verdicts are drawn from a generator that is seeded for every batch",
         "set eval.temperature=0",
     ),
     Rule(
         "drafter-state",
         ("decode",),
-        lambda facts, able: "drafter-state" in facts.faults,
+        lambda facts, backend: "drafter-state" in facts.faults,
         "the algorithm's decoding state cannot lie in static buffers",
-        judge="the draft's state",
+        judges_later_by="the draft's state",
     ),
-    Rule(
-        "masks",
-        ("prefill",),
-        lambda facts, able: "masks" in facts.faults,
-        "the target does not keep to masks that a graph can hold",
-        judge="the first batch",
-    ),
+    MASKS,
 )
 
-# Refused is what the predicate says of the phase, the plugin and the backend, None for eager.
+
+@dataclass(frozen=True)
+class PluginRule:
+    """A reason why a graph plugin cannot work in a phase.
+
+    `refuses` judges by the phase, and by the capabilities of the plugin and of the backend, None for
+    eager.
+    """
+
+    name: str
+    refuses: Callable[[PhaseName, frozenset[str], frozenset[str] | None], bool]
+    reason: str
+
+
 PLUGIN_RULES: tuple[PluginRule, ...] = (
     PluginRule(
         "nothing-captured",
-        lambda phase, words, able: able is None,
+        lambda phase, plugin, backend: backend is None,
         "a graph plugin sees captures and replays, and in eager there are none",
     ),
     PluginRule(
         "phase",
-        lambda phase, words, able: (
-            any(word.startswith("phase:") for word in words) and f"phase:{phase}" not in words
+        lambda phase, plugin, backend: (
+            any(word.startswith("phase:") for word in plugin) and f"phase:{phase}" not in plugin
         ),
         "the plugin does not work in this phase",
     ),
     PluginRule(
         "forks",
-        lambda phase, words, able: "forks" in words and "forks" not in (able or ()),
+        lambda phase, plugin, backend: "forks" in plugin and "forks" not in (backend or ()),
         "the plugin forks streams off, which the backend cannot record",
     ),
 )
 
 
-def resolve(name: PhaseName, given: PhaseConfig, facts: Facts) -> Phase:
-    """Resolve one phase. Raises UsageError where a rule refuses the backend that the user named."""
-    decided = {key: _who(given, key) for key in PhaseConfig.model_fields}
+def resolve(name: PhaseName, given: GraphsOptions, facts: Facts) -> Phase:
+    """Resolve one phase. Raises UsageError where a rule refuses a backend or plugin that was set."""
+    decided = {
+        key: "default"
+        if getattr(given, key) is None or key not in given.model_fields_set
+        else "you"
+        for key in GraphsOptions.model_fields
+    }
     backend = given.backend
     if backend == AUTO:
         backend, decided["backend"] = _fitting(facts)
-    able = facts.backends.get(backend, frozenset())
-    rule = _refusing(name, facts, able)
-    if backend != EAGER and rule is not None:
+    capabilities = facts.backends.get(backend, frozenset())
+    refusing = (r for r in RULES if name in r.phases and r.refuses(facts, capabilities))
+    if backend != EAGER and (rule := next(refusing, None)):
         if given.backend != AUTO:
-            raise UsageError(conflict(name, backend, rule, facts.faults))
-        backend, decided["backend"] = EAGER, f"rule {rule.name}: {_reason(rule, facts.faults)}"
-    _check_plugins(name, given, backend, None if backend == EAGER else able, facts)
+            raise rule.error(name, backend, facts.faults)
+        backend, decided["backend"] = EAGER, f"rule {rule.name}: {rule.why(facts.faults)}"
+    _check_plugins(name, given, backend, facts)
     if backend == EAGER:
         return Phase(name, decided=decided)
+    rows: tuple[int, ...] = (facts.rows,)  # all capture groups but the last are of one size
+    if name == "decode":  # its rows end one by one
+        rows = doubling(facts.rows) if given.padding else tuple(range(1, facts.rows + 1))
+    step = STEP * max(1, -(-facts.longest // (STEP * MOST)))
     return Phase(
         name,
         backend,
         given.options,
-        _ascending(given.rows) or _rows(name, given, facts),
-        _ascending(given.lengths) or multiples(_step(facts.longest), facts.longest),
+        tuple(sorted(set(given.rows or rows))),
+        tuple(sorted(set(given.lengths or multiples(step, facts.longest)))),
         given.padding,
         given.plugins,
         decided,
     )
 
 
-def _who(given: PhaseConfig, key: str) -> str:
-    return "you" if key in given.model_fields_set and getattr(given, key) is not None else "default"
-
-
 def _fitting(facts: Facts) -> tuple[str, str]:
-    """The backend that says it is the one for this device, and who decided."""
-    word = f"auto:{facts.device}"
-    able = sorted(name for name, words in facts.backends.items() if word in words)
-    if len(able) == 1:
-        return able[0], f"auto, for {facts.device}"
-    return EAGER, f"auto: {' and '.join(able) or 'no backend'} for {facts.device}"
+    """Return the only backend that claims this device for `auto`, or eager; and who decided."""
+    claim = f"auto:{facts.device}"
+    claiming = sorted(name for name, words in facts.backends.items() if claim in words)
+    if len(claiming) == 1:
+        return claiming[0], f"auto, for {facts.device}"
+    return EAGER, f"auto: {' and '.join(claiming) or 'no backend'} for {facts.device}"
 
 
-def _refusing(name: PhaseName, facts: Facts, able: frozenset[str]) -> Rule | None:
-    rules = (rule for rule in RULES if name in rule.phases and rule.refuses(facts, able))
-    return next(rules, None)
-
-
-def _reason(rule: Rule, faults: Mapping[str, str]) -> str:
-    return ": ".join((rule.reason, *(why for name, why in faults.items() if name == rule.name)))
-
-
-def conflict(name: str, backend: str, rule: Rule, faults: Mapping[str, str]) -> str:
-    """Say that a rule refuses the backend that the user named."""
-    also = f", or {rule.remedy}" if rule.remedy else ""
-    return (
-        f"runner.{name}.options.backend={backend} was set, and the rule {rule.name!r} refuses it\n"
-        f"  {_reason(rule, faults)}\n"
-        f"  set runner.{name}.name=eager{also}"
-    )
-
-
-def _check_plugins(
-    name: PhaseName, given: PhaseConfig, backend: str, able: frozenset[str] | None, facts: Facts
-) -> None:
+def _check_plugins(name: PhaseName, given: GraphsOptions, backend: str, facts: Facts) -> None:
     """Raise UsageError for a plugin that a rule refuses: what the user set is never left out."""
-    for plugin in given.plugins:
+
+    def refusing(plugin: str, backend: str) -> PluginRule | None:
         words = facts.plugins.get(plugin, frozenset())
-        rule = _refusing_plugin(name, words, able)
-        if rule is not None:
-            others = (
-                b for b, can in facts.backends.items() if not _refusing_plugin(name, words, can)
-            )
-            also = " or ".join(sorted(others))
+        able = None if backend == EAGER else facts.backends.get(backend, frozenset())
+        return next((rule for rule in PLUGIN_RULES if rule.refuses(name, words, able)), None)
+
+    for plugin in given.plugins:
+        if rule := refusing(plugin, backend):
+            others = sorted(other for other in facts.backends if not refusing(plugin, other))
+            also = f", or set runner.{name}.options.backend to {' or '.join(others)}"
             raise UsageError(
-                f"runner.{name}.options.plugins.{plugin} was set, and the rule {rule.name!r} refuses it "
-                f"with the backend {backend!r}\n  {rule.reason}\n"
-                f"  leave the plugin out{f', or set runner.{name}.options.backend to {also}' * bool(also)}"
+                f"runner.{name}.options.plugins.{plugin} was set, and the rule {rule.name!r} "
+                f"refuses it with the backend {backend!r}\n  {rule.reason}\n"
+                f"  leave the plugin out{also * bool(others)}"
             )
-
-
-def _refusing_plugin(
-    name: PhaseName, words: frozenset[str], able: frozenset[str] | None
-) -> PluginRule | None:
-    return next((rule for rule in PLUGIN_RULES if rule.refuses(name, words, able)), None)
-
-
-def _rows(name: PhaseName, given: PhaseConfig, facts: Facts) -> tuple[int, ...]:
-    """Capture groups are of one size, but for the last; rows that are decoded end one by one."""
-    if name == "prefill":
-        return (facts.rows,)
-    return doubling(facts.rows) if given.padding else tuple(range(1, facts.rows + 1))
-
-
-def _step(longest: int) -> int:
-    """The tokens between two buckets, of which there are at most MOST."""
-    return STEP * max(1, -(-longest // (STEP * MOST)))
-
-
-def _ascending(sizes: tuple[int, ...] | None) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes or ())))

@@ -1,9 +1,9 @@
-"""What the graph runners of both phases share: capture at first use, replay, capture anew.
+"""What the graph runners of both phases share: when they capture, replay and capture anew.
 
-A runner owns its backend and the static buffers. All its buckets are captured in one session when
-the first batch comes, the largest first, so that they share the memory of the first. A graph reads
-weights where they lay: weights that are updated in place replay as they are now, and where one has
-moved everything is captured anew. A bucket that is not there runs as it is, and is counted.
+A runner owns its backend and the static buffers. It captures all its buckets in one session when the
+first batch comes, the largest first, so that the others share the memory of the first. A graph reads
+weights at the addresses that they had: weights that are updated in place replay as they are now, and
+where one has moved, all buckets are captured anew. What cannot be replayed runs eagerly and is counted.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from draftcore_graphs.resolve import Phase
 
 @dataclass
 class Tally:
-    """How often a runner captured, and what became of its batches: `replayed`, or why not."""
+    """Counts what a runner captured, and its calls: `replayed`, or why they were not."""
 
     captures: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
 
 class GraphRunner(ABC):
-    """The base of the runners of the two phases; a subclass says what is done for a bucket."""
+    """Captures and replays buckets; a subclass says what is done for one, and on which buffers."""
 
     def __init__(self, phase: Phase, backend: GraphBackend, plugins: Sequence[GraphPlugin]) -> None:
         self.phase, self.backend, self.plugins = phase, backend, plugins
@@ -42,15 +42,15 @@ class GraphRunner(ABC):
 
     @abstractmethod
     def work(self, key: ShapeKey) -> Work:
-        """The function of a bucket. It reads and writes static buffers only."""
+        """Return the function of a bucket. It reads and writes static buffers only."""
 
     @abstractmethod
     def weights(self) -> Iterable[Tensor]:
-        """Every parameter and buffer that the graphs read."""
+        """Return every parameter and buffer that the graphs read."""
 
     @abstractmethod
     def before_capture(self, key: ShapeKey) -> None:
-        """Put something that can be computed with into the static buffers of a bucket."""
+        """Fill the static buffers of a bucket with values that its work can run on."""
 
     @property
     def captures(self) -> int:
@@ -61,11 +61,11 @@ class GraphRunner(ABC):
         return self.tally.counts
 
     def rows(self, rows: int) -> int | None:
-        """The bucket that holds so many rows."""
+        """Return the bucket that holds so many rows, None where none does."""
         return pad_to(rows, self.phase.rows, padding=self.phase.padding)
 
     def ready(self, keys: Iterable[ShapeKey]) -> None:
-        """Capture these buckets, unless they are; all anew where weights have moved."""
+        """Capture those of these buckets that are not captured; all of them if weights moved."""
         addresses = tuple(tensor.data_ptr() for tensor in self.weights())
         if addresses != self._addresses:
             self.forget()
@@ -74,7 +74,7 @@ class GraphRunner(ABC):
             self._capture(todo)
 
     def run(self, key: ShapeKey, live: Mapping[str, Tensor]) -> Outputs:
-        """Fill the bucket's buffers and do its work; the outputs may alias those of the next call."""
+        """Fill the bucket's buffers and do its work; the next call may overwrite the outputs."""
         with self.backend.replay_session():
             batch = self.buffers.fill(key, live)
             if key not in self.captured or not self.backend.can_run(batch, key):

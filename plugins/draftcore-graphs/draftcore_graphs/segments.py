@@ -1,15 +1,13 @@
-"""The work of one shape as a list of steps: recorded segments, and eager breaks between them.
+"""Records the work of one shape as a list of steps: segments, and eager breaks between them.
 
-What a device does is behind `Segments`; there is one for CUDA, and one of a few lines for the CPU
-in the tests. Three things are odd:
+How a device records a segment is behind `Segments`: `cuda` implements it, and the tests do for the CPU.
 
-- A segment runs for real as soon as it is recorded. So a break that follows is called on true
-  values, and a recording returns what an eager call would.
-- What a break returned is given to the next segment as an empty tensor that is allocated *within*
-  that segment, so it lives in the graphs' memory, no longer than the segment needs it. A replay
-  copies the break's new result there.
-- For that reason neither it nor the arguments of a break are kept alive by a recording: only
-  their place is kept (`Segments.pin`).
+- A segment runs as soon as it is recorded. So a break that follows is called on true values, and a
+  recording returns what an eager call would.
+- What a break returns is copied into an empty tensor that is allocated *within* the next segment, and so
+  lies in the graphs' memory no longer than the segment needs it. A replay copies the new result there.
+- So that this memory can be used again, a recording does not keep these tensors or the arguments of
+  a break alive: it keeps their addresses (`Segments.pin`).
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ Step = Callable[[], None]
 
 
 class Segments(Protocol):
-    """How a device records. One recording is underway at a time."""
+    """How a device records, one recording at a time."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Wrap warm-up and recording: they run where nothing else does."""
+    def isolated(self) -> AbstractContextManager[None]:
+        """Wrap warm-up and recording: nothing else runs on their stream."""
         ...
 
     def recording(self) -> AbstractContextManager[None]:
@@ -46,24 +44,24 @@ class Segments(Protocol):
         ...
 
     def end(self) -> Step:
-        """Return what runs the segment that was recorded since `begin`."""
+        """Return a function that runs the segment that was recorded since `begin`."""
         ...
 
     def pin(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what gives a tensor where this one lies, for as long as the recording is kept.
+        """Return a function that returns a tensor at this one's address while the recording is kept.
 
-        Memory that is the recordings' own may be used again by the steps that follow.
+        The steps that follow may use memory of the recordings' own again.
         """
         ...
 
     def closing(self) -> AbstractContextManager[None]:
-        """Wrap the dropping of all recordings, which gives back their memory."""
+        """Wrap the dropping of all recordings, and free their memory."""
         ...
 
 
 @dataclass
 class Recording:
-    """What is replayed for one key. `outputs` are those of the last run."""
+    """The steps that are replayed for one key, and the outputs of the last run."""
 
     steps: list[Step]
     outputs: Outputs
@@ -77,7 +75,7 @@ class Recording:
 
 @dataclass
 class Break:
-    """A function that runs between two segments; its result goes to where the next one reads."""
+    """A step that calls a function and copies its result to where the next segment reads it."""
 
     fn: Callable[..., Outputs]
     args: tuple[Any, ...]
@@ -109,24 +107,23 @@ def record(fn: Callable[[], Outputs], segments: Segments, *, breaks: bool) -> Re
         else:
             outputs = fn()
         recorder.end()
-    form(outputs)  # refuses what is no output
+    form(outputs)  # raises for what cannot be an output
     return Recording(recorder.steps, outputs)
 
 
 def record_eager(fn: Callable[[], Outputs]) -> Recording:
-    """Record nothing: the whole function is one break."""
+    """Return a recording whose only step is the whole function, as a break."""
     outputs = mapped(fn(), torch.clone)
     return Recording([Break(fn, (), form(outputs), list(leaves(outputs)))], outputs)
 
 
 class SegmentRecorder:
-    """Cuts one call into steps, as `draftcore_graphs.breaks` asks for."""
+    """Cuts one call into steps; see `draftcore_graphs.breaks.Recorder`."""
 
     def __init__(self, segments: Segments) -> None:
         self.segments, self.steps = segments, list[Step]()
         self._open = False
-        # To do as soon as the open segment is recorded: give it what the break before it returned.
-        self._fill: Step = _nothing
+        self._fill: Step | None = None  # gives the open segment what the break before it returned
 
     def begin(self) -> None:
         self.segments.begin()
@@ -135,8 +132,9 @@ class SegmentRecorder:
     def end(self) -> None:
         """End the open segment and run it."""
         run, self._open = self.segments.end(), False
-        self._fill()
-        self._fill = _nothing
+        if self._fill is not None:
+            self._fill()
+            self._fill = None
         run()
         self.steps.append(run)
 
@@ -159,7 +157,3 @@ class SegmentRecorder:
 
         self._fill = fill
         return static
-
-
-def _nothing() -> None:
-    """No result of a break is waiting."""

@@ -1,8 +1,8 @@
-"""The tensors of a decoding state whose type nobody here knows.
+"""The tensors in a drafter's decoding state, whatever its type.
 
-A drafter's state is its own: a dataclass, a dict, a list or tuple, or several of them in each other.
-Graphs need its tensors, each with the batch as its first dimension, and nothing else in it: what a
-state keeps on the host would be frozen into a graph. `None` is let through, as it cannot change.
+Each drafter has a state of its own: a dataclass, a dict, a list or tuple, or these nested. Graphs need
+its tensors, each with the batch as its first dimension, and allow nothing else in it, as a graph would
+freeze what a state keeps on the host. `None` is allowed, as it cannot change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def rebuild(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a state of the same build with every tensor changed. Raises TypeError for others."""
+    """Return a state of the same types with `change` of every tensor. Raises TypeError for others."""
     if isinstance(state, Tensor):
         return change(state)
     if state is None:
@@ -36,7 +36,10 @@ def rebuild(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors(state: Any) -> list[Tensor]:
-    """The tensors of a state, in an order that its build decides."""
+    """Return the tensors of a state, in the order of its fields, keys or items.
+
+    Raises TypeError for what a graph would freeze.
+    """
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -48,19 +51,19 @@ def tensors(state: Any) -> list[Tensor]:
 
 
 def narrow(state: Any, rows: int) -> Any:
-    """The same state for its first rows only, in the same storage."""
+    """Return the state of the first rows only, in the same storage."""
     return rebuild(state, lambda tensor: tensor[:rows])
 
 
 def settle(static: Any, state: Any) -> None:
-    """Copy what `state` holds into the first rows of `static`, where it lies elsewhere."""
+    """Copy the tensors of `state` into the first rows of those of `static`, unless they lie there."""
     for place, tensor in zip(tensors(static), tensors(state), strict=True):
         if tensor.data_ptr() != place.data_ptr():
             place[: len(tensor)].copy_(tensor)
 
 
 def fault(state: Any, rows: int) -> str | None:
-    """Say why a state that was allocated for `rows` cannot lie in static buffers; None if it can."""
+    """Return why a state that was allocated for `rows` cannot lie in static buffers, None if it can."""
     for path, leaf in _leaves(state):
         if not isinstance(leaf, Tensor):
             return f"{path} is a {type(leaf).__name__}, which a graph would freeze"

@@ -1,20 +1,19 @@
-"""Two-batch overlap: a batch in two halves of like many tokens, run beside each other.
+"""The graph plugin `tbo`, two-batch overlap: runs a batch as two halves beside each other.
 
-A batch holds right-padded rows, one request each: tensors [B, ...] per request, among them
-`lengths_B`, and [B, T, ...] per token, told apart by the shape letters of their names (`_B`,
-`_BT`). A cut leaves the requests before it to the first half and the others to the second. Where
-one half would have too small a share of the tokens, one request is cut in two: its later tokens
-begin the second half's first row, and attend to what the first half left of its beginning
-(`draftcore_graphs.parts`).
+A batch holds right-padded rows: tensors [B, ...] per row, among them `lengths_B`, and [B, T, ...] per
+token; the shape letters of a name (`_B`, `_BT`) tell which. The rows before a cut are the first half,
+the others the second. Where the smaller half would have too few of the tokens, one row is cut in two:
+its later tokens become the first row of the second half, and attend to the keys and values that the
+first half keeps (`draftcore_graphs.divided`).
 
-On CUDA the second half runs on a stream of its own, forked off and joined within the graph: small
-kernels of the one fill the device while those of the other end. Elsewhere it follows the first.
+On CUDA the second half runs on a second stream, which is forked and joined within the graph: small
+kernels of one half fill the device while those of the other end. Elsewhere it follows the first.
 
-In a graph the cut depends on the padded shape alone. All that a replay changes are the numbers of
-live tokens in the halves, `counts_2`, at an address that stays: for a target's code that, as an
-exchange between devices does, must know how much of a half is no padding.
+In a graph the cut depends on the padded shape alone. A replay changes only `counts_2`, the numbers of
+live tokens in the halves, whose address stays. It is for a target whose code must know how much of a
+half is padding, as an exchange between devices must.
 
-Shape letters: B requests, T tokens of a row.
+Shape letters: B rows, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from torch.nn import functional
 
 from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore_graphs.cuda import beside
+from draftcore_graphs.divided import DividedRow
 from draftcore_graphs.options import LEAST_SHARE
-from draftcore_graphs.parts import DividedRow
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a batch is cut: before request `row`, or after `inside` tokens of it."""
+    """Where a batch is cut: before row `row`, or after `inside` tokens of it."""
 
     row: int
     inside: int = 0
 
 
 def balanced_cut(lengths: Sequence[int], least_share: float = LEAST_SHARE) -> Cut | None:
-    """Return the cut that balances the tokens of requests of these lengths; None for less than two.
+    """Return the cut that balances the tokens of rows of these lengths; None for less than two tokens.
 
-    Requests are left whole unless the smaller half would then have less than `least_share` of the
-    tokens, and also where a further request would make more requests than tokens.
+    A row is cut only where the smaller half would otherwise have less than `least_share` of the tokens,
+    and never where there would then be more rows than tokens.
     """
     total = sum(lengths)
     starts = [0, *accumulate(lengths)][:-1]
@@ -61,7 +60,7 @@ def balanced_cut(lengths: Sequence[int], least_share: float = LEAST_SHARE) -> Cu
 
 
 def split(batch: Batch, cut: Cut) -> tuple[Batch, Batch]:
-    """Return the halves. No value is looked at, so a graph can hold it."""
+    """Return the halves. The host reads no value, so that a graph can hold the split."""
     first = {name: value[: cut.row + (cut.inside > 0)] for name, value in batch.items()}
     second = {name: value[cut.row :] for name, value in batch.items()}
     if cut.inside:
@@ -89,7 +88,7 @@ def per_token(name: str) -> bool:
 
 
 class TwoBatchOverlap(GraphPlugin):
-    """Records the work of every bucket by halves. A bucket of a single token stays whole."""
+    """Has the work of every bucket recorded by halves; a bucket of one token stays whole."""
 
     def __init__(self, least_share: float = LEAST_SHARE) -> None:
         self.least_share = least_share
@@ -107,15 +106,14 @@ class TwoBatchOverlap(GraphPlugin):
 
     def on_replay(self, key: ShapeKey, batch: Batch) -> None:
         """Count the live tokens of the halves; a bucket that is not cut has them in the first."""
-        cut, lengths_B = self.cuts[key], batch["lengths_B"] * batch["live_B"]
-        halves = (lengths_B,) if cut is None else _lengths(split({"lengths_B": lengths_B}, cut))
-        for at, half_B in enumerate(halves):
-            self.counts_2[at] = half_B.sum()
+        cut, live = self.cuts[key], {"lengths_B": batch["lengths_B"] * batch["live_B"]}
+        for at, half in enumerate((live,) if cut is None else split(live, cut)):
+            self.counts_2[at] = half["lengths_B"].sum()
 
 
 @dataclass(frozen=True)
 class Halves:
-    """Does a bucket's work by halves, the second beside the first."""
+    """The work of a bucket, done by halves beside each other."""
 
     work: Work
     cut: Cut
@@ -124,7 +122,7 @@ class Halves:
     def __call__(
         self, batch: Batch, *, ends: DividedRow | None = None, begins: DividedRow | None = None
     ) -> Outputs:
-        if batch is not self.whole:  # another plugin has cut it
+        if batch is not self.whole:  # another plugin has cut the batch
             return self.work(batch, ends=ends, begins=begins)
         row = DividedRow(self.cut.inside, _width(batch)) if self.cut.inside else None
         first, second = split(batch, self.cut)
@@ -136,18 +134,14 @@ class Halves:
 
 
 def _cut_lengths(lengths_B: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
-    """The lengths in both halves, of which the cut row has a part in each."""
+    """Return the lengths of the rows of both halves; the cut row has a part in each."""
     before, row, after = lengths_B.tensor_split((cut.row, cut.row + 1))
     head = row.clamp(max=cut.inside)
     return torch.cat([before, head]), torch.cat([row - head, after])
 
 
-def _lengths(halves: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:
-    return halves[0]["lengths_B"], halves[1]["lengths_B"]
-
-
 def _width(batch: Batch) -> int:
-    """The tokens of a padded row."""
+    """Return the tokens of a padded row."""
     return next(value.shape[1] for name, value in batch.items() if per_token(name))
 
 

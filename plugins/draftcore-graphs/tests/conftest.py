@@ -1,21 +1,118 @@
-"""Segments on the CPU: what CUDA's capture does, with operations in the place of kernels."""
+"""A tiny target, a drafter that needs no training, and segments on the CPU."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draftcore_graphs.backend import SegmentBackend
-from torch import Tensor
+from draftcore_sdk.targets import tiny_target
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetModel
+from draftcore.target import TransformersModel, TransformersTarget
+
+PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
+
+
+@dataclass
+class Followed:
+    """Per row what followed each token, and the last token."""
+
+    table_BV: Tensor
+    last_B: Tensor
+
+
+class FollowDrafter:
+    """Proposes what followed a token before, plus the weight of `shift`, by which it can be moved."""
+
+    def __init__(self, vocabulary: int, num_drafts: int = 4) -> None:
+        self.vocabulary, self.num_drafts = vocabulary, num_drafts
+        self.request = FeatureRequest((1,), True, "float32")
+        self.module = nn.Module()
+        self.module.shift = nn.Parameter(torch.zeros(1))
+
+    def allocate(self, batch: int, max_len: int) -> Followed:
+        table_BV = torch.zeros(batch, self.vocabulary, dtype=torch.long)
+        return Followed(table_BV, torch.zeros(batch, dtype=torch.long))
+
+    def prefill(
+        self,
+        state: Followed,
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        features: Mapping[str, Tensor],
+        next_B: Tensor,
+    ) -> None:
+        for at in range(tokens_BT.shape[1]):
+            inside_B = at < lengths_B
+            last_B = at == lengths_B - 1
+            follows_B = tokens_BT[:, min(at + 1, tokens_BT.shape[1] - 1)]
+            self._note(state, tokens_BT[:, at], torch.where(last_B, next_B, follows_B), inside_B)
+        state.last_B = next_B.clone()
+
+    def propose(
+        self, state: Followed, temperature: float = 0.0, generator: Any = None
+    ) -> tuple[Tensor, None]:
+        token_B, drafts = state.last_B, []
+        for _ in range(self.num_drafts):
+            token_B = state.table_BV.gather(1, token_B[:, None])[:, 0]
+            drafts.append((token_B + self.module.shift.long()) % self.vocabulary)
+        return torch.stack(drafts, 1), None
+
+    def accept(
+        self, state: Followed, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
+    ) -> None:
+        before_B = state.last_B
+        for at in range(tokens_BK.shape[1]):
+            new_B = at < counts_B
+            self._note(state, before_B, tokens_BK[:, at], new_B)
+            before_B = torch.where(new_B, tokens_BK[:, at], before_B)
+        state.last_B = before_B
+
+    def select(self, state: Followed, rows_B: Tensor) -> Followed:
+        return Followed(state.table_BV[rows_B], state.last_B[rows_B])
+
+    def _note(self, state: Followed, a_B: Tensor, b_B: Tensor, valid_B: Tensor) -> None:
+        old_B = state.table_BV.gather(1, a_B[:, None])[:, 0]
+        state.table_BV.scatter_(1, a_B[:, None], torch.where(valid_B, b_B, old_B)[:, None])
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> TargetModel:
+    return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
+
+
+@pytest.fixture
+def drafter(target: TargetModel) -> FollowDrafter:
+    return FollowDrafter(target.spec.vocab_size)
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    return PROMPTS
+
+
+# ---------------------------------------------------------------- segments
 
 
 class Tape(TorchDispatchMode):
     """Operations at fixed addresses: a replay reads and writes the memory of the recording.
 
-    Outputs are poisoned when they are recorded, as a capture computes nothing.
+    Recording fills outputs with nan, as a capture computes nothing.
     """
 
     def __init__(self) -> None:
@@ -43,7 +140,7 @@ class Tape(TorchDispatchMode):
                 if place.data_ptr() != value.data_ptr():
                     place.copy_(value)
 
-        if "empty" not in func.overloadpacket.__name__:  # to allocate is no kernel
+        if "empty" not in func.overloadpacket.__name__:  # an allocation is no kernel
             self.steps.append(step)
         for tensor in fresh:
             if tensor.is_floating_point():
@@ -61,13 +158,13 @@ class Tape(TorchDispatchMode):
 
 
 class CpuSegments:
-    """One tape per segment. `ended` counts them."""
+    """Does what CUDA's capture does, with operations for kernels; `ended` counts the segments."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.tape: Tape | None = None
         self.ended = 0
 
-    def aside(self) -> Any:
+    def isolated(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     @contextmanager
@@ -93,7 +190,7 @@ class CpuSegments:
     def pin(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
 
-    def closing(self) -> Any:
+    def closing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 

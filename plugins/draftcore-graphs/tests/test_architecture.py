@@ -1,4 +1,4 @@
-"""The two axes stay apart, what is declared is used, and only what was resolved is read."""
+"""Runners and mechanisms stay apart, what is declared is used, and only what was resolved is read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
+from typing import Any
 
+import draftcore_graphs
 import pytest
-from draftcore_graphs.config import GraphsConfig, PhaseConfig
 from draftcore_graphs.decode import DecodeGraphRunner, GraphRows
+from draftcore_graphs.options import GraphsOptions
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Facts, Phase, resolve
@@ -20,13 +22,17 @@ from pydantic import ValidationError
 import draftcore
 from draftcore.config import EvalConfig
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.runner import GraphBackend, GraphPlugin
+from draftcore.contracts.runner import GraphBackend, GraphPlugin, PhaseName
+from draftcore.contracts.target import TargetModel
 from draftcore.evaluation.decode import evaluate_prompts, right_padded
 
-CORE = Path(draftcore.__file__).parent
-PLUGIN = CORE.parent / "plugins" / "draftcore-graphs" / "draftcore_graphs"
+CORE, PACKAGE = (Path(str(module.__file__)).parent for module in (draftcore, draftcore_graphs))
+FILES = {file.stem: file for file in sorted(PACKAGE.glob("*.py"))}
 RUNNERS = ("buffers", "decode", "prefill", "runners")
-PHASES = ("decode", "prefill", "runners", "resolve", "buffers", "opening")
+PHASES = (*RUNNERS, "graphs", "resolve")
+# `plugin` opens them all, each under its name.
+MECHANISMS = [name for name in FILES if name not in (*PHASES, "plugin")]
+RECORD = {"backend", "cuda", "piecewise", "recording", "segments"}
 
 
 def imported(file: Path) -> set[str]:
@@ -40,20 +46,18 @@ def imported(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-def test_a_runner_knows_no_mechanism(name):
+def test_a_runner_knows_no_mechanism(name: str) -> None:
     """A limit of a mechanism is its `can_run`, never a look at its type."""
-    file = CORE / "graphs" / f"{name}.py"
-    assert not {m for m in imported(file) if "recording" in m and "breaks" not in m}
-    text = file.read_text()
+    assert not {f"draftcore_graphs.{module}" for module in RECORD} & imported(FILES[name])
+    text = FILES[name].read_text()
     assert "isinstance(self.backend" not in text
     assert "isinstance(backend" not in text
 
 
-@pytest.mark.parametrize(
-    "file", [CORE / "graphs" / "recording.py", *sorted(PLUGIN.glob("*.py"))], ids=lambda f: f.stem
-)
-def test_a_mechanism_knows_no_phase(file):
-    assert not {f"draftcore_graphs.{phase}" for phase in PHASES} & imported(file)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_mechanism_knows_no_phase(name: str) -> None:
+    assert set(MECHANISMS) >= RECORD
+    assert not {f"draftcore_graphs.{phase}" for phase in PHASES} & imported(FILES[name])
 
 
 def attributes(tree: ast.AST) -> Iterator[str]:
@@ -62,53 +66,62 @@ def attributes(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def test_the_configuration_of_graphs_is_read_where_it_is_resolved_and_nowhere_else():
+def test_the_options_of_a_runner_are_read_where_they_are_resolved_and_nowhere_else() -> None:
     """But for what a store remembers, which is what the user set."""
     readers = {
         file.relative_to(CORE).as_posix()
         for file in CORE.rglob("*.py")
         for path in attributes(ast.parse(file.read_text()))
-        if path.endswith("config.graphs")
+        if path.endswith("config.runner")
     }
-    assert readers == {"graphs/opening.py", "provenance.py"}
+    assert readers == {"run/parts.py", "run/provenance.py"}
+    options = "draftcore_graphs.options.GraphsOptions"
+    assert {name for name, file in FILES.items() if options in imported(file)} == {
+        "graphs",
+        "resolve",
+    }
 
 
 @pytest.mark.parametrize("contract", [GraphBackend, GraphPlugin])
-def test_every_method_of_a_contract_has_a_caller_in_the_core(contract):
-    files = [CORE / "graphs" / f"{name}.py" for name in RUNNERS]
+def test_every_method_of_a_contract_has_a_caller_in_the_runners(contract: Any) -> None:
     called = {
-        path.rpartition(".")[2] for f in files for path in attributes(ast.parse(f.read_text()))
+        path.rpartition(".")[2]
+        for name in RUNNERS
+        for path in attributes(ast.parse(FILES[name].read_text()))
     }
     assert contract.__abstractmethods__ <= called
 
 
-def test_there_are_six_methods_of_a_backend_and_two_of_a_plugin_and_no_state():
-    for contract, count in ((GraphBackend, 6), (GraphPlugin, 2)):
+def test_there_are_six_methods_of_a_backend_and_two_of_a_plugin_and_no_state() -> None:
+    contracts: tuple[tuple[Any, int], ...] = ((GraphBackend, 6), (GraphPlugin, 2))
+    for contract, count in contracts:
         own = {name for name in vars(contract) if not name.startswith("_")}
         assert own == contract.__abstractmethods__
         assert len(own) == count
 
 
-def test_every_key_can_be_left_out_is_shown_by_the_plan_and_is_no_other():
-    assert GraphsConfig.model_validate({}) == GraphsConfig()
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_every_key_can_be_left_out_is_shown_by_the_plan_and_is_no_other(name: PhaseName) -> None:
+    assert GraphsOptions.model_validate({}) == GraphsOptions()
     facts = Facts(2, 256, "cpu", backends={"any": frozenset()})
-    for name in ("prefill", "decode"):
-        shown = {key for _, key, _, _ in resolve(name, PhaseConfig(backend="any"), facts).lines()}
-        assert shown >= PhaseConfig.model_fields.keys()
+    shown = {key for key, _, _ in resolve(name, GraphsOptions(backend="any"), facts).lines()}
+    assert shown >= GraphsOptions.model_fields.keys()
     with pytest.raises(ValidationError, match="max_bs"):
-        PhaseConfig(max_bs=3)
+        GraphsOptions.model_validate({"max_bs": 3})
 
 
-def test_every_override_of_a_runner_is_reached(target, drafter, prompts):
+def test_every_override_of_a_runner_is_reached(
+    target: TargetModel, drafter: Any, prompts: list[list[int]]
+) -> None:
     """A method that nobody calls any more would go on looking as if it mattered."""
     called: set[CodeType] = set()
 
-    def note(frame, event, arg):
+    def note(frame: FrameType, event: str, arg: object) -> None:
         if event == "call":
             called.add(frame.f_code)
 
     request = FeatureRequest((1,), True, "float32")
-    sizes = {"rows": (1, 2, 4), "lengths": (32, 64)}
+    sizes: dict[str, Any] = {"rows": (1, 2, 4), "lengths": (32, 64)}
     before = sys.getprofile()
     sys.setprofile(note)
     try:
@@ -116,7 +129,7 @@ def test_every_override_of_a_runner_is_reached(target, drafter, prompts):
         prefill.features(*right_padded(prompts, "cpu"), request)
         phase = Phase("decode", "any", **sizes)
         decode = DecodeGraphRunner(target, drafter, drafter.module, phase, RecordingBackend())
-        evaluate_prompts(target, drafter, prompts, EvalConfig(max_new_tokens=12, batch=4), decode)
+        evaluate_prompts(decode, prompts, EvalConfig(max_new_tokens=12, batch=4))
         decode.forget()
         assert (decode.captures, decode.counts.keys()) != (0, set())
     finally:

@@ -1,27 +1,34 @@
 """Segments and the eager functions between them, on the CPU; on CUDA in test_cuda_backends.py."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from draftcore_graphs.backend import SegmentBackend
 from draftcore_graphs.breaks import run_eager
 from draftcore_graphs.prefill import eager_attention
-from draftcore_graphs.segments import Break
+from draftcore_graphs.segments import Break, record_eager
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from draftcore.contracts.runner import ShapeKey
+from draftcore.contracts.runner import Outputs, ShapeKey
 from draftcore.errors import DraftcoreError
 
 KEY = ShapeKey(2, 3)
 
 
-def captured(backend, fn):
+def captured(backend: SegmentBackend, fn: Callable[[], Outputs]) -> SegmentBackend:
     with backend.capture_session():
         backend.capture_one(KEY, fn)
     return backend
 
 
-def test_a_break_runs_anew_at_every_replay_and_the_rest_does_not(backend, segments):
+def test_a_break_runs_anew_at_every_replay_and_the_rest_does_not(
+    backend: SegmentBackend, segments: Any
+) -> None:
     x, calls = torch.ones(3), {"inside": 0, "outside": 0}
 
     def scaled(value: Tensor) -> Tensor:
@@ -39,7 +46,7 @@ def test_a_break_runs_anew_at_every_replay_and_the_rest_does_not(backend, segmen
     assert calls == {"inside": 4, "outside": 3}
 
 
-def test_a_break_sees_true_values_while_it_is_recorded(backend):
+def test_a_break_sees_true_values_while_it_is_recorded(backend: SegmentBackend) -> None:
     """A capture computes nothing, so a segment runs as soon as it is recorded."""
     x, seen = torch.full((3,), 5.0), []
 
@@ -51,7 +58,7 @@ def test_a_break_sees_true_values_while_it_is_recorded(backend):
     assert seen == 3 * [[10.0] * 3, [11.0] * 3]
 
 
-def test_outputs_lie_where_they_lay_whatever_a_break_allocates(backend):
+def test_outputs_lie_where_they_lay_whatever_a_break_allocates(backend: SegmentBackend) -> None:
     x = torch.ones(3)
     captured(backend, lambda: {"sum": run_eager(lambda v: v.clone(), x) + x, "none": None})
     first = backend.replay(KEY)
@@ -63,10 +70,12 @@ def test_outputs_lie_where_they_lay_whatever_a_break_allocates(backend):
     assert again["sum"].tolist() == [4.0] * 3
 
 
-def test_breaks_take_and_return_nested_tensors_and_objects(backend):
+def test_breaks_take_and_return_nested_tensors_and_objects(backend: SegmentBackend) -> None:
     x = torch.arange(3.0)
 
-    def attention(value: Tensor, rope: tuple[Tensor, Tensor], name: str, cache: None):
+    def attention(
+        value: Tensor, rope: tuple[Tensor, Tensor], name: str, cache: None
+    ) -> tuple[Tensor, None]:
         assert (name, cache) == ("layer", None)
         return value * rope[0] + rope[1], None
 
@@ -81,7 +90,7 @@ def test_breaks_take_and_return_nested_tensors_and_objects(backend):
         assert torch.equal(ours, eager)
 
 
-def test_a_break_within_a_break_is_part_of_it(backend, segments):
+def test_a_break_within_a_break_is_part_of_it(backend: SegmentBackend, segments: Any) -> None:
     x = torch.ones(3)
     captured(backend, lambda: run_eager(lambda v: run_eager(torch.neg, v) + 1, x * 3) * 2)
     assert segments.ended == 2
@@ -89,14 +98,16 @@ def test_a_break_within_a_break_is_part_of_it(backend, segments):
     assert backend.replay(KEY).tolist() == [-10.0] * 3
 
 
-def test_a_break_may_be_first_and_last_and_follow_another(backend):
+def test_a_break_may_be_first_and_last_and_follow_another(backend: SegmentBackend) -> None:
     x = torch.ones(3)
     captured(backend, lambda: run_eager(torch.neg, run_eager(torch.exp, x)))
     x.fill_(0)
     assert backend.replay(KEY).tolist() == [-1.0] * 3
 
 
-def test_a_break_that_returns_another_shape_than_recorded_is_refused(backend):
+def test_a_break_that_returns_another_shape_than_recorded_is_refused(
+    backend: SegmentBackend,
+) -> None:
     x, width = torch.ones(3), [3]
     captured(backend, lambda: run_eager(lambda v: v[: width[0]].clone(), x) + 1)
     width[0] = 1  # copy_ would broadcast it
@@ -104,13 +115,15 @@ def test_a_break_that_returns_another_shape_than_recorded_is_refused(backend):
         backend.replay(KEY)
 
 
-def test_a_break_that_returns_no_tensors_is_refused(backend):
+def test_a_break_that_returns_no_tensors_is_refused(backend: SegmentBackend) -> None:
     with pytest.raises(DraftcoreError, match=r"returned a str\b"):
         captured(backend, lambda: run_eager(lambda: "text"))
 
 
 @pytest.mark.parametrize("where", ["before", "inside", "after"])
-def test_an_error_anywhere_leaves_the_backend_usable(backend, segments, where):
+def test_an_error_anywhere_leaves_the_backend_usable(
+    backend: SegmentBackend, segments: Any, where: str
+) -> None:
     x, bad = torch.ones(3), [False]
 
     def fail(place: str) -> None:
@@ -142,7 +155,9 @@ def test_an_error_anywhere_leaves_the_backend_usable(backend, segments, where):
     assert backend.replay(KEY).tolist() == [5.0] * 3
 
 
-def test_a_wait_for_the_host_fails_in_a_segment_and_may_stand_in_a_break(backend):
+def test_a_wait_for_the_host_fails_in_a_segment_and_may_stand_in_a_break(
+    backend: SegmentBackend,
+) -> None:
     x = torch.ones(3)
     with pytest.raises(RuntimeError, match="not permitted"):
         captured(backend, lambda: x * float(x.sum().item()))
@@ -151,10 +166,10 @@ def test_a_wait_for_the_host_fails_in_a_segment_and_may_stand_in_a_break(backend
     assert backend.replay(KEY).tolist() == [13.0] * 3
 
 
-def test_debug_is_one_break(segments):
+def test_debug_is_one_break(segments: Any) -> None:
     """So whatever goes wrong in it is not the recording's fault."""
-    backend, x, calls = SegmentBackend(lambda device: segments, breaks=True, debug=True), [], []
-    x = torch.ones(2, 1)
+    backend = SegmentBackend(lambda device: segments, breaks=True, debug=True)
+    x, calls = torch.ones(2, 1), []
 
     def work() -> dict[str, Tensor]:
         calls.append(1)
@@ -166,11 +181,11 @@ def test_debug_is_one_break(segments):
     first = backend.replay(KEY)
     assert (first["wide"].tolist(), first["own"].tolist()) == ([[7.0] * 3] * 2, [[-7.0]] * 2)
     assert len(calls) == 4
-    (step,) = backend._recordings[KEY].steps
+    (step,) = record_eager(work).steps
     assert isinstance(step, Break)
 
 
-def test_without_breaks_the_whole_is_one_segment(segments):
+def test_without_breaks_the_whole_is_one_segment(segments: Any) -> None:
     backend, x = SegmentBackend(lambda device: segments), torch.ones(3)
     captured(backend, lambda: run_eager(torch.neg, x) + 1)
     assert segments.ended == 1
@@ -178,7 +193,7 @@ def test_without_breaks_the_whole_is_one_segment(segments):
     assert backend.replay(KEY).tolist() == [-3.0] * 3
 
 
-def test_writes_in_place_into_static_buffers_replay(backend):
+def test_writes_in_place_into_static_buffers_replay(backend: SegmentBackend) -> None:
     """What decoding does: its graphs return nothing."""
     position, cache = torch.zeros(1, dtype=torch.long), torch.zeros(4)
 
@@ -194,7 +209,7 @@ def test_writes_in_place_into_static_buffers_replay(backend):
     assert cache.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_weights_updated_in_place_replay_as_they_are_now(backend):
+def test_weights_updated_in_place_replay_as_they_are_now(backend: SegmentBackend) -> None:
     layer, x = nn.Linear(3, 3), torch.ones(2, 3)
     captured(backend, lambda: run_eager(torch.relu, layer(x)))
     with torch.no_grad():
@@ -202,7 +217,9 @@ def test_weights_updated_in_place_replay_as_they_are_now(backend):
         assert torch.equal(backend.replay(KEY), torch.relu(layer(x)))
 
 
-def test_a_model_with_attention_as_breaks_replays_to_the_bits_of_eager(backend, segments):
+def test_a_model_with_attention_as_breaks_replays_to_the_bits_of_eager(
+    backend: SegmentBackend, segments: Any
+) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=64, num_hidden_layers=3, num_key_value_heads=2, **sizes)
@@ -224,7 +241,7 @@ def test_a_model_with_attention_as_breaks_replays_to_the_bits_of_eager(backend, 
     assert torch.equal(backend.replay(KEY), work())
 
 
-def test_replaying_what_was_not_captured_is_refused(backend):
+def test_replaying_what_was_not_captured_is_refused(backend: SegmentBackend) -> None:
     captured(backend, lambda: torch.ones(1))
     with pytest.raises(DraftcoreError, match="there is 2 x 3"):
         backend.replay(ShapeKey(9, 9))
@@ -235,7 +252,9 @@ def test_replaying_what_was_not_captured_is_refused(backend):
     assert captured(backend, lambda: torch.ones(1)).can_run({}, KEY)
 
 
-def test_a_session_keeps_the_garbage_collector_out_and_gives_it_back(backend):
+def test_a_session_keeps_the_garbage_collector_out_and_gives_it_back(
+    backend: SegmentBackend,
+) -> None:
     import gc
 
     with backend.capture_session():

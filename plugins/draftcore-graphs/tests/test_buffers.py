@@ -35,7 +35,7 @@ def full(value: int, *shape: int) -> torch.Tensor:
 # ---------------------------------------------------------------- static buffers
 
 
-def test_each_slot_is_padded_by_its_own_policy(buffers):
+def test_each_slot_is_padded_by_its_own_policy(buffers: StaticBuffers) -> None:
     live = {"tokens": full(7, 2, 4), "lengths": full(4, 2), "last": torch.tensor([8, 9])}
     views = buffers.fill(LARGE, live)
     assert views["tokens"].tolist() == [[7, 7, 7, 7, 0, 0]] * 2 + [[0] * 6] * 2
@@ -43,7 +43,7 @@ def test_each_slot_is_padded_by_its_own_policy(buffers):
     assert views["last"].tolist() == [8, 9, 8, 8]
 
 
-def test_a_bucket_lies_at_the_same_address_every_time(buffers):
+def test_a_bucket_lies_at_the_same_address_every_time(buffers: StaticBuffers) -> None:
     first = {name: view.data_ptr() for name, view in buffers.view(SMALL).items()}
     buffers.fill(LARGE, {"tokens": full(1, 4, 6)})
     again = buffers.fill(SMALL, {"tokens": full(2, 2, 3)})
@@ -51,7 +51,7 @@ def test_a_bucket_lies_at_the_same_address_every_time(buffers):
     assert all(view.is_contiguous() for view in again.values())
 
 
-def test_buckets_share_storage_so_every_filling_pads_anew(buffers):
+def test_buckets_share_storage_so_every_filling_pads_anew(buffers: StaticBuffers) -> None:
     buffers.fill(LARGE, {"tokens": full(9, 4, 6), "lengths": full(9, 4), "last": full(9, 4)})
     views = buffers.fill(
         SMALL, {"tokens": full(1, 1, 2), "lengths": full(2, 1), "last": full(3, 1)}
@@ -61,7 +61,7 @@ def test_buckets_share_storage_so_every_filling_pads_anew(buffers):
     assert views["last"].tolist() == [3, 3]
 
 
-def test_slots_that_are_not_filled_stay_as_they_are(buffers):
+def test_slots_that_are_not_filled_stay_as_they_are(buffers: StaticBuffers) -> None:
     buffers.fill(SMALL, {"scale": torch.tensor([1.0, 2.0]), "last": full(5, 2)})
     assert buffers.fill(SMALL, {"last": full(6, 2)})["scale"].tolist() == [1.0, 2.0]
 
@@ -70,12 +70,14 @@ def test_slots_that_are_not_filled_stay_as_they_are(buffers):
     ("slot", "shape"),
     [("tokens", (3, 3)), ("tokens", (2, 4)), ("tokens", (2,)), ("lengths", (3,)), ("scale", (1,))],
 )
-def test_what_a_bucket_does_not_hold_is_refused_by_the_slots_name(buffers, slot, shape):
+def test_what_a_bucket_does_not_hold_is_refused_by_the_slots_name(
+    buffers: StaticBuffers, slot: str, shape: tuple[int, ...]
+) -> None:
     with pytest.raises(ValueError, match=f"slot '{slot}'"):
         buffers.fill(SMALL, {slot: torch.zeros(shape)})
 
 
-def test_a_slot_that_is_not_there_is_refused(buffers):
+def test_a_slot_that_is_not_there_is_refused(buffers: StaticBuffers) -> None:
     with pytest.raises(KeyError):
         buffers.fill(SMALL, {"tokenz": full(1, 2, 3)})
 
@@ -83,16 +85,16 @@ def test_a_slot_that_is_not_there_is_refused(buffers):
 # ---------------------------------------------------------------- buckets
 
 
-def test_a_batch_goes_to_the_smallest_bucket_that_holds_it():
+def test_a_batch_goes_to_the_smallest_bucket_that_holds_it() -> None:
     assert [pad_to(size, (2, 4, 8)) for size in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
 
 
-def test_without_padding_only_exact_sizes_have_a_bucket():
+def test_without_padding_only_exact_sizes_have_a_bucket() -> None:
     found = [pad_to(size, (2, 4, 8), padding=False) for size in (1, 2, 3, 8, 9)]
     assert found == [None, 2, None, 8, None]
 
 
-def test_default_tables_reach_the_largest_batch_and_no_further():
+def test_default_tables_reach_the_largest_batch_and_no_further() -> None:
     assert doubling(1) == (1,)
     assert doubling(6) == (1, 2, 4, 6)
     assert doubling(8) == (1, 2, 4, 8)
@@ -101,7 +103,7 @@ def test_default_tables_reach_the_largest_batch_and_no_further():
     assert multiples(256, 1) == (256,)
 
 
-def test_the_largest_bucket_is_captured_first():
+def test_the_largest_bucket_is_captured_first() -> None:
     keys = [ShapeKey(1, 8), ShapeKey(4, 8), ShapeKey(2, 16), ShapeKey(1, 8)]
     assert largest_first(keys) == [ShapeKey(4, 8), ShapeKey(2, 16), ShapeKey(1, 8)]
 
@@ -130,12 +132,12 @@ def state(rows: int, value: int = 0) -> State:
     return State(Inner(parts[0]), {"b": parts[1]}, [parts[2]], Pair(parts[3], parts[4]))
 
 
-def test_the_tensors_of_any_nest_are_found():
+def test_the_tensors_of_any_nest_are_found() -> None:
     assert [int(tensor[0, 0]) for tensor in tensors(state(3, 10))] == [10, 11, 12, 13, 14]
     assert fault(state(3), 3) is None
 
 
-def test_a_narrowed_state_is_of_the_same_build_in_the_same_memory():
+def test_a_narrowed_state_is_of_the_same_build_in_the_same_memory() -> None:
     whole = state(4)
     part = narrow(whole, 2)
     assert isinstance(part.pair, Pair)
@@ -146,7 +148,7 @@ def test_a_narrowed_state_is_of_the_same_build_in_the_same_memory():
     assert all(tensor[:2].eq(5).all() and tensor[2:].ne(5).all() for tensor in tensors(whole))
 
 
-def test_settling_copies_what_lies_elsewhere_and_only_that():
+def test_settling_copies_what_lies_elsewhere_and_only_that() -> None:
     static, part = state(4), narrow(state(4), 2)
     part = narrow(static, 2)
     part.listed[0] = full(7, 2, 2)
@@ -165,12 +167,12 @@ def test_settling_copies_what_lies_elsewhere_and_only_that():
         (MappingProxyType({"n": torch.zeros(3)}), "state is a mappingproxy"),
     ],
 )
-def test_what_a_graph_would_freeze_is_named(wrong, why):
+def test_what_a_graph_would_freeze_is_named(wrong: object, why: str) -> None:
     import re
 
     assert re.search(why, str(fault(wrong, 3)))
 
 
-def test_a_leaf_that_is_no_tensor_cannot_be_rebuilt():
+def test_a_leaf_that_is_no_tensor_cannot_be_rebuilt() -> None:
     with pytest.raises(TypeError, match="int"):
         rebuild([1], lambda tensor: tensor)

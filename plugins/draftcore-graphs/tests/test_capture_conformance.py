@@ -1,5 +1,7 @@
 """The built-in capture does through graphs all that a capture must do: the whole suite, padded."""
 
+from __future__ import annotations
+
 import sys
 import types
 from collections.abc import Iterator

@@ -1,7 +1,9 @@
-"""The conformance suites of graph backends, as far as they go without CUDA, and of graph plugins.
+"""The conformance suites of runner, graph backends, as far as they go without CUDA, and graph plugins.
 
 `piecewise` comes last: what Dynamo leaves in memory makes every later look at it slow.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 
@@ -10,8 +12,13 @@ import torch
 from draftcore_graphs.backend import SegmentBackend
 from draftcore_sdk.graph_plugins import GraphPluginSuite
 from draftcore_sdk.graphs import GraphBackendSuite
+from draftcore_sdk.runners import RunnerSuite
 
 PLUGIN = "draftcore_graphs.plugin"
+
+
+class TestGraphs(RunnerSuite):
+    plugin, options = PLUGIN, {"backend": "recording"}
 
 
 class TestOverlap(GraphPluginSuite):

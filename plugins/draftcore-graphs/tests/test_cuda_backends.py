@@ -1,16 +1,19 @@
 """The backends on a CUDA device: `nox -s gpu`."""
 
+from __future__ import annotations
+
 import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from draftcore_graphs import cuda
 from draftcore_graphs.breaks import run_eager
-from draftcore_graphs.cuda import open_backend
+from draftcore_graphs.cuda import CudaSegments, Pool, open_backend
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.options import BreakableOptions, PiecewiseOptions
 from draftcore_graphs.piecewise import PiecewiseBackend
@@ -103,7 +106,9 @@ def launches(work: Callable[[], object]) -> Counter[str]:
     return Counter("graph" if "GraphLaunch" in name else "kernel" for name in names)
 
 
-def test_a_replay_launches_graphs_in_the_place_of_kernels(full, breakable, buffer):
+def test_a_replay_launches_graphs_in_the_place_of_kernels(
+    full: GraphBackend, breakable: GraphBackend, buffer: Tensor
+) -> None:
     module = tower()
     eager = launches(lambda: module(buffer))
     if not eager["kernel"]:
@@ -124,7 +129,13 @@ def test_a_replay_launches_graphs_in_the_place_of_kernels(full, breakable, buffe
 # ---------------------------------------------------------------- memory
 
 
-def test_a_break_keeps_neither_what_it_takes_nor_what_it_returns(breakable):
+def pools() -> list[Pool]:
+    """The memory pools for graphs that there are in this process."""
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is Pool]
+
+
+def test_a_break_keeps_neither_what_it_takes_nor_what_it_returns(breakable: GraphBackend) -> None:
     """16 breaks between tensors of 8 MiB: kept, they would be 256 MiB."""
     x = torch.ones(2 * MIB, device="cuda")
 
@@ -144,7 +155,9 @@ def test_a_break_keeps_neither_what_it_takes_nor_what_it_returns(breakable):
         assert torch.equal(breakable.replay(KEY), work())
 
 
-def test_all_backends_share_one_pool_and_one_stream(full, breakable, buffer):
+def test_all_backends_share_one_pool_and_one_stream(
+    full: GraphBackend, breakable: GraphBackend, buffer: Tensor
+) -> None:
     """A smaller capture costs nothing beside a larger one, of whatever phase."""
     large = torch.ones(16 * MIB, device="cuda")
 
@@ -156,18 +169,23 @@ def test_all_backends_share_one_pool_and_one_stream(full, breakable, buffer):
     capture(full, chain(large[: 8 * MIB]), OTHER)
     capture(breakable, chain(large[: 4 * MIB]))
     assert torch.cuda.memory_reserved() - reserved <= 4 * MIB
-    assert len(cuda._pools) == len(cuda._streams) == 1
+    assert len(pools()) == 1
+    device = large.device
+    segments = [CudaSegments(device, name) for name in ("full", "breakable")]
+    assert segments[0].stream is segments[1].stream is cuda.capture_stream(device)
+    segments.clear()
     full.cleanup()
     large.fill_(2)
     assert torch.equal(breakable.replay(KEY), chain(large[: 4 * MIB])())
     breakable.cleanup()
-    gc.collect()
-    assert len(cuda._pools) == 0
+    assert len(pools()) == 0
     assert torch.cuda.memory_reserved() < reserved
 
 
 @pytest.mark.parametrize("name", ["full", "breakable"])
-def test_twenty_captures_and_a_thousand_replays_reserve_no_more(name, buffer, request):
+def test_twenty_captures_and_a_thousand_replays_reserve_no_more(
+    name: str, buffer: Tensor, request: pytest.FixtureRequest
+) -> None:
     backend, module = request.getfixturevalue(name), tower()
 
     def work() -> Tensor:
@@ -197,7 +215,9 @@ def usable(backend: GraphBackend, buffer: Tensor) -> None:
         assert torch.equal(backend.replay(OTHER), buffer.tanh() @ buffer)
 
 
-def test_what_fails_in_one_backend_leaves_the_others_usable(full, breakable, buffer):
+def test_what_fails_in_one_backend_leaves_the_others_usable(
+    full: GraphBackend, breakable: GraphBackend, buffer: Tensor
+) -> None:
     """They record into one pool, which a capture that cannot end spoils for new graphs."""
     capture(breakable, lambda: buffer - 1, ShapeKey(1))
     with pytest.raises(DraftcoreError):
@@ -207,7 +227,9 @@ def test_what_fails_in_one_backend_leaves_the_others_usable(full, breakable, buf
 
 
 @pytest.mark.parametrize("name", ["full", "breakable"])
-def test_a_wait_for_the_host_is_refused_and_leaves_everything_usable(name, buffer, request):
+def test_a_wait_for_the_host_is_refused_and_leaves_everything_usable(
+    name: str, buffer: Tensor, request: pytest.FixtureRequest
+) -> None:
     backend = request.getfixturevalue(name)
     capture(backend, lambda: buffer + 1, ShapeKey(1))
     for _ in range(5):
@@ -217,11 +239,12 @@ def test_a_wait_for_the_host_is_refused_and_leaves_everything_usable(name, buffe
     usable(backend, buffer)
     assert torch.equal(backend.replay(ShapeKey(1)), buffer + 1)
     backend.cleanup()
-    gc.collect()
-    assert len(cuda._pools) == 0
+    assert len(pools()) == 0
 
 
-def test_an_error_between_a_fork_and_its_join_leaves_everything_usable(full, buffer):
+def test_an_error_between_a_fork_and_its_join_leaves_everything_usable(
+    full: GraphBackend, buffer: Tensor
+) -> None:
     side, calls = torch.cuda.Stream(), []
 
     def work() -> Tensor:
@@ -239,7 +262,7 @@ def test_an_error_between_a_fork_and_its_join_leaves_everything_usable(full, buf
     usable(full, buffer)
 
 
-def test_a_fork_that_is_never_joined_is_refused(full, buffer):
+def test_a_fork_that_is_never_joined_is_refused(full: GraphBackend, buffer: Tensor) -> None:
     """Made by events, which nobody notes; torch itself would say 'unjoined'."""
     side = torch.cuda.Stream()
 
@@ -255,7 +278,7 @@ def test_a_fork_that_is_never_joined_is_refused(full, buffer):
     usable(full, buffer)
 
 
-def test_work_on_the_cpu_is_refused(full):
+def test_work_on_the_cpu_is_refused(full: GraphBackend) -> None:
     x = torch.ones(3)
     with pytest.raises(DraftcoreError, match="runs on cpu"):
         capture(full, lambda: x + 1)
@@ -266,7 +289,9 @@ def test_work_on_the_cpu_is_refused(full):
 # ---------------------------------------------------------------- streams and threads
 
 
-def test_side_streams_are_joined_before_a_break_and_forked_after_it(breakable, buffer):
+def test_side_streams_are_joined_before_a_break_and_forked_after_it(
+    breakable: GraphBackend, buffer: Tensor
+) -> None:
     side, out = torch.cuda.Stream(), torch.zeros_like(buffer)
 
     def work() -> Tensor:
@@ -288,7 +313,9 @@ def test_side_streams_are_joined_before_a_break_and_forked_after_it(breakable, b
     assert torch.cuda.Stream.wait_stream.__name__ == "wait_stream"
 
 
-def test_other_threads_may_use_cuda_while_graphs_are_recorded(full, breakable, buffer):
+def test_other_threads_may_use_cuda_while_graphs_are_recorded(
+    full: GraphBackend, breakable: GraphBackend, buffer: Tensor
+) -> None:
     stop, failed = threading.Event(), []
 
     def other() -> None:
@@ -320,7 +347,7 @@ def test_other_threads_may_use_cuda_while_graphs_are_recorded(full, breakable, b
 # ---------------------------------------------------------------- torch.compile
 
 
-def test_compiled_pieces_read_buffers_and_weights_as_they_are(piecewise):
+def test_compiled_pieces_read_buffers_and_weights_as_they_are(piecewise: GraphBackend) -> None:
     """Fused kernels round differently: a sum of 64 products in fp32, four times."""
     module, x = tower(), torch.randn(64, 64, device="cuda")
     capture(piecewise, lambda: {"y": module(x)})
@@ -330,7 +357,7 @@ def test_compiled_pieces_read_buffers_and_weights_as_they_are(piecewise):
         torch.testing.assert_close(piecewise.replay(KEY)["y"], module(x), rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_pieces_are_graphs(piecewise, buffer):
+def test_compiled_pieces_are_graphs(piecewise: GraphBackend, buffer: Tensor) -> None:
     module = tower()
     if not launches(lambda: module(buffer))["kernel"]:
         pytest.skip("the profiler sees no CUDA calls on this machine")
@@ -338,7 +365,7 @@ def test_compiled_pieces_are_graphs(piecewise, buffer):
     assert launches(lambda: piecewise.replay(KEY))["graph"] == 1
 
 
-def test_compiled_buckets_come_and_go_without_leaving_memory(piecewise):
+def test_compiled_buckets_come_and_go_without_leaving_memory(piecewise: GraphBackend) -> None:
     module, x = tower(), torch.randn(64, 64, device="cuda")
     held = []
     for _ in range(4):
@@ -379,7 +406,9 @@ def batch_of(rows: int, length: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["full", "breakable", "debug"])
-def test_every_bucket_of_prefill_replays_to_the_bits_of_eager(name, dtype, tmp_path):
+def test_every_bucket_of_prefill_replays_to_the_bits_of_eager(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
     """The same padded batch: the runner's own work, called on what its buffers hold."""
     options = BreakableOptions(debug=name == "debug")
     backend = open_backend("full" if name == "full" else "breakable", options)
@@ -397,24 +426,37 @@ class Repeats:
     def __init__(self) -> None:
         self.num_drafts, self.request, self.module = 3, REQUEST, nn.Module()
 
-    def allocate(self, batch, max_len):
+    def allocate(self, batch: int, max_len: int) -> dict[str, Tensor]:
         return {"last_B": torch.zeros(batch, dtype=torch.long, device="cuda")}
 
-    def prefill(self, state, tokens_BT, lengths_B, features, next_B):
+    def prefill(
+        self,
+        state: dict[str, Tensor],
+        tokens_BT: Tensor,
+        lengths_B: Tensor,
+        features: Any,
+        next_B: Tensor,
+    ) -> None:
         state["last_B"].copy_(next_B)
 
-    def propose(self, state, temperature=0.0, generator=None):
+    def propose(
+        self, state: dict[str, Tensor], temperature: float = 0.0, generator: Any = None
+    ) -> tuple[Tensor, None]:
         return state["last_B"][:, None].expand(-1, self.num_drafts), None
 
-    def accept(self, state, tokens_BK, features, counts_B):
+    def accept(
+        self, state: dict[str, Tensor], tokens_BK: Tensor, features: Any, counts_B: Tensor
+    ) -> None:
         state["last_B"].copy_(tokens_BK.gather(1, counts_B[:, None] - 1)[:, 0])
 
-    def select(self, state, rows_B):
+    def select(self, state: dict[str, Tensor], rows_B: Tensor) -> dict[str, Tensor]:
         return {"last_B": state["last_B"][rows_B]}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_bucket_of_decoding_replays_to_the_bits_of_eager(full, dtype, tmp_path):
+def test_every_bucket_of_decoding_replays_to_the_bits_of_eager(
+    full: GraphBackend, dtype: str, tmp_path: Path
+) -> None:
     target = TransformersModel(
         TransformersTarget(str(tiny_target(tmp_path)), dtype=dtype, device="cuda")
     )
@@ -435,8 +477,8 @@ def test_every_bucket_of_decoding_replays_to_the_bits_of_eager(full, dtype, tmp_
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
 def test_prefill_by_halves_on_two_streams_has_the_features_of_the_whole(
-    full, dtype, bound, tmp_path
-):
+    full: GraphBackend, dtype: str, bound: float, tmp_path: Path
+) -> None:
     """To the bits of the same halves run eagerly; of the whole within rounding."""
     tbo = TwoBatchOverlap()
     halved = prefill(full, tmp_path / "halved", dtype, tbo)
@@ -454,7 +496,9 @@ def test_prefill_by_halves_on_two_streams_has_the_features_of_the_whole(
     plain.forget()
 
 
-def test_halves_are_recorded_and_dropped_again_and_again_without_leaving_memory(full, tmp_path):
+def test_halves_are_recorded_and_dropped_again_and_again_without_leaving_memory(
+    full: GraphBackend, tmp_path: Path
+) -> None:
     runner, held = prefill(full, tmp_path, "bfloat16", TwoBatchOverlap()), []
     for cycle in range(20):
         for _ in range(1000 if cycle == 10 else 2):
@@ -465,7 +509,7 @@ def test_halves_are_recorded_and_dropped_again_and_again_without_leaving_memory(
     assert all(last <= early for last, early in zip(held[-1], held[2], strict=True)), held
 
 
-def test_the_second_half_runs_on_a_stream_of_its_own():
+def test_the_second_half_runs_on_a_stream_of_its_own() -> None:
     here, there = torch.cuda.current_stream(), []
     with cuda.beside(torch.device("cuda", 0)) as second_stream:
         with second_stream:

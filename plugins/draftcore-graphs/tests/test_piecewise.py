@@ -1,8 +1,13 @@
 """`piecewise` with compilers that work on the CPU; what records graphs is in test_cuda_backends."""
 
+from __future__ import annotations
+
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,22 +19,22 @@ from torch import Tensor, nn
 from torch._inductor import cudagraph_trees
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.runner import ShapeKey
+from draftcore.contracts.runner import Outputs, ShapeKey
 from draftcore.errors import DraftcoreError
 from draftcore.target import TransformersModel, TransformersTarget
 
 
 @pytest.fixture(params=["eager", "aot_eager"])
-def backend(request) -> PiecewiseBackend:
+def backend(request: pytest.FixtureRequest) -> PiecewiseBackend:
     return PiecewiseBackend(request.param, None)
 
 
-def capture(backend, key, fn):
+def capture(backend: PiecewiseBackend, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
     with backend.capture_session():
         backend.capture_one(key, fn)
 
 
-def test_a_replay_reads_buffers_and_weights_as_they_are_now(backend):
+def test_a_replay_reads_buffers_and_weights_as_they_are_now(backend: PiecewiseBackend) -> None:
     layer, x = nn.Linear(3, 3), torch.ones(2, 3)
     capture(backend, ShapeKey(2, 3), lambda: {"y": layer(x).relu(), "none": None})
     with torch.no_grad():
@@ -40,12 +45,12 @@ def test_a_replay_reads_buffers_and_weights_as_they_are_now(backend):
     assert found["none"] is None
 
 
-def test_any_thread_may_record_and_replay(backend):
+def test_any_thread_may_record_and_replay(backend: PiecewiseBackend) -> None:
     """Where torch keeps its graphs by thread; that it finds them there is all a CPU can show."""
     x = torch.ones(2, 3)
-    seen = {}
+    seen: dict[str, Any] = {}
 
-    def work():
+    def work() -> None:
         capture(backend, ShapeKey(2, 3), lambda: x * 2)
         seen["outputs"] = backend.replay(ShapeKey(2, 3))
         seen["trees"] = vars(cudagraph_trees.local).keys()
@@ -57,18 +62,18 @@ def test_any_thread_may_record_and_replay(backend):
     assert seen["trees"] == {"tree_manager_containers", "tree_manager_locks"}
 
 
-def test_every_bucket_is_compiled_and_stays_so():
+def test_every_bucket_is_compiled_and_stays_so() -> None:
     """Dynamo would run the ninth version of one function uncompiled, without a word."""
     graphs = []
 
-    def counting(module, inputs):
+    def counting(module: Any, inputs: Any) -> Any:
         graphs.append(module)
         return module
 
     backend = PiecewiseBackend(counting, None)
     buffers = {rows: torch.ones(rows, 4) for rows in range(1, 13)}
 
-    def work(rows: int):
+    def work(rows: int) -> Callable[[], Tensor]:
         return lambda: buffers[rows] * rows
 
     with backend.capture_session():
@@ -81,10 +86,10 @@ def test_every_bucket_is_compiled_and_stays_so():
     assert len(graphs) == 12
 
 
-def test_work_that_is_split_runs_in_pieces():
+def test_work_that_is_split_runs_in_pieces() -> None:
     pieces = []
 
-    def counting(module, inputs):
+    def counting(module: Any, inputs: Any) -> Any:
         pieces.append(module)
         return module
 
@@ -101,11 +106,11 @@ def test_work_that_is_split_runs_in_pieces():
     assert backend.replay(ShapeKey(3)).tolist() == [11.0] * 3
 
 
-def test_cleanup_lets_go_of_what_was_compiled(backend):
+def test_cleanup_lets_go_of_what_was_compiled(backend: PiecewiseBackend) -> None:
     layer = nn.Linear(3, 3)
     seen, x = weakref.ref(layer), torch.ones(2, 3)
 
-    def work(layer):
+    def work(layer: nn.Module) -> Callable[[], Tensor]:
         return lambda: layer(x)
 
     capture(backend, ShapeKey(2), work(layer))
@@ -117,7 +122,7 @@ def test_cleanup_lets_go_of_what_was_compiled(backend):
         backend.replay(ShapeKey(2))
 
 
-def test_an_error_leaves_the_backend_usable(backend):
+def test_an_error_leaves_the_backend_usable(backend: PiecewiseBackend) -> None:
     def fail() -> Tensor:
         raise ValueError("no")
 
@@ -128,7 +133,9 @@ def test_an_error_leaves_the_backend_usable(backend):
     assert backend.replay(ShapeKey(1)).tolist() == [1.0]
 
 
-def test_prefill_through_it_gives_the_features_of_eager(backend, tmp_path):
+def test_prefill_through_it_gives_the_features_of_eager(
+    backend: PiecewiseBackend, tmp_path: Path
+) -> None:
     """fp32 on one device, one mask against another: sums of 48 products, in another order."""
     target = TransformersModel(TransformersTarget(str(tiny_target(tmp_path)), device="cpu"))
     request = FeatureRequest((0, 2), True, "float32")

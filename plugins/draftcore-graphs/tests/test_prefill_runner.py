@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from draftcore_graphs.breaks import recording
-from draftcore_graphs.parts import DividedRow
-from draftcore_graphs.prefill import PrefillGraphRunner
+from draftcore_graphs.divided import DividedRow
+from draftcore_graphs.prefill import PrefillGraphRunner, static_features
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
 from draftcore_sdk.replays import largest_gap
 from draftcore_sdk.targets import tiny_target
+from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.runner import GraphPlugin, ShapeKey
+from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.decode import right_padded
@@ -23,16 +28,18 @@ REQUEST = FeatureRequest((1, 4), True, "float32")
 ROUNDING = 2e-6  # fp32, another padded shape: 1.2e-6 seen at numbers of about 3 (2026-11)
 
 
-def phase(**changes) -> Phase:
+def phase(**changes: Any) -> Phase:
     given = {"rows": (2, 4), "lengths": (8, 32), "decided": {"backend": "you"}, **changes}
     return Phase("prefill", "recording", **given)
 
 
-def make(target, **changes) -> PrefillGraphRunner:
+def make(target: TargetModel, **changes: Any) -> PrefillGraphRunner:
     return PrefillGraphRunner(target, phase(**changes), RecordingBackend())
 
 
-def require_near(found, expected, lengths_B) -> None:
+def require_near(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], lengths_B: Tensor
+) -> None:
     for name, value_BTH in expected.items():
         assert found[name].shape == value_BTH.shape
         for row, length in enumerate(lengths_B.tolist()):
@@ -40,7 +47,9 @@ def require_near(found, expected, lengths_B) -> None:
             assert gap <= ROUNDING, name
 
 
-def test_features_are_those_of_the_eager_runner(target, prompts):
+def test_features_are_those_of_the_eager_runner(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     runner, eager = make(target), EagerPrefillRunner(target)
     for batch in (prompts, prompts[2:], prompts[:1], prompts[1:3]):
         tokens_BT, lengths_B = right_padded(batch, "cpu")
@@ -50,18 +59,22 @@ def test_features_are_those_of_the_eager_runner(target, prompts):
     assert runner.counts == {"replayed": 4}
 
 
-def test_replay_gives_the_bits_of_eager_on_the_same_padded_batch(target, prompts):
+def test_replay_gives_the_bits_of_eager_on_the_same_padded_batch(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     runner = make(target)
     tokens_BT, lengths_B = right_padded(prompts, "cpu")
     found = runner.features(tokens_BT, lengths_B, REQUEST)
     padded_BT = torch.zeros(4, 32, dtype=torch.long)
     padded_BT[:, : tokens_BT.shape[1]] = tokens_BT
-    eager = target.static_features(padded_BT, REQUEST)
+    eager = static_features(target, padded_BT, REQUEST)
     for name in REQUEST.names:
         assert torch.equal(found[name], eager[name][:, : tokens_BT.shape[1]])
 
 
-def test_every_bucket_replays_to_the_bits_of_eager(target, prompts):
+def test_every_bucket_replays_to_the_bits_of_eager(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     runner = make(target)
     for batch in (prompts, prompts[:2], prompts[2:], [prompts[0]] * 4):
         runner.features(*right_padded(batch, "cpu"), REQUEST)
@@ -70,7 +83,9 @@ def test_every_bucket_replays_to_the_bits_of_eager(target, prompts):
         assert largest_gap(runner, key) == 0, key
 
 
-def test_every_buffer_is_filled_anew_for_every_batch(target, prompts):
+def test_every_buffer_is_filled_anew_for_every_batch(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     """A slot that was left out of a filling would go on with the values of another batch."""
     runner, given = make(target), right_padded(prompts, "cpu")
     right = runner.features(*given, REQUEST)
@@ -86,11 +101,13 @@ def test_every_buffer_is_filled_anew_for_every_batch(target, prompts):
     assert batch["live_B"].all()
 
 
-def test_all_buckets_are_captured_at_first_use_the_largest_first(target, prompts):
+def test_all_buckets_are_captured_at_first_use_the_largest_first(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     seen: list[ShapeKey] = []
 
     class Noting(RecordingBackend):
-        def capture_one(self, key, fn):
+        def capture_one(self, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
             seen.append(key)
             super().capture_one(key, fn)
 
@@ -101,7 +118,9 @@ def test_all_buckets_are_captured_at_first_use_the_largest_first(target, prompts
     assert [(key.rows, key.length) for key in seen] == [(4, 32), (2, 32), (4, 8), (2, 8)]
 
 
-def test_a_runners_outputs_never_alias_the_next_calls(target, prompts):
+def test_a_runners_outputs_never_alias_the_next_calls(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     runner = make(target)
     first = runner.features(*right_padded(prompts, "cpu"), REQUEST)
     kept = {name: value.clone() for name, value in first.items()}
@@ -110,7 +129,9 @@ def test_a_runners_outputs_never_alias_the_next_calls(target, prompts):
         assert torch.equal(first[name], value), name
 
 
-def test_what_no_bucket_holds_runs_eagerly_and_is_counted(target, prompts):
+def test_what_no_bucket_holds_runs_eagerly_and_is_counted(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     runner, eager = make(target), EagerPrefillRunner(target)
     for batch in ([[1, 2]] * 5, [[3] * 33]):
         given = right_padded(batch, "cpu")
@@ -121,16 +142,18 @@ def test_what_no_bucket_holds_runs_eagerly_and_is_counted(target, prompts):
     assert runner.captures == 0
 
 
-def test_with_padding_off_only_exact_shapes_replay(target):
+def test_with_padding_off_only_exact_shapes_replay(target: TargetModel) -> None:
     runner = make(target, padding=False)
     for rows, length in ((2, 8), (2, 7), (3, 8), (4, 32)):
         runner.features(*right_padded([[5] * length] * rows, "cpu"), REQUEST)
     assert runner.counts == {"replayed": 2, "no bucket": 2}
 
 
-def test_what_the_backend_refuses_runs_as_it_is(target, prompts):
+def test_what_the_backend_refuses_runs_as_it_is(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     class Refusing(RecordingBackend):
-        def can_run(self, batch, key):
+        def can_run(self, batch: Batch, key: ShapeKey) -> bool:
             assert batch["lengths_B"].tolist() == [5, 20, 1, 7]
             return False
 
@@ -141,7 +164,9 @@ def test_what_the_backend_refuses_runs_as_it_is(target, prompts):
     assert runner.counts == {"refused": 1}
 
 
-def test_requests_are_captured_apart_and_cast_to_their_type(target, prompts):
+def test_requests_are_captured_apart_and_cast_to_their_type(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     runner, given = make(target), right_padded(prompts, "cpu")
     other = FeatureRequest((2,), False, "bfloat16")
     runner.features(*given, REQUEST)
@@ -152,7 +177,9 @@ def test_requests_are_captured_apart_and_cast_to_their_type(target, prompts):
     assert runner.captures == 8
 
 
-def test_weights_that_move_are_captured_anew_and_those_in_place_are_not(target_folder, prompts):
+def test_weights_that_move_are_captured_anew_and_those_in_place_are_not(
+    target_folder: Path, prompts: list[list[int]]
+) -> None:
     target = TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
     runner, given = make(target), right_padded(prompts, "cpu")
     runner.features(*given, REQUEST)
@@ -167,7 +194,7 @@ def test_weights_that_move_are_captured_anew_and_those_in_place_are_not(target_f
     require_near(found, EagerPrefillRunner(target).features(*given, REQUEST), given[1])
 
 
-def test_a_sliding_window_target_keeps_its_window(tmp_path, prompts):
+def test_a_sliding_window_target_keeps_its_window(tmp_path: Path, prompts: list[list[int]]) -> None:
     layers = ["sliding_attention", "full_attention"] * 3
     folder = tiny_target(tmp_path, layer_types=layers, use_sliding_window=True, sliding_window=8)
     target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
@@ -181,17 +208,21 @@ class TestModelsThatMakeAnotherMask:
     """Its decoder adds a mask of its own to ours, as a model that ignores ours would."""
 
     @pytest.fixture
-    def odd(self, target_folder, monkeypatch) -> TargetModel:
+    def odd(self, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> TargetModel:
         target = TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
-        masks = target._masks
-        monkeypatch.setattr(target, "_masks", lambda *given: torch.zeros_like(masks(*given)))
+        masks = target.masks
+        monkeypatch.setattr(target, "masks", lambda *given: torch.zeros_like(masks(*given)))
         return target
 
-    def test_a_locked_backend_is_refused_by_the_rule(self, odd, prompts):
+    def test_a_locked_backend_is_refused_by_the_rule(
+        self, odd: TargetModel, prompts: list[list[int]]
+    ) -> None:
         with pytest.raises(UsageError, match="the rule 'masks' refuses it"):
             make(odd).features(*right_padded(prompts, "cpu"), REQUEST)
 
-    def test_otherwise_it_runs_eagerly_from_the_first_batch_on(self, odd, prompts):
+    def test_otherwise_it_runs_eagerly_from_the_first_batch_on(
+        self, odd: TargetModel, prompts: list[list[int]]
+    ) -> None:
         runner = make(odd, decided={"backend": "auto, for cpu"})
         given = right_padded(prompts, "cpu")
         for _ in range(2):
@@ -201,7 +232,9 @@ class TestModelsThatMakeAnotherMask:
         assert runner.counts == {"replayed": 1, "rule masks": 1}
 
 
-def test_a_model_that_asks_the_host_is_refused_and_nothing_is_left(target_folder, prompts):
+def test_a_model_that_asks_the_host_is_refused_and_nothing_is_left(
+    target_folder: Path, prompts: list[list[int]]
+) -> None:
     target = TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
     hook = target.layers[2].register_forward_hook(lambda *seen: float(seen[2].sum()) and None)
     runner, given = make(target), right_padded(prompts, "cpu")
@@ -214,21 +247,23 @@ def test_a_model_that_asks_the_host_is_refused_and_nothing_is_left(target_folder
 
 
 class Noting(GraphPlugin):
-    """Notes what it is told."""
+    """Notes its calls."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.captured, self.replayed = [], []
 
-    def on_capture(self, key, batch, work):
+    def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
         self.captured.append((key.rows, key.length, batch["lengths_B"].tolist()))
         return work
 
-    def on_replay(self, key, batch):
+    def on_replay(self, key: ShapeKey, batch: Batch) -> None:
         live_B, lengths_B = batch["live_B"].tolist(), batch["lengths_B"].tolist()
         self.replayed.append((tuple(batch["tokens_BT"].shape), live_B, lengths_B))
 
 
-def test_a_graph_plugin_is_told_of_every_capture_and_of_what_is_live(target, prompts):
+def test_a_graph_plugin_is_told_of_every_capture_and_of_what_is_live(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     plugin = Noting()
     runner = PrefillGraphRunner(target, phase(), RecordingBackend(), [plugin])
     runner.features(*right_padded(prompts[:3], "cpu"), REQUEST)
@@ -237,17 +272,20 @@ def test_a_graph_plugin_is_told_of_every_capture_and_of_what_is_live(target, pro
     assert plugin.replayed == [((4, 32), [True, True, True, False], [5, 20, 1, 0])]
 
 
-def test_what_a_graph_plugin_makes_of_the_work_is_what_is_recorded(target, prompts):
+def test_what_a_graph_plugin_makes_of_the_work_is_what_is_recorded(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
     """Each gets the work of the one before it."""
 
     class Scaling(Noting):
-        def __init__(self, factor, shift):
+        def __init__(self, factor: float, shift: float) -> None:
             super().__init__()
             self.factor, self.shift = factor, shift
 
-        def on_capture(self, key, batch, work):
-            def scaled(part):
-                return {name: x * self.factor + self.shift for name, x in work(part).items()}
+        def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
+            def scaled(part: Batch, **divided: Any) -> Outputs:
+                whole = work(part, **divided)
+                return {name: x * self.factor + self.shift for name, x in whole.items()}
 
             return scaled
 
@@ -264,16 +302,18 @@ def test_what_a_graph_plugin_makes_of_the_work_is_what_is_recorded(target, promp
 
 @pytest.mark.parametrize("inside", [1, 3, 7])
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_batch_that_is_divided_within_a_row_has_the_features_of_the_whole(target, row, inside):
+def test_a_batch_that_is_divided_within_a_row_has_the_features_of_the_whole(
+    target: TargetModel, row: int, inside: int
+) -> None:
     """The rest of the row attends to what the first part left of its beginning."""
     tokens_BT = torch.randint(200, (3, 8), generator=torch.Generator().manual_seed(row))
-    whole = target.static_features(tokens_BT, REQUEST)
+    whole = static_features(target, tokens_BT, REQUEST)
     divided = DividedRow(inside, 8)
     head_BT, tail_BT = tokens_BT[: row + 1].clone(), tokens_BT[row:].clone()
     head_BT[-1, inside:] = 0
     tail_BT[0] = torch.cat([tokens_BT[row, inside:], torch.zeros(inside, dtype=torch.long)])
-    first = target.static_features(head_BT, REQUEST, ends=divided)
-    second = target.static_features(tail_BT, REQUEST, begins=divided)
+    first = static_features(target, head_BT, REQUEST, ends=divided)
+    second = static_features(target, tail_BT, REQUEST, begins=divided)
     for name, value in whole.items():
         beginning, rest = first[name][-1, :inside], second[name][0, : 8 - inside]
         torch.testing.assert_close(torch.cat([beginning, rest]), value[row], rtol=0, atol=ROUNDING)
@@ -281,47 +321,49 @@ def test_a_batch_that_is_divided_within_a_row_has_the_features_of_the_whole(targ
         torch.testing.assert_close(second[name][1:], value[row + 1 :], rtol=0, atol=ROUNDING)
 
 
-def test_a_target_that_keeps_nothing_of_a_divided_row_is_refused(target, monkeypatch):
-    """As one whose attention knows no cache; without a word it would attend to nothing."""
+def test_a_target_that_keeps_nothing_of_a_divided_row_is_refused(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose attention knows no cache; else the rest would silently lack its beginning."""
     forward = target.decoder.forward
     monkeypatch.setattr(
         target.decoder, "forward", lambda **given: forward(**{**given, "past_key_values": None})
     )
     tokens_BT, divided = torch.ones(1, 4, dtype=torch.long), DividedRow(2, 4)
-    target.static_features(tokens_BT[:, :2], REQUEST, ends=divided)
+    static_features(target, tokens_BT[:, :2], REQUEST, ends=divided)
     with pytest.raises(DraftcoreError, match="leave out the graph plugin that divides rows"):
-        target.static_features(tokens_BT[:, 2:], REQUEST, begins=divided)
+        static_features(target, tokens_BT[:, 2:], REQUEST, begins=divided)
 
 
-def test_a_row_is_divided_within_its_window(tmp_path):
+def test_a_row_is_divided_within_its_window(tmp_path: Path) -> None:
     layers = ["sliding_attention", "full_attention"] * 3
     folder = tiny_target(tmp_path, layer_types=layers, use_sliding_window=True, sliding_window=3)
-    target, divided = (
-        TransformersModel(TransformersTarget(str(folder), device="cpu")),
-        DividedRow(4, 8),
-    )
+    target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
+    divided = DividedRow(4, 8)
     tokens_BT = torch.randint(200, (1, 8), generator=torch.Generator().manual_seed(0))
-    whole = target.static_features(tokens_BT, REQUEST)
+    whole = static_features(target, tokens_BT, REQUEST)
     parts = [
-        target.static_features(tokens_BT[:, :4], REQUEST, ends=divided),
-        target.static_features(tokens_BT[:, 4:], REQUEST, begins=divided),
+        static_features(target, tokens_BT[:, :4], REQUEST, ends=divided),
+        static_features(target, tokens_BT[:, 4:], REQUEST, begins=divided),
     ]
     for name, value in whole.items():
         found = torch.cat([part[name] for part in parts], dim=1)
         torch.testing.assert_close(found, value, rtol=0, atol=ROUNDING)
 
 
-def test_attention_is_a_break_for_backends_that_can(target, prompts):
-    """Told of breaks, a backend sees one per layer, each with its tensors among the arguments."""
+def test_attention_is_a_break_for_backends_that_can(
+    target: TargetModel, prompts: list[list[int]]
+) -> None:
+    """Such a backend sees one break per layer, each with its tensors among the arguments."""
     broken: list[int] = []
 
     class Recorder:
-        def eager(self, fn, args):
+        def eager(self, fn: Callable[..., Outputs], args: tuple[Any, ...]) -> Outputs:
             broken.append(sum(isinstance(value, torch.Tensor) for value in args))
             return fn(*args)
 
     class Breakable(RecordingBackend):
-        def capture_one(self, key, fn):
+        def capture_one(self, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
             with recording(Recorder()):
                 super().capture_one(key, fn)
 

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_sdk.graphs import GraphBackendSuite
+from torch import Tensor
 
-from draftcore.contracts.runner import ShapeKey
+from draftcore.contracts.runner import Outputs, ShapeKey
 from draftcore.errors import DraftcoreError
 
 KEY = ShapeKey(2)
 
 
 class TestRecording(GraphBackendSuite):
-    plugin = "draftcore.builtin"
+    plugin, name = "draftcore_graphs.plugin", "recording"
 
 
-def recorded(fn):
+def recorded(fn: Callable[[], Outputs]) -> RecordingBackend:
     backend = RecordingBackend()
     with torch.inference_mode(), backend.capture_session():
         backend.capture_one(KEY, fn)
     return backend
 
 
-def test_replay_calls_no_line_of_the_function():
+def test_replay_calls_no_line_of_the_function() -> None:
     calls, x = [], torch.ones(2)
 
-    def fn():
+    def fn() -> Tensor:
         calls.append(1)
         return x + len(calls)  # computed on the host: frozen at the third call
 
@@ -37,7 +40,7 @@ def test_replay_calls_no_line_of_the_function():
     assert len(calls) == 3
 
 
-def test_outputs_lie_in_the_same_memory_every_time():
+def test_outputs_lie_in_the_same_memory_every_time() -> None:
     x = torch.ones(2)
     backend = recorded(lambda: x * 2)
     first = backend.replay(KEY)
@@ -46,7 +49,7 @@ def test_outputs_lie_in_the_same_memory_every_time():
     assert first.tolist() == [10.0, 10.0]
 
 
-def test_moved_storage_is_not_seen():
+def test_moved_storage_is_not_seen() -> None:
     weight, x = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
     backend = recorded(lambda: x * weight)
     weight.data.mul_(3)
@@ -69,7 +72,7 @@ def test_moved_storage_is_not_seen():
         lambda x: torch.unique(x),
     ],
 )
-def test_what_waits_for_the_device_is_refused(waits):
+def test_what_waits_for_the_device_is_refused(waits: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(2)
     with pytest.raises(DraftcoreError, match="waits for the device"):
         recorded(lambda: waits(x))

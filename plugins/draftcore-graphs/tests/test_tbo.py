@@ -1,6 +1,9 @@
 """Two-batch overlap: cuts are balanced, and split + merge equals whole, on any device."""
 
+from __future__ import annotations
+
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from draftcore_sdk.targets import tiny_target
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.runner import GraphPlugin, ShapeKey
+from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey
 from draftcore.contracts.target import TargetModel
 from draftcore.target import TransformersModel, TransformersTarget
 
@@ -63,12 +66,14 @@ def halves_of(lengths: list[int], cut: Cut) -> tuple[int, int]:
         ([0, 0], None),
     ],
 )
-def test_a_cut_balances_tokens_and_divides_a_request_only_where_it_must(lengths, cut):
+def test_a_cut_balances_tokens_and_divides_a_request_only_where_it_must(
+    lengths: list[int], cut: Cut | None
+) -> None:
     assert balanced_cut(lengths) == cut
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_cut_leaves_a_half_empty_or_a_divided_batch_unbalanced(seed):
+def test_no_cut_leaves_a_half_empty_or_a_divided_batch_unbalanced(seed: int) -> None:
     lengths = random_lengths(seed)
     cut = balanced_cut(lengths)
     if cut is None:
@@ -87,14 +92,14 @@ def test_no_cut_leaves_a_half_empty_or_a_divided_batch_unbalanced(seed):
 # ---------------------------------------------------------------- split + merge equals whole
 
 
-def each_token(batch, ends=None, begins=None) -> dict[str, Tensor]:
+def each_token(batch: Batch, ends: Any = None, begins: Any = None) -> Outputs:
     """Reads a token at a time, so a cut row needs nothing of its other half."""
     mixed = batch["hidden_BTH"] * batch["tokens_BT"][..., None] + batch["positions_BT"][..., None]
     return {"mixed": mixed, "pair": (batch["tokens_BT"] + 1, None)}
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_halves_merge_to_the_whole(seed):
+def test_halves_merge_to_the_whole(seed: int) -> None:
     lengths = random_lengths(seed)
     batch, cut = random_batch(lengths, seed), balanced_cut(lengths)
     if cut is None:
@@ -110,7 +115,7 @@ def test_halves_merge_to_the_whole(seed):
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> TargetModel:
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     folder = tiny_target(tmp_path_factory.mktemp("target"))
     return TransformersModel(TransformersTarget(str(folder), device="cpu"))
 
@@ -121,7 +126,9 @@ def runner_of(target: TargetModel, rows: int, *plugins: GraphPlugin) -> PrefillG
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
-def test_a_targets_prefill_by_halves_has_the_features_of_the_whole(target, rows):
+def test_a_targets_prefill_by_halves_has_the_features_of_the_whole(
+    target: TargetModel, rows: int
+) -> None:
     """fp32: sums in another order, of numbers of about 3; 1.6e-6 seen (2026-11)."""
     tbo, generator = TwoBatchOverlap(), torch.Generator().manual_seed(rows)
     halved, plain = runner_of(target, rows, tbo), runner_of(target, rows)
@@ -140,7 +147,7 @@ def test_a_targets_prefill_by_halves_has_the_features_of_the_whole(target, rows)
     assert odd == [rows % 2 == 1] * 2  # rows of one length, of which the middle one is cut
 
 
-def test_a_replay_has_the_bits_of_the_same_halves_run_eagerly(target):
+def test_a_replay_has_the_bits_of_the_same_halves_run_eagerly(target: TargetModel) -> None:
     tbo = TwoBatchOverlap()
     runner, key = runner_of(target, 3, tbo), ShapeKey(3, 16, ",".join(REQUEST.names))
     tokens_BT = torch.randint(200, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -155,7 +162,7 @@ def test_a_replay_has_the_bits_of_the_same_halves_run_eagerly(target):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
-def test_a_replay_changes_the_counts_and_nothing_else(rows):
+def test_a_replay_changes_the_counts_and_nothing_else(rows: int) -> None:
     """The whole, by halves, as a recorded graph; the counts at an address that stays."""
     tbo, backend, key = TwoBatchOverlap(), RecordingBackend(), ShapeKey(rows, 4)
     batch = random_batch([4] * rows, 0)
@@ -177,7 +184,7 @@ def test_a_replay_changes_the_counts_and_nothing_else(rows):
     assert tbo.cuts == {key: cut}
 
 
-def test_rows_of_padding_are_not_counted_whatever_they_hold():
+def test_rows_of_padding_are_not_counted_whatever_they_hold() -> None:
     tbo, key, batch = TwoBatchOverlap(), ShapeKey(4, 4), random_batch([4, 3, 2, 4], 0)
     tbo.on_capture(key, batch, each_token)
     assert tbo.counts_2.tolist() == [7, 6]
@@ -186,7 +193,7 @@ def test_rows_of_padding_are_not_counted_whatever_they_hold():
     assert tbo.counts_2.tolist() == [7, 2]
 
 
-def test_buckets_share_the_counts():
+def test_buckets_share_the_counts() -> None:
     tbo = TwoBatchOverlap()
     for rows in (4, 2):
         tbo.on_capture(ShapeKey(rows, 4), random_batch([4] * rows, 0), each_token)
@@ -195,13 +202,13 @@ def test_buckets_share_the_counts():
     assert (tbo.counts_2.tolist(), tbo.counts_2.data_ptr()) == ([3, 7], address)
 
 
-def test_a_single_token_stays_whole():
+def test_a_single_token_stays_whole() -> None:
     tbo, key, batch = TwoBatchOverlap(), ShapeKey(1, 1), random_batch([1], 0)
     assert tbo.on_capture(key, batch, each_token) is each_token
     assert tbo.counts_2.tolist() == [1, 0]
 
 
-def test_the_share_below_which_a_row_is_cut_is_an_option():
+def test_the_share_below_which_a_row_is_cut_is_an_option() -> None:
     lengths = random_batch([4] * 3, 0)
     opened = [
         hooks_of(PLUGIN).graph_plugin(
@@ -214,10 +221,10 @@ def test_the_share_below_which_a_row_is_cut_is_an_option():
     assert [list(plugin.cuts.values()) for plugin in opened] == [[Cut(1, 2)], [Cut(1)]]
 
 
-def test_what_another_plugin_has_cut_is_not_cut_again():
+def test_what_another_plugin_has_cut_is_not_cut_again() -> None:
     calls = []
 
-    def noting(batch, ends=None, begins=None):
+    def noting(batch: Batch, ends: Any = None, begins: Any = None) -> Outputs:
         calls.append((len(batch["lengths_B"]), ends is not None, begins is not None))
         return each_token(batch)
 

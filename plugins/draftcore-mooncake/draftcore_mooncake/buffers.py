@@ -14,13 +14,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 SMALLEST = 64 << 10
-QUARANTINE_SECONDS = 60.0
+SET_ASIDE_SECONDS = 60.0
 
 
 class BufferPool:
-    """A free list of uint8 tensors, keeping at most `keep_bytes` of unused ones. Thread-safe.
+    """Keep uint8 tensors for reuse, at most `keep_bytes` of unused ones. Thread-safe.
 
-    `allocate(nbytes)` makes one; `release(buffer)` unmakes it, or returns False if it cannot.
+    `allocate(nbytes)` makes one; `release(buffer)` frees it, or returns False if it cannot.
     """
 
     def __init__(
@@ -34,14 +34,16 @@ class BufferPool:
         self.keep_bytes = keep_bytes
         self.allocated = 0  # buffers, ever
         self._free: list[Tensor] = []
-        self._suspect: list[tuple[float, Tensor]] = []
+        self._set_aside: list[tuple[float, Tensor]] = []  # and when
         self._mutex = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
         """Return a buffer of at least `nbytes`: the smallest that fits and is not far too large."""
         size = _rounded(nbytes)
         with self._mutex:
-            self._end_quarantine()
+            old = time.monotonic() - SET_ASIDE_SECONDS
+            while self._set_aside and self._set_aside[0][0] < old:
+                self._free.append(self._set_aside.pop(0)[1])
             fitting = [b for b in self._free if size <= b.numel() <= 4 * size]
             if fitting:
                 best = min(fitting, key=Tensor.numel)
@@ -60,19 +62,14 @@ class BufferPool:
     def set_aside(self, buffer: Tensor) -> None:
         """Take back a buffer that a failed transfer may still write to."""
         with self._mutex:
-            self._suspect.append((time.monotonic(), buffer))
+            self._set_aside.append((time.monotonic(), buffer))
 
     def clear(self) -> None:
         """Release all buffers that are not in use."""
         with self._mutex:
-            for buffer in [*self._free, *(buffer for _, buffer in self._suspect)]:
+            for buffer in [*self._free, *(buffer for _, buffer in self._set_aside)]:
                 self._release(buffer)
-            self._free, self._suspect = [], []
-
-    def _end_quarantine(self) -> None:
-        now = time.monotonic()
-        while self._suspect and now - self._suspect[0][0] > QUARANTINE_SECONDS:
-            self._free.append(self._suspect.pop(0)[1])
+            self._free, self._set_aside = [], []
 
 
 def _rounded(nbytes: int) -> int:

@@ -1,13 +1,14 @@
-"""The Mooncake library behind a guard: every call that could crash, hang or lie goes through here.
+"""Guard the Mooncake library: every call that could crash, hang or mislead goes through here.
 
 Most of the library's methods end the process when called before `setup` or after `close`; after a
 fork they hang, and so would a new client in the child. So an `Engine` is made only by a successful
 setup, counts the calls in progress, closes once and after them, and knows its process. Calls
-return codes per key: what they mean stands in `CODES`, and a lost master raises StoreAway here.
+return a code for each key: `CODES` has what they mean, and a lost master raises StoreAway here.
 
 A master that starts again knows nothing: until it has heard of those who lend memory, a second or
-two, it has none, and says the same as a full one. So a lender keeps a small object in its segment,
-the *pennant*, and puts it again when it is gone: where it is not, nothing is full.
+two, it has none, and answers as a full one does. So a lender keeps a small object in its segment,
+the *marker*, and puts it again when it is gone. As long as there is no marker, the lender's memory
+is not there, and the store is not full.
 
 The library reads its environment once, at its first import, which is why it is set in `load`.
 """
@@ -40,7 +41,7 @@ Piece = tuple[int, int]  # the address and the bytes of a part of an object
 T = TypeVar("T")
 
 ENVIRONMENT = {
-    "MC_LOG_LEVEL": "ERROR",  # else it tells its life on stderr
+    "MC_LOG_LEVEL": "ERROR",  # else it logs on stderr whatever it does
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # else a wrong address takes 90 s
     "MC_RPC_TIMEOUT_MS": "10000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
@@ -78,14 +79,15 @@ CODES = {
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 POPULATE_STEP = 32 << 20
 PROBE_SECONDS = 2.0
-LOOK_EVERY = 0.25  # seconds between two looks for a master that is away, and for the pennant
+LOOK_EVERY = 0.25  # seconds between two looks for a master that is away, and for the marker
+SMALLEST_LOCAL = 16 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _first_process: int | None = None  # that made an engine; one forked from it must not
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _shared: dict[Settings, Engine] = {}
 _shared_mutex = threading.RLock()
-_abandoned: list[Any] = []  # clients without a master, which end with the process
+_unclosed: list[Any] = []  # the library's clients whose master was away; they end with the process
 logger = logging.getLogger(__name__)
 
 
@@ -97,7 +99,7 @@ def explain(code: int) -> str:
 
 
 def load() -> Any:
-    """Import the library and check what it can do. Raises UsageError with the line that mends it."""
+    """Import the library and check what it can do. Raises UsageError with the remedy."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -158,9 +160,9 @@ def _builds() -> list[str]:
 
 
 class Engine:
-    """A connected client; `address` is that of its master. Thread-safe.
+    """A connected client of the library; `address` is its master's. Thread-safe.
 
-    Raises StoreAway for a master that does not answer, and UsageError for refused settings.
+    Raises StoreAway for a master that does not answer, and StoreError for settings it refuses.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -179,7 +181,7 @@ class Engine:
         self._store = library.MooncakeDistributedStore()
         local = answers(self._asked, seconds=PROBE_SECONDS)
         if not local:
-            raise StoreAway(self._silence("nothing answers there"))
+            raise self._away("nothing answers there")
         _first_process = os.getpid()
         code = self._set_up(settings.host or local)
         if code:
@@ -198,7 +200,7 @@ class Engine:
             self._config.preferred_segments = [self.segment]
         _engines.add(self)
         self._closing = threading.Event()
-        self._flag = np.frombuffer(os.urandom(32), dtype=np.uint8)  # what the pennant holds
+        self._marker_bytes = np.frombuffer(os.urandom(32), dtype=np.uint8)
         self._lent: _Lent | None = None
         self._lending: threading.Thread | None = None
         if settings.segment_bytes:
@@ -207,7 +209,7 @@ class Engine:
 
     @classmethod
     def share(cls, settings: Settings) -> Engine:
-        """Return this process's client with these settings. Those who lend memory get their own."""
+        """Return this process's client with these settings; a new one for settings that lend memory."""
         if settings.max_bytes is not None:
             return cls(settings)
         settings = replace(settings, name="")  # one client serves stores of several names
@@ -234,7 +236,7 @@ class Engine:
 
     @property
     def foreign(self) -> bool:
-        """Whether this process was forked from the one that made the client."""
+        """Say whether this process was forked from the one that made the client."""
         return os.getpid() != self._process
 
     def require_process(self) -> None:
@@ -265,7 +267,7 @@ class Engine:
         if self.master_answers():
             self._store.close()
         else:  # it would try for up to 17 s to tell the master, and no thread could run meanwhile
-            _abandoned.append(self._store)
+            _unclosed.append(self._store)
 
     # ------------------------------------------------------------ calls
 
@@ -298,10 +300,10 @@ class Engine:
         return self._again(lambda store: self._get(store, keys, pieces))
 
     @contextlib.contextmanager
-    def lying_here(self, keys: Sequence[str]) -> Iterator[dict[str, memoryview]]:
-        """The bytes of those objects that lie in the memory lent by this process, where they lie.
+    def own_objects(self, keys: Sequence[str]) -> Iterator[dict[str, memoryview]]:
+        """Give the bytes, in place, of those objects that lie in the memory lent by this process.
 
-        They are the object's only as long as nobody removes it, and stay readable inside the block.
+        They are readable inside the `with` block, and the object's as long as nobody removes it.
         """
         lent = self._lent
         if lent is None or not keys:
@@ -325,7 +327,7 @@ class Engine:
         return self._again(lambda store: store.batch_remove(list(keys), True) if keys else [])
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return touched memory (uint8) that `put` and `get` may use; registered where needed."""
+        """Return memory (uint8) for `put` and `get`: touched, and registered where needed."""
         if self.settings.resident is None:
             memory = torch.empty(nbytes, dtype=torch.uint8)
         else:
@@ -364,20 +366,20 @@ class Engine:
 
         Raises StoreAway where that takes longer than the URI's `patience`.
         """
-        began, told, patience = time.monotonic(), False, self.settings.patience
+        began, warned, patience = time.monotonic(), False, self.settings.patience
         while True:
             try:
                 answer = attempt()
             except StoreAway as error:
                 if time.monotonic() - began >= patience:
                     raise
-                if not told:
+                if not warned:
                     problem = str(error).partition("\n")[0]
                     logger.warning("%s; it is waited for up to %.0f s", problem, patience)
-                told = True
+                warned = True
                 self._closing.wait(LOOK_EVERY)
             else:
-                if told:
+                if warned:
                     logger.warning("Mooncake is back after %.0f s", time.monotonic() - began)
                 return answer
 
@@ -390,7 +392,7 @@ class Engine:
             self._calls += 1
         try:
             if self._lost and not self.master_answers():  # the library would try for 4 s
-                raise StoreAway(self._silence("nothing answers there"))
+                raise self._away("nothing answers there")
             self._lost = False
             yield self._store
         finally:
@@ -411,12 +413,12 @@ class Engine:
         for code in codes:
             if code in UNREACHABLE:
                 self._lost = True
-                raise StoreAway(self._silence(explain(code)))
+                raise self._away(explain(code))
         return list(codes)
 
-    def _silence(self, why: str) -> str:
+    def _away(self, why: str) -> StoreAway:
         what = "resident client" if self.settings.resident else "master"
-        return (
+        return StoreAway(
             f"no Mooncake {what} at {self._asked}: {why}\n  start one there (a restarted one is "
             "empty: what it held is captured again), or correct the store's URI"
         )
@@ -457,44 +459,45 @@ class Engine:
     # ------------------------------------------------------------ the memory that is lent
 
     def has_lender(self) -> bool:
-        """Say whether the segment that takes what is put here is there, as far as can be told."""
-        return not self.segment or self.exist([self._pennant]) == [True]
+        """Say whether the segment that takes what is put here is there, as far as this process knows."""
+        return not self.segment or self.exist([self._marker]) == [True]
 
     @property
-    def _pennant(self) -> str:
+    def _marker(self) -> str:
         return f"draftcore/lender/{self.segment}"
 
     def _lend(self) -> None:
-        """Touch the lent memory, so that no put waits for the kernel: 12 times as slow as a copy.
+        """Keep the marker in the store, and touch the lent memory once.
 
-        Then look after the pennant.
+        A put into memory that nobody has touched waits for the kernel, 12 times as long as a copy.
         """
         began = False
         while not began or not self._closing.wait(LOOK_EVERY):
             with contextlib.suppress(StoreError):  # the master is away, or this client is closed
-                self._hoist()
+                self._renew_marker()
                 if self._lent is None and (lent := self._find_lent()) is not None:
                     self._lent = lent
                     self._touch(lent.start, lent.end)
             began = True
 
-    def _hoist(self) -> None:
+    def _renew_marker(self) -> None:
         with self._call() as store:
-            there = self._require_master(store.batch_is_exist([self._pennant]))
+            there = self._require_master(store.batch_is_exist([self._marker]))
         if there != [1]:
-            self.put([self._pennant], [[(self._flag.ctypes.data, self._flag.nbytes)]])
+            held = self._marker_bytes
+            self.put([self._marker], [[(held.ctypes.data, held.nbytes)]])
 
     def _find_lent(self) -> _Lent | None:
-        """Where the segment lies the library does not tell, but where an object in it does."""
+        """Find the lent memory by the marker: the library says where an object lies, no more."""
         with self._call() as store:
-            replicas = store.get_replica_desc(self._pennant)
+            replicas = store.get_replica_desc(self._marker)
         if not replicas:
             return None
         found = replicas[0].get_memory_descriptor().buffer_descriptor
         lent = _Lent(found.transport_endpoint, *_mapping(found.buffer_address))
         view = lent.view(replicas[0])
         # It may lie in another process, at an address that is used here too.
-        return lent if view is not None and bytes(view) == self._flag.tobytes() else None
+        return lent if view is not None and bytes(view) == self._marker_bytes.tobytes() else None
 
     def _touch(self, start: int, end: int) -> None:
         for step in range(start, end, POPULATE_STEP):
@@ -514,7 +517,7 @@ class _Lent:
     end: int
 
     def view(self, replica: Any) -> memoryview | None:
-        """Return an object's bytes if they lie in this memory."""
+        """Return an object's bytes, or None if they do not lie in this memory."""
         if not replica.is_memory_replica():
             return None
         place = replica.get_memory_descriptor().buffer_descriptor
@@ -522,9 +525,6 @@ class _Lent:
         if place.transport_endpoint != self.endpoint or start < self.start or end > self.end:
             return None
         return memoryview(_view((start, place.size)))
-
-
-SMALLEST_LOCAL = 16 << 20
 
 
 def _mapping(address: int) -> tuple[int, int]:
@@ -543,7 +543,7 @@ def _view(piece: Piece) -> Any:
 
 
 def _copy_out(store: Any, key: str, piece: Piece) -> int:
-    """Read with `get_buffer`, which answers None both for no object and for no room."""
+    """Read with `get_buffer`; where it answers None, tell no object from no room."""
     pointer, nbytes = piece
     handle = store.get_buffer(key)
     if handle is None:

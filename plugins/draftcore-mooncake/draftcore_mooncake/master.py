@@ -1,8 +1,8 @@
-"""A master of our own on loopback, for runs on one machine: started, and stopped by its pid.
+"""Run a master of our own on loopback, for a store on one machine.
 
-It dies with this process even on kill -9. Odd: Linux ties a child's life to the *thread* that
-started it, so a thread of its own starts the master and stays. Where the master ends by itself or
-is killed, that thread starts another one on the same port: empty, but all clients find it.
+It dies with this process even on kill -9. Linux ties a child's life to the *thread* that started it,
+so a thread of its own starts the master and stays. Where the master ends by itself or is killed,
+that thread starts another one on the same port: empty, but all clients find it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Master:
     """A running master, on any free port by default. Raises StoreError when it does not start."""
 
     def __init__(self, package: Path, *, port: int = 0) -> None:
-        self._binary, self._last_words = package / "mooncake_master", ""
+        self._binary, self._last_line = package / "mooncake_master", ""
         for _ in range(3):  # another program may take the port that was free
-            self.port = port or _free_port()
+            self.port = port or free_port()
             if self._start():
                 return
         raise StoreError(
-            f"the Mooncake master does not start: {self._last_words or 'it says nothing'}\n"
+            f"the Mooncake master does not start: {self._last_line or 'it says nothing'}\n"
             f"  run {self._binary} by hand, or name a running master: mooncake://HOST:PORT"
         )
 
@@ -113,7 +113,7 @@ class Master:
                 started.set()
             log.seek(0)
             lines = log.read().decode(errors="replace").splitlines()
-        self._last_words = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        self._last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return code
 
 
@@ -128,7 +128,7 @@ def answers(address: str, *, seconds: float) -> str:
         return ""
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         port: int = listener.getsockname()[1]

@@ -85,7 +85,7 @@ class Place:
 
 def places(specs: Sequence[TensorSpec]) -> tuple[Place, ...]:
     """Lay tensors out so that each is aligned to its element size without padding."""
-    typed = [(spec, _dtype(spec.dtype)) for spec in specs]
+    typed: list[tuple[TensorSpec, torch.dtype]] = [(s, getattr(torch, s.dtype)) for s in specs]
     found, start = [], 0
     for spec, dtype in sorted(typed, key=lambda pair: -pair[1].itemsize):
         nbytes = torch.Size(spec.shape).numel() * dtype.itemsize
@@ -102,11 +102,6 @@ def tensors_in(buffer: Tensor, specs: Sequence[TensorSpec]) -> Mapping[str, Tens
         .view(place.spec.shape)
         for place in places(specs)
     }
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 # ---------------------------------------------------------------- records

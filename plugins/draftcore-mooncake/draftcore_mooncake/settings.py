@@ -1,12 +1,12 @@
-"""What a store's URI says: `mooncake://[HOST:PORT][/NAME][?option=value&...]`.
+"""Read a store's URI: `mooncake://[HOST:PORT][/NAME][?option=value&...]`.
 
 HOST:PORT is a running master; without it the store starts one on loopback, for one machine. NAME
 keeps the samples of several runs apart on one master.
 
-The memory is lent by whoever says `max_bytes`; that alone decides the placement. Odd: a URI that
-another process is to open, `Settings.joining`, therefore never has `max_bytes`, and names the
-lender's segment instead, so that what is put goes to the process that will read it. Nor does it
-wait long for a master that is away: whoever gave the URI may have begun again, with another one.
+Whoever says `max_bytes` lends that much memory; that alone decides the placement. So the URI for
+other processes, `Settings.joining`, never has `max_bytes`. It names the lender's segment, as samples
+are to go to the process that will read them. It has a short patience, as the process that gave it
+may have begun again, with another master.
 """
 
 from __future__ import annotations

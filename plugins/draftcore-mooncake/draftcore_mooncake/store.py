@@ -1,12 +1,11 @@
 """Store `mooncake`: samples in memory that processes lend to the clients of a Mooncake master.
 
-Refs travel through a channel, and whoever has one reads the sample; `lookup` reads the record of
-a feature id, which names its current generation. So every process knows which generation is
-current and which bytes are whole. None can know whether another one is just reading, and Mooncake
-gives the memory of a removed object to the next one at once. Therefore a put that supersedes
-removes nothing; only `free` does, which one party calls, and it removes what a sample superseded
-as well. It waits for the handles of its own process. A read elsewhere that is overtaken does not
-pass its seal and raises.
+Whoever has a sample's ref reads the sample; `lookup` reads the record of a feature id, which names
+its current generation. So every process knows which generation is current and which bytes are
+whole. None can know whether another one is just reading, and Mooncake gives the memory of a removed
+object to the next one at once. Therefore a put that supersedes removes nothing; only `free` does,
+which one party calls, and it removes what a sample superseded as well. It waits for the handles of
+its own process. A read elsewhere that is overtaken does not pass its seal and raises.
 
 A sample costs two calls to put: object and record in one batch; then the record is read back, as
 Mooncake answers 0 to a put of a key that exists, and writes nothing. A get is one call.
@@ -19,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -57,14 +56,6 @@ from draftcore_mooncake.settings import Settings
 from draftcore_mooncake.transfer import PAUSE_SECONDS, TRIES, Transfer, TransferError
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A sample that this process put, read or looked up, and the generations it superseded."""
-
-    ref: SampleRef
-    older: tuple[str, ...]
-
-
 class MooncakeStore:
     """The samples of one name on one master. Thread-safe; not to be used in a forked process."""
 
@@ -72,15 +63,15 @@ class MooncakeStore:
         self.max_bytes = settings.max_bytes
         self.uri = replace(settings, segment=engine.segment).joining()
         self.buffers = BufferPool(engine.allocate, engine.release, keep_bytes=settings.buffers)
-        self._engine, self._master = engine, master
+        self.engine, self.master = engine, master
         self._transfer = Transfer(engine, self.buffers, settings.name)
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[Key, Record] = {}  # of samples that this process put, read or looked up
         self._readers: Counter[Key] = Counter()
         self._leaving: dict[Key, SampleRef] = {}  # freed, but still read here
-        self._doomed: dict[Key, SampleRef] = {}  # to be removed with the next batch
+        self._to_remove: dict[Key, SampleRef] = {}  # with the next batch
         self._reserved_bytes = 0  # of puts in progress
         self._closed = False
-        self._mutex = threading.RLock()  # guards the books, not the moving of bytes
+        self._mutex = threading.RLock()  # of the dicts and numbers above; not held while bytes move
 
     @classmethod
     def open(cls, uri: str) -> MooncakeStore:
@@ -113,12 +104,12 @@ class MooncakeStore:
         """
         refs = self._describe(items)
         self._require_usable()
-        self._remove_doomed()
+        self._remove()
         self._reserve(refs)
         try:
             held = self._write(items, refs)
             with self._mutex:
-                self._held |= {_key(one.ref): one for one in held}
+                self._held |= {one.ref.key: one for one in held}
         finally:
             with self._mutex:
                 self._reserved_bytes -= _total(refs)
@@ -126,16 +117,17 @@ class MooncakeStore:
 
     def free(self, refs: Iterable[SampleRef]) -> None:
         """Remove samples, and what they superseded; those that are read here, after the reads."""
-        unique = {_key(ref): ref for ref in refs}
+        unique = {ref.key: ref for ref in refs}
         self._require_usable()
         unknown = [ref for key, ref in unique.items() if key not in self._held]
         records = self._transfer.records([ref.feature_id for ref in unknown])
         with self._mutex:
             for key, ref in unique.items():
-                known = self._held.get(key) or _held_by(records.get(ref.feature_id), ref)
-                for generation in (*known.older, ref.generation):
+                known = self._held.get(key) or records.get(ref.feature_id)
+                older = known.older if known and known.ref.generation == ref.generation else ()
+                for generation in (*older, ref.generation):
                     self._drop(replace(ref, generation=generation))
-        self._remove_doomed()
+        self._remove()
 
     def abort(self, feature_id: str) -> None:
         self.free(self.lookup([feature_id]).values())
@@ -163,7 +155,7 @@ class MooncakeStore:
                         f"sample {ref.feature_id!r} of generation {ref.generation} was freed\n"
                         "  look it up again, or capture it again"
                     )
-            self._readers.update(map(_key, refs))
+            self._readers.update(ref.key for ref in refs)
         try:
             found = self._transfer.read(refs)
         except BaseException:
@@ -171,7 +163,9 @@ class MooncakeStore:
                 self._end_read(ref)
             raise
         pairs = list(zip(refs, found, strict=True))
-        self._remember(_Held(ref, record.older) for ref, (_, record) in pairs if record is not None)
+        self._remember(
+            Record(ref, record.older) for ref, (_, record) in pairs if record is not None
+        )
         return tuple(
             self._hand_out(ref, buffer, names, device)
             for (ref, (buffer, _)), names in zip(pairs, wanted, strict=True)
@@ -182,9 +176,9 @@ class MooncakeStore:
         records = self._transfer.records(list(dict.fromkeys(feature_ids)))
         with self._mutex:
             current = [one for one in records.values() if not self._is_freed(one.ref)]
-        there = self._engine.exist([self._transfer.key(record.ref) for record in current])
+        there = self.engine.exist([self._transfer.key(record.ref) for record in current])
         found = [record for record, exists in zip(current, there, strict=True) if exists]
-        self._remember(_Held(record.ref, record.older) for record in found)
+        self._remember(found)
         return {record.ref.feature_id: record.ref for record in found}
 
     def stats(self) -> StoreStats:
@@ -203,21 +197,21 @@ class MooncakeStore:
 
         Tensors of open handles stay valid. Closing twice is harmless.
         """
-        if self._engine.foreign:  # a forked child: nothing here is its own
+        if self.engine.foreign:  # a forked child: nothing here is its own
             self._closed = True
             return
         with self._mutex:
             if self._closed:
                 return
             self._closed = True
-            self._doomed |= self._leaving  # their bytes were copied out when they were read
-        if self._doomed and self._engine.master_answers():
-            with contextlib.suppress(StoreError):  # it was lost since, with all it held
-                self._remove_doomed()
+            self._to_remove |= self._leaving  # their bytes were copied out when they were read
+        if self._to_remove and self.engine.master_answers():
+            with contextlib.suppress(StoreError):  # the master was lost since, with all it held
+                self._remove()
         self.buffers.clear()
-        self._engine.close()
-        if self._master is not None:
-            self._master.stop()
+        self.engine.close()
+        if self.master is not None:
+            self.master.stop()
 
     # ------------------------------------------------------------ the steps of a put
 
@@ -235,27 +229,27 @@ class MooncakeStore:
             require_room(self.uri, refs, held_bytes=held_bytes, max_bytes=self.max_bytes)
             self._reserved_bytes += _total(refs)
 
-    def _write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[_Held]:
+    def _write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[Record]:
         """Write samples; after a failed attempt anew, under keys that nothing was written to."""
         attempts = chain([refs], iter(lambda: self._describe(items), None))
-        return self._engine.patiently(lambda: self._try_to_write(items, next(attempts)))
+        return self.engine.patiently(lambda: self._try_to_write(items, next(attempts)))
 
-    def _try_to_write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[_Held]:
+    def _try_to_write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[Record]:
         for left in reversed(range(TRIES)):
             try:
                 older = self._transfer.write(items, refs)
-                return [_Held(ref, gone) for ref, gone in zip(refs, older, strict=True)]
+                return [Record(ref, gone) for ref, gone in zip(refs, older, strict=True)]
             except TransferError as error:
-                self._doom(refs)
-                self._remove_doomed()
-                if error.code in (FULL, TRANSFER) and not self._engine.has_lender():
+                self._remove_later(refs)
+                self._remove()
+                if error.code in (FULL, TRANSFER) and not self.engine.has_lender():
                     raise self._without_lender(error.code) from None
                 if error.code == FULL:
                     raise self._full(refs) from None
                 if not left:
                     raise self._unstored(refs, error.code) from None
             except BaseException:
-                self._doom(refs)
+                self._remove_later(refs)
                 raise
             time.sleep(PAUSE_SECONDS)
             refs = self._describe(items)
@@ -289,60 +283,58 @@ class MooncakeStore:
             remedy="free samples, or lend more: max_bytes in the URI that the lending process opens",
         )
 
-    # ------------------------------------------------------------ the books
+    # ------------------------------------------------------------ what is held, read and removed
 
-    def _remember(self, found: Iterable[_Held]) -> None:
+    def _remember(self, found: Iterable[Record]) -> None:
         with self._mutex:
             for one in found:
                 if not self._is_freed(one.ref):
-                    self._held[_key(one.ref)] = one
+                    self._held[one.ref.key] = one
 
     def _is_freed(self, ref: SampleRef) -> bool:
-        return _key(ref) in self._leaving or _key(ref) in self._doomed
+        return ref.key in self._leaving or ref.key in self._to_remove
 
     def _held_bytes(self) -> int:
         return _total([*(one.ref for one in self._held.values()), *self._leaving.values()])
 
     def _forget_what_is_gone(self) -> None:
-        """Drop from the books what others have freed, or what was lost with its lender."""
+        """Hold no longer what others have freed, or what was lost with its lender."""
         with self._mutex:
             refs = [one.ref for one in self._held.values()]
-        there = self._engine.exist([self._transfer.key(ref) for ref in refs])
+        there = self.engine.exist([self._transfer.key(ref) for ref in refs])
         with self._mutex:
             for ref, exists in zip(refs, there, strict=True):
                 if not exists:
-                    self._held.pop(_key(ref), None)
+                    self._held.pop(ref.key, None)
 
     def _drop(self, ref: SampleRef) -> None:
-        key = _key(ref)
-        self._held.pop(key, None)
-        if self._readers[key]:
-            self._leaving[key] = ref
+        self._held.pop(ref.key, None)
+        if self._readers[ref.key]:
+            self._leaving[ref.key] = ref
         else:
-            self._doomed[key] = ref
+            self._to_remove[ref.key] = ref
 
-    def _doom(self, refs: Sequence[SampleRef]) -> None:
+    def _remove_later(self, refs: Sequence[SampleRef]) -> None:
         with self._mutex:
-            self._doomed |= {_key(ref): ref for ref in refs}
+            self._to_remove |= {ref.key: ref for ref in refs}
 
-    def _remove_doomed(self) -> None:
-        """Remove in one batch; what cannot be removed yet stays for the next one."""
+    def _remove(self) -> None:
+        """Remove what is to be removed, in one batch; what cannot be yet stays for the next one."""
         with self._mutex:
-            refs = list(self._doomed.values())
-        codes = self._engine.remove([self._transfer.key(ref) for ref in refs])
+            refs = list(self._to_remove.values())
+        codes = self.engine.remove([self._transfer.key(ref) for ref in refs])
         with self._mutex:
             for ref, code in zip(refs, codes, strict=True):
                 if code in (0, NOT_FOUND):
-                    self._doomed.pop(_key(ref), None)
+                    self._to_remove.pop(ref.key, None)
 
     def _end_read(self, ref: SampleRef) -> None:
-        key = _key(ref)
         with self._mutex:
-            self._readers[key] -= 1
-            if not self._readers[key]:
-                del self._readers[key]
-                if key in self._leaving:
-                    self._doomed[key] = self._leaving.pop(key)
+            self._readers[ref.key] -= 1
+            if not self._readers[ref.key]:
+                del self._readers[ref.key]
+                if ref.key in self._leaving:
+                    self._to_remove[ref.key] = self._leaving.pop(ref.key)
 
     def _hand_out(
         self, ref: SampleRef, buffer: Tensor, names: Sequence[str], device: str
@@ -352,29 +344,19 @@ class MooncakeStore:
         if torch.device(device).type != "cpu":
             self.buffers.give(buffer)
             return OpenHandle(ref, tensors, self._end_read)
-        self._engine.lend_buffer()
+        self.engine.lend_buffer()
 
         def close(ref: SampleRef) -> None:
             self._end_read(ref)
             self.buffers.give(buffer)
-            self._engine.take_back_buffer()
+            self.engine.take_back_buffer()
 
         return OpenHandle(ref, tensors, close)
 
     def _require_usable(self) -> None:
-        self._engine.require_process()  # before any lock, which a fork may have left held
+        self.engine.require_process()  # before any lock, which a fork may have left held
         if self._closed:
             raise StoreError(f"the store {self.uri} is closed\n  open it again")
-
-
-def _key(ref: SampleRef) -> Key:
-    return ref.feature_id, ref.generation
-
-
-def _held_by(record: Record | None, ref: SampleRef) -> _Held:
-    """Return what a record says of a ref, if it is the ref's."""
-    own = record is not None and record.ref.generation == ref.generation
-    return _Held(ref, record.older if own and record is not None else ())
 
 
 def _total(refs: Iterable[SampleRef]) -> int:

@@ -1,9 +1,9 @@
-"""Moving samples between tensors and the store: packing, writing, reading, and checking.
+"""Move samples between tensors and the store: pack, write, read, and check.
 
-Nothing is serialised and nothing is copied that need not be: large contiguous CPU tensors go to the
-wire from where they lie; all others, and everything for RDMA or a resident client, through a pooled
-buffer. A read goes into a pooled buffer, of which the tensors are views. What lies in memory that
-this process lends is copied there by itself, as it checks the seal while the bytes are in the cache.
+No tensor is serialised. Large contiguous CPU tensors go to the wire from where they lie; all others,
+and everything for RDMA or a resident client, through a pooled buffer. A read goes into a pooled
+buffer, and its tensors are views of that. What lies in memory that this process lends is copied into
+the buffer without the library, so that the seal is checked while the bytes are in the cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from draftcore_mooncake.engine import (
 from draftcore_mooncake.objects import (
     RECORD_BYTES,
     SEAL,
-    Place,
     Record,
     copy_whole,
     object_key,
@@ -52,7 +51,7 @@ NOTHING_WAS_READ = (NOT_FOUND, NOT_READY, INVALID)
 
 
 class _Read(NamedTuple):
-    """What became of a sample's read: the codes of its object and its record."""
+    """The outcome of a sample's read: the codes of its object and its record."""
 
     code: int
     whole: bool  # it has its full size and passes its seal
@@ -126,7 +125,8 @@ class Transfer:
         start = 0
         for place, tensor in laid:
             if not self._goes_as_it_is(tensor):
-                tensor = _copy_to(buffer, start, place, tensor)
+                room = buffer[start : start + place.nbytes].view(place.dtype).view(tensor.shape)
+                tensor = room.copy_(tensor)
                 start += place.nbytes
             if place.nbytes:
                 pieces.append((tensor.data_ptr(), place.nbytes))
@@ -235,8 +235,10 @@ class Transfer:
                 if self._judge(refs[at], one, left):
                     failed.append(at)
                     continue
-                records[at] = _record_in(table, row, refs[at].feature_id, one.record_code)
-                _require_current(refs[at], records[at])
+                record = _record_in(table, row, refs[at].feature_id, one.record_code)
+                if record is not None and record.ref.generation != refs[at].generation:
+                    raise _unreadable(refs[at], "was put again since")
+                records[at] = record
             return failed
         finally:
             self._pool.give(table)
@@ -245,7 +247,7 @@ class Transfer:
         self, refs: Sequence[SampleRef], which: Sequence[int], buffers: list[Tensor], table: Tensor
     ) -> list[_Read]:
         """Read objects and records; all in one call but what lies in this process's own memory."""
-        whole = self._copy_from_here({at: refs[at] for at in which}, buffers)
+        whole = self._copy_own({at: refs[at] for at in which}, buffers)
         far = [at for at in which if at not in whole]
         keys = [self.key(refs[at]) for at in far]
         keys += [record_key(self._name, refs[at].feature_id) for at in which]
@@ -262,14 +264,12 @@ class Transfer:
             for at, record_code in zip(which, codes[len(far) :], strict=True)
         ]
 
-    def _copy_from_here(
-        self, refs: Mapping[int, SampleRef], buffers: list[Tensor]
-    ) -> dict[int, bool]:
-        """Copy the objects that this process lends the memory for; say of each if it is whole."""
+    def _copy_own(self, refs: Mapping[int, SampleRef], buffers: list[Tensor]) -> dict[int, bool]:
+        """Copy the objects that lie in memory of this process; say of each whether it is whole."""
         whole = {}
-        with self._engine.lying_here([self.key(ref) for ref in refs.values()]) as here:
+        with self._engine.own_objects([self.key(ref) for ref in refs.values()]) as own:
             for at, ref in refs.items():
-                data, size = here.get(self.key(ref)), _size(ref)
+                data, size = own.get(self.key(ref)), _size(ref)
                 if data is not None and len(data) == size:
                     whole[at] = copy_whole(ref.generation, bytes_of(buffers[at][:size]), data)
         return whole
@@ -326,11 +326,6 @@ def _require_success(codes: Sequence[int]) -> None:
         raise TransferError(TRANSFER if TRANSFER in failed else failed[-1])
 
 
-def _require_current(ref: SampleRef, record: Record | None) -> None:
-    if record is not None and record.ref.generation != ref.generation:
-        raise _unreadable(ref, "was put again since")
-
-
 def _batches(refs: Sequence[SampleRef]) -> Iterator[slice]:
     """Cut samples into batches that each take the wire longer than a call does."""
     start, nbytes = 0, 0
@@ -362,12 +357,6 @@ def _record_in(table: Tensor, at: int, feature_id: str, code: int) -> Record | N
         return None
     start = RECORD_BYTES * at
     return Record.unpack(feature_id, bytes_of(table[start : start + code]))
-
-
-def _copy_to(buffer: Tensor, start: int, place: Place, tensor: Tensor) -> Tensor:
-    """Copy a tensor of any strides and device into a buffer; return the copy."""
-    copy = buffer[start : start + place.nbytes].view(place.dtype).view(place.spec.shape)
-    return copy.copy_(tensor)
 
 
 def _unreadable(ref: SampleRef, why: str) -> StoreError:

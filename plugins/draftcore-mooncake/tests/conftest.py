@@ -9,11 +9,12 @@ the tests run in a network namespace that has only loopback, and what they start
 import itertools
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master
+from draftcore_mooncake.settings import PEER_TO_PEER
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_sdk.loopback import only_loopback
 
@@ -45,12 +46,21 @@ def lender(master: Master) -> Iterator[MooncakeStore]:
     store.close()
 
 
+@pytest.fixture(scope="module")
+def client(master: Master) -> Iterator[Any]:
+    """A client of the library itself, to look at what stores do on the master, and to tidy up."""
+    found = load().MooncakeDistributedStore()
+    assert found.setup("127.0.0.1", PEER_TO_PEER, 0, 16 << 20, "tcp", "", master.address) == 0
+    yield found
+    found.close()
+
+
 @pytest.fixture
-def store_uri(lender: MooncakeStore) -> Iterator[str]:
+def store_uri(lender: MooncakeStore, client: Any) -> Iterator[str]:
     """A producer's URI, with an empty name on the shared master."""
     name = f"test-{os.getpid()}-{next(names)}"
     yield lender.uri.replace("/lender", f"/{name}")
-    lender._engine._store.remove_by_regex(f"^{name}/", True)
+    client.remove_by_regex(f"^{name}/", True)
 
 
 @pytest.fixture
@@ -58,7 +68,3 @@ def store(store_uri: str) -> Iterator[MooncakeStore]:
     opened = MooncakeStore.open(store_uri)
     yield opened
     opened.close()
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

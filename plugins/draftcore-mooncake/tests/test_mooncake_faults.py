@@ -23,7 +23,8 @@ from draftcore_mooncake import engine
 from draftcore_mooncake.master import FLAGS, answers
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_mooncake.transfer import Transfer
-from draftcore_sdk.stores import child_environment, numbered
+from draftcore_sdk.stores import numbered
+from draftcore_sdk.suite import child_environment
 
 from draftcore.contracts.store import SampleRef, StoreAway, StoreError, StoreItem
 from draftcore.errors import UsageError
@@ -70,7 +71,7 @@ def test_a_master_of_our_own_comes_and_goes_without_a_trace(tmp_path: Path) -> N
             from draftcore_sdk.stores import numbered
 
             store = MooncakeStore.open("mooncake://?max_bytes=16MiB")
-            pid, address = store._master.pid, store._master.address
+            pid, address = store.master.pid, store.master.address
             with store.get(store.put(numbered("a", 5))) as handle:
                 assert int(handle.tensors["x"][0]) == 5
             assert answers(address, seconds=1)
@@ -98,7 +99,7 @@ def test_a_killed_process_takes_its_master_along() -> None:
         import time
         from draftcore_mooncake.store import MooncakeStore
         store = MooncakeStore.open("mooncake://?max_bytes=16MiB")
-        print(store._master.pid, flush=True)
+        print(store.master.pid, flush=True)
         time.sleep(60)
         """
     )
@@ -165,7 +166,7 @@ def test_a_master_of_our_own_that_is_killed_is_started_again_empty_and_nobody_ca
 ):
     lender = MooncakeStore.open("mooncake://?max_bytes=32MiB")
     producer = MooncakeStore.open(lender.uri)
-    ref, master = lender.put(sized("a", MiB)), lender._master
+    ref, master = lender.put(sized("a", MiB)), lender.master
     assert master is not None
     for number in (8, 9):
         os.kill(master.pid, signal.SIGKILL)
@@ -188,8 +189,8 @@ def test_a_master_of_our_own_that_is_killed_is_started_again_empty_and_nobody_ca
 def test_a_lender_waits_for_its_master_by_itself() -> None:
     lender = MooncakeStore.open("mooncake://?max_bytes=32MiB")
     lender.put(sized("a", MiB))
-    assert lender._master is not None
-    os.kill(lender._master.pid, signal.SIGKILL)
+    assert lender.master is not None
+    os.kill(lender.master.pid, signal.SIGKILL)
     with within(20):
         ref = lender.put(sized("b", MiB))
         assert list(lender.lookup(["a", "b"])) == ["b"]
@@ -304,42 +305,46 @@ def test_closed_twice_and_used_after_it_raises_and_does_not_crash(store_uri: str
     assert store.stats().open_handles == 0
 
 
-class Watched:
-    """A client of the library that notes when it is closed."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def close(self) -> None:
-        self.closing_at = time.monotonic()
-        self._real.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-def test_close_waits_for_calls_in_progress(store_uri: str) -> None:
+def test_close_waits_for_calls_in_progress(store_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mooncake ends the process when a call meets a close."""
+    library, calling, ends = engine.load(), threading.Event(), dict[str, float]()
+
+    class Slow:
+        """A client of the library that lingers in one call, and notes when it is closed."""
+
+        def __init__(self) -> None:
+            self.real = library.MooncakeDistributedStore()
+
+        def batch_get_into(self, keys: list[str], *others: Any) -> Any:
+            if any(key.startswith("slow/") for key in keys):
+                calling.set()
+                time.sleep(0.5)
+                ends["call"] = time.monotonic()
+            return self.real.batch_get_into(keys, *others)
+
+        def close(self) -> None:
+            ends["client"] = time.monotonic()
+            self.real.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+    parts = {"MooncakeDistributedStore": Slow, "ReplicateConfig": library.ReplicateConfig}
+    monkeypatch.setattr(engine, "load", lambda: SimpleNamespace(**parts))
     store = MooncakeStore.open(store_uri.partition("?")[0] + "?max_bytes=64MiB")
-    library_store = store._engine._store = Watched(store._engine._store)
+    memory = store.engine.allocate(MiB)
 
     def work() -> None:
         while True:
             store.free([store.put(sized("a", MiB))])
 
-    def call_slowly() -> float:
-        with store._engine._call():
-            calling.set()
-            time.sleep(0.5)
-        return time.monotonic()
-
-    calling = threading.Event()
     with ThreadPoolExecutor(4) as pool:
         waits = [pool.submit(work) for _ in range(3)]
-        slow = pool.submit(call_slowly)
+        slow = pool.submit(store.engine.get, ["slow/key"], [(memory.data_ptr(), MiB)])
         calling.wait()
         store.close()
-        assert library_store.closing_at > slow.result(timeout=10)
+        assert ends["client"] > ends["call"]
+        assert slow.result(timeout=10) == [engine.NOT_FOUND]
         for wait in waits:
             with pytest.raises(StoreError, match="closed"):
                 wait.result(timeout=10)
@@ -349,16 +354,16 @@ def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(store_uri: st
     out = finish(
         python(
             """
-            import multiprocessing, sys
+            import gc, multiprocessing, sys
             from draftcore.contracts.store import StoreError
             from draftcore_sdk.stores import numbered
+            from draftcore_mooncake.engine import Engine
+            from draftcore_mooncake.settings import Settings
             from draftcore_mooncake.store import MooncakeStore
 
-            store = MooncakeStore.open(sys.argv[1])
-            ref = store.put(numbered("a", 1))
-            stores = [store]
-            while not store._engine.has_lender():  # until its thread, whose frame would keep the
-                pass  # library's client, waits
+            settings = Settings.parse(sys.argv[1])
+            stores = [MooncakeStore(settings, Engine(settings))]  # a client that nobody else holds
+            ref = stores[0].put(numbered("a", 1))
 
             def child():
                 for use in (lambda: stores[0].get(ref), lambda: stores[0].put(numbered("b", 1)),
@@ -370,7 +375,8 @@ def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(store_uri: st
                     else:
                         raise AssertionError("not refused")
                 stores[0].close()
-                del stores[0]._engine._store  # as the child's end may do; it crashes there
+                stores.clear()
+                gc.collect()  # as the child's end may do: the library's destructors crash there
 
             forked = multiprocessing.get_context("fork").Process(target=child)
             forked.start()
@@ -379,7 +385,7 @@ def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(store_uri: st
             stores[0].get(ref).close()
             stores[0].close()
             """,
-            store_uri.partition("?")[0] + "?max_bytes=16MiB",
+            store_uri,
         ),
         seconds=60,
     )

@@ -1,5 +1,7 @@
 """The URI: what it may say, what it refuses, and what it passes on to other processes."""
 
+from pathlib import Path
+
 import pytest
 from draftcore_mooncake.settings import OWN_MASTER_BYTES, Settings
 
@@ -49,7 +51,7 @@ def test_the_segment_has_room_for_more_than_the_samples() -> None:
     ],
 )
 def test_what_a_uri_cannot_say_is_refused(
-    text: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory
+    text: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("draftcore_mooncake.settings.INFINIBAND", tmp_path)
     with pytest.raises(UsageError) as caught:

@@ -3,7 +3,7 @@
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from draftcore_mooncake import transfer
 from draftcore_mooncake.buffers import BufferPool
 from draftcore_mooncake.engine import RAW, package_folder
 from draftcore_mooncake.master import Master, answers
-from draftcore_mooncake.objects import Record, seal, seal_holds
+from draftcore_mooncake.objects import Record, object_key, seal, seal_holds
+from draftcore_mooncake.settings import Settings
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_sdk.stores import any_bits, numbered, require_same
 
@@ -28,6 +29,15 @@ BYTES |= {"none": any_bits("float16", 0, 4), "turned": any_bits("float32", 5, 3)
 
 def sized(feature_id: str, nbytes: int, number: int = 7) -> StoreItem:
     return StoreItem(feature_id, {"x": torch.full((nbytes,), number, dtype=torch.uint8)}, 1)
+
+
+def key_of(ref: SampleRef) -> str:
+    return object_key(Settings.parse(ref.uri).name, ref.feature_id, ref.generation)
+
+
+def are_there(client: Any, refs: Iterable[SampleRef]) -> list[bool]:
+    """Ask the master which samples still take up memory."""
+    return [code == 1 for code in client.batch_is_exist([key_of(ref) for ref in refs])]
 
 
 # ---------------------------------------------------------------- memory
@@ -87,18 +97,21 @@ def test_a_lender_reads_its_own_memory_in_place_and_notices_altered_bytes(
     own = MooncakeStore.open(f"{lender.uri.partition('?')[0]}-own?max_bytes=20MiB")
     writer = MooncakeStore.open(own.uri)
     ref = writer.put(StoreItem("a", BYTES, 1))
-    key = own._transfer.key(ref)
+    key = key_of(ref)
     limit = time.monotonic() + 20
-    while own._engine._lent is None and time.monotonic() < limit:
+    found = False
+    while not found and time.monotonic() < limit:  # it has to find its memory first
         time.sleep(0.01)
+        with own.engine.own_objects([key]) as objects:
+            found = key in objects
     with own.get(ref) as handle:
         require_same(handle.tensors, BYTES)
-    with own._engine.lying_here([key]) as here:
-        here[key][5] ^= 1
+    with own.engine.own_objects([key]) as objects:
+        objects[key][5] ^= 1
     with pytest.raises(StoreError, match=r"sample 'a' .* is torn"):
         own.get(ref)
-    with writer._engine.lying_here([key]) as here:
-        assert here == {}
+    with writer.engine.own_objects([key]) as objects:
+        assert objects == {}
     writer.close()
     own.close()
 
@@ -138,17 +151,16 @@ def test_in_steady_state_no_buffer_is_allocated(store: MooncakeStore) -> None:
     assert warm < 40
 
 
-def test_buffers_are_registered_once_and_set_aside_after_a_failure(lender: MooncakeStore) -> None:
+def test_buffers_are_registered_once_and_set_aside_after_a_failure(client: Any) -> None:
     """As for RDMA, with the library's own registration; a buffer is registered at its base."""
-    store = lender._engine._store
 
     def allocate(nbytes: int) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8)
-        assert store.register_buffer(memory.data_ptr(), nbytes) == 0
+        assert client.register_buffer(memory.data_ptr(), nbytes) == 0
         return memory
 
     def release(memory: torch.Tensor) -> bool:
-        return bool(store.unregister_buffer(memory.data_ptr()) == 0)
+        return bool(client.unregister_buffer(memory.data_ptr()) == 0)
 
     pool = BufferPool(allocate, release, keep_bytes=MiB)
     first = pool.take(100_000)
@@ -161,9 +173,9 @@ def test_buffers_are_registered_once_and_set_aside_after_a_failure(lender: Moonc
     large = pool.take(3 * MiB)
     pool.give(second)
     pool.give(large)  # too much to keep: released
-    assert store.unregister_buffer(large.data_ptr()) != 0
+    assert client.unregister_buffer(large.data_ptr()) != 0
     pool.clear()
-    assert store.unregister_buffer(second.data_ptr()) != 0
+    assert client.unregister_buffer(second.data_ptr()) != 0
 
 
 # ---------------------------------------------------------------- placements
@@ -217,24 +229,21 @@ def test_a_resident_client_that_is_not_there_is_said(store_uri: str) -> None:
         MooncakeStore.open(uri)
 
 
-def test_samples_go_to_the_process_that_will_read_them(lender: MooncakeStore) -> None:
+def test_samples_go_to_the_process_that_will_read_them(lender: MooncakeStore, client: Any) -> None:
     """Two trainers lend; what is put through the URI of one of them lies in its memory."""
     base = lender.uri.partition("?")[0]
     ranks = [MooncakeStore.open(f"{base}-ranks?max_bytes=16MiB") for _ in range(2)]
     producers = [MooncakeStore.open(rank.uri) for rank in ranks]
-    for rank, producer in zip(ranks, producers, strict=True):
+
+    def place_of(ref: SampleRef) -> str:
+        (replica,) = client.get_replica_desc(key_of(ref))
+        return str(replica.get_memory_descriptor().buffer_descriptor.transport_endpoint)
+
+    own = [place_of(rank.put(sized("own", 1))) for rank in ranks]
+    assert own[0] != own[1]
+    for at, producer in enumerate(producers):
         for number in range(10):
-            ref = producer.put(sized(f"{number}", 100_000))
-            (replica,) = rank._engine._store.get_replica_desc(producer._transfer.key(ref))
-            place = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
-            assert (
-                place
-                == rank._engine._store.get_replica_desc(
-                    rank._transfer.key(rank.put(sized("own", 1)))
-                )[0]
-                .get_memory_descriptor()
-                .buffer_descriptor.transport_endpoint
-            )
+            assert place_of(producer.put(sized(f"{number}", 100_000))) == own[at]
     for opened in (*producers, *ranks):
         opened.close()
 
@@ -276,19 +285,18 @@ def test_without_raw_buffer_calls_bytes_go_through_put_parts_and_get_buffer(
 
 
 def test_free_removes_what_a_sample_superseded_in_any_process(
-    store: MooncakeStore, store_uri: str
+    store: MooncakeStore, store_uri: str, client: Any
 ) -> None:
     """A producer put, died, and its successor put again: the trainer only knows the last ref."""
     first = store.put(numbered("a", 1))
     successor, trainer = MooncakeStore.open(store_uri), MooncakeStore.open(store_uri)
     second = successor.put(numbered("a", 2))
     third = successor.put(numbered("a", 3))
-    keys = [store._transfer.key(ref) for ref in (first, second, third)]
-    assert store._engine.exist(keys) == [True, True, True]
+    assert are_there(client, (first, second, third)) == [True, True, True]
     with trainer.get(third) as handle:
         assert int(handle.tensors["x"][0]) == 3
     trainer.free([third])
-    assert store._engine.exist(keys) == [False, False, False]
+    assert are_there(client, (first, second, third)) == [False, False, False]
     fourth = successor.put(numbered("a", 4))
     unread = MooncakeStore.open(store_uri)
     unread.free([third, fourth])  # a ref that this process has never read
@@ -297,7 +305,7 @@ def test_free_removes_what_a_sample_superseded_in_any_process(
         opened.close()
 
 
-def test_some_of_a_put_may_be_known_already(store: MooncakeStore) -> None:
+def test_some_of_a_put_may_be_known_already(store: MooncakeStore, client: Any) -> None:
     old = store.put_many([numbered("a", 1), numbered("c", 3)])
     new = store.put_many([numbered(name, 7) for name in ("a", "b", "c")])
     assert store.lookup(["a", "b", "c"]) == dict(zip("abc", new, strict=True))
@@ -305,14 +313,16 @@ def test_some_of_a_put_may_be_known_already(store: MooncakeStore) -> None:
         with pytest.raises(StoreError, match="put again since"):
             store.get(ref)
     store.free(new)
-    assert store._engine.exist([store._transfer.key(ref) for ref in (*old, *new)]) == [False] * 5
+    assert are_there(client, (*old, *new)) == [False] * 5
 
 
-def test_an_unread_ref_frees_what_it_superseded(store: MooncakeStore, store_uri: str) -> None:
+def test_an_unread_ref_frees_what_it_superseded(
+    store: MooncakeStore, store_uri: str, client: Any
+) -> None:
     first, second = store.put(numbered("a", 1)), store.put(numbered("a", 2))
     other = MooncakeStore.open(store_uri)
     other.free([second])
-    assert store._engine.exist([store._transfer.key(ref) for ref in (first, second)]) == [False] * 2
+    assert are_there(client, (first, second)) == [False] * 2
     other.close()
 
 

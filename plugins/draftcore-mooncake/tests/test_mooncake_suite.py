@@ -1,8 +1,13 @@
-"""The conformance suite, on a real master and the memory of a process that lends it."""
+"""The conformance suites, on a real master and the memory of a process that lends it."""
 
 import pytest
 from draftcore_mooncake.store import MooncakeStore
+from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.stores import StoreSuite
+
+
+class TestMooncakePlugin(PluginSuite):
+    plugin = "draftcore_mooncake.plugin"
 
 
 class TestMooncakeStore(StoreSuite):

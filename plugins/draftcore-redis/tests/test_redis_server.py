@@ -30,6 +30,11 @@ def opened(uri: str, role: str = "trainer") -> LoggedChannel:
     return found
 
 
+def log_of(end: LoggedChannel) -> RedisLog:
+    (found,) = (value for value in vars(end).values() if isinstance(value, RedisLog))
+    return found
+
+
 def refused(uri: str) -> str:
     """Return the words with which a channel is refused, in time."""
     began = time.monotonic()
@@ -189,9 +194,9 @@ def test_the_password_is_nowhere_to_be_seen(
     trainer, producer = opened(uri), opened(uri, "producer")
     trainer.offer([])
     assert producer.claim("one") is None
-    log: Any = trainer._log
+    log = log_of(trainer)
     seen = [repr(vars(end)) for end in (trainer, producer, log, log.server)]
-    seen += [repr(log._client), repr(log.server), trainer.uri]
+    seen += [repr(value) for value in vars(log).values()] + [trainer.uri]
     with log.server.client() as client:
         seen += [repr(key) for key in client.keys("*")] + [repr(client.get("x:head"))]
     guarded.kill()
@@ -219,8 +224,7 @@ def test_the_permissions_that_the_readme_names_are_enough_and_needed(
     trainer, producer = opened(uri), opened(uri, "producer")
     trainer.offer([])
     assert producer.claim("one", wait=1) is None
-    log: Any = trainer._log
-    log.trim()
+    log_of(trainer).trim()
     for end in (producer, trainer):
         end.close()
     text = refused(uri.replace("draftcore-run7", "elsewhere"))

@@ -7,15 +7,24 @@
 
 There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each kind of offer:
 `algorithms.AlgorithmSuite`, `captures.CaptureSuite`, `stores.StoreSuite`, `channels.ChannelSuite`,
-`graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`. `draftcore check-plugin NAME` runs all
-that apply, `draftcore new-plugin NAME` writes a plugin that passes them. A suite opens everything
-through the plugin's hooks, as a run does.
+`runners.RunnerSuite`, `graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`.
+`draftcore check-plugin NAME` runs all that apply, `draftcore new-plugin NAME` writes a plugin that
+passes them. A suite opens everything through the plugin's hooks, as a run does.
 """
 
 import sys
 
-SUITES = ("algorithms", "captures", "channels", "graph_plugins", "graphs", "plugins", "stores")
-PARTS = ("algorithm_training", "channel_ends", "channel_faults")  # of a suite
+SUITES = (
+    "algorithms",
+    "captures",
+    "channels",
+    "graph_plugins",
+    "graphs",
+    "plugins",
+    "runners",
+    "stores",
+)
+PARTS = ("algorithm_fixtures", "algorithm_training", "channel_ends", "channel_faults")
 
 if "pytest" in sys.modules:  # asserts in a suite explain themselves as those of a test file do
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{n}" for n in (*SUITES, *PARTS)))

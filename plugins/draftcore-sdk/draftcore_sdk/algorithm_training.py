@@ -17,6 +17,7 @@ from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput
 from draftcore.errors import UsageError
 from draftcore.target import TransformersTarget
 from draftcore.training.checkpoint import trained_tensors
+from draftcore_sdk.example import LAYERS, WatchedTarget, shared_example
 from draftcore_sdk.suite import Suite, hooks_of, offer_of, options_of
 from draftcore_sdk.workbench import (
     SEED,
@@ -29,7 +30,6 @@ from draftcore_sdk.workbench import (
     padded,
     snapshot,
 )
-from draftcore_sdk.world import LAYERS, WatchedTarget, shared_world
 
 SPLIT = "its loss is a mean over the micro-batch"
 
@@ -43,12 +43,12 @@ class Training(Suite):
     @classmethod
     def bench(cls, request: pytest.FixtureRequest, tmp_path_factory: Any) -> Bench:
         offer = offer_of(cls.plugin, "algorithm", cls.name)
-        options, world = (
+        options, example = (
             options_of(offer, cls.options),
-            shared_world(request.config, tmp_path_factory),
+            shared_example(request.config, tmp_path_factory),
         )
         cli = () if cls.loose is None else ("--plugin", str(cls.loose))
-        return Bench(hooks_of(cls.plugin), offer, options, world, cli, cls.options)
+        return Bench(hooks_of(cls.plugin), offer, options, example, cli, cls.options)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -92,12 +92,12 @@ class Training(Suite):
 
     def test_the_request_is_the_same_when_asked_again(self, bench: Bench) -> None:
         assert bench.request() == bench.request(
-            TransformersTarget(bench.world.spec.path, device="cpu")
+            TransformersTarget(bench.example.spec.path, device="cpu")
         )
 
     def test_the_request_needs_no_weights(self, bench: Bench, tmp_path: Path) -> None:
         """It is asked for before weights are read, perhaps where they are not."""
-        for file in Path(bench.world.spec.path).iterdir():
+        for file in Path(bench.example.spec.path).iterdir():
             if file.suffix != ".safetensors":
                 (tmp_path / file.name).write_bytes(file.read_bytes())
         assert bench.request(TransformersTarget(str(tmp_path), device="cpu")) == bench.request()
@@ -255,7 +255,7 @@ class Training(Suite):
     def test_gradients_reach_none_of_the_targets_tensors(
         self, bench: Bench, batch: DraftBatch
     ) -> None:
-        watched = WatchedTarget(bench.world.spec.path)
+        watched = WatchedTarget(bench.example.spec.path)
         draft = bench.build(watched)
         before = [tensor.clone() for tensor in watched.handed]
         bench.loss(draft, batch).numerator.backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """What every algorithm must do. See `draftcore_sdk` for how to use it.
 
 A subclass sets `plugin`, and options where the default ones are too large to be quick. The tests
-run on the CPU in fp32, on a tiny random target and its own answers (`world`); a loose one-file
+run on the CPU in fp32, on a tiny random target and its own answers (`example`); a loose one-file
 plugin also says where it lies, so that the command line can load it.
 
 Capabilities switch tests on (`compile`, `disagg`, `layout:NAME`, `served:NAME`) and off:
@@ -28,7 +28,7 @@ from torch import Tensor
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.serving import Host
 from draftcore.errors import UsageError
-from draftcore.evaluation.decode import evaluate_prompts
+from draftcore.evaluation.decode import EagerRunner, evaluate_prompts
 from draftcore.training.checkpoint import trained_tensors
 from draftcore_sdk.algorithm_training import (
     Training,
@@ -36,6 +36,7 @@ from draftcore_sdk.algorithm_training import (
     require_same_bits,
     require_same_output,
 )
+from draftcore_sdk.example import STOP_AT
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
 from draftcore_sdk.workbench import (
@@ -48,7 +49,6 @@ from draftcore_sdk.workbench import (
     knows_by_heart,
     snapshot,
 )
-from draftcore_sdk.world import STOP_AT
 
 
 class AlgorithmSuite(Training):
@@ -85,7 +85,7 @@ class AlgorithmSuite(Training):
 
     def test_disagg_needs_the_width_of_the_draft_not_of_the_target(self, bench: Bench) -> None:
         bench.require("disagg")
-        for width in (SHAPE.hidden_size, bench.world.spec.text_config.hidden_size):
+        for width in (SHAPE.hidden_size, bench.example.spec.text_config.hidden_size):
             wire_row(bench, dataclasses.replace(SHAPE, hidden_size=width))
 
     def test_disagg_refuses_more_proposals_than_the_wire_carries(self, bench: Bench) -> None:
@@ -140,11 +140,11 @@ class AlgorithmSuite(Training):
 
     def test_decoding_is_lossless(self, bench: Bench, trained: Trained) -> None:
         """Also where proposals are mostly wrong: the prompts are learned ones and others."""
-        model, prompts = bench.world.spec.model, bench.world.prompts
+        model, prompts = bench.example.spec.model, bench.example.prompts
         with evaluating(trained.draft):
             drafter = bench.drafter(trained.draft)
             cut = [prompt[: -2 - row] for row, prompt in enumerate(prompts)]
-            report = evaluate_prompts(model, drafter, [*prompts, *cut], GREEDY)
+            report = evaluate_prompts(EagerRunner(model, drafter), [*prompts, *cut], GREEDY)
         assert report.lossless
 
     def test_the_drafter_computes_what_training_taught(
@@ -164,23 +164,23 @@ class AlgorithmSuite(Training):
 
     def test_proposals_have_the_shapes_they_must(self, bench: Bench, trained: Trained) -> None:
         with evaluating(trained.draft):
-            decoding = Decoding(bench, trained.draft, bench.world.prompts)
+            decoding = Decoding(bench, trained.draft, bench.example.prompts)
             tokens_BK, probs = decoding.propose()
-            rows, drafts = len(bench.world.prompts), decoding.drafter.num_drafts
+            rows, drafts = len(bench.example.prompts), decoding.drafter.num_drafts
             assert drafts >= 1
             assert tokens_BK.shape == (rows, drafts)
             assert tokens_BK.dtype == torch.int64
-            assert ((tokens_BK >= 0) & (tokens_BK < bench.world.spec.vocab_size)).all()
+            assert ((tokens_BK >= 0) & (tokens_BK < bench.example.spec.vocab_size)).all()
             assert probs is None, "greedy proposals have no probabilities"
 
     def test_sampled_drafts_come_with_their_probabilities(
         self, bench: Bench, trained: Trained
     ) -> None:
         with evaluating(trained.draft):
-            decoding = Decoding(bench, trained.draft, bench.world.prompts)
+            decoding = Decoding(bench, trained.draft, bench.example.prompts)
             tokens_BK, probs_BKV = decoding.propose(temperature=0.8)
         assert probs_BKV is not None, "sampled proposals need the probabilities they came from"
-        assert probs_BKV.shape == (*tokens_BK.shape, bench.world.spec.vocab_size)
+        assert probs_BKV.shape == (*tokens_BK.shape, bench.example.spec.vocab_size)
         assert (probs_BKV >= 0).all()
         # Rejection sampling is exact for what sums to one; a softmax in fp32 is off by 1e-6.
         assert_close(probs_BKV.sum(-1), torch.ones(tokens_BK.shape))
@@ -192,7 +192,7 @@ class AlgorithmSuite(Training):
         """The mean probability of what was drawn is that of the distribution, within 5 sigma."""
         excess, variance = 0.0, 0.0
         with evaluating(draft):
-            decoding = Decoding(bench, draft, bench.world.prompts * 4)
+            decoding = Decoding(bench, draft, bench.example.prompts * 4)
             for seed in range(8):
                 tokens_BK, probs_BKV = decoding.propose(temperature=0.3, seed=seed)
                 assert probs_BKV is not None
@@ -205,7 +205,7 @@ class AlgorithmSuite(Training):
 
     def test_proposing_changes_nothing_that_counts(self, bench: Bench, trained: Trained) -> None:
         with evaluating(trained.draft):
-            once, often = (Decoding(bench, trained.draft, bench.world.prompts) for _ in range(2))
+            once, often = (Decoding(bench, trained.draft, bench.example.prompts) for _ in range(2))
             for _ in range(2):
                 first, _ = often.propose()
                 often.propose(temperature=1.0)
@@ -217,13 +217,13 @@ class AlgorithmSuite(Training):
     ) -> None:
         """Tokens and counts are the verifier's, features the target's."""
         with evaluating(trained.draft):
-            decoding = Decoding(bench, trained.draft, bench.world.prompts)
+            decoding = Decoding(bench, trained.draft, bench.example.prompts)
             decoding.round(most=2), decoding.round(most=2)
         assert not decoding.altered, f"the drafter alters {', '.join(sorted(decoding.altered))}"
 
     def test_a_batch_decodes_as_its_rows_alone(self, bench: Bench, trained: Trained) -> None:
         """Rows end at different rounds, so this goes through `select` as well."""
-        prompts = bench.world.prompts
+        prompts = bench.example.prompts
         together = bench.decode(trained.draft, prompts)
         for prompt, one in zip(prompts, together, strict=True):
             (alone,) = bench.decode(trained.draft, [prompt])
@@ -232,7 +232,7 @@ class AlgorithmSuite(Training):
     def test_selected_rows_go_on_as_before(self, bench: Bench, trained: Trained) -> None:
         rows_B = torch.tensor([2, 0])
         with evaluating(trained.draft):
-            whole, part = (Decoding(bench, trained.draft, bench.world.prompts) for _ in range(2))
+            whole, part = (Decoding(bench, trained.draft, bench.example.prompts) for _ in range(2))
             whole.round(most=2), part.round(most=2)
             part.select(rows_B)
             for _ in range(2):
@@ -249,15 +249,15 @@ class AlgorithmSuite(Training):
         self, bench: Bench, trained: Trained
     ) -> None:
         """Three rows padded to four; what waits for the device is refused."""
-        eager = bench.decode(trained.draft, bench.world.prompts)
-        recorded = bench.decode_recorded(trained.draft, bench.world.prompts)
+        eager = bench.decode(trained.draft, bench.example.prompts)
+        recorded = bench.decode_recorded(trained.draft, bench.example.prompts)
         assert [one.tokens for one in recorded] == [one.tokens for one in eager]
 
     def test_a_drafter_follows_weights_that_are_updated_in_place(
         self, bench: Bench, trained: Trained
     ) -> None:
         """Evaluation during training keeps its drafter, and the graphs that read these weights."""
-        draft, prompts = bench.build(seed=SEED + 1), bench.world.prompts
+        draft, prompts = bench.build(seed=SEED + 1), bench.example.prompts
         kept = bench.drafter(draft)
         with torch.no_grad():
             draft.module.load_state_dict(trained_tensors(trained.draft), strict=False)
@@ -279,7 +279,7 @@ class AlgorithmSuite(Training):
         for layout in bench.layouts:
             again = bench.imported(bench.export(trained.draft, tmp_path / layout, layout))
             require_same_output(bench.loss(again, batch), bench.loss(trained.draft, batch))
-            prompts = bench.world.prompts
+            prompts = bench.example.prompts
             assert bench.decode(again, prompts) == bench.decode(trained.draft, prompts)
 
     def test_exporting_changes_nothing_in_the_draft(
@@ -310,9 +310,9 @@ class AlgorithmSuite(Training):
         for server in bench.servers:
             folder = bench.export(trained.draft, tmp_path / server, "serving")
             served = bench.hook.read_export(folder=folder, server=server)
-            host = Host.of(bench.world.spec)
+            host = Host.of(bench.example.spec)
             with evaluating(trained.draft):
-                decoding = Decoding(bench, trained.draft, bench.world.prompts)
+                decoding = Decoding(bench, trained.draft, bench.example.prompts)
                 greedy_BK, _ = decoding.propose()
                 drawn_BK, probs_BKV = decoding.propose(temperature=1.0)
             assert served.captured(host) == decoding.drafter.request.layers

@@ -39,6 +39,7 @@ SUITE_OF = {
     "capture": "captures:CaptureSuite",
     "store": "stores:StoreSuite",
     "channel": "channels:ChannelSuite",
+    "runner": "runners:RunnerSuite",
     "graph": "graphs:GraphBackendSuite",
     "graph-plugin": "graph_plugins:GraphPluginSuite",
 }

@@ -62,7 +62,7 @@ def new_plugin(registry: Registry, name: str, kind: str, out: Path) -> None:
     place = shlex.quote(str(folder))
     click.echo(
         "next:\n"
-        f"  pip install -e {place} 'draftcore-sdk'\n"
+        f"  pip install -e {place} draftcore-sdk\n"
         f"  draftcore check-plugin {name}\n"
         f"  python -m pytest {place}"
     )

@@ -23,7 +23,7 @@ class Project:
         held_out = conversations(folder / "eval.jsonl", ["yes", "no"])
         config = {
             "run": str(self.run),
-            "target": {"path": bench.world.spec.path, "device": "cpu"},
+            "target": {"path": bench.example.spec.path, "device": "cpu"},
             "data": {"train": str(train), "eval": str(held_out)},
             "algorithm": {"name": bench.offer.name, "options": dict(bench.yaml)},
             "capture": {"batch": 4},
@@ -35,7 +35,7 @@ class Project:
 
     def cli(self, verb: str, *arguments: str | Path, status: int = 0, stop: bool = False) -> str:
         """Run a verb and return what it printed; `stop` loads the plugin that may end training."""
-        plugin = ["--plugin", str(self.bench.world.folder / "draftcore_suite_stop.py")] * stop
+        plugin = ["--plugin", str(self.bench.example.folder / "draftcore_suite_stop.py")] * stop
         command = [*self.bench.cli, *plugin, verb, str(self.yaml), *map(str, arguments)]
         result = CliRunner().invoke(main, command)
         assert result.exit_code == status, f"draftcore {' '.join(command)}\n{result.output}"

@@ -2,8 +2,8 @@
 
     with Serving([*command, f"--port={port}"], port, log) as server: ...
 
-Odd: it is a session of its own, and what ends it is a signal to that session, which is what it
-started and nobody else's: a server's workers are children that a signal to the first alone leaves.
+It is a session of its own and is ended by a signal to that session: a signal to the first process
+alone would leave the workers that a server starts.
 """
 
 from __future__ import annotations

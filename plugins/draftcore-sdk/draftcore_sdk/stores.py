@@ -459,9 +459,7 @@ def drop(store: FeatureStore, ref: SampleRef, way: str) -> None:
 
 def child_command(function: str, *arguments: str) -> list[str]:
     """Return the command line that calls one of the functions below."""
-    program = (
-        f"import sys; from draftcore_sdk.suite import stores; stores.{function}(*sys.argv[1:])"
-    )
+    program = f"import sys; from draftcore_sdk import stores; stores.{function}(*sys.argv[1:])"
     return [sys.executable, "-c", program, *arguments]
 
 

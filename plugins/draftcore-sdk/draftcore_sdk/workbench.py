@@ -1,4 +1,4 @@
-"""What the algorithm suite works with: an algorithm's hooks on a tiny target (`world`), and a draft.
+"""What the algorithm suite works with: an algorithm's hooks on a tiny target (`example`), and a draft.
 
 Shape letters: B batch, T tokens, K drafted tokens.
 """
@@ -40,10 +40,10 @@ from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.serving import Host, Round
 from draftcore.contracts.target import TargetSpec
-from draftcore.evaluation.decode import Clock, right_padded, speculate, verify
+from draftcore.evaluation.decode import Clock, EagerRunner, right_padded, speculate, verify
 from draftcore.evaluation.report import Decoded
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
-from draftcore_sdk.world import ANSWER, QUESTIONS, World
+from draftcore_sdk.example import ANSWER, QUESTIONS, Example
 
 STEPS, RATE, SEED = 30, 0.01, 7
 
@@ -73,7 +73,7 @@ class Bench:
     hook: Specs
     offer: Offer
     options: Any
-    world: World
+    example: Example
     cli: Sequence[str] = ()
     yaml: Mapping[str, Any] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class Bench:
     # ------------------------------------------------------------ data
 
     def request(self, target: TargetSpec | None = None) -> FeatureRequest:
-        target = target or self.world.spec
+        target = target or self.example.spec
         return self.hook.feature_request(target=target, options=self.options)
 
     @cached_property
@@ -122,14 +122,14 @@ class Bench:
 
     def _sample(self, row: int, length: int | None = None) -> Sample:
         """A question and its answer, or the last `length` tokens of them."""
-        tokens_T = torch.tensor(self.world.prompts[row] + self.world.answers[row])
+        tokens_T = torch.tensor(self.example.prompts[row] + self.example.answers[row])
         start = 0 if length is None else len(tokens_T) - length
         request = self.request()
         features = {
-            name: self.world.features[row][name][start:].to(getattr(torch, request.dtype))
+            name: self.example.features[row][name][start:].to(getattr(torch, request.dtype))
             for name in request.names
         }
-        mask_T = torch.arange(len(tokens_T)) >= len(self.world.prompts[row])
+        mask_T = torch.arange(len(tokens_T)) >= len(self.example.prompts[row])
         identity = SampleId(f"{row}.{length}", 0)
         return Sample(identity, tokens_T[start:].clone(), mask_T[start:].clone(), features)
 
@@ -137,10 +137,10 @@ class Bench:
     def summary(self) -> DataSummary:
         """What a run on the learned samples would know of its data."""
         counts: dict[int, int] = {}
-        for token in (token for answer in self.world.answers for token in answer):
+        for token in (token for answer in self.example.answers for token in answer):
             counts[token] = counts.get(token, 0) + 1
         lengths = [len(sample.token_ids_T) for sample in self.learned]
-        total = sum(map(len, self.world.answers))
+        total = sum(map(len, self.example.answers))
         return DataSummary("suite", len(lengths), sum(lengths), total, max(lengths), counts)
 
     def collate(self, samples: Sequence[Sample]) -> DraftBatch:
@@ -152,7 +152,7 @@ class Bench:
         """A fresh draft, as a run with this seed builds it."""
         with global_seed(seed):
             return self.hook.build_draft(
-                target=target or self.world.spec, data=self.summary, options=self.options
+                target=target or self.example.spec, data=self.summary, options=self.options
             )
 
     def loss(
@@ -224,7 +224,7 @@ class Bench:
     # ------------------------------------------------------------ decoding
 
     def drafter(self, draft: Draft) -> Drafter:
-        return self.hook.drafter(draft=draft, target=self.world.spec.model, options=self.options)
+        return self.hook.drafter(draft=draft, target=self.example.spec.model, options=self.options)
 
     def decode(
         self, draft: Draft, prompts: Sequence[Sequence[int]], drafter: Drafter | None = None
@@ -232,17 +232,18 @@ class Bench:
         """Decode prompts together, greedily, as long as the learned answers are."""
         with evaluating(draft):
             drafter = drafter or self.drafter(draft)
-            return speculate(self.world.spec.model, drafter, prompts, GREEDY, Clock())
+            runner = EagerRunner(self.example.spec.model, drafter)
+            return speculate(runner, prompts, GREEDY, Clock())
 
     def decode_recorded(self, draft: Draft, prompts: Sequence[Sequence[int]]) -> list[Decoded]:
         """The same, in rounds that are recorded and replayed, with a row of padding."""
-        model, drafter = self.world.spec.model, self.drafter(draft)
+        model, drafter = self.example.spec.model, self.drafter(draft)
         most = max(map(len, prompts)) + ANSWER + drafter.num_drafts + 1
         phase = Phase("decode", "recording", rows=(len(prompts) + 1,), lengths=(most,))
         runner = DecodeGraphRunner(model, drafter, draft.module, phase, RecordingBackend())
         with evaluating(draft):
             runner.reserve(len(prompts), most)
-            return speculate(model, drafter, prompts, GREEDY, Clock(), runner=runner)
+            return speculate(runner, prompts, GREEDY, Clock())
 
     def agreement(self, draft: Draft) -> float:
         """The share of drafts that are right on the learned answers, the first three of a round.
@@ -253,7 +254,7 @@ class Bench:
         """
         right, asked, done = 0, 0, 2
         with evaluating(draft):
-            decoding = Decoding(self, draft, self.world.prompts)
+            decoding = Decoding(self, draft, self.example.prompts)
             decoding.round(most=1)
             for most in itertools.cycle((1, 2)):
                 wanted = min(3, decoding.drafter.num_drafts, ANSWER - done)
@@ -285,11 +286,11 @@ class Bench:
 
     def round(self, row: int, layers: Sequence[int], host: Host) -> Round:
         """Where a server stands after a prompt, before the first drafts."""
-        prompt, features = self.world.prompts[row], self.world.features[row]
+        prompt, features = self.example.prompts[row], self.example.features[row]
         return Round(
             host,
             torch.tensor(prompt),
-            self.world.answers[row][0],
+            self.example.answers[row][0],
             tuple(features[f"hidden.{layer}"][: len(prompt)] for layer in layers),
             features["last_hidden"][: len(prompt)],
         )
@@ -300,7 +301,7 @@ class Bench:
         return folder
 
     def imported(self, folder: Path) -> Draft:
-        return self.hook.import_draft(folder=folder, target=self.world.spec, options=self.options)
+        return self.hook.import_draft(folder=folder, target=self.example.spec, options=self.options)
 
 
 GREEDY = EvalConfig(max_new_tokens=ANSWER, batch=len(QUESTIONS))
@@ -310,7 +311,7 @@ class Decoding:
     """Rows that are decoded greedily one round at a time; what `speculate` does in a loop."""
 
     def __init__(self, bench: Bench, draft: Draft, prompts: Sequence[Sequence[int]]) -> None:
-        self.model, self.drafter = bench.world.spec.model, bench.drafter(draft)
+        self.model, self.drafter = bench.example.spec.model, bench.drafter(draft)
         tokens_BT, self.lengths_B = right_padded(prompts, "cpu")
         rows, longest = tokens_BT.shape
         self.span = longest + ANSWER + 3 * (self.drafter.num_drafts + 1)

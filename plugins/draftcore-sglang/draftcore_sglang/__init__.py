@@ -1,1 +1,1 @@
-"""Channel `redis` for draftcore."""
+"""Captures by sglang for draftcore, in process and by servers; the first draft input of a decode server."""

@@ -1,7 +1,7 @@
 """The capture `sglang`: the target runs through sglang on this process's device, group by group.
 
-Odd: the target is started at the first group and not when a capture is opened. Before it, and
-before it takes the device's memory, transformers is asked for the features of a short prompt.
+The target is started at the first group, not when a capture is opened: before it takes the device's
+memory, transformers is asked for the features of a short prompt.
 
 Shape letters: T tokens of a prompt, H width.
 """
@@ -100,7 +100,7 @@ class SglangCapture:
 
 
 def settings_of(target: TargetSpec, options: SglangOptions) -> Settings:
-    """What sglang runs this target with."""
+    """Return what sglang runs this target with."""
     positions = getattr(target.text_config, "max_position_embeddings", None)
     return Settings(
         path=target.path,

@@ -1,8 +1,8 @@
-"""Requests to one or several sglang servers: which is asked, how often, and when it is left alone.
+"""Send requests to one or several sglang servers, the least busy one first.
 
-A server that does not answer rests, longer with each failure in a row, and comes back with a single
-request; meanwhile the others are asked. It is looked at anew then, as it may have been started with
-another model. Answers are small, so plain connections from threads do: one for each request.
+A server that does not answer is not asked for a while, longer with each failure in a row; meanwhile
+the others are asked. It comes back with a single request, and is looked at anew, as it may have been
+started with another model. Answers are small, so a plain connection for each request does.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class ServerAway(DraftcoreError):  # noqa: N818  a state that is waited out
-    """A server did not answer, or not in a way that says anything about the request."""
+    """A server did not answer, or its answer says nothing about the request."""
 
 
 class Server:
-    """One server, and how it did lately. `Servers` guards the numbers with its lock."""
+    """One server, with its requests and failures. `Servers` guards the numbers with its lock."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -57,7 +57,10 @@ class Server:
         try:
             connection.connect()
             connection.sock.settimeout(timeout)
-            connection.request(verb, path, body, _headers())
+            headers = {"Content-Type": "application/json"}
+            if key := os.environ.get(KEY):
+                headers["Authorization"] = f"Bearer {key}"
+            connection.request(verb, path, body, headers)
             response = connection.getresponse()
             text = response.read(max_bytes + 1) if max_bytes else response.read()
         except (OSError, HTTPException) as error:
@@ -111,7 +114,7 @@ class Servers:
         self._closed = True
 
     def ask(self, question: Callable[[Server], T]) -> T:
-        """Put a question to a server that is well, and to others where it raises ServerAway.
+        """Put a question to one server, and to others where it raises ServerAway.
 
         Raises ServerAway when `patience` is over, and whatever else the question raises.
         """
@@ -119,7 +122,10 @@ class Servers:
         while True:
             with self._chosen(deadline) as server:
                 try:
-                    self._look_again(server)
+                    try:
+                        self.look(server)
+                    except UsageError as error:  # it fits no longer; others may
+                        raise ServerAway(str(error)) from error
                     answer = question(server)
                 except ServerAway as error:
                     self._failed(server, error)
@@ -131,18 +137,11 @@ class Servers:
                 return answer
 
     def look(self, server: Server) -> Any:
-        """What a server is, looked at once and after each time that it was away."""
+        """Return what a server is; it is looked at once, and again after each time it was away."""
         with server.looking:
             if server.about is None:
                 server.about = self._look(server)
             return server.about
-
-    def _look_again(self, server: Server) -> None:
-        """One that came back and does not fit any more is as good as away: others may be well."""
-        try:
-            self.look(server)
-        except UsageError as error:
-            raise ServerAway(str(error)) from error
 
     def look_at_all(self) -> None:
         """Look at every server. Raises where one does not fit, or none answers."""
@@ -195,16 +194,9 @@ class Servers:
         with self._changed:
             server.about = None
             if server.rests_until > time.monotonic():
-                return  # of the same fall: many requests were under way
+                return  # many requests were under way: this failure is counted already
             rest = min(LONGEST_REST, FIRST_REST * 2**server.failures)
             server.rests_until = time.monotonic() + rest
             server.failures += 1
             if server.failures == 1:
                 logger.warning("%s; others are asked meanwhile, and it again later", error)
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get(KEY)
-    return {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {key}"} if key else {}
-    )

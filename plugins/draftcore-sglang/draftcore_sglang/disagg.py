@@ -7,10 +7,12 @@ runs it:
     sglang:EAGLE3           as one of sglang's own; only the first draft input is ours
     sglang:MODULE:CLASS     by this worker; sglang knows it by the algorithm's name in capitals
 
-Odd: a refusal is a SystemExit. sglang logs what else leaves a plugin and starts without it, and an
-operator who asked for an algorithm must not get another in silence. And no exception for what a
-prefill server sent leaves `take_over`: it would end the scheduler, and with it the server. The
-request that lacks something is aborted with the reason.
+A refusal is a SystemExit: sglang logs any other exception of a plugin and starts without it, and an
+operator who asked for an algorithm must not get another in silence. What a prefill server sent raises
+nothing out of `take_over`, as that would end the scheduler, and with it the server: the request that
+lacks something is aborted with the reason.
+
+`rows` has what is the same for every serving engine; `internals.disagg` has what is sglang's.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from draftcore_sglang.rows import (
     HandedOver,
     RowError,
     first_draft_input,
+    neutral_row,
     require,
-    stand_in,
     wire_row,
 )
 
@@ -67,7 +69,7 @@ def serve(algorithm: Algorithm) -> str:
     require_sglang(internals.SIGNATURES)
     require(algorithm)
     build = functools.partial(take_over, algorithm)
-    served = _served_as(algorithm)
+    served = served_as(algorithm)
     if ":" not in served:
         internals.take_over_builtin(served, build)
         return served
@@ -82,8 +84,11 @@ def serve(algorithm: Algorithm) -> str:
     return name
 
 
-def _served_as(algorithm: Algorithm) -> str:
-    """Return what the capability says: an algorithm of sglang's, or module:Class of a worker."""
+def served_as(algorithm: Algorithm) -> str:
+    """Return how sglang runs an algorithm: as one of its own, or by a worker module:Class.
+
+    Raises UsageError where its capabilities do not say, or say two ways.
+    """
     offer, known = algorithm.offer, internals.builtin_algorithms()
     ways = sorted(name for name in offer.capabilities if name.startswith(PREFIX))
     served = ways[0].removeprefix(PREFIX) if len(ways) == 1 else ""
@@ -127,11 +132,11 @@ def take_over(algorithm: Algorithm, batch: Any, last_tokens_tensor: Tensor, futu
 
 
 def arrivals(batch: Any, row: tuple[RowField, ...], aborted: Collection[str] = ()) -> Arrivals:
-    """Read sglang's batch. A request that ends now, or that no prefill server sent, gets a stand-in."""
+    """Read sglang's batch; a request that ends now, or that nobody prefilled, gets a neutral row."""
 
     def handed(request: Any) -> HandedOver:
         if not row or request.rid in aborted or not internals.was_sent(request):
-            return HandedOver(request.rid, stand_in(row))
+            return HandedOver(request.rid, neutral_row(row))
         sent: dict[str, Tensor | None] = {
             field.name: getattr(request, FIELDS[field.name]) for field in row
         }

@@ -1,6 +1,6 @@
-"""A target that runs, shared by all captures of this process that ask for the same.
+"""Share a running target between all captures of this process that ask for the same.
 
-A run opens a second capture for its held-out samples; the target is in memory once. With one
+A run opens a second capture for its held-out samples, and the target is in memory once. With one
 device it runs in this process, where sglang's globals allow a single one. With several, each rank
 is a process of its own (see `ranks`), so that a rank that dies or hangs cannot take the run along,
 and the run's own process groups are not sglang's.
@@ -62,7 +62,7 @@ class Engine:
             return self._model.forward(prompts, layers)
 
     def leave(self) -> None:
-        """One user less; the last one stops the target and frees its memory."""
+        """End one use; the last one stops the target and frees its memory."""
         self.users -= 1
         if self.users == 0:
             del _open[self.settings]

@@ -1,4 +1,4 @@
-"""A server without this dist: states as text in the answer, slow and limited in size.
+"""Capture from a server without this dist: states as text in the answer, slow and limited in size.
 
 sglang 0.5.23 can be told to return layers' outputs (`--enable-return-aux-hidden-states`), and then
 returns nothing else; older ones, or without that flag, the last hidden state. A float takes some 20
@@ -18,7 +18,7 @@ from draftcore_sglang.client import Server
 
 
 def layers_of(server: Server, timeout: float) -> tuple[int, ...] | None:
-    """The layers whose outputs a plain server returns; None where it returns the last hidden state.
+    """Return the layers whose outputs a plain server returns; None for the last hidden state.
 
     Raises UsageError for a server that returns neither.
     """

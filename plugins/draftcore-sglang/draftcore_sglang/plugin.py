@@ -1,4 +1,4 @@
-"""The hook of the captures `sglang` and `sglang-server`; what is heavy is imported inside it."""
+"""The plugin: captures `sglang` and `sglang-server`; what is heavy is imported inside the hook."""
 
 from __future__ import annotations
 

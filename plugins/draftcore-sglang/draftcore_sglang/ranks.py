@@ -1,4 +1,4 @@
-"""A target on several devices: one process per rank, all given the same prompts.
+"""Run a target on several devices: one process per rank, all with the same prompts.
 
 No rank lives in the process of the run. A rank that dies while others wait for it inside a
 collective would take the run along, and torch.distributed has one default group per process, which
@@ -41,14 +41,14 @@ class Ranks:
         self.limits: Limits = self._answers()
 
     def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
-        """As `Runner.forward`, of which rank 0's result is returned."""
+        """As `Runner.forward`; rank 0's result is returned."""
         if not self.processes:
             raise DraftcoreError("sglang's ranks have ended\n  start the run again")
         for rank, pipe in enumerate(self.pipes):
             try:
                 pipe.send((prompts, layers))
             except OSError:
-                self._fail(rank, "it ended without a word")
+                self._fail(rank, "it ended and gave no reason")
         found: dict[str, Tensor] = self._answers()
         # A copy: what was handed over is the rank's memory, and goes when it goes.
         return {name: value.clone() for name, value in found.items()}
@@ -67,7 +67,7 @@ class Ranks:
         try:
             failed, answer = self.pipes[rank].recv()
         except (EOFError, OSError):
-            self._fail(rank, "it ended without a word")
+            self._fail(rank, "it ended and gave no reason")
         if failed:
             self._fail(rank, answer)
         return answer

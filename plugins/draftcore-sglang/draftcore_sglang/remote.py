@@ -1,7 +1,7 @@
 """The capture `sglang-server`: running servers compute, and store by themselves what they captured.
 
-Each prompt is a request of its own, many at a time, spread over the servers; how a server batches
-them is its affair, so the last bits of features depend on its load. Where the servers' store is the
+Each prompt is a request of its own, many at a time, spread over the servers. A server batches them as
+they come, so the last bits of features depend on its load. Where the servers' store is the
 run's own, samples never pass through this process (`deliver`); otherwise they are read from the
 servers' store and freed there (`features`). A receipt is believed only when the store has the sample.
 
@@ -64,7 +64,7 @@ class ServerCapture:
         self._lock = threading.Lock()
         self._warned = False
         self._expected: dict[str, Tensor] | None = None
-        self._like: dict[str, Any] = {}  # what one server said of itself; the others must say so
+        self._first_about: dict[str, Any] = {}  # of the first server; the others must be like it
         self.servers = Servers(options.servers, options.in_flight, options.patience, self._look)
         self._capacity = options.in_flight * len(self.servers.all)
         self._threads = ThreadPoolExecutor(self._capacity, "sglang-server")
@@ -88,7 +88,7 @@ class ServerCapture:
 
     def reaches(self, store: FeatureStore) -> bool:
         """Say whether the servers put into this very store."""
-        sink = self._like.get("sink")
+        sink = self._first_about.get("sink")
         reached = sink is not None and place(sink) == place(store.uri)
         if sink is not None and not reached and not self._warned:
             self._warned = True
@@ -127,7 +127,7 @@ class ServerCapture:
                 to.free(stored)
             raise
         raise UsageError(
-            f"the servers say that they stored samples in {self._like.get('sink')}, and "
+            f"the servers say that they stored samples in {self._first_about.get('sink')}, and "
             f"{to.uri} does not have them\n"
             "  set DRAFTCORE_SINK of the servers to the run's store, as seen from their machine"
         )
@@ -144,7 +144,7 @@ class ServerCapture:
     def _store_there(
         self, group: CaptureInput, asks: Sequence[Ask], stored: list[SampleRef]
     ) -> None:
-        """Have members stored; those that were are noted also where another one fails."""
+        """Have members stored; `stored` gets those that were, also where another one fails."""
         jobs = [
             self._threads.submit(self._captured, group, row, ask) for row, ask in enumerate(asks)
         ]
@@ -233,7 +233,7 @@ class ServerCapture:
         member = f"dataset row {group.group.rows[row]} (sample {group.group.feature_ids[row]})"
         if refusal.kind == FULL:
             return StoreFull(
-                self._like.get("sink", ""),
+                self._first_about.get("sink", ""),
                 needed=len(group.token_ids[row])
                 * len(self.request.names)
                 * int(self.target.text_config.hidden_size)
@@ -316,9 +316,9 @@ class ServerCapture:
     def _require_alike(self, server: Server, about: Mapping[str, Any]) -> None:
         """Refuse a server that stores elsewhere than the others."""
         with self._lock:
-            self._like = self._like or dict(about)
+            self._first_about = self._first_about or dict(about)
         here, there = (
-            place(one["sink"]) if PLAIN not in one else "" for one in (about, self._like)
+            place(one["sink"]) if PLAIN not in one else "" for one in (about, self._first_about)
         )
         if here != there:
             raise UsageError(
@@ -372,17 +372,17 @@ def require_prediction(
 
 
 def request_body(tokens: Sequence[int], custom: Mapping[str, Any]) -> dict[str, Any]:
-    """A request for one new token. Its key of its own keeps it out of the server's prefix cache."""
+    """Return a request for one new token, with a key that keeps it out of the prefix cache."""
     params = {"max_new_tokens": 1, "temperature": 0, "custom_params": dict(custom) or None}
     return {"input_ids": list(tokens), "sampling_params": params, "extra_key": uuid.uuid4().hex}
 
 
 def receipt_of(answer: Any) -> dict[str, Any] | None:
-    """The receipt in an answer; None where the server wrote none."""
+    """Return the receipt in an answer; None where the server wrote none."""
     found = answer.get("meta_info", {}).get(FIELD) if isinstance(answer, dict) else None
     return found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else None
 
 
 def place(uri: str) -> str:
-    """What tells one store from another in a URI: all but its options."""
+    """Return the part of a store's URI that tells it from other stores: all but the options."""
     return unquote(uri.partition("?")[0])

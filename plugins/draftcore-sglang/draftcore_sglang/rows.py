@@ -1,14 +1,13 @@
 """Take over requests that another server has prefilled: the first draft input of the decode side.
 
 Beside the KV cache a prefill server sends one *row* per request, of fixed columns. An algorithm
-says which fields of it it needs (`disagg_row`) and makes its input of them
-(`build_disagg_draft_input`); what lies between is done here, once for all algorithms: rows are
-checked, what a request lacks is named with the request, and the server's relay is written to only
-when the input is there. A wrong row costs one request its answer, never a wrong token: drafts are
-verified.
+says which fields of a row it needs (`disagg_row`) and makes its input of them
+(`build_disagg_draft_input`). The rest is done here, once for all algorithms: rows are checked, what a
+request lacks is named with the request, and the server's relay is written to only when the input is
+there. A wrong row costs one request its answer, never a wrong token: drafts are verified.
 
-Nothing of the serving engine is imported here: `disagg` hands in `Arrivals`, a converter to the engine's
-own structure, and the relay.
+Nothing of the serving engine is imported here, so the conformance suites run this without one. The
+engine's side (`disagg`) passes `Arrivals`, a converter to the engine's own structure, and the relay.
 
 Shape letters: B requests, H width of the draft's state, K proposals.
 """
@@ -43,7 +42,7 @@ DTYPES = {"topk_p": "float32", "topk_index": "int64"}
 
 @dataclass(frozen=True)
 class HandedOver:
-    """One request as it arrived; `row` has a tensor [columns] per field, None if not sent."""
+    """One request as it arrived; `row` has a tensor [columns] for each field, None if not sent."""
 
     rid: str
     row: Mapping[str, Tensor | None]
@@ -63,7 +62,7 @@ class Arrivals:
 
 
 class Relay(Protocol):
-    """The server's map from slots to what the next step reads (its `future_map`)."""
+    """The server's map from slots to what the next step reads: sglang's `future_map`."""
 
     def publish(self, slots_B: Tensor, seq_lens_B: Tensor) -> object: ...
     def stash(self, slots_B: Tensor, made: Any) -> object: ...
@@ -231,8 +230,8 @@ def _lack(field: RowField, values: Tensor | None) -> str:
     return ""
 
 
-def stand_in(row: Sequence[RowField]) -> dict[str, Tensor | None]:
-    """A row that passes the checks and means nothing, for a request without a draft's state."""
+def neutral_row(row: Sequence[RowField]) -> dict[str, Tensor | None]:
+    """Return a row that passes the checks, for a request without a draft's state."""
     filled: dict[str, Tensor | None] = {}
     for field in row:
         values = torch.zeros(field.needed, dtype=getattr(torch, field.dtype))
@@ -241,7 +240,7 @@ def stand_in(row: Sequence[RowField]) -> dict[str, Tensor | None]:
 
 
 class _ReadOnly:
-    """The relay as a hook sees it: only the core writes to it, once everything has succeeded."""
+    """The relay as a hook sees it: only `first_draft_input` writes to it, once all has succeeded."""
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
@@ -250,7 +249,7 @@ class _ReadOnly:
         if name in ("publish", "stash"):
             raise DraftcoreError(
                 f"build_disagg_draft_input may not {name}\n"
-                "  return the input: the core publishes, then stashes, once it has been checked"
+                "  return the input: it is published, then stashed, once it has been checked"
             )
         return getattr(self._relay, name)
 

@@ -1,10 +1,10 @@
-"""Is what sglang captures what it is called? Asked once per target, with a short prompt.
+"""Check once per target, with a short prompt, that sglang captures the features that were asked for.
 
-Two questions. Does the last hidden state times the target's head give sglang's own prediction? It
-does not where a model scales or caps its logits, and a draft trained on it would learn another
-distribution than the server samples from. And are layers and last hidden state those that
-transformers computes? This one needs the target in memory a second time: it is asked before sglang
-starts, where the weights fit on the device, and the answer is kept.
+First, the last hidden state times the target's head has to give sglang's own prediction. It does not
+where a model scales or caps its logits, and a draft trained on it would learn another distribution
+than the server samples from. Second, layers and last hidden state have to be those that transformers
+computes. That needs the target in memory a second time, so transformers computes them before sglang
+starts, if the weights fit on the device.
 
 Shape letters: T tokens, H width, V vocabulary.
 """

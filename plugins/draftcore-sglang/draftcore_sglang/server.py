@@ -1,9 +1,9 @@
-"""The server's half of the capture `sglang-server`: sglang's plugin entry point.
+"""Switch a server's part of the capture `sglang-server` on: sglang's plugin entry point.
 
 sglang calls `register` in each of its processes, also for an engine that has nothing to do with a
 run. Without `DRAFTCORE_SINK` in the environment it does nothing.
 
-    DRAFTCORE_SINK=shm:NAME     the feature store that captured states go to
+    DRAFTCORE_SINK=shm:NAME     URI of the feature store that captured states go to
     DRAFTCORE_LAYERS=2,18,33    outputs of these layers, counted from 0; none: the last hidden state only
     DRAFTCORE_BUFFER=2GiB       pinned memory for captured states under way to the store
 
@@ -27,7 +27,7 @@ def register() -> None:
 
     if holds_secret(sink):
         raise UsageError(
-            "DRAFTCORE_SINK holds a user name or a password, and clients are told where features lie\n"
+            "DRAFTCORE_SINK holds a user name or a password, and clients learn where features lie\n"
             "  set secrets as the store's README says"
         )
     from draftcore_sglang.internals.server import install

@@ -1,4 +1,4 @@
-"""What client and server say to each other: an ordinary `/generate` with a field of ours.
+"""The messages between a capture and its server: an ordinary `/generate` with a field of ours.
 
     sampling_params.custom_params = {"draftcore": {...}}     an Ask, or {"about": true}
     meta_info["draftcore"] = [{...}]                         its receipt

@@ -1,10 +1,10 @@
-"""The process that puts captured states into the store: it reads the memory it shares with a server.
+"""Put captured states into the store, in a process that shares memory with a server.
 
 The scheduler of a server is one Python thread that launches some ten kernels for each layer. Beside
 a thread that puts it would share the interpreter's lock with every copy, digest and JSON of a put,
-and each side wait for the other (docs/performance.md, 2026-11-22); so puts have a process. It is
-told of jobs when their states have arrived, and answers each with its receipt once that is stored.
-Several threads put: checks, copies and digests let go of the lock, and one core copies 3 to 4 GB/s.
+and each side wait for the other (docs/performance.md, 2026-11-22); so puts have a process. It gets
+jobs when their states have arrived, and answers each with its receipt once that is stored. Several
+threads put: checks, copies and digests let go of the lock, and one core copies 3 to 4 GB/s.
 
 It ends when the server's end of the connection closes, however that happens. The store is opened at
 the first put, and closed after a minute without one, so that a server that waits for the next run
@@ -55,7 +55,7 @@ from draftcore_sglang.wire import (
 LARGEST = "largest"  # beside features: the largest magnitude in all that was staged with them
 IDLE = 60.0  # seconds
 LENT = 600.0  # seconds that a lent sample may be read, if the client does not free it
-HANDS = 4  # threads that put
+THREADS = 4  # that put
 
 Receipt = dict[str, Any]
 
@@ -101,15 +101,15 @@ class Writer:
 
     def run(self, connection: Connection) -> None:
         """Take lists of jobs and send receipts by request id until the other end closes."""
-        with suppress(EOFError, OSError), ThreadPoolExecutor(HANDS) as hands:
+        with suppress(EOFError, OSError), ThreadPoolExecutor(THREADS) as threads:
             while True:
                 if not connection.poll(IDLE):
                     self.close()
                     continue
                 jobs: Sequence[Job] = connection.recv()
-                share = -(-len(jobs) // HANDS)  # one put and one message each
+                share = -(-len(jobs) // THREADS)  # one put and one message each
                 for at in range(0, len(jobs), share):
-                    hands.submit(self._answer, connection, jobs[at : at + share])
+                    threads.submit(self._answer, connection, jobs[at : at + share])
         self.close()
 
     def _answer(self, connection: Connection, jobs: Sequence[Job]) -> None:
@@ -150,7 +150,7 @@ class Writer:
                     raise
 
     def _opened(self) -> tuple[FeatureStore, bool]:
-        """The store, and whether it was opened just now; what clients left unread is freed."""
+        """Return the store, and whether it was opened just now. Frees what clients left unread."""
         with self._mutex:
             fresh = self._store is None
             if self._store is None:
@@ -179,14 +179,14 @@ class Writer:
         return StoreItem(job.ask.sample, tensors, job.tokens, job.ask.origin)
 
     def _found_finite(self, job: Job, dtype: torch.dtype) -> bool:
-        """Whether a device found all that came with this job finite, also in the type that is stored."""
+        """Say whether a device found all of this job finite, also in the type that is stored."""
         if any(LARGEST not in part for part in job.parts):
             return False
         largest = torch.cat([part[LARGEST].of(self.memory) for part in job.parts])
         return bool(largest.to(dtype).isfinite().all())
 
     def _whole(self, job: Job, name: str) -> Tensor:
-        """A feature's chunks as one [T, H]; a single one stays where it lies."""
+        """Return a feature's chunks as one [T, H]; a single one stays where it lies."""
         chunks = [part[name].of(self.memory) for part in job.parts]
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
@@ -215,7 +215,7 @@ def shared_memory(fd: int, nbytes: int) -> Tensor:
 
 
 def main() -> None:
-    """`sink.Sink` starts this: URI of the store, file and size of the memory, connection."""
+    """Run a writer for `staging`: URI of the store, file and size of the memory, connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, and that ends this
     torch.set_num_threads(1)  # others would wait for each other in copies of a megabyte
     uri, (memory, nbytes, connection) = sys.argv[1], map(int, sys.argv[2:])
@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What a client is told of an error: its kind, by which it asks again or not, and the reason."""
+    """Return an error as a client gets it: its kind, by which it asks again or not, and the reason."""
     if isinstance(error, Refusal):
         return error
     kind = (

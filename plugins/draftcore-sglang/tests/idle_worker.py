@@ -1,5 +1,8 @@
 """The worker of an algorithm that does nothing: each round is one step of the target."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -9,11 +12,13 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 class IdleWorker(BaseSpecWorker):
     draft_worker = None
 
-    def __init__(self, server_args, gpu_id, nccl_port, target_worker):
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__()
         self._target_worker = target_worker
 
-    def forward_batch_generation(self, batch, on_publish=None, **_):
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Callable[[torch.Tensor], object] | None = None, **_: Any
+    ) -> GenerationBatchResult:
         lengths_B, accepted_B = batch.seq_lens.clone(), None
         if not batch.forward_mode.is_extend():
             # The last token is not in the cache yet: it is what this step reads.

@@ -3,7 +3,9 @@
 import json
 import threading
 import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 from draftcore_sglang.client import KEY, Server, ServerAway, Servers
@@ -11,14 +13,27 @@ from draftcore_sglang.client import KEY, Server, ServerAway, Servers
 from draftcore.errors import DraftcoreError, UsageError
 
 
-@pytest.fixture
-def serve():
-    """Start a server that answers as told: an object, a status, or a function of the body."""
-    running = []
+class LittleServer(ThreadingHTTPServer):
+    """Answers as `answer` says: an object, a status, or a function of the body."""
 
-    def start(answer):
+    def __init__(self, handler: type[BaseHTTPRequestHandler], answer: Any) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.answer = answer
+        self.asked: list[tuple[Any, str | None]] = []  # bodies, with their authorization
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+Serve = Callable[[Any], LittleServer]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start a server with its answer."""
+    running: list[LittleServer] = []
+
+    def start(answer: Any) -> LittleServer:
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
+            def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 server.asked.append((body, self.headers.get("Authorization")))
                 found = server.answer(body) if callable(server.answer) else server.answer
@@ -29,12 +44,10 @@ def serve():
                 self.end_headers()
                 self.wfile.write(text)
 
-            def log_message(self, *args):
+            def log_message(self, *args: Any) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.answer, server.asked = answer, []
-        server.url = f"http://127.0.0.1:{server.server_port}"
+        server = LittleServer(Handler, answer)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         running.append(server)
         return server
@@ -45,24 +58,34 @@ def serve():
         server.server_close()
 
 
-def servers(*urls, patience=5.0, in_flight=4, look=lambda server: "fits"):
+def servers(
+    *urls: str,
+    patience: float = 5.0,
+    in_flight: int = 4,
+    look: Callable[[Server], Any] = lambda server: "fits",
+) -> Servers:
     return Servers(urls, in_flight, patience, look)
 
 
-def post(server):
+def post(server: Server) -> Any:
     return server.post({"x": 1}, 2.0)
 
 
-def test_a_server_that_fails_is_replaced_by_another(serve):
+def test_a_server_that_fails_is_replaced_by_another(serve: Serve) -> None:
     bad, good = serve(500), serve({"ok": 1})
     pool = servers(bad.url, good.url)
     assert [pool.ask(post) for _ in range(6)] == [{"ok": 1}] * 6
     assert len(bad.asked) == 1  # it rests
 
 
-def test_a_server_that_comes_back_is_asked_again_and_looked_at_anew(serve):
-    server, looked = serve(503), []
-    pool = servers(server.url, look=lambda one: looked.append(one) or "fits")
+def test_a_server_that_comes_back_is_asked_again_and_looked_at_anew(serve: Serve) -> None:
+    server, looked = serve(503), list[Server]()
+
+    def look(one: Server) -> str:
+        looked.append(one)
+        return "fits"
+
+    pool = servers(server.url, look=look)
     threading.Timer(0.5, lambda: setattr(server, "answer", {"ok": 1})).start()
     assert pool.ask(post) == {"ok": 1}
     assert 2 < len(server.asked) < 6  # not in a tight loop
@@ -71,7 +94,7 @@ def test_a_server_that_comes_back_is_asked_again_and_looked_at_anew(serve):
     assert len(looked) == len(server.asked) - 1
 
 
-def test_patience_ends_with_the_servers_and_the_remedy(serve):
+def test_patience_ends_with_the_servers_and_the_remedy(serve: Serve) -> None:
     server = serve(503)
     began = time.monotonic()
     with pytest.raises(ServerAway, match=server.url):
@@ -79,10 +102,10 @@ def test_patience_ends_with_the_servers_and_the_remedy(serve):
     assert 0.5 < time.monotonic() - began < 4
 
 
-def test_no_server_has_more_than_in_flight_requests(serve):
+def test_no_server_has_more_than_in_flight_requests(serve: Serve) -> None:
     most, now, lock = [0], [0], threading.Lock()
 
-    def answer(body):
+    def answer(body: Any) -> dict[str, int]:
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
@@ -100,8 +123,12 @@ def test_no_server_has_more_than_in_flight_requests(serve):
     assert most[0] == 3
 
 
-def test_work_is_spread_over_the_servers(serve):
-    slow = [serve(lambda body: time.sleep(0.05) or {"ok": 1}) for _ in range(3)]
+def test_work_is_spread_over_the_servers(serve: Serve) -> None:
+    def answer(body: Any) -> dict[str, int]:
+        time.sleep(0.05)
+        return {"ok": 1}
+
+    slow = [serve(answer) for _ in range(3)]
     pool = servers(*(server.url for server in slow))
     threads = [threading.Thread(target=pool.ask, args=(post,)) for _ in range(12)]
     for thread in threads:
@@ -111,14 +138,14 @@ def test_work_is_spread_over_the_servers(serve):
     assert [len(server.asked) for server in slow] == [4, 4, 4]
 
 
-def test_a_request_that_is_refused_is_not_repeated(serve):
+def test_a_request_that_is_refused_is_not_repeated(serve: Serve) -> None:
     server = serve(400)
     with pytest.raises(DraftcoreError, match=r"status 400(.|\n)*context-length"):
         servers(server.url).ask(post)
     assert len(server.asked) == 1
 
 
-def test_the_key_comes_from_the_environment(serve, monkeypatch):
+def test_the_key_comes_from_the_environment(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve({"ok": 1})
     monkeypatch.setenv(KEY, "s3cret")
     Server(server.url).post({}, 2.0)
@@ -129,16 +156,16 @@ def test_the_key_comes_from_the_environment(serve, monkeypatch):
     assert "s3cret" not in str(caught.value)
 
 
-def test_an_answer_beyond_the_limit_is_refused(serve):
+def test_an_answer_beyond_the_limit_is_refused(serve: Serve) -> None:
     server = serve({"text": "x" * 1000})
     with pytest.raises(UsageError, match="max_json=100"):
         Server(server.url).post({}, 2.0, 100)
 
 
-def test_a_server_that_no_longer_fits_rests_while_others_serve(serve):
+def test_a_server_that_no_longer_fits_rests_while_others_serve(serve: Serve) -> None:
     one, other = serve({"one": 1}), serve({"other": 1})
 
-    def look(server):
+    def look(server: Server) -> str:
         if server.url == one.url:
             raise UsageError("another model")
         return "fits"
@@ -147,7 +174,7 @@ def test_a_server_that_no_longer_fits_rests_while_others_serve(serve):
     assert pool.ask(post) == {"other": 1}
 
 
-def test_closing_ends_a_wait(serve):
+def test_closing_ends_a_wait(serve: Serve) -> None:
     pool = servers(serve(503).url, patience=60)
     threading.Timer(0.5, pool.close).start()
     began = time.monotonic()

@@ -16,8 +16,8 @@ from draftcore_sglang.rows import (
     RowError,
     check_rows,
     first_draft_input,
+    neutral_row,
     require,
-    stand_in,
     wire_row,
 )
 from torch import Tensor
@@ -108,7 +108,7 @@ def test_an_algorithm_of_neither_capability_is_refused_with_the_reason_and_the_r
     ]
 
 
-def test_a_stateless_algorithm_gets_the_cores_empty_typed_input() -> None:
+def test_a_stateless_algorithm_gets_an_empty_typed_input() -> None:
     log, stateless = Log(), algorithm(Silent(), "disagg-stateless")
     assert wire_row(stateless, SHAPE) == ()
     found = take_over(stateless, ["a", "b"], log)
@@ -220,10 +220,10 @@ def test_every_wrong_request_is_named_at_once() -> None:
     assert str(error).splitlines()[-1].startswith("  start the prefill server with the same")
 
 
-def test_a_stand_in_passes_the_checks() -> None:
+def test_a_neutral_row_passes_the_checks() -> None:
     stateful = algorithm(Stateful(), "disagg")
     row = wire_row(stateful, SHAPE)
-    batch = check_rows(stateful, arrivals([HandedOver("x", stand_in(row))]), row)
+    batch = check_rows(stateful, arrivals([HandedOver("x", neutral_row(row))]), row)
     assert batch.hidden_BH.shape == (1, 24)
 
 

@@ -198,12 +198,12 @@ def test_another_layer_than_asked_for_is_found_before_anything_is_captured(
     target: TargetSpec, opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a release counted layers from their inputs."""
-    true = internals.Runner._set_layers
+    true = internals.Runner.layer_setter
 
     def shifted(runner: internals.Runner) -> Callable[[list[int]], None]:
         return lambda layers: true(runner)([max(layer - 1, 0) for layer in layers])
 
-    monkeypatch.setattr(internals.Runner, "_set_layers", shifted)
+    monkeypatch.setattr(internals.Runner, "layer_setter", shifted)
     request = FeatureRequest((2,), True, "float32")
     with pytest.raises(DraftcoreError, match=r"hidden\.2 .* differs from transformers'"):
         list(opener(target, request).features([group(0)]))

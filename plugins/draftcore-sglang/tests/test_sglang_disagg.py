@@ -489,7 +489,7 @@ def test_our_algorithms_say_how_sglang_runs_them() -> None:
     ways = {}
     for name in ("eagle3", "dflash", "domino"):
         found: Binding = bind(load(), "algorithm", name)
-        ways[name] = disagg._served_as(found)
+        ways[name] = disagg.served_as(found)
     assert ways == {"eagle3": "EAGLE3", "dflash": "DFLASH", "domino": "DFLASH"}
 
 

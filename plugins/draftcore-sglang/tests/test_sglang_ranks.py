@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,9 @@ class TestOnTheCpu:
         found, target = capture
         assert largest_gap(found, target) < 1e-5
         assert not torch.distributed.is_initialized(), "no rank lives in this process"
-        ranks = found.engine._model
-        assert ranks is not None
-        pids = [process.pid for process in ranks.processes]  # type: ignore[attr-defined]
+        ranks = {process.name: process.pid for process in active_children()}
+        pids = [ranks[f"sglang-{rank}"] for rank in range(2)]
+        assert pids[1] is not None
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(
             DraftcoreError, match=rf"rank 1 .* failed[\s\S]*{pids[1]}, exit status -9"

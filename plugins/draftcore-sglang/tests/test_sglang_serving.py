@@ -91,10 +91,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reports(trained: Path) -> dict[str, dict[str, object]]:
+def reports(trained: Path) -> dict[str, dict[str, Any]]:
     result = CliRunner().invoke(main, ["eval", str(trained), "--json"])
     assert result.exit_code == 0, result.output
-    found: dict[str, dict[str, object]] = json.loads(result.stdout)
+    found: dict[str, dict[str, Any]] = json.loads(result.stdout)
     return found
 
 
@@ -135,7 +135,9 @@ def generate(server: Serving, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("label", DRAFTS)
-def test_a_server_accepts_as_many_tokens_as_eval_says(label, serve, trained, reports):
+def test_a_server_accepts_as_many_tokens_as_eval_says(
+    label: str, serve: Callable[[str], Serving], reports: dict[str, dict[str, Any]]
+) -> None:
     """The first token of an answer comes from the prompt's forward; a round is one verification."""
     target = TransformersTarget(str(QUICKSTART / "target"))
     prompts, _ = read_prompts(

@@ -1,6 +1,7 @@
-"""The writer's work, done here: what it puts, refuses and tells, without a process of its own."""
+"""What the writer puts and refuses, in this process instead of one of its own."""
 
 import uuid
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from draftcore_sglang.wire import Ask
 from draftcore_sglang.writer import LARGEST, Job, Place, Writer
 from draftcore_shm.store import ShmStore
+from torch import Tensor
 
 from draftcore.contracts.store import StoreItem
 
@@ -15,7 +17,7 @@ SAMPLE, OTHER = "ab" * 12, "cd" * 12
 
 
 @pytest.fixture
-def store():
+def store() -> Iterator[ShmStore]:
     store = ShmStore.open(f"shm:test-{uuid.uuid4().hex}?max_bytes={1 << 20}")
     yield store
     store.free(store.lookup([SAMPLE, OTHER]).values())
@@ -23,13 +25,20 @@ def store():
 
 
 @pytest.fixture
-def writer(store):
+def writer(store: ShmStore) -> Iterator[Writer]:
     writer = Writer(store.uri, torch.zeros(1 << 16, dtype=torch.uint8))
     yield writer
     writer.close()
 
 
-def job(writer, *chunks, at=0, sample=SAMPLE, dtype="float32", lent=False):
+def job(
+    writer: Writer,
+    *chunks: Tensor,
+    at: int = 0,
+    sample: str = SAMPLE,
+    dtype: str = "float32",
+    lent: bool = False,
+) -> Job:
     """A job whose chunks lie in the writer's memory from byte `at` on."""
     ask = Ask(sample, ("hidden.1",), dtype, "p", {}, lent)
     parts = []
@@ -41,7 +50,9 @@ def job(writer, *chunks, at=0, sample=SAMPLE, dtype="float32", lent=False):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_states_are_stored_in_the_asked_type_whatever_the_models_is(writer, store, dtype):
+def test_states_are_stored_in_the_asked_type_whatever_the_models_is(
+    writer: Writer, store: ShmStore, dtype: str
+) -> None:
     chunks = torch.randn(7, 4).bfloat16().split([4, 3])
     writer.write([job(writer, *chunks, dtype=dtype)])
     with store.get(store.lookup([SAMPLE])[SAMPLE]) as handle:
@@ -50,7 +61,9 @@ def test_states_are_stored_in_the_asked_type_whatever_the_models_is(writer, stor
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_number_that_is_not_finite_is_noticed(writer, value, dtype):
+def test_one_number_that_is_not_finite_is_noticed(
+    writer: Writer, value: float, dtype: torch.dtype
+) -> None:
     states_TH = torch.randn(33, 65).to(dtype)
     states_TH[17, 29] = value
     receipt = writer.write([job(writer, states_TH)])[SAMPLE]
@@ -58,7 +71,7 @@ def test_one_number_that_is_not_finite_is_noticed(writer, value, dtype):
     assert "hidden.1" in receipt["reason"]
 
 
-def test_what_is_not_finite_in_the_stored_type_alone_is_refused_too(writer):
+def test_what_is_not_finite_in_the_stored_type_alone_is_refused_too(writer: Writer) -> None:
     receipt = writer.write([job(writer, torch.full((3, 4), 1e6), dtype="float16")])[SAMPLE]
     assert receipt["error"] == "not-finite"
 
@@ -69,8 +82,8 @@ def test_what_is_not_finite_in_the_stored_type_alone_is_refused_too(writer):
     + [(value, "float32", True) for value in (float("inf"), float("nan"))],
 )
 def test_what_a_device_found_finite_in_the_stored_type_is_not_looked_at_again(
-    writer, largest, dtype, looked
-):
+    writer: Writer, largest: float, dtype: str, looked: bool
+) -> None:
     """And where it found something, what has it is told from what shared a forward with it."""
     holds_nan = job(writer, torch.full((3, 4), torch.nan), dtype=dtype)
     clean = job(writer, torch.zeros(3, 4), at=4096, sample=OTHER, dtype=dtype)
@@ -82,14 +95,14 @@ def test_what_a_device_found_finite_in_the_stored_type_is_not_looked_at_again(
     assert "ref" in receipts[OTHER]
 
 
-def test_one_sample_that_cannot_be_stored_spoils_no_other(writer):
+def test_one_sample_that_cannot_be_stored_spoils_no_other(writer: Writer) -> None:
     bad = job(writer, torch.full((3, 4), torch.nan), at=4096, sample=OTHER)
     receipts = writer.write([job(writer, torch.zeros(3, 4)), bad])
     assert "ref" in receipts[SAMPLE]
     assert receipts[OTHER]["error"] == "not-finite"
 
 
-def test_a_full_store_is_told_as_such(writer, store):
+def test_a_full_store_is_said_to_be_full(writer: Writer, store: ShmStore) -> None:
     ballast = store.put(StoreItem(OTHER, {"x": torch.zeros(261_000)}, 261_000))
     wide = job(writer, torch.zeros(3, 4000))
     assert writer.write([wide])[SAMPLE]["error"] == "full"
@@ -101,12 +114,14 @@ def test_a_full_store_is_told_as_such(writer, store):
     ("uri", "reason"),
     [("nosuch:x", "there is no store 'nosuch'"), ("memory", "stays in one process")],
 )
-def test_a_store_that_cannot_be_opened_is_a_reason_in_the_receipt(uri, reason):
+def test_a_store_that_cannot_be_opened_is_a_reason_in_the_receipt(uri: str, reason: str) -> None:
     writer = Writer(uri, torch.zeros(1 << 10, dtype=torch.uint8))
     assert reason in writer.write([job(writer, torch.zeros(3, 4))])[SAMPLE]["reason"]
 
 
-def test_what_a_dead_client_did_not_read_is_freed(writer, store, monkeypatch):
+def test_what_a_dead_client_did_not_read_is_freed(
+    writer: Writer, store: ShmStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("draftcore_sglang.writer.LENT", 0.0)
     writer.write([job(writer, torch.zeros(3, 4), sample=OTHER, lent=True)])
     assert store.lookup([OTHER])

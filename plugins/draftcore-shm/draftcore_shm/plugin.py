@@ -1,4 +1,4 @@
-"""The hooks of the store `shm`: features in shared memory, for the processes of one host."""
+"""The plugin `shm`: a store that keeps features in shared memory, for the processes of one host."""
 
 from __future__ import annotations
 

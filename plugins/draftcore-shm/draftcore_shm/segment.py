@@ -15,9 +15,9 @@ Who is alive is known by locks, never by pid. Byte 0 of the file is the mutex; a
 1 + its number, and the kernel drops that lock when the process dies, however it dies. What a dead
 member was writing is freed, what it was reading is no longer pinned. These are Linux's locks of
 open file descriptions: unlike the older kinds they exclude two stores of one process, and closing
-another descriptor does not drop them. Two things are odd about them. A mapping keeps its own
-descriptor's locks alive, so the locks have a descriptor apart. A forked child shares them, so it
-closes that descriptor at once, and its copy of the store says so.
+another descriptor does not drop them. A mapping keeps its own descriptor's locks alive, so the
+locks have a descriptor of their own. A forked child shares them, so it closes that descriptor at
+once, and its copy of the store says so.
 
 A process may be killed at any instruction. Each change becomes true by one store to memory; the
 exception, a put of several samples that also supersedes others, is noted in the journal first, and
@@ -58,6 +58,7 @@ LAYOUT = 1
 PAGE = 4096
 ALIGN = 64
 BYTES_PER_SLOT = 16 << 10
+ALLOCATE_STEP = 256 << 20  # bytes; an interrupt undoes what one call has claimed
 MEMBERS = 256
 MUTEX, FIRST_MEMBER = 0, 1  # bytes of the file that are locked
 ABANDONED_SECONDS = 600
@@ -91,7 +92,7 @@ class Claim:
 
 
 class FileLocks:
-    """Locks on single bytes of a file; see above for what they do and why they are these."""
+    """Locks on single bytes of a file: the mutex and the members of a segment."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         if not hasattr(fcntl, "F_OFD_SETLK"):
@@ -119,12 +120,12 @@ class FileLocks:
             fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, byte))
 
     def others_hold(self, byte: int, count: int = 1) -> bool:
-        """Whether somebody else, in this process or another, holds any of these bytes."""
+        """Say whether somebody else, in this process or another, holds any of these bytes."""
         answer = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte, count))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def removed(self) -> bool:
-        """Whether the path no longer names the file that is locked here."""
+        """Say whether the path no longer names the file that is locked here."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except FileNotFoundError:
@@ -167,7 +168,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Table:
-    """The arrays that make up a mapped segment. `map` is all of it; no array copies anything."""
+    """Map a segment: `map` is all of it, and the arrays are views of its parts."""
 
     def __init__(self, locks: FileLocks) -> None:
         fd = os.open(f"/proc/self/fd/{locks.fd}", os.O_RDWR)  # the same file, another description
@@ -201,7 +202,7 @@ class Table:
 
 
 def blocks_at(slots: int) -> int:
-    """Return where the blocks begin, behind page 0, the columns and the journal."""
+    """Return the byte where the blocks begin, behind page 0, the columns and the journal."""
     return PAGE + round_up(slots * SLOT_BYTES, PAGE)
 
 
@@ -210,7 +211,7 @@ def round_up(number: int, step: int) -> int:
 
 
 class Segment:
-    """One member's access to a segment. All methods but `exclusive` need the mutex: call them in it.
+    """One member's access to a segment. Call all methods but `exclusive` inside `exclusive`.
 
     `uri` is what messages call the segment.
     """
@@ -227,7 +228,7 @@ class Segment:
                 f"{MEMBERS} processes have the store {uri} open, which is as many as can\n"
                 "  close some of them, or use another name for some"
             )
-        self._bury(self.member)
+        self._free_all_of(self.member)
         self.table.members[self.member] = 1
         self.collect()
 
@@ -324,9 +325,6 @@ class Segment:
                 return int(slot)
         return None
 
-    def attempt(self, slot: int) -> tuple[int, int]:
-        return int(self.table.attempt_low[slot]), int(self.table.attempt_high[slot])
-
     def pin(self, slot: int) -> None:
         """Keep a slot's block while this member reads it. Members count their own reads."""
         self.table.readers[slot, self.member // 8] |= 1 << self.member % 8
@@ -340,19 +338,20 @@ class Segment:
         """Serve a slot no longer, and free it unless somebody reads it."""
         self.table.state[slot] = LEAVING if self.table.readers[slot].any() else FREE
 
-    # ------------------------------------------------------------ the dead, and the end
+    # ------------------------------------------------------------ members that died, and leaving
 
     def collect(self) -> None:
         """Free what only dead members were writing or reading."""
         for member in np.flatnonzero(self.table.members).tolist():
             alive = self.locks.others_hold(FIRST_MEMBER + member)
             if member != self.member and not alive:
-                self._bury(member)
+                self._free_all_of(member)
         table, used = self.table, self.table.used
         unread = ~table.readers[:used].any(axis=1)
         table.state[:used][(table.state[:used] == LEAVING) & unread] = FREE
 
-    def _bury(self, member: int) -> None:
+    def _free_all_of(self, member: int) -> None:
+        """Free what a member was writing, unpin what it was reading, and forget it."""
         table, used = self.table, self.table.used
         writing = (table.state[:used] == WRITING) & (table.owner[:used] == member)
         table.state[:used][writing] = FREE
@@ -444,7 +443,7 @@ def _last_used(fd: int) -> float:
 
 
 def _prepare(locks: FileLocks, uri: str, max_bytes: int | None, default: int, run: str) -> bool:
-    """Make sure that the file is a segment as asked for; False if one in the way was removed."""
+    """Make or check the segment; return False where another one was in the way and was removed."""
     found, magic = os.fstat(locks.fd), os.pread(locks.fd, len(FINISHED), 0)
     if found.st_uid != os.geteuid():
         raise UsageError(f"{locks.path} belongs to another user\n  use another name")
@@ -487,26 +486,21 @@ def _make(locks: FileLocks, uri: str, capacity: int, run: str) -> None:
     words = np.frombuffer(header, np.uint64)
     words[Word.LAYOUT], words[Word.CAPACITY], words[Word.SLOTS] = LAYOUT, capacity, slots
     words[Word.SECONDS] = int(time.time())
-    name = run.encode()
+    name, size = run.encode(), blocks_at(slots) + capacity
     header[RUN.start : RUN.start + len(name)] = name
     try:
         os.ftruncate(locks.fd, 0)
         os.pwrite(locks.fd, UNFINISHED, 0)
-        _allocate(locks.fd, blocks_at(slots) + capacity)
+        # Claims the memory now: merely setting the file's size would bring SIGBUS when it runs out.
+        for start in range(0, size, ALLOCATE_STEP):
+            os.posix_fallocate(locks.fd, start, min(ALLOCATE_STEP, size - start))
         os.pwrite(locks.fd, header[len(FINISHED) :], len(FINISHED))
         os.pwrite(locks.fd, FINISHED, 0)
     except BaseException as error:
         remove(locks)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _too_small(locks.path.parent, uri, blocks_at(slots) + capacity) from error
+            raise _too_small(locks.path.parent, uri, size) from error
         raise
-
-
-def _allocate(fd: int, size: int) -> None:
-    """Claim the file's memory now. Merely setting its size would bring SIGBUS when it runs out."""
-    step = 256 << 20  # an interrupt undoes what one call has done
-    for start in range(0, size, step):
-        os.posix_fallocate(fd, start, min(step, size - start))
 
 
 def _too_small(folder: Path, uri: str, size: int) -> UsageError:

@@ -1,19 +1,19 @@
 """Store `shm`: features in a ring of shared memory, for the processes of one host.
 
     shm:NAME                   /dev/shm/draftcore-UID-NAME: put the run's name in it
-    shm:FOLDER/FILE            that file: any tmpfs; on a disk it works, at the disk's mercy
+    shm:FOLDER/FILE            that file: any tmpfs; a file on a disk works, and is as slow as the disk
     ?max_bytes=8GiB            of blocks, 2 GiB by default; all of it is claimed when it is made
     ?run=ID                    refuse processes of another run, replace what an ended one left
 
 Any process puts, gets, frees and looks up. A put copies the tensors into a block of the ring and
-then makes them count; a get on the CPU copies nothing: its tensors are views of the ring. They are
-valid until the handle closes, and must not be written to: whoever does alters what the others read,
-which the seal then tells them.
+then commits the block. A get on the CPU copies nothing: its tensors are views of the ring. They are
+valid until the handle closes, and must not be written to: that alters what others read, who notice it
+by the seal.
 
     block = seal of the head | lengths | JSON of the ref | seal of each tensor | tensors
 
-A seal is an xxh3, which a put takes while it copies (`seals`); a tensor begins at a multiple of 64
-bytes. A get checks the head and the tensors it hands out. That reads at 25 GB/s, so 20 MiB cost
+A seal is an xxh3 digest, taken by a put while it copies (`seals`); a tensor begins at a multiple of
+64 bytes. A get checks the head and the tensors it hands out. That reads at 25 GB/s, so 20 MiB cost
 0.8 ms beside 2.1 ms for one copy of them: little enough to notice every torn or altered byte.
 Nothing else in a get grows with the bytes.
 
@@ -36,16 +36,6 @@ from urllib.parse import quote
 
 import torch
 import xxhash
-from draftcore_shm.segment import (
-    ALIGN,
-    FREE,
-    HELD,
-    RUN,
-    Claim,
-    open_segment,
-    remove_abandoned,
-    round_up,
-)
 from torch import Tensor
 
 from draftcore.contracts.store import (
@@ -58,7 +48,6 @@ from draftcore.contracts.store import (
 )
 from draftcore.errors import UsageError
 from draftcore.features.stores.base import (
-    Key,
     OpenHandle,
     describe_items,
     new_generation,
@@ -67,6 +56,16 @@ from draftcore.features.stores.base import (
 )
 from draftcore.features.stores.seals import bytes_of, copy_sealed
 from draftcore.uris import format_size, parse_uri
+from draftcore_shm.segment import (
+    ALIGN,
+    FREE,
+    HELD,
+    RUN,
+    Claim,
+    open_segment,
+    remove_abandoned,
+    round_up,
+)
 
 SHM = Path("/dev/shm")
 DEFAULT_BYTES = 2 << 30
@@ -103,7 +102,7 @@ class ShmStore:
 
     def __init__(self, place: str, *, max_bytes: int | None = None, run: str = "") -> None:
         """Open a name in /dev/shm, or a file where `place` has a slash. Raises UsageError."""
-        path = _path(place)
+        self.path = path = _path(place)
         self.uri = f"shm:{quote(str(path) if '/' in place else place)}"
         if len(run.encode()) > RUN.stop - RUN.start:
             raise UsageError(f"the run's name {run!r} is too long\n  give it 512 bytes at most")
@@ -114,7 +113,7 @@ class ShmStore:
         table = self._segment.table
         self.max_bytes = table.capacity
         self._blocks = torch.frombuffer(table.map, dtype=torch.uint8, offset=table.blocks_at)
-        self._pins: dict[Key, _Pin] = {}
+        self._pins: dict[tuple[str, str], _Pin] = {}
         self._puts = 0  # in progress
         self._closed = False
 
@@ -140,7 +139,11 @@ class ShmStore:
         refs = describe_items(items, generation, self.uri)
         if not refs:
             return ()
-        blocks = [_Block.of(ref, _text(ref)) for ref in refs]
+        blocks = []
+        for ref in refs:
+            described = ref.to_json()
+            del described["uri"]  # each reader knows the store by its own
+            blocks.append(_Block.of(ref, json.dumps(described).encode()))
         with self._exclusive():
             slots = self._claim(refs, blocks, generation)
             starts = [self._start(slot) for slot in slots]
@@ -233,7 +236,7 @@ class ShmStore:
         with self._exclusive():
             slots = [self._require(ref) for ref in refs]
             for ref, slot in zip(refs, slots, strict=True):
-                self._pins.setdefault(_key(ref), _Pin(slot)).handles += 1
+                self._pins.setdefault(ref.key, _Pin(slot)).handles += 1
                 self._segment.pin(slot)
             heads = [(self._start(slot), self._head(slot)) for slot in slots]
         try:
@@ -273,10 +276,10 @@ class ShmStore:
         tensors = {}
         for name in select_names(own, names):
             spec, offset, seal = at[name]
-            view = self._view(spec, offset)
-            if _seal(view) != seal:
+            flat = self._blocks[offset : offset + _nbytes(spec)]
+            if xxhash.xxh3_64_intdigest(bytes_of(flat)) != seal:
                 raise self._torn(ref.feature_id, f"tensor {name!r} is torn or altered")
-            tensors[name] = view.to(device)
+            tensors[name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape).to(device)
         return own, tensors
 
     def _head(self, slot: int) -> bytes:
@@ -298,7 +301,7 @@ class ShmStore:
 
     def _torn(self, feature_id: str, what: str) -> StoreError:
         return StoreError(
-            f"sample {feature_id!r} cannot be read from {self._segment.locks.path}: {what}\n"
+            f"sample {feature_id!r} cannot be read from {self.path}: {what}\n"
             "  abort it and capture it again; whoever reads the views of this store must not write"
         )
 
@@ -326,10 +329,10 @@ class ShmStore:
         if self._segment.locks.forked:
             return  # the parent's handle, which only the parent closes
         with self._segment.exclusive():
-            pin = self._pins[_key(ref)]
+            pin = self._pins[ref.key]
             pin.handles -= 1
             if not pin.handles:
-                del self._pins[_key(ref)]
+                del self._pins[ref.key]
                 self._segment.unpin(pin.slot)
             self._leave_if_unused()
 
@@ -351,22 +354,14 @@ class ShmStore:
         return int(self._segment.table.start[slot])
 
     def _generation(self, slot: int) -> str:
-        low, high = self._segment.attempt(slot)
-        return f"{high:016x}{low:016x}"
-
-    def _view(self, spec: TensorSpec, start: int) -> Tensor:
-        flat = self._blocks[start : start + _nbytes(spec)]
-        return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+        table = self._segment.table
+        return f"{table.attempt_high[slot]:016x}{table.attempt_low[slot]:016x}"
 
 
 def _path(place: str) -> Path:
     if "/" in place:
         return Path(place).expanduser().absolute()
     return SHM / f"draftcore-{os.geteuid()}-{place}"
-
-
-def _key(ref: SampleRef) -> Key:
-    return ref.feature_id, ref.generation
 
 
 def _id(feature_id: str) -> tuple[int, int]:
@@ -379,13 +374,6 @@ def _attempt(generation: str) -> tuple[int, int]:
     return int(generation[16:], 16), int(generation[:16], 16)
 
 
-def _text(ref: SampleRef) -> bytes:
-    """Return a ref in JSON, without the URI: each reader knows it by its own."""
-    data = ref.to_json()
-    del data["uri"]
-    return json.dumps(data).encode()
-
-
 def _head_size(text: int, tensors: int) -> int:
     return SEAL.size + COUNTS.size + text + SEAL.size * tensors
 
@@ -393,7 +381,3 @@ def _head_size(text: int, tensors: int) -> int:
 def _nbytes(spec: TensorSpec) -> int:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return prod(spec.shape) * dtype.itemsize
-
-
-def _seal(tensor: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(bytes_of(tensor))

@@ -1,4 +1,4 @@
-"""The store `shm`: the conformance suite, processes that are killed at every line, and its file.
+"""The store `shm` beyond its suite: processes that are killed at every line, bytes, and its file.
 
 Other processes are forked here, since starting one anew takes seconds; each opens the store itself.
 """
@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 import traceback
@@ -26,7 +25,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_sdk.stores import StoreSuite, any_bits, child_environment, numbered
+from draftcore_sdk.stores import any_bits, numbered
+from draftcore_sdk.suite import child_environment
 from draftcore_shm import segment
 from draftcore_shm import store as shm
 from draftcore_shm.store import ShmStore
@@ -38,26 +38,9 @@ from draftcore.errors import UsageError
 MIB = 1 << 20
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in shared memory where there is enough, since a disk is slower."""
-    roomy = shm.SHM.exists() and shutil.disk_usage(shm.SHM).free > 256 * MIB
-    place = Path(tempfile.mkdtemp(dir=shm.SHM)) if roomy else tmp_path
-    yield place
-    shutil.rmtree(place)
-
-
-@pytest.fixture
-def ring(folder: Path) -> str:
-    return str(folder / "ring")
-
-
-class TestShmStore(StoreSuite):
-    plugin = "draftcore.builtin"
-
-    @pytest.fixture
-    def store_uri(self, folder: Path) -> str:
-        return f"shm:{folder / 'store'}?max_bytes=64MiB"
+def mapped(ring: str) -> segment.Table:
+    """The arrays of a segment, as another process maps them."""
+    return segment.Table(segment.FileLocks(Path(ring), create=False))
 
 
 # ---------------------------------------------------------------- other processes
@@ -588,19 +571,17 @@ def test_no_altered_byte_of_a_block_is_ever_served(ring: str) -> None:
     """Each byte in turn: seals, lengths, description and tensors. Padding may change unnoticed."""
     store = ShmStore(ring, max_bytes=MIB)
     ref = store.put(StoreItem("a", {"x": torch.tensor([1, 2], dtype=torch.int16)}, 2))
-    start, size = (
-        int(column[0]) for column in (store._segment.table.start, store._segment.table.size)
-    )
-    memory, noticed = store._segment.table.map, 0
-    for at in range(start, start + size):
-        memory[store._segment.table.blocks_at + at] ^= 255
+    table, noticed = mapped(ring), 0
+    begin = table.blocks_at + int(table.start[0])
+    for at in range(begin, begin + int(table.size[0])):
+        table.map[at] ^= 255
         try:
             with store.get(ref) as handle:
                 assert handle.tensors["x"].tolist() == [1, 2]
         except StoreError as error:
             assert "sample 'a'" in str(error)  # noqa: PT017
             noticed += 1
-        memory[store._segment.table.blocks_at + at] ^= 255
+        table.map[at] ^= 255
     assert noticed > 200
     assert store.stats().open_handles == 0
     store.free([ref])
@@ -620,7 +601,7 @@ def test_blocks_never_overlap_whatever_their_sizes_and_order(ring: str) -> None:
             for old in chance.sample(sorted(held), k=min(len(held), 2)):
                 require_checked(store, held[old], old)
                 store.free([held.pop(old)])
-    table = store._segment.table
+    table = mapped(ring)
     live = sorted(zip(table.start.tolist(), table.size.tolist(), table.state.tolist(), strict=True))
     ends = [(start, start + size) for start, size, state in live if state != segment.FREE]
     assert len(ends) == len(held) > 3
@@ -633,13 +614,13 @@ def test_blocks_never_overlap_whatever_their_sizes_and_order(ring: str) -> None:
 def test_blocks_go_round_the_ring_and_are_free_again_with_the_last_handle(ring: str) -> None:
     """So what a reader looks at too late is not overwritten at once."""
     store = ShmStore(ring, max_bytes=MIB)
-    places = []
+    places, table = [], mapped(ring)
     for number in range(9):
         ref = store.put(numbered("a", number, numbers=MIB // 32))
         with store.get(ref) as handle:
             places.append(handle.tensors["x"].data_ptr())
             store.free([ref])
-        assert set(store._segment.table.state.tolist()) == {segment.FREE}
+        assert set(table.state.tolist()) == {segment.FREE}
     assert len(set(places[:3])) == 3
     assert places[3:] == places[:6]
 

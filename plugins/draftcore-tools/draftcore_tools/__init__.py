@@ -1,5 +1,6 @@
-"""Gates that a draft passes before it costs days: `draftcore verify` and `draftcore overfit`.
+"""Checks before a draft costs days: `draftcore verify` and `draftcore overfit`.
 
-`plugin` holds the commands, `witness` what the trained draft does on some prompts, `verify` the
-comparison with what a server would do, `overfit` the way of one conversation through everything.
+`plugin` holds the commands, `verify` compares an export with the trained draft, `reference` decodes
+with that draft on some prompts, `overfit` takes one conversation through a whole run. `served` is for
+algorithms: what their readers of exports share.
 """

@@ -1,9 +1,9 @@
-"""One conversation through everything, until its draft is always right: `draftcore overfit`.
+"""Train a draft on one conversation until every draft is accepted: `draftcore overfit`.
 
 A draft that cannot learn one answer by heart will not learn a corpus, and one that knows it by heart
 but is not accepted was trained on other positions, masks or layers than it decodes with. Both show
-here in minutes, and otherwise after days. The way is a run's own: capture into a store, train, save,
-export, read the export again, decode with it.
+here in minutes, and otherwise after days. All stages of a run are gone through: capture into a store,
+train, save, export, read the export again, decode with it.
 
 The text to learn is the target's own greedy answer, since that is what decoding will ask for. Its
 token ids are kept as they are: written out and rendered again they could be others. One token before
@@ -30,19 +30,19 @@ from draftcore.contracts.target import TargetSpec
 from draftcore.data.conversations import BadRow, read_conversations
 from draftcore.data.rendering import Renderer
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.evaluation.decode import Clock, settle, speculate
+from draftcore.evaluation.decode import Clock, EagerRunner, resolve_ties, speculate
 from draftcore.plugins.registry import Registry
 from draftcore.run.capture import capture_all
 from draftcore.run.drafts import export, find_checkpoint, load_checkpoint, load_export
 from draftcore.run.parts import DraftRun, Run
 from draftcore.run.trainer import prepare, train
 from draftcore.target import TransformersTarget
-from draftcore_tools.verify import servers_of, verify
-from draftcore_tools.witness import training_side
+from draftcore_tools.reference import open_reference
+from draftcore_tools.verify import servers_of, verify_export
 
-FIRST = 64  # steps before the first look; then twice as many each time
+FIRST = 64  # steps before the draft is decoded with; then twice as many each time
 ANSWER = 49  # tokens: three rounds of blocks of 16, and the first token
-# Learning rate times hidden size: what a matrix of random weights bears goes with its width.
+# Learning rate times hidden size: the rate at which random weights still train falls with the width.
 RATE = 0.5
 
 
@@ -51,8 +51,17 @@ class Interrupted(Exception):  # noqa: N818  Ctrl-C, which is no failure
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """The one sample of the run, in the place of a dataset."""
+class Limits:
+    """When to give up, and the learning rate; None is RATE over the hidden size."""
+
+    steps: int
+    minutes: float
+    lr: float | None
+
+
+@dataclass(frozen=True)
+class OneSample:
+    """The only sample of the run, in the place of a dataset."""
 
     prompt: list[int]
     answer: list[int]
@@ -88,8 +97,8 @@ class Lesson:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What decoding with the draft of one step showed; `most` is what it could be at best."""
+class Measurement:
+    """What decoding with the draft of one step measured; `most` is the best that is possible."""
 
     step: int
     loss: float
@@ -108,7 +117,7 @@ class Look:
         )
 
 
-def learn(
+def overfit_and_verify(
     settings: RunConfig, registry: Registry, row: int, limits: Limits,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
@@ -123,74 +132,53 @@ def learn(
         if written is None:
             say("the algorithm has no export layout: the checkpoint was decoded with")
         else:
-            serve(settings, registry, written, say)
+            verify_served(settings, registry, written, say)
     say(f"every draft is accepted ({time.perf_counter() - began:.0f} s)")
-
-
-def serve(
-    settings: RunConfig, registry: Registry, written: Path, say: Callable[[str], None]
-) -> None:
-    """Hold the export against the servers that its algorithm knows; raises DraftcoreError."""
-    target = settings.target
-    with training_side(registry, written, None, target.path, target.device, None) as side:
-        if not any(name.startswith("served:") for name in side.run.algorithm.capabilities):
-            return
-        for server in servers_of(side, "all"):
-            verdict = verify(side, written, server)
-            if verdict.divergence is not None:
-                raise DraftcoreError("stopped at: serving\n" + "\n".join(verdict.lines()))
-            say("\n".join(verdict.lines()))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When to give up, in training and decoding, and how fast to learn; see RATE for None."""
-
-    steps: int
-    minutes: float
-    lr: float | None
 
 
 def overfit(
     settings: RunConfig, registry: Registry, row: int, limits: Limits, folder: Path,
     say: Callable[[str], None],
 ) -> Path | None:  # fmt: skip
-    """Train and look, twice as long each time; returns the export that is perfect, if it has one."""
+    """Train and decode, twice as many steps each time, until every draft is accepted.
+
+    Returns the export of that draft; None where the algorithm has no layout.
+    """
     target = settings.target
     spec = TransformersTarget(target.path, target.revision, target.dtype, target.device)
     rate = limits.lr or RATE / int(spec.text_config.hidden_size)
-    settings = alone(settings, folder, rate)
+    settings = settings_for_one(settings, folder, rate)
     with stage("rendering"):
-        lesson = make_lesson(settings, spec, row)
-    say(f"prompt of {len(lesson.prompt)} tokens, the target's own answer has {len(lesson.answer)}")
-    with stage("capture"), opened(settings, registry, spec, lesson, FIRST) as run:
+        sample = make_sample(settings, spec, row)
+    say(f"prompt of {len(sample.prompt)} tokens, the target's own answer has {len(sample.answer)}")
+    with stage("capture"), open_run(settings, registry, spec, sample, FIRST) as run:
         capture_all(run)
-    looks, began, steps = list[Look](), time.perf_counter(), FIRST
+    measured, began, steps = list[Measurement](), time.perf_counter(), FIRST
     while True:
         steps = min(steps, limits.steps)
-        with opened(settings, registry, spec, lesson, steps) as run:
+        with open_run(settings, registry, spec, sample, steps) as run:
             draft = run.drafts[0]
             with stage("training"):
                 (trainer,) = prepare(run)
                 if train(run, [trainer]) == "interrupted":
                     raise Interrupted
-            written = write(draft, folder / f"export-{steps}")
+            written = write_export(draft, folder / f"export-{steps}")
             with stage("decoding"):
-                built = load_export(draft, written) if written else reload(draft)
-                seen = decode(draft, built, lesson)
-            looks.append(Look(steps, trainer.metrics["loss"], *seen))
-            say(str(looks[-1]))
-            if looks[-1].perfect:
+                built = load_export(draft, written) if written else newest_draft(draft)
+                found = decode(draft, built, sample)
+            measured.append(Measurement(steps, trainer.metrics["loss"], *found))
+            say(str(measured[-1]))
+            if measured[-1].perfect:
                 return written
             minutes = (time.perf_counter() - began) / 60
             if steps >= limits.steps or 2 * minutes > limits.minutes:
-                trained, *_ = decode(draft, reload(draft), lesson)
-                raise DraftcoreError(diagnosis(looks, trained, draft))
+                trained, *_ = decode(draft, newest_draft(draft), sample)
+                raise DraftcoreError(diagnosis(measured, trained, draft))
         steps *= 2
 
 
-def make_lesson(settings: RunConfig, target: TargetSpec, row: int) -> Lesson:
-    """The prompt of a row of the training data, and what the target answers to it."""
+def make_sample(settings: RunConfig, target: TargetSpec, row: int) -> OneSample:
+    """Return the prompt of a row of the training data with the target's own answer."""
     source = settings.data.train or settings.data.eval
     if source is None:
         raise UsageError("data.train is not set\n  set it to conversations in JSONL")
@@ -207,11 +195,11 @@ def make_lesson(settings: RunConfig, target: TargetSpec, row: int) -> Lesson:
             f"the target answers row {row} with {len(answer)} tokens: too few to draft\n"
             "  choose another row with --row"
         )
-    return Lesson(prompt, answer, renderer.template_hash)
+    return OneSample(prompt, answer, renderer.template_hash)
 
 
-def alone(settings: RunConfig, folder: Path, rate: float) -> RunConfig:
-    """The configuration of a run on one conversation, in a folder of its own."""
+def settings_for_one(settings: RunConfig, folder: Path, rate: float) -> RunConfig:
+    """Return the settings of a run on one conversation, in a folder of its own."""
     tuning = {"batch": 1, "accumulate": 1, "lr": rate, "schedule": "cosine", "eval_every": None}
     return settings.model_copy(
         update={
@@ -226,21 +214,21 @@ def alone(settings: RunConfig, folder: Path, rate: float) -> RunConfig:
 
 
 @contextmanager
-def opened(
-    settings: RunConfig, registry: Registry, target: TargetSpec, lesson: Lesson, steps: int
+def open_run(
+    settings: RunConfig, registry: Registry, target: TargetSpec, sample: OneSample, steps: int
 ) -> Iterator[Run]:
-    """The run up to a number of steps; it resumes what is in its folder."""
+    """Open the run up to a number of steps; it resumes what is in its folder."""
     length = {"epochs": steps, "max_steps": steps, "checkpoint_every": steps}
     train = settings.train.model_copy(update=length)
     run = Run(settings.model_copy(update={"train": train}), registry)
-    run.target, run.samples = target, lesson
+    run.target, run.samples = target, sample
     try:
         yield run
     finally:
         run.close()
 
 
-def write(draft: DraftRun, folder: Path) -> Path | None:
+def write_export(draft: DraftRun, folder: Path) -> Path | None:
     """Export the newest checkpoint in the algorithm's first layout, if it has one."""
     layouts = [name for name in draft.algorithm.capabilities if name.startswith("layout:")]
     if not layouts:
@@ -250,13 +238,15 @@ def write(draft: DraftRun, folder: Path) -> Path | None:
         return export(draft, found, folder, min(layouts).removeprefix("layout:"))
 
 
-def reload(draft: DraftRun) -> Draft:
-    """The draft of the newest checkpoint."""
+def newest_draft(draft: DraftRun) -> Draft:
+    """Load the draft of the newest checkpoint."""
     return load_checkpoint(draft, find_checkpoint(draft, None))
 
 
-def decode(draft: DraftRun, built: Draft, lesson: Lesson) -> tuple[float, float, tuple[float, ...]]:
-    """Decode the answer; returns acceptance length, the greatest there could be, and by position.
+def decode(
+    draft: DraftRun, built: Draft, sample: OneSample
+) -> tuple[float, float, tuple[float, ...]]:
+    """Decode the answer; returns acceptance length, the best that is possible, and by position.
 
     As many whole rounds are asked for as the answer has. Raises DraftcoreError where the output is
     not the target's own.
@@ -265,13 +255,14 @@ def decode(draft: DraftRun, built: Draft, lesson: Lesson) -> tuple[float, float,
     built.module.to(model.device).eval()
     drafter = draft.drafter(built)
     block = drafter.num_drafts + 1
-    whole = (len(lesson.answer) - 1) // block * block
-    wanted = 1 + (whole or len(lesson.answer) - 1)
+    whole = (len(sample.answer) - 1) // block * block
+    wanted = 1 + (whole or len(sample.answer) - 1)
     config = EvalConfig(max_new_tokens=wanted)
-    (decoded,) = speculate(model, drafter, [lesson.prompt], config, Clock())
-    settle(model, drafter, lesson.prompt, decoded, lesson.answer[:wanted], config, Clock())
+    runner = EagerRunner(model, drafter)
+    (decoded,) = speculate(runner, [sample.prompt], config, Clock())
+    resolve_ties(runner, sample.prompt, decoded, sample.answer[:wanted], config, Clock())
     tokens = len(decoded.tokens) - 1
-    rounds = -(-tokens // block)  # of which none is cut short by a wrong draft
+    rounds = -(-tokens // block)  # as many as there are if no draft is wrong
     by_position = tuple(
         sum(count > k for count in decoded.accepted) / max(1, sum(r > k for r in decoded.room))
         for k in range(drafter.num_drafts)
@@ -279,9 +270,12 @@ def decode(draft: DraftRun, built: Draft, lesson: Lesson) -> tuple[float, float,
     return tokens / len(decoded.accepted), tokens / rounds, by_position
 
 
-def diagnosis(looks: list[Look], trained: float, draft: DraftRun) -> str:
-    """Why it may have stopped: what fell, what did not, and the usual causes."""
-    first, last, best = looks[0], looks[-1], max(look.acceptance for look in looks)
+def diagnosis(measured: list[Measurement], trained: float, draft: DraftRun) -> str:
+    """Say at which stage the draft stopped learning, with the figures and the usual causes.
+
+    `trained` is the acceptance length of the checkpoint itself, not read back from its export.
+    """
+    first, last, best = measured[0], measured[-1], max(one.acceptance for one in measured)
     head = (
         f"{draft.choice.name} did not learn one conversation in {last.step} steps\n"
         f"  acceptance length {best:.2f} at best, {last.most:.2f} is possible; loss "
@@ -306,6 +300,21 @@ def diagnosis(looks: list[Look], trained: float, draft: DraftRun) -> str:
         "against\n  features, a loss mask that leaves the answer out, or a part that gets no "
         "gradient; if the loss\n  still falls, give it more --steps and --minutes"
     )
+
+
+def verify_served(
+    settings: RunConfig, registry: Registry, written: Path, say: Callable[[str], None]
+) -> None:
+    """Verify the export for the servers that its algorithm knows, if any; raises DraftcoreError."""
+    target = settings.target
+    with open_reference(registry, written, None, target.path, target.device, None) as reference:
+        if not any(name.startswith("served:") for name in reference.run.algorithm.capabilities):
+            return
+        for server in servers_of(reference, "all"):
+            verdict = verify_export(reference, written, server)
+            if verdict.divergence is not None:
+                raise DraftcoreError("stopped at: serving\n" + "\n".join(verdict.lines()))
+            say("\n".join(verdict.lines()))
 
 
 @contextmanager

@@ -1,8 +1,7 @@
-"""The commands, as a plugin's. Thin on purpose: what is heavy is imported inside them."""
+"""The commands `verify` and `overfit`. What is slow to import is imported inside them."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,16 +40,20 @@ def verify(
     log-probabilities or proposals is reported with its cause, and the exit status is 1.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from draftcore_tools import verify as gate
-    from draftcore_tools.witness import training_side
+    from draftcore_tools.reference import open_reference
+    from draftcore_tools.verify import servers_of, verify_export
 
     registry: Registry = ctx.obj
-    with training_side(registry, export, run, target, device, prompts) as side:
-        verdicts = [gate.verify(side, export, name) for name in gate.servers_of(side, server)]
+    with open_reference(registry, export, run, target, device, prompts) as reference:
+        verdicts = [
+            verify_export(reference, export, name) for name in servers_of(reference, server)
+        ]
     for verdict in verdicts:
         for line in verdict.lines() if not as_json else ():
             click.echo(line)
     if as_json:
+        import json
+
         click.echo(json.dumps([verdict.to_json() for verdict in verdicts], indent=1))
     if any(verdict.divergence is not None for verdict in verdicts):
         ctx.exit(1)
@@ -80,14 +83,14 @@ def overfit(
     settings = load_config(config, overrides)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from draftcore.run.parts import Run
-    from draftcore_tools.overfit import Interrupted, Limits, learn
+    from draftcore_tools.overfit import Interrupted, Limits, overfit_and_verify
 
     registry: Registry = ctx.obj
     for draft in Run(settings, registry).chosen(label):
         if draft.label:
             click.echo(f"{draft.label}:")
         try:
-            learn(draft.config, registry, row, Limits(steps, minutes, lr), click.echo)
+            overfit_and_verify(draft.config, registry, row, Limits(steps, minutes, lr), click.echo)
         except Interrupted:
             raise click.exceptions.Exit(130) from None
 

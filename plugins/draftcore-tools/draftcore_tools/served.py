@@ -1,21 +1,20 @@
-"""An exported draft as a server computes it: what the hook `read_export` returns.
+"""What algorithms share that read an export as a server does, and what compares such a reading.
 
-A plugin implements its draft here a second time, in the plainest way and from the servers'
-conventions alone: one sequence, no cache, fp32, one whole forward per question. So nothing that
-export and training have in common can hide a mistake from who compares the two. The small parts that
-every transformer has (norm, rotary positions, attention) stand below; training does not use them.
-
-Layer ids are 0-based outputs, as everywhere: output k is `hidden_states[k + 1]` of transformers.
+The hook `read_export` returns a `ServedDraft` (`draftcore.contracts.serving`): the draft implemented a
+second time, in the plainest way and from the server's conventions alone, so that no mistake of
+training and export is repeated in it. Here are, in this order, the comparison with a trained draft
+(`proposals`, `leads`, `gaps`), what checks the folder that is read, and the small parts that every
+transformer has (norm, rotary positions, attention). Neither training nor export imports this module.
 
 Shape letters: T tokens, S rows, H hidden, K drafted tokens, V vocabulary, A query heads, G key/value
-heads, D head width.
+heads, D head width, F rotary frequencies.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.contracts.serving import Round, ServedDraft, UnservableError
+from draftcore.contracts.serving import Host, Round, ServedDraft, UnservableError
 from draftcore.errors import UsageError, nearest
 
-FLOOR = 1e-6
+FLOOR = 1e-6  # probabilities below it are not told apart
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def proposals(draft: ServedDraft, at: Round, count: int) -> Tensor:
@@ -40,15 +40,19 @@ def proposals(draft: ServedDraft, at: Round, count: int) -> Tensor:
 
 
 def leads(draft: ServedDraft, at: Round, drafts_K: Tensor) -> Tensor:
-    """How far each draft is from being the served draft's own greedy choice there, [K] in nats."""
+    """Return by how much the served draft prefers its own greedy choice to each draft, [K] in nats.
+
+    It is 0 where the two are the same.
+    """
     logits_KV = draft.logits(at, drafts_K[:-1])
     return logits_KV.amax(-1) - logits_KV.gather(-1, drafts_K[:, None])[:, 0]
 
 
 def gaps(draft: ServedDraft, at: Round, drafts_K: Tensor, probs_KV: Tensor) -> Tensor:
-    """The largest difference in log-probability from what drafts were drawn from, [K] in nats.
+    """Return how far log-probabilities are apart at most, over all tokens, [K] in nats.
 
-    Of tokens that either side gives less than FLOOR, that probability is taken.
+    `probs_KV` are the distributions that `drafts_K` were drawn from; the served draft's own are those
+    after the same drafts. Probabilities below FLOOR count as FLOOR.
     """
     theirs_KV = draft.logits(at, drafts_K[:-1]).softmax(-1)
     return (theirs_KV.clamp_min(FLOOR).log() - probs_KV.clamp_min(FLOOR).log()).abs().amax(-1)
@@ -82,7 +86,7 @@ def read_folder(folder: Path, architecture: str) -> tuple[dict[str, Any], dict[s
             f"config.json says architectures: {found}, and servers know this kind of draft as "
             f"{architecture!r} only\n  correct the name, or export again with draftcore"
         )
-    read_rope(config)  # for what it may raise
+    read_rope(config)  # raises where its two spellings differ
     try:
         tensors = {name: t for part in weights for name, t in load_file(part).items()}
     except SafetensorError as error:
@@ -99,12 +103,27 @@ def require_field(config: Mapping[str, Any], name: str) -> Any:
     return config[name]
 
 
-def require_tensors(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], missing: str
-) -> None:
-    """Raise UnservableError for the first tensor that lacks or has another shape than the config's.
+def head_shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the numbers of query and key/value heads, and their width."""
+    heads = int(require_field(config, "num_attention_heads"))
+    width = config.get("head_dim") or require_field(config, "hidden_size") // heads
+    return heads, int(config.get("num_key_value_heads") or heads), int(width)
 
-    `missing` says what becomes of one that nothing fills.
+
+def require_layers(layers: tuple[int, ...], host: Host) -> tuple[int, ...]:
+    """Return the layers, by their outputs; raises UnservableError where one cannot be captured."""
+    if not all(0 <= layer < host.num_layers - 1 for layer in layers):
+        raise UnservableError(
+            f"the captured layers are the outputs {list(layers)}; of a target of "
+            f"{host.num_layers} layers the outputs 0 to {host.num_layers - 2} can be captured"
+        )
+    return layers
+
+
+def require_tensors(tensors: Mapping[str, Tensor], shapes: Shapes, missing: str) -> None:
+    """Raise UnservableError for the first tensor that is missing or not of its shape.
+
+    `missing` says what the server does without a tensor.
     """
     for name, shape in shapes.items():
         if name not in tensors:
@@ -124,7 +143,7 @@ def require_tensors(
 
 
 def require_no_others(names: Iterable[str]) -> None:
-    """Raise UnservableError for tensors that a server would look for a place for, and not find."""
+    """Raise UnservableError for tensors that the server has no parameter for."""
     if shown := ", ".join(sorted(names)[:4]):
         raise UnservableError(
             f"the server has no place for: {shown}\n"
@@ -132,9 +151,11 @@ def require_no_others(names: Iterable[str]) -> None:
         )
 
 
-def square_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of matrices whose transpose has the same shape, so that no shape gives it away."""
-    return [n for n, t in tensors.items() if t.ndim == 2 and t.shape[0] == t.shape[1] > 1]
+def transposed(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield each square matrix's name, and the tensors with it transposed: no shape shows that."""
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1] > 1:
+            yield name, {**tensors, name: tensor.T}
 
 
 # ---------------------------------------------------------------- what every transformer has
@@ -145,13 +166,13 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(x: Tensor, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
-    """The MLP whose three weights begin with `prefix`."""
+    """Run the MLP whose three weights begin with `prefix`."""
     gate, up, down = (tensors[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up", "down"))
     return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
 def attend(query_SAD: Tensor, key_TGD: Tensor, value_TGD: Tensor, sees_ST: Tensor) -> Tensor:
-    """Grouped-query attention under a mask, scaled by D^-0.5; returns [S, A * D]."""
+    """Run grouped-query attention under a mask, scaled by D^-0.5; returns [S, A * D]."""
     shared = query_SAD.shape[1] // key_TGD.shape[1]
     key_TAD, value_TAD = (x.repeat_interleave(shared, 1) for x in (key_TGD, value_TGD))
     scores_AST = torch.einsum("sad,tad->ast", query_SAD, key_TAD) * query_SAD.shape[-1] ** -0.5
@@ -180,6 +201,13 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**old, **new}
 
 
+def with_theta(config: Mapping[str, Any], theta: Any) -> dict[str, Any]:
+    """Return the config with another RoPE base, in one spelling."""
+    spellings = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+    rope = {**read_rope(config), "rope_theta": theta}
+    return {n: v for n, v in config.items() if n not in spellings} | {"rope_parameters": rope}
+
+
 def rotate(x_SAD: Tensor, positions_S: Tensor, rope: Mapping[str, Any]) -> Tensor:
     """Turn the first part of each head by its position; pairs are (i, i + half)."""
     head = x_SAD.shape[-1]
@@ -194,7 +222,7 @@ def rotate(x_SAD: Tensor, positions_S: Tensor, rope: Mapping[str, Any]) -> Tenso
 
 
 def _frequencies(width: int, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Radians per position, [width / 2], and the factor of cosines and sines."""
+    """Return radians per position, [F], and the factor of cosines and sines."""
     theta = float(rope.get("rope_theta") or 10000.0)
     base = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -213,7 +241,7 @@ def _frequencies(width: int, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 def _llama3(base: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Long waves are slowed down, short ones left, those between blended."""
+    """Slow long waves down, leave short ones, blend those between."""
     turns = float(rope["original_max_position_embeddings"]) * base / (2 * math.pi)
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     blend = ((turns - low) / (high - low)).clamp(0, 1)
@@ -221,7 +249,7 @@ def _llama3(base: Tensor, rope: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(base: Tensor, width: int, theta: float, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """As llama3's, but the blend is linear in the dimension; attention is sharpened besides."""
+    """Do as llama3, but blend linearly in the dimension; attention is sharpened too."""
     factor, length = float(rope["factor"]), float(rope["original_max_position_embeddings"])
 
     def dimension(turns: float) -> float:

@@ -1,4 +1,4 @@
-"""A trained run of each algorithm on a tiny target, exported, to be read and to be harmed."""
+"""A trained run of each algorithm on a tiny target, exported, to be read and to be damaged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cli(*arguments: str | Path) -> Result:
 
 @dataclass(frozen=True)
 class Exported:
-    """A run's export, in a folder of its own, and the target it is for."""
+    """The export of a run, in a folder of its own, and its target."""
 
     algorithm: str
     folder: Path
@@ -99,7 +99,7 @@ def make_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> M
 
 @pytest.fixture
 def exported(make_run: MakeRun, tmp_path: Path) -> MakeRun:
-    """A copy of an export, which a test may harm; the manifest's path is kept right."""
+    """A copy of an export, which a test may damage; the manifest's path is kept right."""
 
     def copy(algorithm: str, **options: Any) -> Exported:
         original = make_run(algorithm, **options)
@@ -113,3 +113,9 @@ def exported(make_run: MakeRun, tmp_path: Path) -> MakeRun:
 @pytest.fixture
 def run_cli() -> Callable[..., Result]:
     return cli
+
+
+@pytest.fixture
+def algorithm_options() -> dict[str, dict[str, Any]]:
+    """Options of each algorithm that make its drafts small."""
+    return ALGORITHMS

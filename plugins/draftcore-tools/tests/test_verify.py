@@ -1,4 +1,4 @@
-"""`draftcore verify`: an export agrees with its checkpoint, and each mistake has its explanation."""
+"""`draftcore verify`: an export agrees with its checkpoint, and each mistake is explained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from draftcore_eagle3 import plugin
 from draftcore_sdk.targets import tiny_target
-from draftcore_tools import verify as gate
+from draftcore_tools.verify import LIMIT
 from torch import Tensor
 
 from draftcore.errors import UsageError
@@ -43,7 +43,7 @@ def test_an_export_agrees_with_its_checkpoint(
         assert verdict["agrees"]
         assert verdict["rounds"] == 12
         assert verdict["notes"] == []
-        assert verdict["gap"] < gate.LIMIT / 20, "the limit is far above rounding"
+        assert verdict["gap"] < LIMIT / 20, "the limit is far above rounding"
 
 
 # ---------------------------------------------------------------- mutations
@@ -156,9 +156,9 @@ MUTATIONS: dict[str, tuple[str, Edit, str, str, str]] = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_found_and_explained(name: str, exported: Any) -> None:
     algorithm, edit, servers, check, why = MUTATIONS[name]
-    harmed = exported(algorithm)
-    harmed.change(edit)
-    verdicts = {verdict["server"]: verdict["divergence"] for verdict in harmed.verify(status=1)}
+    damaged = exported(algorithm)
+    damaged.change(edit)
+    verdicts = {verdict["server"]: verdict["divergence"] for verdict in damaged.verify(status=1)}
     for server, found in verdicts.items():
         if server not in servers.split():
             assert found is None
@@ -169,9 +169,9 @@ def test_a_mistake_is_found_and_explained(name: str, exported: Any) -> None:
 
 
 def test_ids_for_offsets_are_explained_where_they_pass_for_offsets(exported: Any) -> None:
-    harmed = exported("eagle3", draft_vocab_size=5)
-    harmed.change(absolute)
-    for verdict in harmed.verify(status=1):
+    damaged = exported("eagle3", draft_vocab_size=5)
+    damaged.change(absolute)
+    for verdict in damaged.verify(status=1):
         assert verdict["divergence"]["check"] == "log-probabilities"
         assert verdict["divergence"]["cause"].startswith("d2t holds token ids")
 
@@ -187,9 +187,9 @@ def test_another_chat_template_is_found(exported: Any, tmp_path: Path) -> None:
 
 
 def test_the_report_is_in_plain_words(exported: Any) -> None:
-    harmed = exported("eagle3")
-    harmed.change(nested(IDS, EAGLE, shifted(1)))
-    result = harmed.ask("--server", "sglang")
+    damaged = exported("eagle3")
+    damaged.change(nested(IDS, EAGLE, shifted(1)))
+    result = damaged.ask("--server", "sglang")
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
         "sglang: differs from the trained draft at: captured layers",

@@ -3,7 +3,7 @@
 When a round begins, the newest token has been chosen by the target but not read by it, so the last
 state that is known is that of the token before the newest, at position t. The newest token is t+1:
 what the target's own head says of that state. Head i says t+2+i, so the K heads draft the K tokens
-after the newest, and training (see `loss`) asks exactly that of them.
+after the newest, and training (see `model`) asks exactly that of them.
 
 Shape letters: B batch, K heads and drafts, T tokens, H hidden, V vocabulary.
 """
@@ -28,7 +28,7 @@ class DraftState:
 
 
 class MedusaDrafter:
-    """Decodes with a draft in its own dtype and on its own device; see `evaluation.Drafter`."""
+    """Decodes with a draft in its own dtype and on its own device; see `contracts.algorithm.Drafter`."""
 
     def __init__(self, draft: MedusaDraft, request: FeatureRequest) -> None:
         self.draft, self.request = draft, request

@@ -1,11 +1,12 @@
 """The Medusa draft: K heads that look at one hidden state of the target, each one token further.
 
-What is odd about it: there is no embedding, no attention and no cache. A head is a few residual
-layers in front of the target's own LM head, which is frozen and shared by all of them: a buffer
-outside the state dict, in the target's own dtype. A fresh head is the identity, so that it starts
-by predicting what the target itself predicts.
+There is no embedding, no attention and no cache. A head is a few residual layers in front of the
+target's own LM head, which is frozen and shared by all of them: a buffer outside the state dict, in
+the target's own dtype. A fresh head is the identity, so that it starts by predicting what the target
+itself predicts.
 
-Shape letters: B batch, T tokens, H hidden, V vocabulary, K heads.
+Shape letters: B batch, T tokens, S = T - (2+i) positions that have a token for head i, R rows that
+count, H hidden, V vocabulary, K heads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
 from draftcore.contracts.capture import FeatureRequest
-from draftcore_medusa.loss import medusa_loss
+from draftcore_medusa.loss import cross_entropy
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
@@ -84,16 +85,46 @@ class MedusaDraft(nn.Module):
         return self.target_head.to(self.compute_dtype)
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
-        """Every head's logits from one hidden state per row, [B, K, V]."""
+        """Return every head's logits from one hidden state per row, [B, K, V]."""
         hidden_BH = hidden_BH.to(self.compute_dtype)
         return torch.stack([block(hidden_BH) for block in self.blocks], 1) @ self.head.T
 
     def forward(self, batch: DraftBatch) -> StepOutput:
-        return medusa_loss(self, batch)
+        """Return the loss: cross entropy of every head with its tokens, as one ratio.
+
+        Head i at position t predicts token t+2+i (the target's own head has t+1), and counts where
+        the loss mask m has that token:
+
+            loss = sum_i decay^i sum_t m[t+2+i] CE_i,t  /  sum_i decay^i sum_t m[t+2+i]
+
+        Metrics: `accuracy_i` of head i, and `acceptance_length`, the mean over positions that head 0
+        learns from of 1 + the number of leading heads that are right: a round of decoding, where the
+        data is what the target writes.
+        """
+        exact = torch.promote_types(self.compute_dtype, torch.float32)
+        hits_KBT = batch.loss_mask_BT.new_zeros(self.config.num_heads, *batch.loss_mask_BT.shape)
+        numerator = denominator = torch.zeros((), dtype=exact, device=batch.token_ids_BT.device)
+        counts = {}
+        for index, block in enumerate(self.blocks):
+            mask_BS = batch.loss_mask_BT[:, index + 2 :]
+            label_R = batch.token_ids_BT[:, index + 2 :][mask_BS]
+            hidden_RH = batch.features["last_hidden"][:, : mask_BS.shape[1]][mask_BS]
+            hidden_RH = block(hidden_RH.to(self.compute_dtype))
+            loss, best_R = cross_entropy(hidden_RH, self.head, label_R)
+            hits_R, rows = best_R == label_R, mask_BS.sum().to(exact)
+            hits_KBT[index, :, : mask_BS.shape[1]][mask_BS] = hits_R
+            numerator = numerator + self.decay**index * loss
+            denominator = denominator + self.decay**index * rows
+            counts[f"accuracy_{index}"] = (hits_R.sum().to(exact), rows)
+        starts_BS = batch.loss_mask_BT[:, 2:]
+        leading_BT = hits_KBT.long().cumprod(0).sum(0)
+        length = (leading_BT[:, : starts_BS.shape[1]] + 1)[starts_BS].sum()
+        counts["acceptance_length"] = (length.to(exact), starts_BS.sum().to(exact))
+        return StepOutput(numerator, denominator, counts)
 
 
 def request(dtype: torch.dtype) -> FeatureRequest:
-    """What the draft reads of a target that computes in `dtype`: its last hidden state alone."""
+    """Return what the draft reads of a target computing in `dtype`: its last hidden state alone."""
     return FeatureRequest((), last_hidden=True, dtype=str(dtype).removeprefix("torch."))
 
 

@@ -1,4 +1,4 @@
-"""The hooks of Medusa. Thin on purpose: what is heavy is imported inside them."""
+"""The hooks of Medusa. What is slow to import is imported inside them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import Draft, Sample, SampleId, StepContext
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetModel, TargetSpec
-from draftcore.evaluation.decode import evaluate_prompts
+from draftcore.evaluation.decode import EagerRunner, evaluate_prompts
 from draftcore.evaluation.report import Report
 from draftcore.target import TransformersModel
 
@@ -102,7 +102,7 @@ def overfit(draft: Draft, model: TargetModel, answers: list[list[int]], steps: i
 
 def evaluate(draft: Draft, model: TargetModel, **changes: float) -> Report:
     config = EvalConfig(batch=4, max_new_tokens=NEW_TOKENS).model_copy(update=changes)
-    return evaluate_prompts(model, make_drafter(draft, model), PROMPTS, config)
+    return evaluate_prompts(EagerRunner(model, make_drafter(draft, model)), PROMPTS, config)
 
 
 def test_an_overfitted_draft_is_accepted_whole(make_draft: MakeDraft, model: TargetModel) -> None:

@@ -1,18 +1,18 @@
-"""Everything this dist knows of sglang's insides: the only package that imports sglang.
+"""Call sglang: the only package that imports it, and all that this dist knows of its insides.
 
 sglang has no interface for what capture needs, so each name used here may move with any release.
-Hence the range of versions that was tested, and a self-test of every signature before the first
-use (`signatures`): a name that moved is an error that says which, never a wrong tensor. Here is what
-runs a model in this process; `server` hooks into a running server, `disagg` into one that takes
-requests over.
+Hence the range of versions that was tested, and a check of every signature before the first use
+(`signatures`): a name that moved is an error that says which, never a wrong tensor. This module runs
+a model in this process; `server` hooks into a running server, `disagg` into one that takes requests
+over.
 
 A model is built and run as `sglang.benchmark.one_batch` does it, sglang's own program of one
 process without a scheduler: there is no chunked prefill, prefix cache or overlap that could shorten
-or reorder rows. Hidden states are taken where the model hands them to its logits processor.
+or reorder rows. Hidden states are taken where the model passes them to its logits processor.
 
-Odd: sglang keeps its configuration and process groups in globals of the process, so there is one
-runner per process at a time. And the last layer's output is not among those sglang captures, as it
-takes a state at the *next* layer's input: it is what the final norm adds up.
+sglang keeps its configuration and process groups in globals of the process, so a process has one
+runner at a time. sglang takes a layer's output at the *next* layer's input, so the last layer's
+output is not among those it captures: it is what the final norm adds up.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ OURS = {  # what the settings below decide, and by which key of a run's configur
 
 @dataclass(frozen=True)
 class Settings:
-    """What a model is run with. Plain values: they go to the processes of other ranks.
+    """What a model is run with, in plain values: they go to the processes of other ranks.
 
     `args` are further arguments of sglang's ServerArgs, as JSON with sorted keys.
     """
@@ -148,10 +148,10 @@ def _require_whole_rows(values: Mapping[str, Any]) -> None:
 
 
 def sglang_layers(layers: Sequence[int], num_layers: int) -> list[int]:
-    """The layer ids to give to sglang for these of draftcore, in the order it returns them.
+    """Return the layer ids that sglang is given for these of draftcore, in the order it returns them.
 
-    The one place where ids are converted. Both mean the output of layer k, counted from 0; sglang
-    returns each once, in the model's order, and never the last. It must capture one at least.
+    Ids are converted here alone. Both mean the output of layer k, counted from 0; sglang returns
+    each once, in the model's order, and never the last. It must capture one at least.
     """
     return sorted({layer for layer in layers if layer < num_layers - 1}) or [0]
 
@@ -160,7 +160,7 @@ def sglang_layers(layers: Sequence[int], num_layers: int) -> list[int]:
 
 
 class Runner:
-    """A target in this process, or one rank of it.
+    """Runs a target in this process, or one rank of it.
 
     Raises UsageError where sglang refuses the settings, where torch.distributed is in use by
     somebody else, or where the model has no such place to take states from.
@@ -216,7 +216,7 @@ class Runner:
         requests = self._one_batch.prepare_synthetic_inputs_for_latency_test(
             len(prompts), 0, [list(prompt) for prompt in prompts]
         )
-        with self._tap(layers) as taken:
+        with self._states(layers) as taken:
             try:
                 _, logits, _ = self._bench.extend(requests)
             finally:
@@ -233,7 +233,7 @@ class Runner:
         return {**found, "logits": logits}
 
     @contextmanager
-    def _tap(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+    def _states(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
         """Collect states while a forward runs."""
         taken: dict[str, Tensor] = {}
         last, asked = self.num_layers - 1, sglang_layers(layers, self.num_layers)
@@ -259,7 +259,7 @@ class Runner:
         if last in layers:
             hooks.append(self._place("model", "norm").register_forward_hook(after_norm))
         if last > 0:
-            self._set_layers()(asked)
+            self.layer_setter()(asked)
         try:
             yield taken
         finally:
@@ -277,8 +277,8 @@ class Runner:
             )
         return found
 
-    def _set_layers(self) -> Callable[[list[int]], None]:
-        """The model's own way to be asked for layers; the two that exist agree on explicit ids."""
+    def layer_setter(self) -> Callable[[list[int]], None]:
+        """Return the model's method that sets its layers; the two that exist agree on explicit ids."""
         for name in ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"):
             if hasattr(self.model, name):
                 return getattr(self.model, name)  # type: ignore[no-any-return]

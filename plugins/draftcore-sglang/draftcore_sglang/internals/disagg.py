@@ -1,4 +1,4 @@
-"""What taking over requests needs of sglang's insides; see `internals`.
+"""Hook a decode server that takes requests over: what that knows of sglang; see `internals`.
 
 sglang asks its algorithm for a first draft input where a decode server builds a batch of requests
 that a prefill server has computed. Algorithms that sglang runs itself are told apart by name in
@@ -69,7 +69,7 @@ Builder = Callable[[Any, Tensor, Any], Any]  # (batch, last_tokens, future_map) 
 
 
 def builtin_algorithms() -> list[str]:
-    """The algorithms that sglang runs itself."""
+    """Return the names of the algorithms that sglang runs itself."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     return sorted(name for name in SpeculativeAlgorithm.__members__ if name != "NONE")
@@ -138,7 +138,7 @@ def _resolved(worker: str) -> type:
 
 
 def served_shape(algorithm: Any) -> DraftShape:
-    """The shape of the draft that this server runs; steps and top-k may change while it runs."""
+    """Return the shape of the draft that this server runs; steps and top-k may change."""
     from sglang.srt.runtime_context import get_spec
 
     spec, width, dtype = get_spec(), 0, torch.float32
@@ -152,7 +152,7 @@ def served_shape(algorithm: Any) -> DraftShape:
 
 @functools.cache
 def _draft_state(path: str, revision: str | None, algorithm: Any) -> tuple[int, torch.dtype]:
-    """Width and dtype of the state that a draft hands on: of its own config, as on the wire."""
+    """Return width and dtype of a draft's state: those of its own config, as on the wire."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.runtime_context import get_server_args
     from sglang.srt.speculative.eagle_utils import get_draft_recurrent_hidden_state_spec_from_config
@@ -195,7 +195,7 @@ def draft_input(found: DraftInput, batch: Any) -> Any:
 
 
 def _eagle_input(found: DraftInput, batch: Any) -> Any:
-    """As sglang's own builder, but for the seed of sparse attention, which no draft of ours reads."""
+    """Do as sglang's own builder, without the seed of sparse attention: no draft of ours reads it."""
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative import eagle_disaggregation as eagle
@@ -221,7 +221,7 @@ def _eagle_input(found: DraftInput, batch: Any) -> Any:
 
 
 def relayed(made: Any) -> Any:
-    """What the relay keeps of a draft input: of DFlash's only the token."""
+    """Return what the relay keeps of a draft input: only the token of DFlash's."""
     from sglang.srt.managers.overlap_utils import RelayPayload
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 

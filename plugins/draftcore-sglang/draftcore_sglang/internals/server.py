@@ -1,13 +1,13 @@
-"""What the server's half knows of sglang's insides; see `internals`.
+"""Hook a running server for capture: what that knows of sglang's insides; see `internals`.
 
 Five methods are hooked, the same ones in all tested releases:
 
     ModelRunner.load_model             ask the model for its layers' outputs
     LogitsProcessor.forward            keep the states of a prefill: a copy, as a CUDA graph's
                                        buffers are written again by the next batch
-    process_batch_result_prefill       hand each request's rows to the desk
+    process_batch_result_prefill       give each request's rows to `capture_requests`
     SchedulerOutputStreamer            hold the answers of requests that are being written
-    Scheduler.process_input_requests   let go those whose receipt is there; called in every turn
+    Scheduler.process_input_requests   send those whose receipt is there; called in every turn
 
 Nothing here waits, and no exception leaves a hook: it would end the server.
 """
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError
-from draftcore_sglang.desk import Desk, Slice, receipt_field
+from draftcore_sglang.capture_requests import CaptureRequests, Slice
 from draftcore_sglang.internals.signatures import require_sglang
-from draftcore_sglang.sink import Sink
+from draftcore_sglang.staging import Staging
 from draftcore_sglang.wire import FIELD, VERSION
 
 logger = logging.getLogger(__name__)
@@ -63,23 +63,26 @@ def install(sink: str, layers: tuple[int, ...], buffer_bytes: int) -> None:
     """Hook this process. Raises UsageError where sglang is not as it was when this was tested."""
     require_sglang(SIGNATURES)
     hooks = importlib.import_module(SRT + "plugins.hook_registry")
-    taps = Taps(sink, layers, buffer_bytes)
+    ours = ServerHooks(sink, layers, buffer_bytes)
     for target, hook, kind in (
-        (LOAD, taps.after_load, "AFTER"),
-        (LOGITS, taps.after_logits, "AFTER"),
-        (PREFILL, taps.around_prefill, "AROUND"),
-        (STREAM, taps.around_stream, "AROUND"),
-        (TURN, taps.after_turn, "AFTER"),
+        (LOAD, ours.after_load, "AFTER"),
+        (LOGITS, ours.after_logits, "AFTER"),
+        (PREFILL, ours.around_prefill, "AROUND"),
+        (STREAM, ours.around_stream, "AROUND"),
+        (TURN, ours.after_turn, "AFTER"),
     ):
         hooks.HookRegistry.register(target.replace(":", "."), hook, hooks.HookType[kind])
 
 
-class Taps:
-    """The hooks of one process. Those of the scheduler run in its one thread."""
+class ServerHooks:
+    """The hooks of one process. Those of the scheduler run in its one thread.
+
+    `sink` is the URI of the store that captured states go to.
+    """
 
     def __init__(self, sink: str, layers: tuple[int, ...], buffer_bytes: int) -> None:
         self.sink, self.layers, self.buffer_bytes = sink, layers, buffer_bytes
-        self.desk: Desk | None = None  # of a scheduler's process, once it has a model
+        self.requests: CaptureRequests | None = None  # in a scheduler's process, with a model
         self._before_norm: tuple[Tensor, Tensor] | None = None  # normed, and what was normed
 
     # ------------------------------------------------------------ hooks
@@ -88,12 +91,12 @@ class Taps:
         if runner.is_draft_worker:
             return
         try:
-            problem = self._tap_model(runner)  # in all ranks: they must compute alike
+            problem = self._ask_for_layers(runner)  # in all ranks: they must compute alike
         except Exception as error:
-            problem = f"the model cannot be tapped: {type(error).__name__}: {error}"
+            problem = f"the model cannot be asked for states: {type(error).__name__}: {error}"
         try:
             if _writes():
-                self.desk = self._desk(runner, problem)
+                self.requests = self._open(runner, problem)
         except Exception:
             logger.exception("draftcore captures nothing here")
 
@@ -111,7 +114,7 @@ class Taps:
     ) -> None:
         before, self._before_norm = self._before_norm, None
         try:
-            if self.desk is None or self.desk.problem or result is None:
+            if self.requests is None or self.requests.problem or result is None:
                 return
             if not logits_metadata.forward_mode.is_extend() or _is_recording(hidden_states):
                 return
@@ -129,8 +132,8 @@ class Taps:
         self, original: Callable[..., Any], processor: Any, batch: Any, result: Any
     ) -> Any:
         try:
-            if self.desk is not None:
-                self._take(self.desk, batch, result)
+            if self.requests is not None:
+                self._take(self.requests, batch, result)
         except Exception:  # nobody gets a receipt, which every client takes for a failure
             logger.exception("draftcore lost the captures of a batch")
         return original(processor, batch, result)
@@ -143,19 +146,17 @@ class Taps:
         return_logprob: Any,
         skip_req: Any = None,
     ) -> Any:
-        if self.desk is not None and self.desk.held:
-            for req in reqs:
-                if req.rid in self.desk.held:
-                    self.desk.held[req.rid] = req
-            reqs = [req for req in reqs if req.rid not in self.desk.held]
+        if self.requests is not None and (held := self.requests.held):
+            held |= {req.rid: req for req in reqs if req.rid in held}
+            reqs = [req for req in reqs if req.rid not in held]
         return original(streamer, reqs, return_logprob, skip_req)
 
     def after_turn(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        if self.desk is None or not self.desk.held:
+        if self.requests is None or not self.requests.held:
             return
         try:
             answered: dict[bool, list[Any]] = {}
-            for req, receipt in self.desk.receipts():
+            for req, receipt in self.requests.receipts():
                 _answer(req, receipt)
                 answered.setdefault(req.return_logprob, []).append(req)
             for with_logprob, reqs in answered.items():  # a message costs as much as a request
@@ -165,7 +166,7 @@ class Taps:
 
     # ------------------------------------------------------------ pieces
 
-    def _desk(self, runner: Any, problem: str) -> Desk:
+    def _open(self, runner: Any, problem: str) -> CaptureRequests:
         config = runner.model_config.hf_text_config
         names = [*(f"hidden.{layer}" for layer in self.layers), "last_hidden"]
         about = {
@@ -178,19 +179,19 @@ class Taps:
             "vocabulary": int(config.vocab_size),
             "model": str(runner.model_config.model_path),
         }
-        sink = None
+        staging = None
         if not problem:
             device = next(runner.model.parameters()).device
             try:
-                sink = Sink(self.sink, self.buffer_bytes, device)
+                staging = Staging(self.sink, self.buffer_bytes, device)
             except (DraftcoreError, OSError, ValueError) as error:
                 problem = str(error)
         if problem:
             logger.error("draftcore captures nothing here: %s", problem)
-        return Desk(sink, about, names, problem)
+        return CaptureRequests(staging, about, names, problem)
 
-    def _tap_model(self, runner: Any) -> str:
-        """Ask the model for its layers' outputs; returns why it cannot, or ''."""
+    def _ask_for_layers(self, runner: Any) -> str:
+        """Ask the model for its layers' outputs; return why it cannot, or ''."""
         args = runner.server_args
         num_layers = int(runner.model_config.hf_text_config.num_hidden_layers)
         self._last = num_layers - 1
@@ -228,7 +229,7 @@ class Taps:
         except Exception:
             self._before_norm = None
 
-    def _take(self, desk: Desk, batch: Any, result: Any) -> None:
+    def _take(self, requests: CaptureRequests, batch: Any, result: Any) -> None:
         if all(_asked(req) is None for req in batch.reqs):
             return
         states, ready = getattr(result.logits_output, KEPT, (None, None))
@@ -250,7 +251,7 @@ class Taps:
                 )
                 shares.append(share)
             first += rows
-        answers = desk.take(shares, states, ready)
+        answers = requests.take(shares, states, ready)
         for req in batch.reqs:
             if req.rid in answers:
                 _answer(req, answers[req.rid])
@@ -262,17 +263,18 @@ def _asked(req: Any) -> Any:
 
 
 def _answer(req: Any, receipt: dict[str, Any]) -> None:
-    req.customized_info = {**(req.customized_info or {}), **receipt_field(receipt)}
+    """Put a receipt into sglang's customized info: one value for each new token, and there is one."""
+    req.customized_info = {**(req.customized_info or {}), FIELD: [receipt]}
 
 
 def _writes() -> bool:
-    """Whether this process is the one of its model's that puts: all have the same states."""
+    """Say whether this process is the one of its model's that puts: all have the same states."""
     context = importlib.import_module(SRT + "runtime_context")
     return int(context.get_parallel().attn_tp_rank) == 0
 
 
 def _one_by_one(states: Any, count: int) -> Iterable[Tensor]:
-    """A forward's layer states, [t, H] each, from a list or from one tensor [t, count * H]."""
+    """Return a forward's layer states, [t, H] each, from a list or a tensor [t, count * H]."""
     if isinstance(states, Tensor):
         return states.chunk(count, dim=-1)
     return states or ()
@@ -283,7 +285,7 @@ def _is_recording(state: Tensor) -> bool:
 
 
 def _event(state: Tensor) -> Any:
-    """An event after which the states are there, None where they are already."""
+    """Return an event after which the states are there, None where they are already."""
     if not state.is_cuda:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -292,6 +294,6 @@ def _event(state: Tensor) -> Any:
 
 
 def _decoder(model: Any) -> Any:
-    """The module that holds the final norm."""
+    """Return the module that holds the final norm."""
     chain: Sequence[Any] = (model, getattr(model, "language_model", None))
     return next(part.model for part in chain if hasattr(getattr(part, "model", None), "norm"))

@@ -1,9 +1,8 @@
-"""Is it the sglang we know? Asked before the first use, by everything that calls into it.
+"""Check that the installed sglang is one that was tested, before the first call into it.
 
-One check for capture, server and hand-over: the release is in the tested range, and each function
-that is used is there with exactly the parameters it had in every one of the releases. A further
-parameter is refused too, with a default or without: it is the sign of a change that nobody has looked
-at, and what it would change are numbers.
+The release has to be in the tested range, and each function that is used has to be there with exactly
+the parameters that it had in all of these releases. A further parameter is refused too, with a default
+or without: nobody has looked at that change, and it may change numbers.
 """
 
 from __future__ import annotations

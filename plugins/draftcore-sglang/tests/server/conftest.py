@@ -3,7 +3,6 @@
 A server takes some 20 seconds to come up. Tests that break one start their own.
 """
 
-import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -63,4 +62,4 @@ def sink() -> Iterator[str]:
     store = ShmStore.open(uri)
     yield uri
     store.close()
-    Path(f"/dev/shm/draftcore-{os.geteuid()}-{uri[4:].partition('?')[0]}").unlink(missing_ok=True)
+    store.path.unlink(missing_ok=True)

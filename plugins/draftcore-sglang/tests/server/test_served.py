@@ -4,21 +4,28 @@ Its prefix cache is on and a chunk has 16 tokens, so that whatever shortens a ca
 """
 
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from draftcore_sdk.captures import ALL, LAYERS, ROWS, Reference, features_of, group
+from draftcore_sdk.serving import Serving
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.client import Server
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture, receipt_of, request_body
 from draftcore_sglang.wire import FIELD, Ask
 from draftcore_shm.store import ShmStore
+from numpy.typing import NDArray
+from torch import Tensor
 
 from draftcore.channels.memory import MemoryChannel
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.store import StoreFull, StoreItem
+from draftcore.contracts.store import SampleRef, StoreFull, StoreItem
+from draftcore.contracts.target import TargetSpec
 from draftcore.data.plan import Plan
 from draftcore.errors import UsageError
 from draftcore.feed import Producer
@@ -26,10 +33,11 @@ from draftcore.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 LONG = [list(range(3, 103)), [7] * 41, list(range(50, 83))]
+OpenCapture = Callable[..., ServerCapture]
 
 
 @pytest.fixture(scope="module")
-def server(start_server, sink):
+def server(start_server: Callable[..., Serving], sink: str) -> Iterator[Serving]:
     server = start_server(
         "--chunked-prefill-size=16", DRAFTCORE_SINK=sink, DRAFTCORE_LAYERS="0,1,2,3"
     )
@@ -38,7 +46,7 @@ def server(start_server, sink):
 
 
 @pytest.fixture
-def store(sink):
+def store(sink: str) -> Iterator[ShmStore]:
     store = ShmStore.open(sink)
     yield store
     assert store.stats().samples == 0
@@ -46,10 +54,12 @@ def store(sink):
 
 
 @pytest.fixture
-def open_capture(server, target):
-    opened = []
+def open_capture(server: Serving, target: TargetSpec) -> Iterator[OpenCapture]:
+    opened: list[ServerCapture] = []
 
-    def opener(request=ALL, target=target, **options):
+    def opener(
+        request: FeatureRequest = ALL, target: TargetSpec = target, **options: Any
+    ) -> ServerCapture:
         options = {"servers": [server.url], "patience": 30, "self_test": False} | options
         opened.append(ServerCapture(target, request, ServerOptions(**options)))
         return opened[-1]
@@ -59,7 +69,9 @@ def open_capture(server, target):
         capture.close()
 
 
-def require_features(features, tokens, reference):
+def require_features(
+    features: Mapping[str, Tensor], tokens: Sequence[int], reference: Reference
+) -> None:
     """The largest difference to transformers was 5.4e-7 of the largest number, in fp32."""
     layers = [*reference.layers(tokens), reference.before_norm(tokens)]
     expected = {f"hidden.{k}": layers[k] for k in range(LAYERS)}
@@ -71,7 +83,9 @@ def require_features(features, tokens, reference):
 # ---------------------------------------------------------------- what shortens a capture
 
 
-def test_prompts_in_chunks_and_batches_are_captured_whole(open_capture, served_folder, store):
+def test_prompts_in_chunks_and_batches_are_captured_whole(
+    open_capture: OpenCapture, served_folder: Path, store: ShmStore
+) -> None:
     """Chunked prefill returns the last chunk's rows alone; here they are put together."""
     reference, members = Reference(served_folder), [*LONG, *ROWS]
     for features, tokens in zip(
@@ -80,19 +94,23 @@ def test_prompts_in_chunks_and_batches_are_captured_whole(open_capture, served_f
         require_features(features, tokens, reference)
 
 
-def test_a_prompt_that_the_server_has_seen_is_captured_whole(open_capture, served_folder, store):
+def test_a_prompt_that_the_server_has_seen_is_captured_whole(
+    open_capture: OpenCapture, served_folder: Path, store: ShmStore
+) -> None:
     capture, reference = open_capture(), Reference(served_folder)
     for _ in range(3):
         (features,) = features_of(capture, group(members=[LONG[0]]))
         require_features(features, LONG[0], reference)
 
 
-def test_a_request_whose_prefix_is_cached_is_refused(server, store):
+def test_a_request_whose_prefix_is_cached_is_refused(server: Serving, store: ShmStore) -> None:
     """A client of another make, that sends no key of its own."""
     body = request_body(LONG[1], {FIELD: ask().to_json()})
     del body["extra_key"]
     first, second = (receipt_of(Server(server.url).post(body, 30)) for _ in range(2))
     store.free(store.lookup([ask().sample]).values())
+    assert first is not None
+    assert second is not None
     assert "ref" in first
     assert second["error"] == "short"
     assert "prefix cache" in second["reason"]
@@ -101,7 +119,7 @@ def test_a_request_whose_prefix_is_cached_is_refused(server, store):
 # ---------------------------------------------------------------- what is not asked for rightly
 
 
-def ask(**fields):
+def ask(**fields: Any) -> Ask:
     fields = {"sample": "ab" * 12, "names": ("hidden.1",), "dtype": "float32"} | fields
     return Ask(**({"origin": "p", "beside": {}} | fields))
 
@@ -133,26 +151,32 @@ def ask(**fields):
         ),
     ],
 )
-def test_what_has_not_the_right_form_is_refused_and_stores_nothing(server, store, field):
+def test_what_has_not_the_right_form_is_refused_and_stores_nothing(
+    server: Serving, store: ShmStore, field: Any
+) -> None:
     answer = Server(server.url).post(request_body([5, 6, 7, 8, 9], {FIELD: field}), 30)
     receipt = receipt_of(answer)
+    assert receipt is not None
     assert receipt["error"] in ("refused", "failed")
     assert receipt["reason"]
     assert len(answer["output_ids"]) == 1  # the server does its own work as ever
 
 
-def test_a_capture_that_would_also_decode_is_refused(server, store):
+def test_a_capture_that_would_also_decode_is_refused(server: Serving, store: ShmStore) -> None:
     body = request_body([5, 6, 7], {FIELD: ask().to_json()})
     body["sampling_params"]["max_new_tokens"] = 3
     receipt = receipt_of(Server(server.url).post(body, 30))
+    assert receipt is not None
     assert (receipt["error"], "max_new_tokens=1" in receipt["reason"]) == ("refused", True)
 
 
-def test_a_request_without_the_field_is_answered_as_ever(server, store, open_capture):
+def test_a_request_without_the_field_is_answered_as_ever(
+    server: Serving, store: ShmStore, open_capture: OpenCapture
+) -> None:
     body = request_body(LONG[2], {})
     body["sampling_params"]["max_new_tokens"] = 6
     alone = Server(server.url).post(body, 30)
-    beside = []
+    beside: list[Any] = []
     thread = threading.Thread(target=lambda: beside.append(Server(server.url).post(body, 30)))
     thread.start()
     features_of(open_capture(), group(members=LONG))
@@ -164,17 +188,19 @@ def test_a_request_without_the_field_is_answered_as_ever(server, store, open_cap
 # ---------------------------------------------------------------- which server
 
 
-def test_a_server_passes_the_self_test(open_capture, store):
+def test_a_server_passes_the_self_test(open_capture: OpenCapture, store: ShmStore) -> None:
     open_capture(self_test=True)
 
 
-def test_a_server_of_another_shape_is_refused(open_capture, tmp_path):
+def test_a_server_of_another_shape_is_refused(open_capture: OpenCapture, tmp_path: Path) -> None:
     other = TransformersTarget(str(tiny_target(tmp_path, hidden_size=64)), device="cpu")
     with pytest.raises(UsageError, match="serves another target"):
         open_capture(FeatureRequest((0,), True, "float32"), other)
 
 
-def test_a_server_of_other_weights_is_refused(open_capture, served_folder, tmp_path, store):
+def test_a_server_of_other_weights_is_refused(
+    open_capture: OpenCapture, served_folder: Path, tmp_path: Path, store: ShmStore
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(served_folder)
@@ -186,12 +212,14 @@ def test_a_server_of_other_weights_is_refused(open_capture, served_folder, tmp_p
         open_capture(ALL, TransformersTarget(str(tmp_path), device="cpu"), self_test=True)
 
 
-def test_servers_that_are_away_are_named_with_what_to_do(open_capture):
+def test_servers_that_are_away_are_named_with_what_to_do(open_capture: OpenCapture) -> None:
     with pytest.raises(Exception, match=r"127\.0\.0\.1:9(.|\n)*capture\.options\.servers"):
         open_capture(servers=["http://127.0.0.1:9"], patience=0.5)
 
 
-def test_one_server_of_two_may_be_away(open_capture, server, store):
+def test_one_server_of_two_may_be_away(
+    open_capture: OpenCapture, server: Serving, store: ShmStore
+) -> None:
     capture = open_capture(servers=["http://127.0.0.1:9", server.url])
     assert len(features_of(capture, group(0, 1, 2))) == 3
 
@@ -199,18 +227,23 @@ def test_one_server_of_two_may_be_away(open_capture, server, store):
 # ---------------------------------------------------------------- straight into the run's store
 
 
+Rows = Sequence[Sequence[int]]
+
+
 class Samples:
-    def __init__(self, rows):
+    def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
-    def tokens(self, row):
+    def tokens(self, row: int) -> NDArray[Any]:
         return np.array(self.rows[row])
 
-    def loss_mask(self, row):
+    def loss_mask(self, row: int) -> NDArray[Any]:
         return np.arange(len(self.rows[row])) % 3 == 0
 
 
-def producer_of(capture, store, rows, batch):
+def producer_of(
+    capture: ServerCapture, store: ShmStore, rows: Rows, batch: int
+) -> tuple[Producer, list[str]]:
     ids = [f"{row:024x}" for row in range(len(rows))]
     channel = MemoryChannel("run")
     plan = Plan(ids, [len(r) for r in rows], capture_batch=batch, batch=1, seed=0)
@@ -218,7 +251,14 @@ def producer_of(capture, store, rows, batch):
     return Producer(lambda: capture, Samples(rows), store, channel, "made so"), ids
 
 
-def test_samples_go_straight_into_the_runs_store(open_capture, served_folder, store):
+def test_samples_go_straight_into_the_runs_store(
+    open_capture: OpenCapture,
+    served_folder: Path,
+    store: ShmStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("draftcore_sglang.remote.open_store", opened.append)
     rows = [*LONG, *ROWS]
     capture, reference = open_capture(), Reference(served_folder)
     producer, ids = producer_of(capture, store, rows, batch=3)
@@ -232,22 +272,23 @@ def test_samples_go_straight_into_the_runs_store(open_capture, served_folder, st
             assert handle.tensors["token_ids"].tolist() == list(tokens)
             assert handle.tensors["loss_mask"].tolist() == [t % 3 == 0 for t in range(len(tokens))]
         assert (held[feature_id].provenance, held[feature_id].tokens) == ("made so", len(tokens))
-    assert capture._store is None  # nothing was read here
+    assert opened == []  # nothing was read here
     store.free(held.values())
 
 
-def test_two_producers_share_a_server(open_capture, store):
+def test_two_producers_share_a_server(open_capture: OpenCapture, store: ShmStore) -> None:
     rows = [[20 + row, *range(30, 40)] for row in range(16)]
     both = [producer_of(open_capture(), store, rows, batch=4) for _ in range(2)]
     ids = both[0][1]
 
-    def work(producer, half):
+    def work(producer: Producer, half: int) -> None:
         for number in range(4):
             task = producer.channel.claim("one")
+            assert task is not None
             if number % 2 == half:
                 refs.extend(producer.refs(task))
 
-    refs = []
+    refs: list[SampleRef] = []
     threads = [
         threading.Thread(target=work, args=(producer, half))
         for half, (producer, _) in enumerate(both)
@@ -263,11 +304,14 @@ def test_two_producers_share_a_server(open_capture, store):
     store.free(refs)
 
 
-def test_a_full_store_pushes_back_and_keeps_nothing_of_the_group(open_capture, store):
+def test_a_full_store_pushes_back_and_keeps_nothing_of_the_group(
+    open_capture: OpenCapture, store: ShmStore
+) -> None:
     ballast = StoreItem("ff" * 12, {"x": torch.zeros(8128 << 10, dtype=torch.uint8)}, 8128 << 10)
     full = store.put(ballast)
     producer, ids = producer_of(open_capture(), store, LONG, batch=3)
     task = producer.channel.claim("one")
+    assert task is not None
     put = producer.captured(task)
     with pytest.raises(StoreFull):
         put()
@@ -276,11 +320,15 @@ def test_a_full_store_pushes_back_and_keeps_nothing_of_the_group(open_capture, s
     store.free(put())
 
 
-def test_where_the_runs_store_is_another_one_features_pass_through(open_capture, store, caplog):
+def test_where_the_runs_store_is_another_one_features_pass_through(
+    open_capture: OpenCapture, store: ShmStore, caplog: pytest.LogCaptureFixture
+) -> None:
     other = ShmStore.open("shm:test-other?max_bytes=1MiB")
     capture = open_capture()
     producer, _ = producer_of(capture, other, LONG, batch=3)
-    refs = producer.refs(producer.channel.claim("one"))
+    task = producer.channel.claim("one")
+    assert task is not None
+    refs = producer.refs(task)
     assert "features pass through this process" in caplog.text
     assert len(refs) == len(other.lookup([ref.feature_id for ref in refs])) == 3
     other.free(refs)

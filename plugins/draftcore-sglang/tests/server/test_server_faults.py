@@ -4,34 +4,41 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from draftcore_sdk.captures import group
+from draftcore_sdk.serving import Serving
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
 from draftcore_shm.store import ShmStore
 
 from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.store import SampleRef
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError
 
 pytestmark = pytest.mark.sglang
 REQUEST = FeatureRequest((0, 2), True, "float32")
+StartServer = Callable[..., Serving]
+Delivered = tuple[Sequence[SampleRef], list[list[int]]]  # and the tokens of each
 
 
 @pytest.fixture(scope="module")
-def server(start_server, sink):
+def server(start_server: StartServer, sink: str) -> Serving:
     return start_server(DRAFTCORE_SINK=sink, DRAFTCORE_LAYERS="0,2")
 
 
-def opened(server, target, **options):
+def opened(server: Serving, target: TargetSpec, **options: Any) -> ServerCapture:
     options = {"servers": [server.url], "self_test": False} | options
     return ServerCapture(target, REQUEST, ServerOptions(**options))
 
 
-def deliver(capture, store, number):
+def deliver(capture: ServerCapture, store: ShmStore, number: int) -> Delivered:
     """A group of eight, told apart by its tokens."""
     members = [[10 + row, *range(30, 90), number] for row in range(8)]
     asked = group(members=members, index=number)
@@ -41,14 +48,16 @@ def deliver(capture, store, number):
     return capture.deliver(asked, beside, "made so", store), members
 
 
-def require_stored(store, refs, members):
+def require_stored(store: ShmStore, refs: Sequence[SampleRef], members: list[list[int]]) -> None:
     for ref, member in zip(refs, members, strict=True):
         with store.get(ref) as handle:
             assert handle.tensors["token_ids"].tolist() == member
             assert {len(handle.tensors[name]) for name in REQUEST.names} == {len(member)}
 
 
-def test_a_server_that_hangs_is_given_up_when_patience_ends(server, sink, target):
+def test_a_server_that_hangs_is_given_up_when_patience_ends(
+    server: Serving, sink: str, target: TargetSpec
+) -> None:
     opened(server, target).close()  # a server's first answer may take it more than a second
     store, capture = ShmStore.open(sink), opened(server, target, timeout=1, patience=3)
     server.kill(signal.SIGSTOP)
@@ -70,7 +79,7 @@ def test_a_server_that_hangs_is_given_up_when_patience_ends(server, sink, target
     store.close()
 
 
-def writer_of(server):
+def writer_of(server: Serving) -> int:
     """The process beside the scheduler that puts: of the server's group, known by its command."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -81,11 +90,13 @@ def writer_of(server):
     raise AssertionError("the server has no writer")
 
 
-def test_a_server_whose_writer_is_killed_at_work_starts_another(server, sink, target):
+def test_a_server_whose_writer_is_killed_at_work_starts_another(
+    server: Serving, sink: str, target: TargetSpec
+) -> None:
     store, capture = ShmStore.open(sink), opened(server, target)
-    done, killed = [deliver(capture, store, 0)], []
+    done, killed = [deliver(capture, store, 0)], list[int]()
 
-    def work():
+    def work() -> None:
         for number in range(1, 12):
             done.append(deliver(capture, store, number))
 
@@ -107,16 +118,19 @@ def test_a_server_whose_writer_is_killed_at_work_starts_another(server, sink, ta
 
 
 def test_a_server_that_is_killed_at_work_is_waited_for_and_nothing_is_lost(
-    server, start_server, sink, target, caplog
-):
+    server: Serving,
+    start_server: StartServer,
+    sink: str,
+    target: TargetSpec,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Then its store is made anew under it, which a new run of the same name would do."""
-    store, capture = (
-        ShmStore.open(sink),
-        opened(server, target, patience=400),
-    )  # longer than a start
-    done, problems = [], []
+    store = ShmStore.open(sink)
+    capture = opened(server, target, patience=400)  # longer than a start
+    done: list[Delivered] = []
+    problems: list[Exception] = []
 
-    def work():
+    def work() -> None:
         try:
             for number in range(40):
                 done.append(deliver(capture, store, number))
@@ -139,7 +153,7 @@ def test_a_server_that_is_killed_at_work_is_waited_for_and_nothing_is_lost(
     store.free(ref for refs, _ in done for ref in refs)
     assert store.stats().samples == 0
 
-    store._segment.locks.path.unlink()
+    store.path.unlink()
     anew = ShmStore.open(sink)
     refs, members = deliver(capture, anew, 99)
     require_stored(anew, refs, members)

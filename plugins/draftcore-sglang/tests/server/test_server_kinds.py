@@ -1,9 +1,13 @@
 """Servers of several processes, servers without this dist, and servers that are refused."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from draftcore_sdk.captures import ALL, ROWS, Reference, features_of, group, require_near
+from draftcore_sdk.serving import Serving
 from draftcore_sglang.client import Server
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture, receipt_of, request_body
@@ -11,9 +15,11 @@ from draftcore_sglang.wire import FIELD
 from draftcore_shm.store import ShmStore
 
 from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 
 pytestmark = pytest.mark.sglang
+StartServer = Callable[..., Serving]
 AUX = (
     "--enable-return-aux-hidden-states",
     "--speculative-algorithm=DFLASH",
@@ -23,15 +29,17 @@ AUX = (
 )
 
 
-def opened(server, target, request, **options):
+def opened(
+    server: Serving, target: TargetSpec, request: FeatureRequest, **options: Any
+) -> ServerCapture:
     options = {"servers": [server.url], "patience": 20} | options
     return ServerCapture(target, request, ServerOptions(**options))
 
 
 @pytest.mark.parametrize("size", ["--tp-size=2", "--dp-size=2"])
 def test_a_server_of_two_schedulers_stores_each_sample_once(
-    start_server, sink, target, served_folder, size
-):
+    start_server: StartServer, sink: str, target: TargetSpec, served_folder: Path, size: str
+) -> None:
     cores = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))  # else a NUMA node for each
     server = start_server(
         size,
@@ -52,8 +60,11 @@ def test_a_server_of_two_schedulers_stores_each_sample_once(
 
 
 def test_a_server_without_this_dist_sends_text_and_a_warning(
-    start_server, target, served_folder, caplog
-):
+    start_server: StartServer,
+    target: TargetSpec,
+    served_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server = start_server("--disable-radix-cache", *AUX)
     request, reference = FeatureRequest((0, 2), False, "float32"), Reference(served_folder)
     capture = opened(server, target, request)
@@ -70,12 +81,14 @@ def test_a_server_without_this_dist_sends_text_and_a_warning(
     server.kill()
 
 
-def test_a_server_that_asks_the_model_for_layers_of_its_own_is_refused(start_server, sink, target):
+def test_a_server_that_asks_the_model_for_layers_of_its_own_is_refused(
+    start_server: StartServer, sink: str, target: TargetSpec
+) -> None:
     server = start_server(*AUX, DRAFTCORE_SINK=sink, DRAFTCORE_LAYERS="0,9")
-    about = receipt_of(
-        Server(server.url).post(request_body([5, 6, 7], {FIELD: {"about": True}}), 30)
-    )["about"]
-    assert "DRAFTCORE_LAYERS has [9], the model has layers 0..3" in about["problem"]
+    body = request_body([5, 6, 7], {FIELD: {"about": True}})
+    receipt = receipt_of(Server(server.url).post(body, 30))
+    assert receipt is not None
+    assert "DRAFTCORE_LAYERS has [9], the model has layers 0..3" in receipt["about"]["problem"]
     with pytest.raises(UsageError, match="cannot capture"):
         opened(server, target, ALL)
     server.kill()

@@ -1,5 +1,8 @@
 """Straight from a server into Mooncake: the trainer lends the memory, the server is a writer."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("draftcore_mooncake")
@@ -10,17 +13,19 @@ from draftcore_mooncake.master import Master
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_sdk.captures import ALL, LAYERS, ROWS, Reference
 from draftcore_sdk.loopback import only_loopback
+from draftcore_sdk.serving import Serving
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
 
 from draftcore.contracts.capture import CaptureGroup, CaptureInput
+from draftcore.contracts.target import TargetSpec
 
 pytestmark = pytest.mark.sglang
 
 
 def test_a_server_puts_into_mooncake_what_transformers_computes(
-    start_server, target, served_folder
-):
+    start_server: Callable[..., Serving], target: TargetSpec, served_folder: Path
+) -> None:
     """Largest difference to transformers, relative to the largest number; below 1e-6 in fp32."""
     with only_loopback():
         load()

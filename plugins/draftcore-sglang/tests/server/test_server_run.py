@@ -6,9 +6,13 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from draftcore_sdk.serving import Serving
 from draftcore_sdk.suite import child_environment
 from draftcore_sdk.targets import conversations
 
@@ -18,7 +22,7 @@ SAMPLES, BATCH = 24, 4
 RTOL = 1e-5  # features differ by 1e-6; losses of about 5 by 1e-6 of their size
 
 
-def mended_environment(folder):
+def mended_environment(folder: Path) -> dict[str, str]:
     """Where sglang runs on the CPU, torchvision is mended in each process; see the platform."""
     environment = child_environment()
     if importlib.util.find_spec("draftcore_sglang_cpu"):
@@ -29,7 +33,7 @@ def mended_environment(folder):
     return environment
 
 
-def train(folder, target, **changes):
+def train(folder: Path, target: Path, **changes: Any) -> list[float]:
     """Train by the command line and return the loss of each step."""
     folder.mkdir()
     config = {
@@ -55,7 +59,9 @@ def train(folder, target, **changes):
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_a_run_trains_on_what_a_server_stored(start_server, served_folder, tmp_path):
+def test_a_run_trains_on_what_a_server_stored(
+    start_server: Callable[..., Serving], served_folder: Path, tmp_path: Path
+) -> None:
     """The same losses as with transformers in the trainer: the plan's order, each sample once."""
     store = f"shm:test-{uuid.uuid4().hex}?max_bytes=64MiB"
     server = start_server(DRAFTCORE_SINK=store, DRAFTCORE_LAYERS="0,1,2")

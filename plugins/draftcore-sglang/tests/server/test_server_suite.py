@@ -4,14 +4,17 @@
 bit. What a server's own batching changes is tested in `test_served`.
 """
 
+from collections.abc import Callable, Iterator
+
 import pytest
 from draftcore_sdk.captures import CaptureSuite
+from draftcore_sdk.serving import Serving
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def served(start_server, sink):
+def served(start_server: Callable[..., Serving], sink: str) -> Iterator[None]:
     server = start_server(
         "--prefill-max-requests=1", DRAFTCORE_SINK=sink, DRAFTCORE_LAYERS="0,1,2,3"
     )

@@ -1,0 +1,160 @@
+"""The runner `graphs`: opens what runs one phase, through the graph backend that its options name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from draftcore.contracts.algorithm import Drafter
+from draftcore.contracts.offers import Bound
+from draftcore.contracts.runner import DecodeRunner, GraphBackend, GraphPlugin, RunnerContext
+from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.evaluation.decode import EagerRunner
+from draftcore.target import EagerPrefillRunner
+from draftcore.tensors import resolve_device
+from draftcore_graphs.decode import DecodeGraphRunner
+from draftcore_graphs.options import GraphsOptions
+from draftcore_graphs.prefill import PrefillGraphRunner
+from draftcore_graphs.resolve import AUTO, EAGER, STEP, Facts, Phase, resolve
+from draftcore_graphs.runners import Tally
+from draftcore_graphs.states import fault
+
+PROBED = (3, 8)  # rows and positions of the state that `fault` looks at; no head count is likely 3
+
+
+class Graphs:
+    """Opens a graph runner for one phase, or the eager one; see `contracts.runner.Runner`."""
+
+    def __init__(self, context: RunnerContext, options: GraphsOptions) -> None:
+        self.context, self.options = context, options
+        self._prefill: tuple[TargetModel, PrefillRunner] | None = None
+        self._tallies: list[Tally] = []  # the runners themselves would keep their caches alive
+        self._eager: list[str] = []  # who decided on eager, where the user did not
+
+    def check(self, target: TargetSpec) -> None:
+        phase = self._resolve(target)
+        if phase.backend != EAGER:
+            self._backend(phase)
+
+    def plan(self, target: TargetSpec) -> Iterator[tuple[str, str, str]]:
+        self.check(target)
+        yield from self._resolve(target).lines()
+
+    def prefill(self, model: TargetModel) -> PrefillRunner:
+        if self._prefill is None or self._prefill[0] is not model:
+            self._prefill = model, self._open_prefill(model)
+        return self._prefill[1]
+
+    def _open_prefill(self, model: TargetModel) -> PrefillRunner:
+        phase = self._resolve(model.spec)
+        if phase.backend == EAGER:
+            self._note_eager(phase)
+            return EagerPrefillRunner(model)
+        backend, able = self._backend(phase)
+        plugins = self._plugins(phase)
+        runner = PrefillGraphRunner(model, phase, backend, plugins, breaks="breaks" in able)
+        self._tallies.append(runner.tally)
+        return runner
+
+    def decode(self, model: TargetModel, drafter: Drafter, module: nn.Module) -> DecodeRunner:
+        phase = self._resolve(model.spec)
+        if phase.backend != EAGER:
+            rows, length = PROBED
+            if found := fault(drafter.allocate(rows, length), rows):
+                phase = self._resolve(model.spec, faults={"drafter-state": found})
+        if phase.backend == EAGER:
+            self._note_eager(phase)
+            return EagerRunner(model, drafter)
+        backend, _ = self._backend(phase)
+        runner = DecodeGraphRunner(model, drafter, module, phase, backend, self._plugins(phase))
+        self._tallies.append(runner.tally)
+        return runner
+
+    def report(self) -> Iterator[str]:
+        yield from dict.fromkeys(self._eager)
+        for tally in self._tallies:
+            counts = ", ".join(f"{count} {what}" for what, count in tally.counts.items())
+            yield f"{tally.captures} captured, {counts or 'unused'}"
+
+    def _resolve(self, target: TargetSpec, **known: Any) -> Phase:
+        """Resolve the phase by what is known of the run. Raises UsageError for what cannot work."""
+        given, context, model = self.options, self.context, target.text_config
+        for plugin, options in given.plugins.items():
+            with self._naming(f"plugins.{plugin}"):
+                context.bind("graph-plugin", plugin).options(options)
+        backends, plugins = context.offered("graph"), context.offered("graph-plugin")
+        if given.backend == EAGER:  # the target may not even be able to run here
+            return resolve(context.phase, given, Facts(0, 0, "", backends, plugins))
+        if given.backend != AUTO:
+            with self._naming("backend"):
+                context.bind("graph", given.backend).options(given.options)
+        facts = Facts(
+            rows=context.rows,
+            longest=context.longest + (STEP if context.phase == "decode" else 0),
+            device=resolve_device(target.device).type,
+            backends=backends,
+            plugins=plugins,
+            capture=context.offered("capture").get(context.capture, frozenset()),
+            attention=getattr(model, "_attn_implementation", None),
+            layer_kinds=frozenset(getattr(model, "layer_types", None) or ()),
+            model_type=str(model.model_type),
+            rope=frozenset(_rope_types(getattr(model, "rope_parameters", None) or {})),
+            experts=getattr(model, "_experts_implementation", None),
+            temperature=context.temperature,
+        )
+        return resolve(context.phase, given, dataclasses.replace(facts, **known))
+
+    @contextmanager
+    def _naming(self, key: str) -> Iterator[None]:
+        """Begin the message of a UsageError with the key of the configuration that it is about."""
+        try:
+            yield
+        except UsageError as error:
+            raise UsageError(f"runner.{self.context.phase}.options.{key}: {error}") from None
+
+    def _note_eager(self, phase: Phase) -> None:
+        if self.options.backend != EAGER:
+            self._eager.append(f"eager, {phase.decided['backend']}")
+
+    def _backend(self, phase: Phase) -> tuple[GraphBackend, frozenset[str]]:
+        bound = self.context.bind("graph", phase.backend)
+        options = bound.options(phase.options)
+        with self._naming("backend"):
+            backend = bound.hook.graph_backend(name=phase.backend, options=options)
+        return _answered(backend, bound, "graph_backend"), bound.capabilities
+
+    def _plugins(self, phase: Phase) -> list[GraphPlugin]:
+        """Open the phase's graph plugins, in the order in which they are named."""
+        opened = []
+        for name, given in phase.plugins.items():
+            bound = self.context.bind("graph-plugin", name)
+            plugin = bound.hook.graph_plugin(name=name, options=bound.options(given))
+            opened.append(_answered(plugin, bound, "graph_plugin"))
+        return opened
+
+
+T = TypeVar("T")
+
+
+def _answered(opened: T | None, bound: Bound, hook: str) -> T:
+    if opened is None:
+        offer = bound.offer
+        raise DraftcoreError(
+            f"plugin {bound.plugin} offers the {offer.kind} {offer.name!r} and answers None\n"
+            f"  its hook {hook} must return one for every name that it offers"
+        )
+    return opened
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the kinds of rotary embedding: one for all layers, or one per kind of layer."""
+    for name, value in parameters.items():
+        if isinstance(value, Mapping):
+            yield from _rope_types(value)
+        elif name == "rope_type":
+            yield str(value)

@@ -1,0 +1,186 @@
+"""Fixtures for an algorithm's own tests: a tiny target, drafts for it, samples, what exports refuse.
+
+A conftest imports the fixtures and adds one, `algorithm`, that says what they are made for:
+
+    from draftcore_sdk.algorithm_fixtures import Tiny, folder, make_draft, make_samples, ...
+
+    @pytest.fixture(scope="session")
+    def algorithm() -> Tiny:
+        return Tiny(plugin, MyOptions, {"num_layers": 2}, ["hidden.1", "last_hidden"], shape={})
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftcore.contracts.algorithm import (
+    DataSummary,
+    Draft,
+    DraftBatch,
+    Sample,
+    StepContext,
+    StepOutput,
+)
+from draftcore.contracts.target import TargetSpec
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.target import TransformersTarget
+from draftcore_sdk.samples import random_samples
+from draftcore_sdk.targets import tiny_target
+
+MakeTarget = Callable[..., TargetSpec]
+MakeDraft = Callable[..., Draft]
+MakeSamples = Callable[..., list[Sample]]
+WIDTH = 32
+NO_DATA = DataSummary("", 0, 0, 0, 0, {})
+SHAPE = {"hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 8, "head_dim": 8}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """An algorithm at a size for tests: its hooks and options, and what keeps it small.
+
+    `small` are the options of every draft, `shape` goes to `tiny_target`, `features` are those of
+    samples, with token ids below `tokens`. `std` is that of a draft's random weights: large, as flat
+    distributions hide mistakes.
+    """
+
+    plugin: Any
+    options: Callable[..., Any]
+    small: Mapping[str, Any]
+    features: Sequence[str]
+    shape: Mapping[str, Any]
+    summary: DataSummary = NO_DATA
+    tokens: int = 250
+    std: float = 0.2
+
+
+@pytest.fixture(scope="session")
+def make_target(algorithm: Tiny, tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
+    """Save a Qwen3 with random weights; keyword arguments go to `tiny_target`."""
+
+    def make(**changes: Any) -> TargetSpec:
+        shape = {**SHAPE, **algorithm.shape, **changes}
+        folder = tiny_target(tmp_path_factory.mktemp("target"), **shape)
+        return TransformersTarget(str(folder), device="cpu")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def target(make_target: MakeTarget) -> TargetSpec:
+    return make_target()
+
+
+@pytest.fixture
+def make_draft(algorithm: Tiny, target: TargetSpec) -> MakeDraft:
+    """Build a draft for the tiny target, in fp64, through the hook; arguments are options."""
+
+    def make(of: TargetSpec = target, dtype: torch.dtype = torch.float64, **options: Any) -> Draft:
+        torch.manual_seed(2)
+        settings = algorithm.options(**{**algorithm.small, **options})
+        draft: Draft = algorithm.plugin.build_draft(of, algorithm.summary, settings)
+        draft.module.to(dtype)
+        for parameter in draft.module.parameters():
+            nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=algorithm.std)
+        return draft
+
+    return make
+
+
+@pytest.fixture
+def make_samples(algorithm: Tiny) -> MakeSamples:
+    """Draw random samples of the given lengths."""
+
+    def make(*lengths: int) -> list[Sample]:
+        names, tokens = algorithm.features, algorithm.tokens
+        return random_samples(lengths, names, width=WIDTH, tokens=tokens, seed=3)
+
+    return make
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Name a folder for an export, which is not there yet."""
+    return tmp_path / "export"
+
+
+# ---------------------------------------------------------------- training
+
+
+def accumulate(
+    plugin: Any, draft: Draft, batches: Sequence[DraftBatch], context: StepContext
+) -> tuple[StepOutput, list[Tensor]]:
+    """Run micro-batches as one update; return what their outputs sum up to, and the gradients."""
+    draft.module.zero_grad()
+    outputs = [plugin.forward_loss(draft, batch, context) for batch in batches]
+    counts = {
+        name: (
+            torch.stack([output.counts[name][0] for output in outputs]).sum(),
+            torch.stack([output.counts[name][1] for output in outputs]).sum(),
+        )
+        for name in outputs[0].counts
+    }
+    numerator = torch.stack([output.numerator for output in outputs]).sum()
+    denominator = torch.stack([output.denominator for output in outputs]).sum()
+    torch.autograd.backward([numerator / denominator])
+    gradients = [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
+    return StepOutput(numerator, denominator, counts), gradients
+
+
+def use_exact_frequencies(module: nn.Module, theta: float = 10000.0) -> None:
+    """Replace the rotary frequencies, computed in fp32, by the same in fp64."""
+    frequency = module.get_buffer("rotary.inverse_frequency")
+    exact = theta ** -(torch.arange(len(frequency), dtype=torch.float64) / len(frequency))
+    torch.testing.assert_close(frequency, exact, rtol=1e-6, atol=0)
+    frequency.copy_(exact)
+
+
+# ---------------------------------------------------------------- exports
+
+
+def drop(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    """Return an edit of an export's tensors that takes one out."""
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
+    """Return an edit of an export's tensors that sets one."""
+    return lambda tensors: tensors.update({name: tensor})
+
+
+class Refusals:
+    """What import and export refuse, whatever the algorithm; for drafts with `fc.weight`."""
+
+    def test_pickles_are_not_read(
+        self, algorithm: Tiny, make_draft: MakeDraft, folder: Path, target: TargetSpec
+    ) -> None:
+        algorithm.plugin.export_draft(make_draft(dtype=torch.float32), folder, "serving")
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        with pytest.raises(UsageError, match=r"pytorch_model.bin is a pickle.*safetensors"):
+            algorithm.plugin.import_draft(folder, target, algorithm.options())
+
+    def test_an_absent_folder_and_an_unknown_layout_are_explained(
+        self, algorithm: Tiny, make_draft: MakeDraft, folder: Path, target: TargetSpec
+    ) -> None:
+        with pytest.raises(UsageError, match=re.escape("no config.json")):
+            algorithm.plugin.import_draft(folder, target, algorithm.options())
+        with pytest.raises(UsageError, match=r"did you mean 'serving'\?"):
+            algorithm.plugin.export_draft(make_draft(), folder, "servin")
+        assert not folder.exists()
+
+    def test_a_diverged_draft_is_not_exported(
+        self, algorithm: Tiny, make_draft: MakeDraft, folder: Path
+    ) -> None:
+        draft = make_draft()
+        draft.module.get_parameter("fc.weight").data[3, 3] = float("nan")
+        with pytest.raises(DraftcoreError, match=r"fc.weight is not finite"):
+            algorithm.plugin.export_draft(draft, folder, "serving")
+        assert not folder.exists()

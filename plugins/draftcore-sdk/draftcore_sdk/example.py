@@ -1,0 +1,106 @@
+"""The tiny target of the algorithm suite, its own answers, and their features.
+
+It is deep (12 layers) and wide in its weights, so that the default captured layers of an algorithm
+exist, its answers vary from token to token, and a draft has to read the features to continue them.
+One target serves a whole pytest process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetSpec
+from draftcore.target import TransformersTarget
+from draftcore_sdk.targets import tiny_target
+
+LAYERS, GROWTH, ANSWER = 12, 1.5, 10
+# Their answers begin with one or two tokens in common: features have to tell which one follows.
+QUESTIONS = ("a6", "a9", "c9")
+
+# A loose plugin that ends training as Ctrl-C does, after the step that the variable names.
+STOP_AT = "DRAFTCORE_SUITE_STOP_AT"
+STOPPER = f"""import os, signal
+from draftcore import hookimpl
+
+@hookimpl
+def step_finished(step):
+    if os.environ.get({STOP_AT!r}) == str(step):
+        signal.raise_signal(signal.SIGINT)
+"""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tiny target, questions to it with its own greedy answers, and all features of these."""
+
+    folder: Path
+    spec: TargetSpec
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    features: list[dict[str, Tensor]]
+
+    @classmethod
+    def make(cls, folder: Path) -> Example:
+        tiny_target(folder / "target", std=0.5, num_hidden_layers=LAYERS)
+        unlike_layers(folder / "target" / "model.safetensors")
+        (folder / "draftcore_suite_stop.py").write_text(STOPPER)
+        spec = TransformersTarget(str(folder / "target"), device="cpu")
+        prompts = [prompt(spec, text) for text in QUESTIONS]
+        answers = spec.model.generate(prompts, ANSWER)
+        everything = FeatureRequest(tuple(range(LAYERS)), True, "float32")
+        features = []
+        for asked, answered in zip(prompts, answers, strict=True):
+            tokens_1T = torch.tensor([asked + answered])
+            found = spec.model.features(tokens_1T, torch.tensor([tokens_1T.shape[1]]), everything)
+            # Out of inference mode: autograd may save what a capture would have stored.
+            features.append({name: value[0].clone() for name, value in found.items()})
+        return cls(folder, spec, prompts, answers, features)
+
+
+def prompt(spec: TargetSpec, text: str) -> list[int]:
+    """Token ids of a question, up to where the answer begins."""
+    messages = [{"role": "user", "content": text}]
+    encoded = spec.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return list(encoded["input_ids"])
+
+
+def unlike_layers(weights: Path) -> None:
+    """Let every layer write more than all before it, so that no layer's output stands for another's."""
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= GROWTH ** int(name.split(".")[2])
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
+EXAMPLE: pytest.StashKey[Example] = pytest.StashKey()
+
+
+def shared_example(config: pytest.Config, folders: pytest.TempPathFactory) -> Example:
+    """Return the process's example, made when first asked for."""
+    if EXAMPLE not in config.stash:
+        config.stash[EXAMPLE] = Example.make(folders.mktemp("example"))
+    return config.stash[EXAMPLE]
+
+
+class WatchedTarget(TransformersTarget):
+    """A target that remembers the tensors it has handed out."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, device="cpu")
+        self.handed: list[Tensor] = []
+
+    def embedding(self) -> Tensor:
+        self.handed.append(super().embedding())
+        return self.handed[-1]
+
+    def head(self) -> Tensor:
+        self.handed.append(super().head())
+        return self.handed[-1]

@@ -1,0 +1,242 @@
+"""Wrong capture backends: one that runs the target in this process, and what each does otherwise."""
+
+from draftcore_sdk.captures import CaptureSuite
+
+from mutants import Mutant, Mutants
+
+RIGHT = """
+from dataclasses import replace
+
+import torch
+
+from draftcore import hookimpl
+from draftcore.errors import UsageError
+from draftcore.features.hf import LocalCapture
+from draftcore.contracts.offers import Offer
+
+class Changing(LocalCapture):
+    # Yields what `change` makes of each member's features.
+    def features(self, groups):
+        for one in super().features(groups):
+            yield replace(one, features=tuple(self.change(dict(f)) for f in one.features))
+
+class EveryLayer(Changing):
+    # Captures them all, so that `change` may give others than the `names` that are asked for.
+    def __init__(self, target, request):
+        layers = tuple(range(target.num_layers))
+        super().__init__(target, replace(request, layers=layers, last_hidden=True))
+        self.names = request.names
+
+class Capture(LocalCapture):
+    pass
+
+@hookimpl
+def describe():
+    return [Offer("capture", "mine", frozenset({"overlap"}))]
+
+@hookimpl
+def capture(name, target, request):
+    return Capture(target, request)
+"""
+
+ASKED = "test_names_widths_and_dtypes_are_those_asked_and_nothing_else"
+WRONG = {
+    "counts_the_embedding": Mutant(
+        "test_hidden_k_is_the_output_of_layer_k_counted_from_0[1]",
+        """
+        class Capture(EveryLayer):
+            def change(self, f):
+                early = {f"hidden.{k}": f"hidden.{max(k - 1, 0)}" for k in self.request.layers}
+                return {name: f[early.get(name, name)] for name in self.names}
+        """,
+    ),
+    "norms_the_last_layer": Mutant(
+        "test_the_last_layers_output_is_the_state_before_the_final_norm",
+        """
+        class Capture(Changing):
+            def change(self, f):
+                last, norm = "hidden.3", self.model.decoder.norm
+                return {n: norm(v.float()).to(v.dtype) if n == last else v for n, v in f.items()}
+        """,
+    ),
+    "takes_last_hidden_before_the_norm": Mutant(
+        "test_last_hidden_is_the_state_after_the_final_norm",
+        """
+        class Capture(EveryLayer):
+            def change(self, f):
+                return {n: f["hidden.3" if n == "last_hidden" else n] for n in self.names}
+        """,
+    ),
+    "stores_fp32_always": Mutant(
+        f"{ASKED}[bfloat16]",
+        """
+        class Capture(Changing):
+            def change(self, f):
+                return {name: value.float() for name, value in f.items()}
+        """,
+    ),
+    "adds_a_tensor": Mutant(
+        f"{ASKED}[both]",
+        """
+        class Capture(Changing):
+            def change(self, f):
+                return {**f, "embedding": next(iter(f.values())).clone()}
+        """,
+    ),
+    "cuts_long_rows": Mutant(
+        "test_every_row_is_as_long_as_its_tokens[0-members3]",
+        """
+        class Capture(Changing):
+            def change(self, f):
+                return {name: value[:-1] if len(value) > 30 else value for name, value in f.items()}
+        """,
+    ),
+    "keeps_the_padding": Mutant(
+        "test_every_row_is_as_long_as_its_tokens[9-members2]",
+        """
+        class Capture(LocalCapture):
+            def features(self, groups):
+                for one in super().features(groups):
+                    long = one.group.padded_length
+                    padded = lambda v: torch.nn.functional.pad(v, (0, 0, 0, long - len(v)))
+                    rows = tuple({n: padded(v) for n, v in f.items()} for f in one.features)
+                    yield replace(one, features=rows)
+        """,
+    ),
+    "swaps_members": Mutant(
+        "test_groups_and_members_keep_their_order",
+        """
+        class Capture(LocalCapture):
+            def features(self, groups):
+                for one in super().features(groups):
+                    yield replace(one, features=one.features[::-1])
+        """,
+    ),
+    "sorts_groups": Mutant(
+        "test_groups_and_members_keep_their_order",
+        """
+        class Capture(LocalCapture):
+            def features(self, groups):
+                return super().features(sorted(groups, key=lambda group: group.group.index))
+        """,
+    ),
+    "leaves_a_hook": Mutant(
+        "test_capturing_leaves_the_targets_logits_unchanged",
+        """
+        class Capture(LocalCapture):
+            def __init__(self, target, request):
+                super().__init__(target, request)
+                louder = lambda module, inputs, output: output * 1.01
+                target.model.model.lm_head.register_forward_hook(louder)
+        """,
+    ),
+    "mixes_neighbours": Mutant(
+        "test_a_members_features_do_not_depend_on_its_neighbours",
+        """
+        class Capture(LocalCapture):
+            def features(self, groups):
+                for one in super().features(groups):
+                    joined = {n: torch.cat([f[n] for f in one.features]) for n in one.features[0]}
+                    centred = lambda f: {n: v - joined[n].mean(0) for n, v in f.items()}
+                    yield replace(one, features=tuple(map(centred, one.features)))
+        """,
+    ),
+    "remembers_groups": Mutant(
+        "test_a_groups_features_do_not_depend_on_the_groups_before_it",
+        """
+        class Capture(Changing):
+            seen = 0
+
+            def change(self, f):
+                self.seen += 1
+                return {name: value * (1 + 1e-6 * self.seen) for name, value in f.items()}
+        """,
+    ),
+    "is_random": Mutant(
+        "test_a_group_captured_again_repeats_bit_for_bit",
+        """
+        class Capture(Changing):
+            def change(self, f):
+                return {name: value * (1 + 1e-6 * torch.rand(())) for name, value in f.items()}
+        """,
+    ),
+    "packs_groups": Mutant(
+        "test_two_groups_at_once_equal_one_by_one",
+        """
+        class Capture(Changing):
+            def features(self, groups):
+                groups = list(groups)
+                self.packed = len(groups)
+                return super().features(groups)
+
+            def change(self, f):
+                return {name: value * (1 + 1e-6 * self.packed) for name, value in f.items()}
+        """,
+    ),
+    "depends_on_the_request": Mutant(
+        "test_joined_requests_give_the_bits_of_each",
+        """
+        class Capture(Changing):
+            def change(self, f):
+                return {name: value * (1 + 1e-6 * len(f)) for name, value in f.items()}
+        """,
+    ),
+    "does_not_say_the_range": Mutant(
+        "test_a_layer_out_of_range_is_refused_with_the_range[4]",
+        """
+        @hookimpl
+        def capture(name, target, request):
+            try:
+                return Capture(target, request)
+            except UsageError:
+                raise UsageError("no such layer") from None
+        """,
+    ),
+    "counts_layers_from_the_end": Mutant(
+        "test_a_layer_out_of_range_is_refused_with_the_range[-1]",
+        """
+        @hookimpl
+        def capture(name, target, request):
+            inside = tuple(layer % target.num_layers for layer in request.layers)
+            return Capture(target, replace(request, layers=inside))
+        """,
+    ),
+    "captures_all_at_once": Mutant(
+        "test_groups_are_asked_for_as_features_are_taken",
+        """
+        class Capture(LocalCapture):
+            def features(self, groups):
+                return iter(list(super().features(list(groups))))
+        """,
+    ),
+    "closes_once": Mutant(
+        "test_closing_twice_is_harmless",
+        """
+        class Capture(LocalCapture):
+            closed = False
+
+            def close(self):
+                assert not self.closed
+                self.closed = True
+        """,
+    ),
+    "draws_a_number": Mutant(
+        "test_capturing_beside_training_is_seen_by_neither",
+        """
+        class Capture(Changing):
+            def change(self, f):
+                torch.rand(1)
+                return f
+        """,
+    ),
+    "answers_none": Mutant(
+        "test_closing_twice_is_harmless",
+        """
+        @hookimpl
+        def capture(name, target, request):
+            return None
+        """,
+    ),
+}
+
+CAPTURES = Mutants(CaptureSuite, {"{name}.py": RIGHT}, WRONG)

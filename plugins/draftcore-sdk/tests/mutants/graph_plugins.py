@@ -1,0 +1,177 @@
+"""Wrong graph plugins: one that counts tokens, and what each does otherwise."""
+
+from draftcore_sdk.graph_plugins import GraphPluginSuite
+
+from mutants import Mutant, Mutants
+
+RIGHT = """
+import torch
+
+from draftcore import hookimpl
+from draftcore.contracts.runner import GraphPlugin
+from draftcore.contracts.offers import Offer
+
+CAPABILITIES = frozenset()
+
+class Right(GraphPlugin):
+    # Counts the tokens that are live, and does the rows of a prefill one by one.
+    def __init__(self):
+        self.count_1 = torch.zeros(1, dtype=torch.long)
+
+    def on_capture(self, key, batch, work):
+        self.on_replay(key, batch)
+        if "tokens_BT" not in batch:
+            return work
+
+        def one_by_one(batch):
+            rows = [
+                work({name: value[row : row + 1] for name, value in batch.items()})
+                for row in range(key.rows)
+            ]
+            return self.joined(rows)
+
+        return one_by_one
+
+    def joined(self, rows):
+        first = rows[0]
+        if isinstance(first, torch.Tensor):
+            return torch.cat(rows)
+        if isinstance(first, dict):
+            return {name: self.joined([row[name] for row in rows]) for name in first}
+        if isinstance(first, tuple):
+            return tuple(self.joined(list(parts)) for parts in zip(*rows))
+        return None
+
+    def on_replay(self, key, batch):
+        self.count_1.copy_((batch["lengths_B"] * batch["live_B"]).sum())
+
+class Plugin(Right):
+    pass
+
+@hookimpl
+def describe():
+    return [Offer("graph-plugin", "mine", CAPABILITIES)]
+
+@hookimpl
+def graph_plugin(name):
+    return Plugin()
+"""
+
+REPLAY = "test_a_replay_gives_what_the_work_would_on_other_contents"
+WRONG = {
+    "is_no_plugin": Mutant(
+        f"{REPLAY}[decode]",
+        """
+        class Plugin:
+            on_capture, on_replay = Right.on_capture, Right.on_replay
+        """,
+    ),
+    "names_a_phase": Mutant(
+        "test_its_capabilities_name_phases_that_there_are",
+        'CAPABILITIES = frozenset({"phase:training"})',
+    ),
+    "is_backwards": Mutant(
+        "test_features_through_it_are_those_without_it",
+        """
+        class Plugin(Right):
+            def joined(self, rows):
+                return {name: torch.cat([row[name] for row in rows[::-1]]) for name in rows[0]}
+        """,
+    ),
+    "loses_a_key": Mutant(
+        f"{REPLAY}[prefill]",
+        """
+        class Plugin(Right):
+            def joined(self, rows):
+                found = super().joined(rows)
+                some = isinstance(found, dict) and "found" in found
+                return {"found": found["found"]} if some else found
+        """,
+    ),
+    "freezes_the_batch": Mutant(
+        f"{REPLAY}[prefill]",
+        """
+        class Plugin(Right):
+            def on_capture(self, key, batch, work):
+                copies = {name: value.clone() for name, value in batch.items()}
+                return lambda batch: work(copies)
+        """,
+    ),
+    "works_twice": Mutant(
+        "test_decoding_does_the_work_once",
+        """
+        class Plugin(Right):
+            def on_capture(self, key, batch, work):
+                return lambda batch: (work(batch), work(batch))[1]
+        """,
+    ),
+    "swallows_errors": Mutant(
+        "test_an_error_of_the_work_comes_through[prefill]",
+        """
+        class Plugin(Right):
+            def on_capture(self, key, batch, work):
+                def careful(batch):
+                    try:
+                        return work(batch)
+                    except LookupError:
+                        return None
+                return careful
+        """,
+    ),
+    "clamps_the_batch": Mutant(
+        "test_it_changes_nothing_in_the_batch[decode]",
+        """
+        class Plugin(Right):
+            def on_replay(self, key, batch):
+                batch["lengths_B"].clamp_(max=1)
+                super().on_replay(key, batch)
+        """,
+    ),
+    "moves_its_buffer": Mutant(
+        "test_its_buffers_stay_where_they_were_at_capture[prefill]",
+        """
+        class Plugin(Right):
+            def on_replay(self, key, batch):
+                self.count_1 = (batch["lengths_B"] * batch["live_B"]).sum()
+        """,
+    ),
+    "counts_padding": Mutant(
+        "test_what_rows_of_padding_hold_does_not_reach_its_buffers[decode]",
+        """
+        class Plugin(Right):
+            def on_replay(self, key, batch):
+                self.count_1.copy_(batch["lengths_B"].sum())
+        """,
+    ),
+    "waits": Mutant(
+        "test_a_replay_waits_for_no_device[prefill]",
+        """
+        class Plugin(Right):
+            def on_replay(self, key, batch):
+                self.count_1.fill_(int((batch["lengths_B"] * batch["live_B"]).sum()))
+        """,
+    ),
+    "hoards_captures": Mutant(
+        "test_capturing_again_and_again_keeps_nothing[prefill]",
+        """
+        HOARD = []
+
+        class Plugin(Right):
+            def on_capture(self, key, batch, work):
+                HOARD.append(torch.zeros(100))
+                return super().on_capture(key, batch, work)
+        """,
+    ),
+    "hoards_replays": Mutant(
+        "test_replaying_again_and_again_keeps_nothing[decode]",
+        """
+        HOARD = []
+
+        class Plugin(Right):
+            def on_replay(self, key, batch):
+                HOARD.append(batch["lengths_B"].clone())
+        """,
+    ),
+}
+
+GRAPH_PLUGINS = Mutants(GraphPluginSuite, {"{name}.py": RIGHT}, WRONG)

@@ -1,0 +1,353 @@
+"""`check-plugin` runs the suites of a plugin, says in words what became of them, and exits by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, get_args
+
+import pytest
+from click.testing import CliRunner, Result
+from draftcore_sdk import check
+from draftcore_sdk.suite import child_environment
+from importlib_metadata import version
+
+from draftcore.cli import main
+from draftcore.contracts.offers import Kind
+from draftcore.plugins.registry import load
+
+OBSERVER = """
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+
+@hookimpl
+def step_finished(step): ...
+"""
+SILENT_VERB = """
+import click
+
+@click.command()
+def greet(): ...
+
+@hookimpl
+def commands():
+    return [greet]
+"""
+GRAPHS = """
+@hookimpl
+def describe():
+    return [Offer("graph-plugin", "mine")]
+
+@hookimpl
+def graph_plugin(name, options):
+    {body}
+"""
+STORE = """
+@hookimpl
+def describe():
+    return [Offer("store", "mine", options="{module}_options:Options")]
+
+@hookimpl
+def feature_store(name, uri, options):
+    from draftcore.errors import UsageError
+    raise UsageError(f"uri={uri} width={options.width}")
+"""
+OFFERS = """
+@hookimpl
+def describe():
+    width = "{module}_options:Options"
+    return [Offer("capture", "mine"), Offer("channel", "other", options=width), Offer("store", "mine")]
+
+@hookimpl
+def capture(name): ...
+
+@hookimpl
+def channel(name): ...
+
+@hookimpl
+def feature_store(name): ...
+"""
+OPTIONS = """
+from pydantic import BaseModel, ConfigDict, Field
+
+class Options(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    width: float = Field(1.0, gt=0, description="how wide")
+"""
+
+
+class Loose:
+    """A one-file plugin that is not installed, and its check."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.file = folder, name, folder / f"{name}.py"
+        self.write("")
+
+    def write(self, source: str) -> None:
+        self.file.write_text(OBSERVER + dedent(source).replace("{module}", self.name))
+
+    def check(self, *arguments: str, traceback: bool = False) -> Result:
+        shell = ["--plugin", str(self.file), *["--traceback"] * traceback]
+        return CliRunner().invoke(main, [*shell, "check-plugin", self.name, *arguments])
+
+    def tests(self, *arguments: str) -> dict[str, dict[str, Any]]:
+        """Check it and return what became of each test, by its name."""
+        report = json.loads(self.check("--json", *arguments).stdout)
+        return {test["test"]: test for suite in report["suites"] for test in suite["tests"]}
+
+
+@pytest.fixture
+def loose(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: Any) -> Iterator[Loose]:
+    """Each test's plugin has a name of its own, as modules are imported once."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = f"mine_{abs(hash(request.node.name))}"
+    yield Loose(tmp_path, name)
+    sys.modules.pop(name, None)
+
+
+# ------------------------------------------------------------ the report
+
+
+def test_a_good_plugin_passes_with_a_line_per_test_and_a_sum() -> None:
+    result = CliRunner().invoke(main, ["check-plugin", "sdk"])
+    lines = result.output.splitlines()
+    assert result.exit_code == 0
+    assert lines[:4] == [
+        f"sdk (draftcore-sdk {version('draftcore-sdk')})",
+        "",
+        "plugin",
+        "  ok       it is listed as ready",
+    ]
+    assert "  ok       its verbs clash with none" in lines
+    ok, skipped = (sum(line.startswith(f"  {w}") for line in lines) for w in ("ok", "skipped"))
+    assert lines[-1].startswith(f"{ok} passed, {skipped} skipped in ")
+
+
+def test_each_offer_gets_the_suite_of_its_kind_and_cases_are_counted() -> None:
+    result = CliRunner().invoke(main, ["check-plugin", "builtin"])
+    assert result.exit_code == 0, result.output
+    assert [line for line in result.output.splitlines() if line and line[0] != " "][1:4] == [
+        "plugin",
+        "capture hf",
+        "store file",
+        "store memory",
+        "channel memory",
+        "channel sqlite",
+        "runner eager",
+    ]
+    assert "  ok       a round trip is bit exact (5)\n" in result.output
+
+
+def test_a_failure_is_explained_in_essential_lines_and_status_1(loose: Loose) -> None:
+    loose.write(SILENT_VERB)
+    result = loose.check()
+    lines = result.output.splitlines()
+    at = lines.index("  FAIL     its verbs have help")
+    assert lines[at + 1] == "           without a docstring: greet"
+    assert "Traceback" not in result.output
+    assert "def test_" not in result.output
+    assert ", 1 failed, " in lines[-1]
+    assert result.exit_code == 1
+
+
+def test_traceback_shows_all_of_a_failure(loose: Loose) -> None:
+    loose.write(SILENT_VERB)
+    assert "def test_its_verbs_have_help(" in loose.check(traceback=True).output
+
+
+def test_the_report_as_data(loose: Loose) -> None:
+    loose.write(SILENT_VERB)
+    result = loose.check("--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (report["name"], report["dist"], report["failed"]) == (loose.name, str(loose.file), 1)
+    (suite,) = report["suites"]
+    assert (suite["kind"], suite["offer"]) == ("plugin", "")
+    failed = [test for test in suite["tests"] if test["outcome"] == "failed"]
+    assert [test["test"] for test in failed] == ["test_its_verbs_have_help"]
+    assert failed[0]["message"].startswith("without a docstring: greet")
+    assert "draftcore_sdk/plugins.py:" in failed[0]["where"]
+    assert report["passed"] + report["failed"] + report["skipped"] == len(suite["tests"])
+
+
+def test_there_is_a_suite_for_every_kind() -> None:
+    assert check.SUITE_OF.keys() == {"plugin", *get_args(Kind)}
+
+
+def test_a_graph_plugin_is_judged_by_a_suite_of_its_own(loose: Loose) -> None:
+    loose.write(GRAPHS.replace("{body}", "return object()"))
+    result = loose.check()
+    assert result.exit_code == 1
+    report = result.output.partition("graph-plugin mine\n")[2]
+    assert "  FAIL     a replay waits for no device (2)\n" in report
+    assert "a graph plugin is a subclass of GraphPlugin" in report
+
+
+def test_cases_of_one_test_are_one_line_and_the_worst_is_shown() -> None:
+    long = "assert 1 == 2\n" + "more\n" * 20
+    cases = [
+        result("passed", case="bfloat16"),
+        result("failed", case="bool", message=long, where="x.py:3"),
+        result("failed", case="int8", message=long, where="x.py:3"),
+        result("failed", case="int16", message="assert [1] == [2]\n\n  Full diff:\n  + 1"),
+        result("skipped", case="int64", message="none here"),
+    ]
+    lines = [line.strip() for line in check.test_lines(cases)]
+    assert lines == [
+        "FAIL     a round trip is exact (3 of 5)",
+        "[bool] [int8]",
+        "assert 1 == 2",
+        *["more"] * 7,
+        "... (draftcore --traceback check-plugin shows all)",
+        "at x.py:3",
+        "[int16]",
+        "assert [1] == [2]",
+        "... (draftcore --traceback check-plugin shows all)",
+    ]
+    ok, skipped = cases[0], cases[-1]
+    assert list(check.test_lines([ok, skipped])) == ["  ok       a round trip is exact (1 of 2)"]
+    assert list(check.test_lines([skipped])) == ["  skipped  a round trip is exact: none here"]
+    later = list(check.test_lines([result("xfailed", message="later")]))
+    assert later == ["  xfail    a round trip is exact: later"]
+
+
+def result(outcome: str, **more: str) -> check.Result:
+    data = {"case": "", **more}
+    return check.Result(0, "test_a_round_trip_is_exact", outcome=outcome, seconds=0.0, **data)
+
+
+# ------------------------------------------------------------ what is asked for
+
+
+def test_an_unknown_name_is_told_the_nearest() -> None:
+    result = CliRunner().invoke(main, ["check-plugin", "buildin"])
+    assert result.exit_code == 2
+    assert "there is no plugin 'buildin' (did you mean 'builtin'?)" in result.stderr
+
+
+def test_a_broken_plugin_fails_with_the_registrys_reason(loose: Loose) -> None:
+    loose.write("import surely_missing")
+    result = loose.check()
+    assert result.exit_code == 2
+    assert "is broken: ModuleNotFoundError: No module named 'surely_missing'" in result.stderr
+    assert result.stdout == ""
+
+
+def test_options_and_uri_reach_the_offer(loose: Loose) -> None:
+    (loose.folder / f"{loose.name}_options.py").write_text(OPTIONS)
+    loose.write(STORE)
+    test = loose.tests("width=1e-3", "--uri", "mine:here{tmp}?a=1")["test_a_closed_store_says_so"]
+    assert "uri=mine:here/" in test["message"]
+    assert "{tmp}" not in test["message"]
+    assert test["message"].endswith("?a=1 width=0.001")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["widht=2"], "has no option 'widht' (did you mean 'width'?)\n"),
+        (["width=-2"], "width: Input should be greater than 0, not -2\n"),
+        (["width"], "override 'width' is not KEY=VALUE\n"),
+        (["--uri", "other:x"], "it offers: store mine\n"),
+    ],
+)
+def test_what_cannot_be_asked_is_explained(loose: Loose, arguments: list[str], said: str) -> None:
+    (loose.folder / f"{loose.name}_options.py").write_text(OPTIONS)
+    loose.write(STORE)
+    result = loose.check(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_option_goes_to_the_offers_that_have_it(loose: Loose) -> None:
+    (loose.folder / f"{loose.name}_options.py").write_text(OPTIONS)
+    loose.write(OFFERS)
+    plugin = load(files=[loose.file]).named(loose.name)
+    checks = check.suites_of(plugin, ["width=3"], "mine:x")
+    assert [(c.kind, c.offer, c.options, c.uri) for c in checks] == [
+        ("plugin", "", {}, ""),
+        ("capture", "mine", {}, ""),
+        ("channel", "other", {"width": 3}, ""),
+        ("store", "mine", {}, "mine:x"),
+    ]
+
+
+# ------------------------------------------------------------ a process of its own
+
+
+def test_the_users_own_pytest_is_left_out(
+    loose: Loose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conftest.py").write_text("raise SystemExit('conftest of the user')")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-flag\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--another-flag")
+    monkeypatch.setenv("PYTEST_PLUGINS", "no_such_plugin")
+    assert loose.check().exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
+        "conftest.py",
+        loose.file.name,
+        "pytest.ini",
+    ]
+
+
+def test_a_test_in_which_the_process_dies_fails(loose: Loose) -> None:
+    dies = "import os, sys; print('no more memory', file=sys.__stderr__, flush=True); os._exit(3)"
+    loose.write(GRAPHS.replace("{body}", dies))
+    result = loose.check()
+    assert result.exit_code == 1
+    assert "  FAIL     a graph offer is opened\n" in result.output
+    assert "the process ended here with exit status 3" in result.output
+
+
+def test_a_suite_that_cannot_be_loaded_is_a_failure(loose: Loose, tmp_path: Path) -> None:
+    """As where a package that only the suites need is broken."""
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "pydantic.py").write_text("raise ImportError('pydantic is broken')")
+    sys.path.insert(0, str(folder))
+    checks = [check.Check("plugin", "", loose.name, str(loose.file), {}, "")]
+    (found,) = check.run(checks)
+    assert (found.outcome, found.words) == ("failed", "the suite can be loaded")
+    assert "pydantic is broken" in found.message
+
+
+def test_the_process_that_reports_imports_no_torch() -> None:
+    code = (
+        "import sys, draftcore.cli as cli\n"
+        "cli.main(['check-plugin', 'sdk'], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), text=True)
+    assert done.returncode == 0
+
+
+def test_ctrl_c_ends_the_check_and_its_process(loose: Loose, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    body = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    loose.write(GRAPHS.replace("{body}", body))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "draftcore", "--plugin", loose.file, "check-plugin", loose.name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
+        # A job in the background of a shell inherits SIGINT ignored; a person's terminal does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    until = time.monotonic() + 60
+    while not (note.exists() and note.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "interrupted\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)

@@ -1,0 +1,201 @@
+"""What the trained draft drafts on some prompts: the reference that an export has to agree with.
+
+The draft is loaded from its checkpoint and decoded by its own drafter through the target's cache, as
+`draftcore eval` does. The hidden states that transformers itself gives for the same tokens are kept
+too, numbered as transformers does: what a server would capture is looked up there, by its own ids.
+
+All in fp32. Shape letters: T tokens, K drafts, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from draftcore.config import RunConfig
+from draftcore.contracts.algorithm import Draft, Drafter
+from draftcore.contracts.serving import Host
+from draftcore.data.dataset import read_prompts
+from draftcore.data.rendering import Renderer
+from draftcore.errors import UsageError
+from draftcore.evaluation.decode import verify
+from draftcore.plugins.registry import Registry
+from draftcore.run.drafts import find_checkpoint, load_checkpoint
+from draftcore.run.parts import DraftRun, Run
+from draftcore.training.checkpoint import MARK, Checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from draftcore.contracts.target import TargetModel, TargetSpec
+
+ROUNDS, PROMPTS, LONGEST = 3, 4, 1024
+QUESTIONS = (
+    "Name three colours.",
+    "def fibonacci(n):",
+    "Explain in two sentences why the sky is blue.",
+    "Count: 1, 2, 3,",
+)
+
+
+@dataclass(frozen=True)
+class DraftedRound:
+    """One round of one prompt, as the trained draft drafted it.
+
+    `where` names prompt and round in messages. tokens_T: what the target has read; last: the token it
+    chose then; features: what the drafter was fed, [T, H] by name; states: transformers'
+    hidden_states of the same tokens, [T, H] each; greedy_K: the greedy drafts; drawn_K, probs_KV:
+    sampled drafts, and the distributions they were drawn from.
+    """
+
+    where: str
+    tokens_T: Tensor
+    last: int
+    features: Mapping[str, Tensor]
+    states: tuple[Tensor, ...]
+    greedy_K: Tensor
+    drawn_K: Tensor
+    probs_KV: Tensor
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The trained draft of an export, the target it drafts for, and what it drafted.
+
+    `layers` are those that its features were captured at; `manifest` is the export's.
+    """
+
+    run: DraftRun
+    target: TargetSpec
+    checkpoint: Checkpoint
+    draft: Draft
+    host: Host
+    layers: tuple[int, ...]
+    rounds: tuple[DraftedRound, ...]
+    manifest: Mapping[str, Any]
+
+
+@contextmanager
+def open_reference(
+    registry: Registry, export: Path, run: Path | None, target: str, device: str,
+    prompts: str | None,
+) -> Iterator[Reference]:  # fmt: skip
+    """Open the draft that was trained, and let it draft on the prompts.
+
+    Raises UsageError where its checkpoint cannot be found, or is of another target.
+    """
+    manifest = read_manifest(export)
+    folder = find_folder(export, manifest, run)
+    state = json.loads((folder / "state.json").read_text())
+    place = {"path": target, "revision": None, "dtype": "float32", "device": device}
+    opened = Run(RunConfig.model_validate({**state["config"], "target": place}), registry)
+    try:
+        draft, spec = opened.drafts[0], opened.target
+        found = find_checkpoint(draft, folder)
+        built, model = load_checkpoint(draft, found), spec.model
+        built.module.to(model.device).eval()
+        drafter = draft.drafter(built)
+        rounds = tuple(
+            drafted
+            for number, tokens in enumerate(prompts_of(spec, prompts))
+            for drafted in draft_rounds(model, drafter, tokens, number)
+        )
+        host, layers = Host.of(spec, model.device), drafter.request.layers
+        yield Reference(draft, spec, found, built, host, layers, rounds, manifest)
+    finally:
+        opened.close()
+
+
+def read_manifest(export: Path) -> dict[str, Any]:
+    """Return what `draftcore export` wrote of the export's origin; {} for one from elsewhere."""
+    if not (export / "config.json").is_file():
+        raise UsageError(f"{export} holds no config.json\n  give a folder that `export` wrote")
+    file = export / "draftcore.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return found
+
+
+def find_folder(export: Path, manifest: Mapping[str, Any], run: Path | None) -> Path:
+    """Return the checkpoint that was exported: the one named, the run's of that step, the manifest's."""
+    if run is None and "checkpoint" not in manifest:
+        raise UsageError(
+            f"{export} does not say which checkpoint it came from\n"
+            "  give the run's folder, or the checkpoint's, with --run"
+        )
+    named = run if run is not None else (export / manifest["checkpoint"]).resolve()
+    steps = sorted(file.parent for file in named.glob(f"checkpoints/step-*/{MARK}"))
+    if (named / MARK).is_file():
+        steps = [named]
+    elif "step" in manifest:
+        wanted = [folder for folder in steps if int(folder.name[5:]) == manifest["step"]]
+        if steps and not wanted:
+            raise UsageError(
+                f"{export} is of step {manifest['step']}, and {named} holds checkpoints of other "
+                f"steps: {', '.join(folder.name for folder in steps)}\n"
+                "  export one of these, or name another run with --run"
+            )
+        steps = wanted
+    if not steps:
+        raise UsageError(
+            f"the checkpoint behind {export} is not at {named}\n"
+            "  give the run's folder, or the checkpoint's, with --run"
+        )
+    return steps[-1]
+
+
+def prompts_of(target: TargetSpec, source: str | None) -> list[list[int]]:
+    """Return the token ids of a few prompts: a file's first, or built-in questions."""
+    if source is not None:
+        prompts, _ = read_prompts(source, target.tokenizer, PROMPTS, LONGEST)
+        return [list(prompt.token_ids) for prompt in prompts]
+    renderer = Renderer(target.tokenizer)
+    asked = [{"role": "user", "content": text} for text in QUESTIONS]
+    return [renderer.prompt([one, {"role": "assistant", "content": "."}]) for one in asked]
+
+
+@torch.inference_mode()
+def draft_rounds(
+    model: TargetModel, drafter: Drafter, prompt: Sequence[int], number: int
+) -> list[DraftedRound]:
+    """Decode one prompt for a few rounds; return what the drafter was fed and drafted in each."""
+    room = len(prompt) + ROUNDS * (drafter.num_drafts + 1)
+    cache, state = model.allocate(1, room), drafter.allocate(1, room)
+    tokens_1T = torch.tensor([list(prompt)], device=model.device)
+    positions_1T = torch.arange(len(prompt), device=model.device)[None]
+    features = model.forward(cache, tokens_1T, positions_1T, len(prompt), drafter.request)
+    last_1 = model.logits(features["last_hidden"][:, -1]).argmax(-1)
+    lengths_1 = torch.tensor([len(prompt)], device=model.device)
+    drafter.prefill(state, tokens_1T, lengths_1, features, last_1)
+    fed, rounds = dict(features), []
+    generator = torch.Generator(model.device).manual_seed(number)
+    for round_ in range(ROUNDS):
+        greedy_1K, _ = drafter.propose(state)
+        drawn_1K, probs_1KV = drafter.propose(state, 1.0, generator)
+        assert probs_1KV is not None
+        states = model.model(input_ids=tokens_1T, output_hidden_states=True).hidden_states
+        rounds.append(
+            DraftedRound(
+                f"prompt {number + 1}, round {round_ + 1}", tokens_1T[0], int(last_1),
+                {name: x[0] for name, x in fed.items()}, tuple(state[0] for state in states),
+                greedy_1K[0], drawn_1K[0], probs_1KV[0],
+            )
+        )  # fmt: skip
+        window_1T = torch.cat([last_1[:, None], greedy_1K], 1)
+        at_1T = len(tokens_1T[0]) + torch.arange(window_1T.shape[1], device=model.device)[None]
+        span = int(at_1T[0, -1]) + 1
+        features = model.forward(cache, window_1T, at_1T, span, drafter.request)
+        logits_1TV = model.logits(features["last_hidden"])
+        new_1T, counts_1 = verify(logits_1TV, greedy_1K, None, 0.0, generator)
+        drafter.accept(state, new_1T, features, counts_1)
+        count = int(counts_1)
+        fed = {name: torch.cat([x, features[name][:, :count]], 1) for name, x in fed.items()}
+        tokens_1T = torch.cat([tokens_1T, last_1[:, None], new_1T[:, : count - 1]], 1)
+        last_1 = new_1T[:, count - 1]
+    return rounds

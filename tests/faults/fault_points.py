@@ -1,0 +1,258 @@
+"""Wrappers that harm the process they run in, at named points, once each: no hook in the product.
+
+    FAULTS="kill:put@2 freeze:leased raise:captured=q7? pace:0.05"  FAULT_MARKS=FOLDER
+
+`kill` is SIGKILL and `freeze` SIGSTOP, to the process itself, when it comes to a point for the
+n-th time; a file in the folder marks what was done, so a restarted process passes. Points:
+
+    producer  captured, put (half of the tensors are copied), published (before it is reported)
+    trainer   leased, midstep, stepped (before the release), written (a checkpoint, not renamed),
+              unmarked (renamed, not marked), saved, freeing, freed
+
+Other faults happen once, too: `full:publish` and `full:advance` leave the channel no byte to write,
+`twice:publish` publishes again, `torn:publish` dies amid a line, `flip:published` alters a stored
+byte. These go on: `raise:WORD` fails every group in which a sample begins with the word, `narrow:WORD`,
+`lacking:WORD`, `nan:WORD` and `huge:WORD` return something else than was asked for that sample, and
+`pace:SECONDS` slows steps down.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftcore import hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from draftcore.contracts.capture import CapturedGroup, CaptureInput
+    from draftcore.contracts.channel import CaptureTask
+    from draftcore.contracts.store import Handle, SampleRef, StoreItem
+    from draftcore.contracts.target import TargetSpec
+
+FAULTS = [fault.split(":", 1) for fault in os.environ.get("FAULTS", "").split()]
+MARKS = Path(os.environ.get("FAULT_MARKS", "/nonexistent"))
+Wrapper = Generator[None, Any, Any]
+seen: Counter[tuple[str, str]] = Counter()
+
+
+def now(fault: str, point: str) -> bool:
+    """Say whether to do something at this point: once in a run, by one process."""
+    for wanted, place in FAULTS:
+        name, _, at = place.partition("@")
+        if (wanted, name) != (fault, point):
+            continue
+        seen[fault, place] += 1
+        if seen[fault, place] >= int(at or 1):
+            try:
+                (MARKS / f"{fault}-{place}").open("x").close()
+            except FileExistsError:
+                continue
+            return True
+    return False
+
+
+def reach(point: str) -> None:
+    if now("kill", point):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if now("freeze", point):
+        (MARKS / f"frozen-{point}").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def word(fault: str) -> str | None:
+    """Return the word of a fault that goes on, or None."""
+    return next((place for wanted, place in FAULTS if wanted == fault), None)
+
+
+@contextmanager
+def full_medium() -> Iterator[None]:
+    """Let no file of this process grow: a write fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Around:
+    """An object with some methods replaced."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+# ---------------------------------------------------------------- capture
+
+
+class Capture(Around):
+    def __init__(self, inner: Any, target: TargetSpec) -> None:
+        super().__init__(inner)
+        self.target = target
+
+    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
+        groups = list(groups)
+        for group, captured in zip(groups, self.inner.features(groups), strict=True):
+            texts = [self.target.tokenizer.decode(tokens) for tokens in group.token_ids]
+            for text, features in zip(texts, captured.features, strict=True):
+                if hits("raise", text):
+                    raise RuntimeError(f"no capture of {word('raise')}")
+                if hits("narrow", text):
+                    features.update({name: value[:, :5] for name, value in features.items()})
+                if hits("lacking", text):
+                    features.pop("last_hidden")
+                for fault, number in (("nan", float("nan")), ("huge", 3e38)):
+                    if hits(fault, text):
+                        features["last_hidden"] = features["last_hidden"].clone()
+                        features["last_hidden"][2, 3] = number
+            reach("captured")
+            yield captured
+
+
+def hits(fault: str, text: str) -> bool:
+    found = word(fault)
+    return found is not None and found in text
+
+
+@hookimpl(wrapper=True)
+def capture(target: TargetSpec) -> Wrapper:
+    return Capture((yield), target)
+
+
+# ---------------------------------------------------------------- store
+
+
+class HalfPut(dict[str, "Tensor"]):
+    """Tensors of a sample, which are asked for twice: to be described, then to be copied."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__(tensors)
+        self.asked = itertools.count(len(self))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if next(self.asked) >= len(self):
+            reach("put")
+        return super().__getitem__(name)
+
+    def items(self) -> Any:
+        return [(name, super(HalfPut, self).__getitem__(name)) for name in self]
+
+
+class Store(Around):
+    def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        import dataclasses
+
+        last = dataclasses.replace(items[-1], tensors=HalfPut(items[-1].tensors))
+        refs: tuple[SampleRef, ...] = self.inner.put_many([*items[:-1], last])
+        if now("flip", "published"):
+            with self.inner.get(refs[0]) as handle:  # its tensors are views of the shared bytes
+                handle.tensors["last_hidden"].view(-1)[3] += 1
+        reach("published")
+        return refs
+
+    def get_many(
+        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
+    ) -> tuple[Handle, ...]:
+        handles: tuple[Handle, ...] = self.inner.get_many(refs, device, names)
+        reach("leased")
+        return handles
+
+    def free(self, refs: Iterable[SampleRef]) -> None:
+        refs = list(refs)
+        if refs:
+            reach("freeing")
+        self.inner.free(refs[:1])
+        if refs:
+            reach("freed")
+        self.inner.free(refs[1:])
+
+
+@hookimpl(wrapper=True)
+def feature_store() -> Wrapper:
+    return Store((yield))
+
+
+# ---------------------------------------------------------------- channel
+
+
+class Channel(Around):
+    def publish(self, task: CaptureTask, refs: Sequence[SampleRef] | Exception) -> None:
+        if now("full", "publish"):
+            with full_medium():
+                self.inner.publish(task, refs)
+        if now("torn", "publish"):
+            tear()
+        self.inner.publish(task, refs)
+        if now("twice", "publish"):
+            self.inner.publish(task, refs)
+
+    def advance(self, step_index: int) -> tuple[SampleRef, ...]:
+        if now("full", "advance"):
+            with full_medium():
+                time.sleep(2.0)  # until the channel's thread had something to write
+        released: tuple[SampleRef, ...] = self.inner.advance(step_index)
+        return released
+
+
+def tear() -> None:
+    """Write half a line to the trainer, as a process does that is killed while it writes."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the listing's own
+            writes = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+            if writes and os.readlink(f"/proc/self/fd/{fd}").endswith(".jsonl"):
+                os.write(fd, b'{"kind": "published", "task": {"ep')
+                os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("no file of a mailbox is open for writing")
+
+
+@hookimpl(wrapper=True)
+def channel() -> Wrapper:
+    return Channel((yield))
+
+
+# ---------------------------------------------------------------- training
+
+
+@hookimpl(wrapper=True)
+def forward_loss() -> Wrapper:
+    output = yield
+    time.sleep(float(word("pace") or 0))
+    reach("midstep")
+    return output
+
+
+@hookimpl
+def step_finished(step: int) -> None:
+    reach("stepped")
+
+
+@hookimpl
+def checkpoint_saved(step: int) -> None:
+    reach("saved")
+
+
+def watch_files(event: str, arguments: tuple[Any, ...]) -> None:
+    """Python itself says which files are opened and renamed."""
+    if event == "os.rename" and ".step-" in str(arguments[0]):
+        reach("written")
+    if event == "open" and str(arguments[0]).endswith("COMPLETE") and arguments[2] & os.O_CREAT:
+        reach("unmarked")
+
+
+if FAULTS:
+    sys.addaudithook(watch_files)
