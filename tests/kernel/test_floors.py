@@ -16,10 +16,8 @@ from pathlib import Path
 
 import pytest
 
-import draftcore
-
-CORE = Path(draftcore.__file__).parent
-ROOT = CORE.parent
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "draftcore"
 # From the ground up. A module imports lower floors and its own room (module or package) only.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", ""),  # and the package itself: its two markers
