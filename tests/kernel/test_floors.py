@@ -128,6 +128,36 @@ def test_the_kernel_has_at_most_1600_lines_of_code_and_no_torch() -> None:
             assert "torch" not in {name.partition(".")[0] for name in names}, file
 
 
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names with one leading underscore that a tree reads of others, or imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_test_knows_a_private_name_of_ours() -> None:
+    ours: set[str] = set()
+    for file in [*FILES.values(), *ROOT.glob("plugins/*/draftcore_*/**/*.py")]:
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                ours.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id)
+    ours = {name for name in ours if re.match("_[a-z]", name)} - {"_replace"}  # a namedtuple's
+    tests = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("plugins/*/tests/**/*.py")]
+    reached = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in tests
+        for name in private_names(parsed(file))
+        if name in ours
+    }
+    assert not reached, "\n".join(sorted(reached))
+
+
 def plugin_names() -> set[str]:
     """The names of our own plugins, entry points and offers alike, read from their metadata."""
     names: set[str] = set()
