@@ -133,7 +133,7 @@ def test_a_good_plugin_passes_with_a_line_per_test_and_a_sum() -> None:
 def test_each_offer_gets_the_suite_of_its_kind_and_cases_are_counted() -> None:
     result = CliRunner().invoke(main, ["check-plugin", "builtin"])
     assert result.exit_code == 0, result.output
-    assert [line for line in result.output.splitlines() if line and line[0] != " "][1:4] == [
+    assert [line for line in result.output.splitlines() if line and line[0] != " "][1:8] == [
         "plugin",
         "capture hf",
         "store file",
