@@ -60,6 +60,9 @@ def prepare(run: Run) -> list[Trainer]:
     run.ranks.first(run.hold_folder)
     with run.ranks.together():
         run.require_shared_store()
+        if run.role == "both":
+            run.runners["prefill"].check(run.target)
+            run.manifest(run.drafts)  # raises where a plugin that is selected is not here
         held_out = HeldOut(run) if run.config.train.eval_every else None
     summary = run.samples.summary  # all ranks ask here, before rank 0 does so by itself
     return [Trainer(draft, summary, held_out) for draft in run.drafts]

@@ -55,6 +55,21 @@ def test_an_unknown_store_lists_what_is_there(project: Project) -> None:
     refused(project, "train", "store=s3:bucket", says=["s3", "file", "memory"])
 
 
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("capture.name=hff", "hf"),
+        ("runner.prefill.name=graps", "graphs"),
+        ("channel=memori", "memory"),
+    ],
+)
+def test_what_is_not_installed_is_refused_before_any_work(
+    project: Project, key: str, near: str
+) -> None:
+    refused(project, "train", key, says=[f"(did you mean {near!r}?)", "installed: "])
+    assert not (project.run / "data").exists()
+
+
 @pytest.mark.parametrize("key", ["channel", "store"])
 def test_a_password_in_a_uri_is_refused_and_neither_shown_nor_kept(
     project: Project, key: str
