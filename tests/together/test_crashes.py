@@ -125,7 +125,7 @@ def test_a_second_trainer_of_a_folder_is_turned_away(
 ) -> None:
     project = new_project(tmp_path / "both", samples=400)
     first = project.start("train", "train.checkpoint_every=1")
-    wait_for(lambda: steps(project) >= 1, first)
+    wait_for(lambda: bool(list(project.run.glob("checkpoints/step-*/COMPLETE"))), first)
     result = project.cli("train", ok=False)
     assert result.exit_code == 1
     for words in (f"process {first.pid} on", "trains in", "another run folder"):
