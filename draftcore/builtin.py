@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
 
 OFFERS = (
-    Offer("capture", "hf", frozenset({"graphs", "overlap"})),
+    Offer("capture", "hf", frozenset({"graphs", "per-rank"})),
     Offer("store", "file", frozenset({"durable", "one-writer", "shared"})),
-    Offer("store", "memory"),
-    Offer("channel", "memory"),
-    Offer("channel", "sqlite", frozenset({"shared"})),
+    Offer("channel", "tcp"),
     Offer("runner", "eager"),
 )
 
@@ -53,18 +51,15 @@ def capture(name: str, target: TargetSpec, request: FeatureRequest) -> Capture:
 @hookimpl
 def feature_store(name: str, uri: str) -> FeatureStore:
     from draftcore.features.stores.file import FileStore
-    from draftcore.features.stores.memory import MemoryStore
 
-    return FileStore.open(uri) if name == "file" else MemoryStore.open(uri)
+    return FileStore.open(uri)
 
 
 @hookimpl
-def channel(name: str, uri: str, run_id: str, role: str) -> Channel:
-    from draftcore.channels.memory import MemoryChannel
-    from draftcore.channels.sqlite import SqliteLog
+def channel(name: str, uri: str, secret: bytes) -> Channel:
+    from draftcore.features.tcp import TcpChannel
 
-    open_channel = SqliteLog.open if name == "sqlite" else MemoryChannel.open
-    return open_channel(uri, run_id, role)
+    return TcpChannel.open(uri, secret)
 
 
 @hookimpl

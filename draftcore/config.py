@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,8 +21,17 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # a folder in the run's, beside its `data`
 GONE = {  # keys of earlier versions, and what replaced them
     "graphs": "runner.prefill and runner.decode replace it, each with name and options\n"
-    "    runner: {prefill: {name: graphs, options: {backend: auto}}}"
+    "    runner: {prefill: {name: graphs, options: {backend: auto}}}",
+    "capture.batch": "rows are captured and trained on in the same batches, of train.batch rows",
+    "train.window": "nothing replaces it: train.prefetch says how many batches are held",
+    "train.overlap": "nothing replaces it: a rank captures its own batches as it needs them, and\n"
+    "    topology.producers captures beside training",
 }
+
+
+FREE = "free"
+T = TypeVar("T")
+Free = Annotated[T, FREE]  # of a field: a resumed run may change it
 
 
 class Section(BaseModel):
@@ -32,10 +41,14 @@ class Section(BaseModel):
 
 
 class TargetConfig(Section):
-    path: str = Field(description="a folder or a Hugging Face model id")
-    revision: str | None = Field(None, description="branch, tag or commit of a Hugging Face id")
+    path: Free[str] = Field(description="a folder or a Hugging Face model id")
+    revision: Free[str | None] = Field(
+        None, description="branch, tag or commit of a Hugging Face id"
+    )
     dtype: Dtype = Field("auto", description="compute type; auto is what the target's config says")
-    device: str = Field("auto", description="cpu, cuda, cuda:1; auto is cuda where there is one")
+    device: Free[str] = Field(
+        "auto", description="cpu, cuda, cuda:1; auto is cuda where there is one"
+    )
 
 
 class DataConfig(Section):
@@ -46,6 +59,9 @@ class DataConfig(Section):
     bad_rows: Literal["skip", "refuse"] = Field("skip", description="malformed rows")
     overlong: Literal["skip", "truncate", "refuse"] = Field("skip", description="rows too long")
     limit: int | None = Field(None, ge=1, description="read this many training rows at most")
+    max_skipped: float = Field(
+        0.01, ge=0, le=1, description="share of rows that may fail; one may always"
+    )
 
 
 class Choice(Section):
@@ -55,14 +71,15 @@ class Choice(Section):
 
 class CaptureConfig(Choice):
     name: str = Field("hf", description="the capture backend")
-    batch: int = Field(8, ge=1, description="samples per forward; changes features' last bits")
     dtype: Dtype = Field("auto", description="stored type; auto is the target's compute type")
 
 
 class TuningConfig(Section):
     """How one draft is optimised: what drafts of one run may set differently."""
 
-    lr: float | None = Field(None, gt=0, description="peak rate; the algorithm's default if unset")
+    lr: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="peak rate; the algorithm's default if unset"
+    )
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_ratio: float | None = Field(None, ge=0, lt=1, description="algorithm's default if unset")
     clip: float | None = Field(None, gt=0, description="gradient norm; algorithm's if unset")
@@ -72,23 +89,37 @@ class TuningConfig(Section):
 
 
 class TrainConfig(TuningConfig):
-    epochs: int = Field(1, ge=1)
-    max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps")
-    batch: int = Field(8, ge=1, description="samples per micro-batch")
-    accumulate: int = Field(1, ge=1, description="micro-batches per step, over all ranks")
-    device: str = Field("auto", description="as target.device")
-    seed: int = Field(0, ge=0)
-    log_every: int = Field(10, ge=1, description="steps per line of metrics.jsonl")
-    checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
-    keep_checkpoints: int = Field(2, ge=1)
-    eval_every: int | None = Field(None, ge=1, description="steps between evaluations, if any")
-    overlap: bool = Field(False, description="capture for a step while the one before trains")
-    eval_samples: int = Field(64, ge=1, description="held-out samples of the loss during training")
-    eval_prompts: int = Field(8, ge=0, description="prompts decoded at each evaluation; 0 is none")
-    window: int = Field(
-        128, ge=1, description="steps sorted by length together; features of about two are held"
+    epochs: Free[int] = Field(1, ge=1)
+    max_steps: Free[int | None] = Field(
+        None, ge=1, description="stop after this many optimizer steps"
     )
-    rank_timeout: float = Field(300, gt=0, description="seconds of silence that end a rank")
+    batch: int = Field(8, ge=1, description="rows captured and trained together")
+    accumulate: Free[int | None] = Field(
+        None,
+        ge=1,
+        description="batches per step, over all ranks; unset: the ranks of the first start",
+    )
+    prefetch: Free[int | None] = Field(
+        None, ge=1, description="batches ready ahead, per rank; unset: 2, or two per producer"
+    )
+    shard: Free[bool] = Field(
+        False, description="shard drafts over ranks (FSDP2), not replicate them"
+    )
+    device: Free[str] = Field("auto", description="as target.device")
+    seed: int = Field(0, ge=0)
+    log_every: Free[int] = Field(10, ge=1, description="steps per line of metrics.jsonl")
+    checkpoint_every: Free[int] = Field(500, ge=1, description="steps between checkpoints")
+    keep_checkpoints: Free[int] = Field(2, ge=1)
+    eval_every: Free[int | None] = Field(
+        None, ge=1, description="steps between evaluations, if any"
+    )
+    eval_samples: Free[int] = Field(
+        64, ge=1, description="held-out samples of the loss during training"
+    )
+    eval_prompts: Free[int] = Field(
+        8, ge=0, description="prompts decoded at each evaluation; 0 is none"
+    )
+    rank_timeout: Free[float] = Field(300, gt=0, description="seconds of silence that end a rank")
 
 
 class DraftConfig(Section):
@@ -117,7 +148,7 @@ class RunnerConfig(Section):
     """Who runs the models: `prefill` is the target's forward in capture, `decode` both in decoding."""
 
     prefill: Choice = Choice(name="eager")
-    decode: Choice = Choice(name="eager")
+    decode: Free[Choice] = Choice(name="eager")
 
 
 class RunConfig(Section):
@@ -127,12 +158,8 @@ class RunConfig(Section):
     algorithm: Choice | None = Field(None, description="the draft to train")
     drafts: dict[Label, DraftConfig] = Field({}, description="or several, from one capture")
     capture: CaptureConfig = CaptureConfig()
-    store: str = Field(
-        "auto",
-        description="URI, e.g. file:FOLDER; auto: memory, or where processes share it the installed "
-        "store with the capability memory-speed",
-    )
-    channel: str = Field("auto", description="URI; auto: memory, or sqlite in the run's folder")
+    store: str = Field("auto", description="URI, e.g. file:FOLDER; auto: only where needed, shared")
+    channel: str = Field("tcp", description="URI; tcp://HOST:PORT for producers on other machines")
     topology: TopologyConfig = TopologyConfig()
     plugins: tuple[str, ...] = Field((), description="wrappers and observers to select, by name")
     train: TrainConfig = TrainConfig()

@@ -11,10 +11,14 @@ Shape letters: B batch, T tokens, S cache slots, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
 import json
+import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,10 +36,13 @@ from transformers.utils import logging as transformers_logging
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.files import write_atomic
 from draftcore.tensors import resolve_device
+from draftcore.uris import format_size
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
+SAID = 1 << 28  # bytes of a file whose reading takes so long that one is told
 
 
 class EagerPrefillRunner:
@@ -118,14 +125,18 @@ class TransformersTarget:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identify the weights by the config's shape and evenly spaced rows of the embedding."""
-        rows = self.embedding()
-        rows = rows[:: max(1, rows.shape[0] // 256)].to(torch.float32).contiguous()
-        text = self.text_config
-        shape = [text.model_type, text.hidden_size, text.num_hidden_layers, text.vocab_size]
-        digest = hashlib.blake2b(json.dumps(shape).encode(), digest_size=12)
-        digest.update(rows.numpy().tobytes())
-        return digest.hexdigest()
+        """A digest of all that is computed with: every weight file, the config, the tokenizer.
+
+        The chat template is the data's: it is kept with a run's summary, and its rows differ.
+
+        Files of a Hub cache are known by their blobs' names, which are SHA-256 digests. Any other
+        file is read once, and its digest kept in the user's cache folder while the file is the same.
+        """
+        fetch = functools.partial(cached_file, self.path, revision=self.revision)
+        files = [str(fetch("config.json")), *sorted(set(self._weight_files.values()))]
+        told = [file_digest(Path(file)) for file in files]
+        told.append(self.tokenizer.backend_tokenizer.to_str())
+        return hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
 
     @property
     def weight_bytes(self) -> int:
@@ -164,6 +175,30 @@ class TransformersTarget:
             )
         with safe_open(single, framework="pt") as tensors:
             return dict.fromkeys(tensors.keys(), str(single))
+
+
+def file_digest(file: Path) -> str:
+    """Return a file's SHA-256; one of a large file is kept by its path, size and time of change."""
+    real = file.resolve()
+    if real.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", real.name):
+        return real.name
+    status = real.stat()
+    identity = f"{real} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
+    folder = (
+        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "draftcore" / "digests"
+    )
+    kept = folder / hashlib.sha256(identity.encode()).hexdigest()
+    if kept.exists():
+        return kept.read_text()
+    if status.st_size > SAID:
+        size = format_size(status.st_size)
+        print(f"reading {real} once for its digest, {size}", file=sys.stderr, flush=True)
+    with real.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if status.st_size > SAID:
+        with contextlib.suppress(OSError):  # a home that cannot be written costs time alone
+            write_atomic(kept, digest)
+    return digest
 
 
 @dataclass
@@ -293,7 +328,7 @@ class TransformersModel:
         gap = float((ours - theirs).abs().max())
         bound = 1e-3 if self.dtype == torch.float32 else 0.1
         if not gap <= bound:
-            raise DraftcoreError(
+            raise UsageError(
                 f"the last hidden state times the head of {self.spec.path!r} is not the model's own\n"
                 f"  prediction: log-probabilities differ by {gap:.3g} (bound {bound:.3g})\n"
                 "  models that scale or cap their logits are not supported as targets"

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, UsageError
 
 if TYPE_CHECKING:
     from draftcore.config import RunConfig
+    from draftcore.contracts.runner import PhaseName
     from draftcore.evaluation.report import Report
     from draftcore.plugins.registry import Registry
-    from draftcore.run.parts import DraftRun, Run
+    from draftcore.run import DraftRun, Run
 
 Role = Literal["both", "trainer", "producer"]
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -47,17 +48,13 @@ def open_run(
     # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
     # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from draftcore.run.parts import Run
-    from draftcore.training.ranks import join, require_one
+    from draftcore.run import Run
+    from draftcore.training.distributed import join, require_one
 
     if role in (None, "producer"):
         require_one()
     with join(settings.train) as ranks:
-        run = Run(settings, registry, ranks, role or "both")
-        try:
-            yield run
-        finally:
-            run.close()
+        yield Run(settings, registry, ranks)
 
 
 def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +65,7 @@ def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def show_runners(run: Run) -> None:
-    """Print what the runners have to say of what they ran."""
+    """Print what the runners have to say of what they ran, those that were needed."""
     for phase, runner in run.runners.items():
         for line in runner.report():
             show_row(f"runner.{phase}", line)
@@ -76,8 +73,9 @@ def show_runners(run: Run) -> None:
 
 def show_plan(run: Run) -> None:
     lines = [("PHASE", "KEY", "VALUE", "DECIDED BY")]
-    for phase, runner in run.runners.items():
-        chosen = getattr(run.config.runner, phase)
+    phases: tuple[PhaseName, ...] = ("prefill", "decode")
+    for phase in phases:
+        runner, chosen = run.runner(phase), getattr(run.config.runner, phase)
         who = "you" if phase in run.config.runner.model_fields_set else "default"
         lines.append((phase, "runner", chosen.name, who))
         lines += [(phase, *row) for row in runner.plan(run.target)]
@@ -97,7 +95,7 @@ def capture(registry: Registry, config: Path, overrides: tuple[str, ...], planne
     finished store is all that `train` needs on another host.
     """
     with open_run(registry, config, overrides) as run:
-        from draftcore.run.capture import capture_all
+        from draftcore.run import capture_all
 
         if planned:
             return show_plan(run)
@@ -135,68 +133,57 @@ def train(
     if role is None and topology.producers > 0:
         role = "trainer"
     with open_run(registry, config, overrides, role=role or "both") as run:
+        from draftcore.run import produce_features
+        from draftcore.run import train as train_run
+
         if role == "producer":
-            return produce_features(run)
-        reason = train_drafts(run)
+            click.echo(f"waiting for the trainer of {settings.run}", err=True)
+            return click.echo(produce_features(run))
+        reason = train_run(run, role or "both", click.echo)
+        show_runners(run)
     if reason == "interrupted":
         raise click.exceptions.Exit(130)
-
-
-def produce_features(run: Run) -> None:
-    """Capture for a trainer elsewhere, and tell of it."""
-    from draftcore.run.producing import produce
-
-    click.echo(f"waiting for the trainer at {run.channel_uri}", err=True)
-    click.echo(produce(run))
-
-
-def train_drafts(run: Run) -> str:
-    """Train what is not trained yet, and tell of it; returns `complete` or `interrupted`."""
-    from draftcore.run.trainer import prepare, train
-
-    trainers, total = prepare(run), run.plan.total_steps
-    for trainer in trainers:
-        if trainer.step == total:
-            click.echo(f"already trained: {total} steps in {trainer.draft.folder}")
-        elif trainer.step:
-            click.echo(f"{_of(trainer.draft)}resuming from step {trainer.step} of {total}")
-    if all(trainer.step == total for trainer in trainers):
-        return "complete"
-    reason = train(run, trainers)
-    for trainer in trainers:
-        seen = run.plan.samples_before(trainer.step)
-        click.echo(
-            f"{_of(trainer.draft)}{reason}: step {trainer.step} of {total}, {seen} samples, "
-            f"checkpoints in {trainer.checkpoints}"
-        )
-    show_runners(run)
-    return reason
 
 
 def supervise(
     ctx: click.Context, settings: RunConfig, config: Path, overrides: Sequence[str]
 ) -> int:
     """Run the processes of a topology on this machine; returns the trainer's exit status."""
-    from draftcore.supervisor import Child, Supervisor
+    from draftcore.launcher import Child, Supervisor, devices
 
     topology = settings.topology
     files = [part for file in ctx.find_root().params["plugin"] for part in ("--plugin", str(file))]
     verb = [sys.executable, "-m", "draftcore", *files, "train", str(config), *overrides]
     role = ["--role", "trainer"] if topology.producers else []
-    ranks = [Child(f"rank {rank}", [*verb, *role]) for rank in range(topology.ranks)]
+    where = devices(topology.ranks, topology.producers)
+    ranks = [
+        Child(f"rank {rank}", [*verb, *role], env=where.get(f"rank {rank}", {}))
+        for rank in range(topology.ranks)
+    ]
     producers = [
         Child(
             f"producer {number}",
             [*verb, "--role", "producer"],
             settings.run / "logs" / f"producer-{number}.log",
+            env=where.get(f"producer {number}", {}),
         )
         for number in range(topology.producers)
     ]
-    return Supervisor(ranks, producers, topology.restarts).run()
+    code = Supervisor(ranks, producers, topology.restarts).run()
+    return code or require_done(settings)
 
 
-def _of(draft: DraftRun) -> str:
-    return f"{draft.label}: " if draft.label else ""
+def require_done(settings: RunConfig) -> int:
+    """Return 0. Raises DraftcoreError where a draft's newest checkpoint is not that of its last step."""
+    for folder in [settings.run / label for label in settings.drafts] or [settings.run]:
+        marks = sorted((folder / "checkpoints").glob("step-*/COMPLETE"))
+        state = json.loads((marks[-1].parent / "state.json").read_text()) if marks else {}
+        if not marks or state["step"] != state["total_steps"]:
+            raise DraftcoreError(
+                f"the ranks ended without an error, and {folder} has no checkpoint of the last step\n"
+                "  start the same command again: the run goes on from its last checkpoint"
+            )
+    return 0
 
 
 def draft_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,14 +233,16 @@ def evaluate(
     error, not a statistic.
     """
     with open_run(registry, config, overrides) as run:
-        from draftcore.run.evaluate import evaluate_draft
+        from draftcore.export import open_draft
+        from draftcore.run import evaluate_draft
 
         if planned:
             return show_plan(run)
         drafts, reports = run.chosen(label), {}
         only_one(drafts, checkpoint=checkpoint, export=exported, out=out)
         for draft in drafts:
-            report = reports[draft.label] = evaluate_draft(draft, checkpoint, exported)
+            built, step = open_draft(draft, checkpoint, exported)
+            report = reports[draft.label] = evaluate_draft(draft, built, step)
             folder = out or draft.folder / "eval"
             if not as_json:  # first, as decoding took minutes and the disk may be full
                 show_report(draft, report)
@@ -294,11 +283,12 @@ def export(
 ) -> None:
     """Write a trained draft in the layout that servers load."""
     with open_run(registry, config, overrides) as run:
-        from draftcore.run.drafts import export, find_checkpoint
+        from draftcore.export import export, find_checkpoint
 
         drafts = run.chosen(label)
         only_one(drafts, checkpoint=checkpoint, out=out)
         for draft in drafts:
             found = find_checkpoint(draft, checkpoint)
+            of = f"{draft.label}: " if draft.label else ""
             folder = export(draft, found, out or draft.folder / "export", layout)
-            click.echo(f"{_of(draft)}exported step {found.step} to {folder}")
+            click.echo(f"{of}exported step {found.step} to {folder}")

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from draftcore.errors import DraftcoreError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -45,43 +47,52 @@ class FeatureRequest:
 
 
 @dataclass(frozen=True)
-class CaptureGroup:
-    """Samples that go through the target together, always in this composition and padded length.
+class CaptureBatch:
+    """Rows that go through the target together, always in this composition.
 
-    Padding and batch size change the last bits of a forward pass, so a group depends on the
-    dataset and `capture.batch` alone, and a recapture repeats the whole group.
+    Padding and batch size change the last bits of a forward pass, so a batch is the plan's: it is
+    captured whole, and trained on whole. `index` is the batch's number in the plan's cut, `rows` the
+    rows' numbers in the dataset, `ids` what a store keeps them under.
     """
 
     index: int
     rows: tuple[int, ...]
-    feature_ids: tuple[str, ...]
-    padded_length: int
-
-
-@dataclass(frozen=True)
-class CaptureInput:
-    """A group with its token ids, one sequence per member."""
-
-    group: CaptureGroup
+    ids: tuple[str, ...]
     token_ids: tuple[Sequence[int], ...]
 
+    @property
+    def padded_length(self) -> int:
+        """The tokens of the longest row."""
+        return max(map(len, self.token_ids))
+
 
 @dataclass(frozen=True)
-class CapturedGroup:
-    """Features of a group: per member a mapping of feature name to a [T, H] tensor."""
+class CapturedBatch:
+    """Features of a batch: per row a mapping of feature name to a [T, H] tensor."""
 
-    group: CaptureGroup
+    batch: CaptureBatch
     features: tuple[Mapping[str, Tensor], ...]
 
 
+class BadRows(DraftcoreError):  # noqa: N818  what is wrong with data, not with a capture
+    """Rows that cannot be captured however often that is tried, by number in their batch."""
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__("\n".join(reasons.values()))
+        self.reasons = dict(reasons)
+
+
 class Capture(Protocol):
-    """An open capture backend. A short row raises; it is never returned."""
+    """An open capture backend. A short row raises; it is never returned.
 
-    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
-        """Yield each group's features in the order asked, rows exactly as long as their tokens.
+    Raises UsageError where it cannot work at all, which ends the process that captures; BadRows for
+    rows that it cannot capture, which are left out; any other error is tried again.
+    """
 
-        The device need not be waited for: whoever stores the features waits, and checks that they are
-        finite.
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+        """Yield each batch's features in the order asked, rows exactly as long as their tokens.
+
+        The device need not be waited for: whoever uses the features checks that they are finite.
         """
         ...
 
@@ -97,7 +108,7 @@ class StoringCapture(Capture, Protocol):
         ...
 
     def deliver(
-        self, group: CaptureInput, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
+        self, batch: CaptureBatch, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
     ) -> tuple[SampleRef, ...]:
-        """Capture a group and put it, as `put_many` does, with `text` and the provenance `origin`."""
+        """Capture a batch and put it, as `put_many` does, with `text` and the provenance `origin`."""
         ...

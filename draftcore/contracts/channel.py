@@ -1,149 +1,109 @@
-"""How producers and the trainer talk about captures: metadata only, never a tensor."""
+"""How producers reach the queue in the trainer: requests and replies of JSON, never a tensor."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from draftcore.contracts.algorithm import SampleId
-from draftcore.contracts.capture import CaptureGroup
-from draftcore.contracts.store import SampleRef
-from draftcore.errors import UsageError
+import numpy as np
+
+from draftcore.contracts.capture import CaptureBatch
+from draftcore.errors import DraftcoreError, UsageError
+
+Json = dict[str, Any]
+PATIENCE = 600.0  # seconds that a producer waits for a trainer that does not answer
 
 
 @dataclass(frozen=True)
-class PlannedStep:
-    """The samples of one optimizer step, in order; a pure function of dataset, seed and index."""
+class Task:
+    """A batch to capture, with all that this needs: a producer has neither data nor tokenizer.
 
-    index: int
-    epoch: int
-    samples: tuple[SampleId, ...]
-    rows: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CaptureTask:
-    """A group to capture, for the samples' uses in `epoch` (and later ones, if refs are kept).
-
-    `claim` names one handing-out of it, so that a late publication is told from a current one.
+    `position` is its place in the plan, `loss_masks` are stored beside the features, `nbytes` is what
+    its features will take. `claim` names one handing-out of it.
     """
 
-    epoch: int
-    group: CaptureGroup
-    claim: str = field(default="", compare=False)
+    position: int
+    batch: CaptureBatch
+    loss_masks: tuple[Sequence[bool], ...]
+    nbytes: int
+    claim: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    def to_json(self) -> Json:
+        """Return JSON data: token ids as 32-bit integers, masks as bits, both in base64."""
+        tokens = [np.asarray(ids, dtype="<i4") for ids in self.batch.token_ids]
+        masks = [np.packbits(np.asarray(mask, dtype=bool)) for mask in self.loss_masks]
+        return {
+            "position": self.position,
+            "nbytes": self.nbytes,
+            "claim": self.claim,
+            "batch": [self.batch.index, self.batch.rows, self.batch.ids],
+            "tokens": [base64.b64encode(one.tobytes()).decode() for one in tokens],
+            "masks": [base64.b64encode(one.tobytes()).decode() for one in masks],
+        }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CaptureTask:
-        group = data["group"]
-        lists = {"rows": tuple(group["rows"]), "feature_ids": tuple(group["feature_ids"])}
-        return cls(data["epoch"], CaptureGroup(**(group | lists)), data["claim"])
+    def from_json(cls, data: Mapping[str, Any]) -> Task:
+        tokens = [np.frombuffer(base64.b64decode(one), dtype="<i4") for one in data["tokens"]]
+        packed = [np.frombuffer(base64.b64decode(one), dtype=np.uint8) for one in data["masks"]]
+        masks = [
+            np.unpackbits(bits, count=len(ids)).astype(bool).tolist()
+            for bits, ids in zip(packed, tokens, strict=True)
+        ]
+        index, rows, ids = data["batch"]
+        batch = CaptureBatch(index, tuple(rows), tuple(ids), tuple(one.tolist() for one in tokens))
+        return cls(data["position"], batch, tuple(masks), data["nbytes"], data["claim"])
 
 
-@dataclass(frozen=True)
-class Credit:
-    """How much more a producer may publish before it waits."""
+class Service(Protocol):
+    """What a channel serves: the queue, as requests that it answers. Called from any thread."""
 
-    refs: int
-    nbytes: int
+    def answer(self, request: Json) -> Json:
+        """Answer a request, which names its `producer`; waits as long as the request says."""
+        ...
+
+    def lost(self, producer: str) -> None:
+        """Hear that a producer's connection ended: what it had claimed is handed out again."""
+        ...
 
 
-@dataclass(frozen=True)
-class Standing:
-    """How capture stands, as the trainer knows it: who captures, what was published, what is held.
+class Client(Protocol):
+    """A producer's way to the queue."""
 
-    `captured` counts samples since this trainer began; `refs` and `nbytes` are what the store holds
-    for it now, groups in flight included in `refs`.
-    """
+    def call(self, request: Json) -> Json:
+        """Return the queue's reply to a request. Calls of several threads are made one by one.
 
-    producers: int
-    captured: int
-    refs: int
-    nbytes: int
+        Connects anew where a connection breaks. Raises ChannelAway where the trainer does not answer
+        for as long as the channel is patient.
+        """
+        ...
+
+    def close(self) -> None: ...
 
 
 class Channel(Protocol):
-    """The queue between producers and the trainer: metadata only, rebuildable at any time."""
+    """Carries requests to the queue and replies back."""
 
-    def offer(self, tasks: Iterable[CaptureTask]) -> None:
-        """Set what is to be captured, in the order it is needed; consumed lazily."""
+    def serve(self, service: Service) -> str:
+        """Answer requests from now on, in threads of its own; returns the address for `connect`."""
         ...
 
-    def claim(self, producer: str, wait: float = 0.0) -> CaptureTask | None:
-        """Hand out the next task; None when, for `wait` seconds, there is none or no credit."""
+    def connect(self, find: Callable[[], str]) -> Client:
+        """Reach the queue. `find` returns the address of now, '' while there is none."""
         ...
 
-    def publish(self, task: CaptureTask, refs: Sequence[SampleRef] | Exception) -> None:
-        """Announce a task's refs in the group's order, or why it failed."""
-        ...
-
-    def receive(self, step: PlannedStep) -> tuple[SampleRef, ...] | None:
-        """Return the refs of a step in plan order; None while some are not published yet.
-
-        A later epoch may use a publication of an earlier one that was not released. A failed
-        task that the step needs raises its exception.
-        """
-        ...
-
-    @property
-    def given_up(self) -> Mapping[str, str]:
-        """The samples whose last attempt at a capture failed, by feature id, with the reason."""
-        ...
-
-    def reject(self, wrong: Mapping[SampleRef, str]) -> tuple[SampleRef, ...]:
-        """Take back refs that cannot be used, by reason: their groups are captured again, whole.
-
-        After the last attempt just these samples are given up, and the others of their groups are
-        served. Returns the refs to be freed before the next `receive`.
-        """
-        ...
-
-    def wait_for_room(self, task: CaptureTask, wait: float) -> bool:
-        """A producer holds a task's features, and the store has no room for them.
-
-        Tells the trainer, and returns when there may be room, after `wait` seconds at the latest.
-        False where nobody waits for the features any more: drop them, and claim anew. Raises as
-        `claim` does.
-        """
-        ...
-
-    def evict(self, step: PlannedStep, tasks: Iterable[CaptureTask]) -> tuple[SampleRef, ...]:
-        """Make room for `step`, for which the trainer waits, where producers find none.
-
-        Lets go of what the step does not need, also of claims, and returns the refs to be freed
-        before the next `receive`; none where nobody waits for room. `tasks` are what is to be
-        captured from this step on; until it is received, only what it needs is handed out. Raises
-        DraftcoreError where the store cannot hold the step.
-        """
-        ...
-
-    def announce(self, about: Mapping[str, str]) -> None:
-        """Tell producers what they need to know of the trainer, such as where to put features."""
-        ...
-
-    def about(self, wait: float) -> Mapping[str, str]:
-        """Return what the trainer announced, waiting for it. Raises DraftcoreError after `wait` s."""
-        ...
-
-    def credit(self) -> Credit: ...
-    def standing(self) -> Standing: ...
-    def advance(self, step_index: int) -> tuple[SampleRef, ...]:
-        """Forget the steps before `step_index`; return the refs that nobody is going to use.
-
-        Free them before the next `receive`: until then their groups are not handed out.
-        """
-        ...
-
-    def close(self, state: str = "finished") -> None:
-        """End this side; the trainer's ends the run as `finished`, or `failed` if it may go on."""
+    def close(self) -> None:
+        """Serve no more; what is being answered is cut off."""
         ...
 
 
-class ChannelEnded(UsageError):  # noqa: N818  how a producer's work normally ends
+class ChannelAway(DraftcoreError):  # noqa: N818  a state that producers wait out
+    """The trainer did not answer for as long as the channel waits."""
+
+
+class RunEnded(UsageError):  # noqa: N818  how a producer's work normally ends
     """The run is over, as its trainer said: a producer has nothing left to do.
 
     `state` is `finished`, or `failed` for a run that may be resumed.
@@ -152,3 +112,14 @@ class ChannelEnded(UsageError):  # noqa: N818  how a producer's work normally en
     def __init__(self, message: str, state: str) -> None:
         super().__init__(message)
         self.state = state
+
+
+def to_bytes(data: Mapping[str, Any]) -> bytes:
+    """Serialise a control record. Raises DraftcoreError for one that is no plain JSON."""
+    try:
+        return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise DraftcoreError(
+            f"a control record is not plain JSON: {error}\n"
+            "  tensors travel through the store, and refs through the channel"
+        ) from None

@@ -76,12 +76,10 @@ class Specs:
         raise AssertionError
 
     @hookspec(firstresult=True)
-    def channel(
-        self, name: str, uri: str, run_id: str, options: Any, role: str = "both"
-    ) -> Channel:
-        """Open the control plane at `uri` for the run `run_id`; another run's is refused. First result.
+    def channel(self, name: str, uri: str, secret: bytes, options: Any) -> Channel:
+        """Open the way at `uri` from producers to the trainer's queue. First result.
 
-        `role` is the end to open, "trainer" or "producer"; "both" where one process is both.
+        `secret` is what both ends of a run know, and nobody else.
         """
         raise AssertionError
 

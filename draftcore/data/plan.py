@@ -1,43 +1,59 @@
-"""The plan of a run: which samples each step trains on, and which groups are captured when.
+"""The plan of a run: which rows make a batch, and which batches each step trains on.
 
-A pure function of (feature ids, lengths, settings): any step of any epoch can be asked for
-directly, so a checkpoint stores one number, and a restart or another producer sees the same plan.
-A *capture group* depends on lengths and `capture_batch` alone, because padding and batch size
-change the last bits of a forward pass.
+A pure function of (rows, lengths, settings): any step of any epoch can be asked for directly, so a
+checkpoint stores one number, and a restart or another rank sees the same plan.
 
-The order of an epoch:
+The *cut* makes batches once: rows shuffled by the dataset's fingerprint, sorted by length within
+windows, cut. It depends on the dataset and `batch` alone, because padding and batch size change the
+last bits of a forward pass. The *order* of an epoch:
 
-    groups shuffled → their rows in a stream → windows of `window` steps
-      → in a window: samples shuffled, sorted by length, cut into steps, steps shuffled
+    batches shuffled by the seed -> sorted by padded tokens within windows of 64 steps
+      -> cut into steps -> steps shuffled
 
-A step holds samples of like length (little padding), steps come in random order, and a group is
-needed within one window (or two neighbours), so capture looks ahead about one window.
+so a step's batches are of like length, and ranks that share a step finish together.
 
 A permutation is the argsort of a bit generator's raw output: numpy promises that raw stream for all
 versions and machines, but not `Generator.permutation`'s.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftcore.contracts.algorithm import SampleId
-from draftcore.contracts.capture import CaptureGroup
-from draftcore.contracts.channel import CaptureTask, PlannedStep
 from draftcore.errors import UsageError
 
-Rows = NDArray[np.int64]
+VERSION = 2
+CUT_WINDOW = 512  # batches whose rows are sorted by length together
+STEP_WINDOW = 64  # steps whose batches are sorted by padded tokens together
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """One use of a batch. `position` counts uses over the whole run, `index` is the cut's.
+
+    `place` is the batch's position in its step: rank `place % ranks` trains on it.
+    """
+
+    position: int
+    step: int
+    place: int
+    epoch: int
+    index: int
+    rows: tuple[int, ...]
 
 
 class Plan:
-    """Steps and capture groups for rows 0..n-1 of a dataset.
+    """Batches and steps for rows 0..n-1 of a dataset.
 
-    `lengths` are in tokens, `batch` counts samples per optimizer step over all ranks, and `window`
-    counts steps. The run has `epochs` epochs, or `max_steps` steps where that is less.
+    `lengths` are in tokens, `batch` counts rows per batch and `accumulate` batches per step. The run
+    has `epochs` epochs, or `max_steps` steps where that is less.
     """
 
     def __init__(
@@ -45,109 +61,92 @@ class Plan:
         feature_ids: Sequence[str],
         lengths: Sequence[int],
         *,
-        capture_batch: int,
         batch: int,
+        accumulate: int,
         seed: int,
         epochs: int = 1,
         max_steps: int | None = None,
-        window: int = 128,
     ) -> None:
-        assert len(feature_ids) == len(lengths)
-        assert len(set(feature_ids)) == len(feature_ids)
-        assert min(capture_batch, batch, epochs, window) >= 1
-        assert seed >= 0
         if not feature_ids:
             raise UsageError(
                 "nothing to train on: the dataset has no samples left\n"
                 "  check the data path and the filters on length and loss tokens"
             )
-        self.feature_ids = tuple(feature_ids)
-        self.batch = batch
-        self.seed = seed
-        self.window = window
-        self.steps_per_epoch = -(-len(feature_ids) // batch)
+        self.feature_ids, self.lengths = tuple(feature_ids), np.asarray(lengths, dtype=np.int64)
+        self.batch, self.accumulate, self.seed = batch, accumulate, seed
+        rows = ["draftcore-plan", VERSION, self.feature_ids, self.lengths.tolist(), batch]
+        self.cut = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        # What the order depends on. `epochs` and `max_steps` only say where it stops.
+        self.key = hashlib.sha256(f"{self.cut} {accumulate} {seed}".encode()).hexdigest()
+        self.batches = self._cut_rows()
+        self.steps_per_epoch = -(-len(self.batches) // accumulate)
         steps = epochs * self.steps_per_epoch
         self.total_steps = steps if max_steps is None else min(steps, max_steps)
-
-        self._lengths = np.asarray(lengths, dtype=np.int64)
-        by_length = np.argsort(self._lengths, kind="stable")
-        self._group_rows = [
-            by_length[start : start + capture_batch]
-            for start in range(0, len(by_length), capture_batch)
-        ]
-        self.groups = tuple(map(self._group, range(len(self._group_rows))))
-        self._group_of = np.empty(len(feature_ids), dtype=np.int64)
-        for index, rows in enumerate(self._group_rows):
-            self._group_of[rows] = index
-
-        # What the order depends on. `epochs` and `max_steps` only say where it stops: a run may
-        # be resumed with more of them.
-        ordering = ["draftcore-plan-1", self.feature_ids, self._lengths.tolist()]
-        ordering += [capture_batch, batch, seed, window]
-        self.key = hashlib.sha256(json.dumps(ordering).encode()).hexdigest()
-
-        # Two, since the trainer may still be in one epoch while capture is in the next.
+        self._tokens = np.array([len(rows) * self.padded(rows) for rows in self.batches])
+        # Two, since loaders may be in the next epoch while a step of this one is trained on.
         self._epoch = functools.lru_cache(maxsize=2)(self._order_epoch)
 
-    def step(self, index: int) -> PlannedStep:
-        """Return the step with this index, counted over all epochs. Raises IndexError outside."""
+    def step(self, index: int) -> tuple[PlannedBatch, ...]:
+        """Return the batches of a step, counted over all epochs. Raises IndexError outside."""
         if not 0 <= index < self.total_steps:
             raise IndexError(f"step {index} is outside of a plan of {self.total_steps} steps")
-        epoch, position = divmod(index, self.steps_per_epoch)
-        rows = tuple(self._epoch(epoch)[position].tolist())
-        samples = tuple(SampleId(self.feature_ids[row], epoch) for row in rows)
-        return PlannedStep(index, epoch, samples, rows)
+        epoch, at = divmod(index, self.steps_per_epoch)
+        first = epoch * len(self.batches) + at * self.accumulate
+        return tuple(
+            PlannedBatch(first + place, index, place, epoch, int(chosen), self.batches[chosen])
+            for place, chosen in enumerate(self._epoch(epoch)[at])
+        )
 
-    def length(self, row: int) -> int:
-        """Return the tokens of a row."""
-        return int(self._lengths[row])
-
-    def samples_before(self, index: int) -> int:
-        """Return how many sample uses the steps before this one have."""
-        epoch, position = divmod(index, self.steps_per_epoch)
-        uses = epoch * len(self.feature_ids)
-        return uses + sum(map(len, self._epoch(epoch)[:position])) if position else uses
-
-    def captures(self, from_step: int) -> Iterator[CaptureTask]:
-        """Yield the groups that the steps from `from_step` on need, in order of first need.
-
-        A group comes once per epoch that needs it; whether it is still held is for others to know.
-        """
-        seen: set[int] = set()
-        epoch = -1
+    def uses(self, from_step: int, rank: int = 0, ranks: int = 1) -> Iterator[PlannedBatch]:
+        """Yield the batches that a rank trains on from a step to the end of the run, in order."""
         for index in range(from_step, self.total_steps):
-            step = self.step(index)
-            if step.epoch != epoch:
-                seen.clear()
-            epoch = step.epoch
-            for row in step.rows:
-                group = int(self._group_of[row])
-                if group not in seen:
-                    seen.add(group)
-                    yield CaptureTask(epoch, self.groups[group])
+            yield from self.step(index)[rank::ranks]
 
-    def _group(self, index: int) -> CaptureGroup:
-        rows = self._group_rows[index]
-        members = tuple(rows.tolist())
-        ids = tuple(self.feature_ids[row] for row in members)
-        return CaptureGroup(index, members, ids, int(self._lengths[rows].max()))
+    def rows_before(self, index: int) -> int:
+        """Return how many uses of rows the steps before this one have."""
+        epoch, at = divmod(index, self.steps_per_epoch)
+        uses = epoch * len(self.feature_ids)
+        if at:
+            uses += sum(len(self.batches[one]) for step in self._epoch(epoch)[:at] for one in step)
+        return uses
 
-    def _order_epoch(self, epoch: int) -> list[Rows]:
-        """Return the rows of each step of an epoch; depends on (seed, epoch) only."""
-        bits = np.random.PCG64([self.seed, epoch])
-        shuffled = [self._group_rows[group] for group in _permutation(bits, len(self._group_rows))]
-        stream = np.concatenate(shuffled)
-        steps: list[Rows] = []
-        span = self.window * self.batch
-        for start in range(0, len(stream), span):
-            rows = stream[start : start + span]
-            rows = rows[_permutation(bits, len(rows))]  # or like lengths would keep their order
-            rows = rows[np.argsort(self._lengths[rows], kind="stable")]
-            cut = [rows[at : at + self.batch] for at in range(0, len(rows), self.batch)]
-            steps += [cut[at] for at in _permutation(bits, len(cut))]
-        return steps
+    def padded(self, rows: Sequence[int]) -> int:
+        """Return the tokens of the longest of these rows."""
+        return int(self.lengths[list(rows)].max())
+
+    def largest(self, count: int) -> int:
+        """Return the tokens of the `count` largest batches together, without padding."""
+        sizes = sorted(int(self.lengths[list(rows)].sum()) for rows in self.batches)
+        return sum(sizes[-count:])
+
+    def _cut_rows(self) -> tuple[tuple[int, ...], ...]:
+        bits = np.random.PCG64(int(self.cut[:16], 16))
+        shuffled, span = _permutation(bits, len(self.lengths)), CUT_WINDOW * self.batch
+        cut: list[tuple[int, ...]] = []
+        for start in range(0, len(shuffled), span):
+            rows = np.sort(shuffled[start : start + span])
+            rows = rows[np.argsort(self.lengths[rows], kind="stable")]
+            cut += [
+                tuple(rows[at : at + self.batch].tolist()) for at in range(0, len(rows), self.batch)
+            ]
+        return tuple(cut)
+
+    def _order_epoch(self, epoch: int) -> list[NDArray[np.int64]]:
+        """Return the batches of each step of an epoch; depends on (seed, epoch) only."""
+        bits, span = np.random.PCG64([self.seed, epoch]), STEP_WINDOW * self.accumulate
+        shuffled = _permutation(bits, len(self.batches))
+        steps: list[NDArray[np.int64]] = []
+        for start in range(0, len(shuffled), span):
+            window = shuffled[start : start + span]
+            window = window[np.argsort(self._tokens[window], kind="stable")]
+            steps += [
+                window[at : at + self.accumulate] for at in range(0, len(window), self.accumulate)
+            ]
+        short = [step for step in steps if len(step) < self.accumulate]  # stays last in the epoch
+        whole = [step for step in steps if len(step) == self.accumulate]
+        return [whole[at] for at in _permutation(bits, len(whole))] + short
 
 
-def _permutation(bits: np.random.PCG64, size: int) -> Rows:
+def _permutation(bits: np.random.PCG64, size: int) -> NDArray[np.int64]:
     """Return a random order of range(size) that is the same with every numpy."""
     return np.argsort(bits.random_raw(size), kind="stable").astype(np.int64)

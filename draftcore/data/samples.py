@@ -1,7 +1,7 @@
 """The training samples as a run sees them, and as JSON data.
 
 They are rendered here (`dataset`), or described by the manifest of a complete capture, which holds all
-that training needs of them. Rank 0 sends them to the other ranks in the same form.
+that training needs of them. Each rank opens them by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Capture in this process: the target runs through transformers, group by group."""
+"""Capture in this process: the target runs through transformers, batch by batch."""
 
 from __future__ import annotations
 
@@ -7,34 +7,28 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from draftcore.contracts.capture import CapturedGroup, CaptureInput, FeatureRequest
+from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 
 
 class LocalCapture:
-    """Runs capture groups through the target, right-padded, without a cache."""
+    """Runs batches through the target, right-padded, without a cache."""
 
     def __init__(self, target: TargetSpec, request: FeatureRequest) -> None:
         target.require_layers(request)
         self.model, self.request = target.model, request
         self.runner = target.prefill_with(target.model)
-        self.checked = False
+        self.model.check(request, [token % target.vocab_size for token in range(10, 42)])
 
-    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
-        """Yield features of the request's dtype on the target's device, which is not waited for.
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+        """Yield features of the request's dtype on the target's device, which is not waited for."""
+        for batch in batches:
+            yield CapturedBatch(batch, self._rows(batch))
 
-        Before the first group, checks that last hidden x head is the model's own prediction.
-        """
-        for group in groups:
-            if not self.checked:
-                self.model.check(self.request, list(group.token_ids[0])[:32])
-                self.checked = True
-            yield CapturedGroup(group.group, self._rows(group))
-
-    def _rows(self, group: CaptureInput) -> tuple[dict[str, Tensor], ...]:
-        lengths = [len(tokens) for tokens in group.token_ids]
-        tokens_BT = torch.zeros(len(lengths), group.group.padded_length, dtype=torch.long)
-        for row, tokens in enumerate(group.token_ids):
+    def _rows(self, batch: CaptureBatch) -> tuple[dict[str, Tensor], ...]:
+        lengths = [len(tokens) for tokens in batch.token_ids]
+        tokens_BT = torch.zeros(len(lengths), batch.padded_length, dtype=torch.long)
+        for row, tokens in enumerate(batch.token_ids):
             tokens_BT[row, : lengths[row]] = torch.as_tensor(tokens)
         device = self.model.device
         lengths_B = torch.tensor(lengths, device=device)

@@ -1,8 +1,9 @@
 """Checkpoints: the authority on what a run has done.
 
 One folder per step holds the draft, the optimizer, the random state and the plan's cursor. It is
-written under another name, synced, renamed, and only then marked COMPLETE; a folder without the mark does not
-exist for a reader. Tensors are safetensors, the rest JSON: no pickle.
+written under another name, synced, renamed, and only then gets its manifest, the file COMPLETE: the
+format's number, and every file with its digest. A folder without it does not exist for a reader, and
+a file that differs from its digest is not read. Tensors are safetensors, the rest JSON: no pickle.
 """
 
 from __future__ import annotations
@@ -11,24 +12,25 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import sync
-from draftcore.training.ranks import ALONE, Ranks
+from draftcore.files import sync, write_atomic
+from draftcore.training.distributed import ALONE, Forward, Ranks
 
 MARK = "COMPLETE"
+FORMAT = 2
 OPTIMIZER = "optimizer.safetensors"
-STATE = {"step", "samples_seen", "config", "target", "plan", "data", "plugins", "given_up"}
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,17 @@ class Checkpoint:
             )
         draft.module.load_state_dict(tensors, strict=False)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        """Restore the optimizer's moments, to the bit."""
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, module: nn.Module, forward: Forward
+    ) -> None:
+        """Restore the optimizer's moments, to the bit, as `forward` places the weights."""
         for name, parameter in module.named_parameters():
             prefix = f"{name}/"
             found = {k[len(prefix) :]: t for k, t in self._kept.items() if k.startswith(prefix)}
             if found:
                 on_cpu = {"step"} if not parameter.is_cuda else set()
                 optimizer.state[parameter] = {
-                    key: value if key in on_cpu else self.ranks.shard(value, parameter)
+                    key: value if key in on_cpu else forward.place(value, parameter)
                     for key, value in found.items()
                 }
 
@@ -99,24 +103,23 @@ def save(
     folder = root / f"step-{state['step']:08d}"
     partial = root / f".{folder.name}.tmp"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         _write(partial / "draft.safetensors", weights)
         _write(partial / OPTIMIZER, kept)
         (partial / "state.json").write_text(json.dumps(state, indent=1))
         sync(partial / "state.json")
+        digests = {file.name: _digest(file) for file in sorted(partial.iterdir())}
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        write_atomic(folder / MARK, json.dumps({"format": FORMAT, "files": digests}, indent=1))
+        sync(root)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise DraftcoreError(
             f"cannot write checkpoint {folder}: {error}\n"
             "  earlier checkpoints are intact; free space and run the same command to go on"
         ) from None
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    (folder / MARK).touch()
-    sync(folder / MARK)
-    sync(folder)
-    sync(root)
     for old in _complete(root)[:-keep]:
         shutil.rmtree(old)
     return folder
@@ -143,38 +146,65 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not (folder / MARK).exists():
         there = "is not complete" if (folder / "state.json").exists() else "is no checkpoint"
         raise UsageError(f"{folder} {there}\n  choose a step-* folder that holds a file {MARK}")
-    return Checkpoint(folder, _state(folder / "state.json"))
+    _require_whole(folder / "state.json")
+    return Checkpoint(folder, json.loads((folder / "state.json").read_text()))
 
 
-def trained_tensors(draft: Draft, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+def trained_tensors(draft: Draft, rank: int = 0) -> dict[str, Tensor]:
     """The draft's state without what it copied from the target, whole, on the CPU of rank 0."""
     state = draft.module.state_dict()
-    return ranks.whole((name, t) for name, t in state.items() if name not in draft.frozen)
+    return _whole(((name, t) for name, t in state.items() if name not in draft.frozen), rank)
 
 
 def optimizer_tensors(
-    module: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE
+    module: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0
 ) -> dict[str, Tensor]:
     """The moments of each parameter, whole, on the CPU of rank 0."""
-    return ranks.whole(
+    moments = (
         (f"{name}/{key}", value)
         for name, parameter in module.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     )
+    return _whole(moments, rank)
 
 
-def _state(file: Path) -> dict[str, Any]:
+def _whole(tensors: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, Tensor]:
+    """Return tensors whole, on the CPU of rank 0; all ranks put the shards together."""
+    found = {}
+    for name, tensor in tensors:
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if rank == 0:
+            found[name] = full.detach().cpu().contiguous()
+    return found
+
+
+def _require_whole(file: Path) -> None:
+    """Raise UsageError for a checkpoint of another format, DraftcoreError for an altered file."""
+    mark = file.parent / MARK
     try:
-        state: dict[str, Any] = json.loads(file.read_text())
-        lacking = sorted(STATE - state.keys())
-    except (OSError, ValueError, AttributeError) as error:
-        raise DraftcoreError(_damaged(file, error)) from None
-    if lacking:
+        manifest = json.loads(mark.read_text() or "{}")
+        found = manifest.get("format")
+    except (ValueError, AttributeError) as error:
+        raise DraftcoreError(_damaged(mark, error)) from None
+    if found != FORMAT:
         raise UsageError(
-            f"{file} lacks {', '.join(lacking)}: another version of draftcore wrote it\n"
-            "  go on with that one, or set another run folder to start anew"
+            f"{file.parent} has the format {found or 'of the first edition'}, and this draftcore "
+            f"reads {FORMAT}\n  go on with the version that wrote it, or set another run folder to "
+            "start anew"
         )
-    return state
+    try:
+        if manifest["files"].get(file.name) != _digest(file):
+            raise ValueError("its digest is not the manifest's")
+    except (OSError, ValueError) as error:
+        raise DraftcoreError(_damaged(file, error)) from None
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while piece := stream.read(16 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _damaged(file: Path, error: Exception) -> str:
@@ -205,6 +235,7 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
+    _require_whole(file)
     try:
         tensors: dict[str, Tensor] = load_file(file)
         return tensors

@@ -8,13 +8,11 @@ rate is a little above the peak; we keep that, since published recipes were tune
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from draftcore.training.ranks import ALONE, Ranks
 
 
 def learning_rate(
@@ -53,16 +51,25 @@ def build_optimizer(
 
 @torch.no_grad()
 def scale_and_clip(
-    parameters: Iterable[Tensor], denominator: Tensor, max_norm: float, ranks: Ranks = ALONE
+    parameters: Iterable[Tensor],
+    denominator: Tensor,
+    max_norm: float,
+    join_norms: Callable[[Tensor], Tensor] = lambda norm: norm,
 ) -> Tensor:
     """Divide summed gradients by `denominator`, clip by global norm, return the norm before clipping.
 
     Factor min(1, max / (norm + 1e-6)), one pass over the gradients for both. Of sharded gradients
-    each rank scales its own part.
+    each rank scales its own part, and `join_norms` makes one norm of theirs.
     """
-    grads = [ranks.local(p.grad) for p in parameters if p.grad is not None]
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(grads))
-    norm: Tensor = ranks.norm(torch.linalg.vector_norm(norms)) / denominator
+    norm: Tensor = join_norms(torch.linalg.vector_norm(norms)) / denominator
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / denominator
     torch._foreach_mul_(grads, factor)
     return norm
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, in place; any other as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

@@ -16,7 +16,7 @@ class RandomState:
 
     def __init__(self, device: torch.device, tensors: Mapping[str, Tensor] | None = None) -> None:
         self.cuda = device.type == "cuda"
-        self.tensors = {**self._current(), **(tensors or {})}
+        self.tensors: Mapping[str, Tensor] = {**self._current(), **(tensors or {})}
 
     def __enter__(self) -> None:
         torch.set_rng_state(self.tensors["rng.cpu"])

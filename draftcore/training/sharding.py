@@ -12,17 +12,19 @@ supervised token, a loss must call the same wrap units and carry a gradient to t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
 from draftcore.errors import DraftcoreError
 from draftcore.training.checkpoint import trained_tensors
-from draftcore.training.ranks import Forward, Group, Loss
+from draftcore.training.distributed import Forward, Group, Loss
 
 Output = tuple[Tensor, Tensor, Mapping[str, tuple[Tensor, Tensor]]]
 
@@ -42,9 +44,10 @@ class _Root(nn.Module):
 class ShardedForward(Forward):
     """Shards a draft's parameters in place, the wrap units first, and calls it through FSDP."""
 
+    every_rank = True  # as FSDP gathers weights in the forward
+
     def __init__(self, ranks: Group, draft: Draft, loss: Loss, *, evaluated: bool) -> None:
-        super().__init__(draft, loss)
-        self.ranks = ranks
+        super().__init__(ranks, draft, loss)
         self.copied = _copy(draft) if evaluated and ranks.rank == 0 else draft
         module = draft.module
         require_shardable(draft)
@@ -75,8 +78,24 @@ class ShardedForward(Forward):
             )
         return output
 
+    def add_up(self, parameters: Sequence[Tensor], scalars: Tensor) -> Tensor:
+        """FSDP summed the gradients in the last backward; the scalars are left."""
+        return self.ranks.sum(scalars)
+
+    def clear(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def join_norms(self, norm: Tensor) -> Tensor:
+        return self.ranks.sum(norm.double().square()).sqrt().to(norm.dtype)
+
+    def place(self, value: Tensor, like: Tensor) -> Tensor:
+        value = value.to(like.device)
+        if not isinstance(like, DTensor) or value.shape != like.shape:
+            return value
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
     def whole(self) -> Draft:
-        weights = trained_tensors(self.draft, self.ranks)
+        weights = trained_tensors(self.draft, self.ranks.rank)
         if self.ranks.rank == 0:
             self.copied.module.load_state_dict(weights, strict=False)
         return self.copied

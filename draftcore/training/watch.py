@@ -45,6 +45,7 @@ class Watch(threading.Thread):
         self.interval = min(0.5, timeout / 4)
         self.store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
         self.ending = threading.Event()
+        self.known: Failure | None = None  # once this thread has seen one
         self.mutex, self.reported = threading.Lock(), False
         self.beats = 0
         self.beat()
@@ -67,6 +68,7 @@ class Watch(threading.Thread):
 
     def end(self, failure: Failure) -> None:
         """End this process where its main thread does not: it may wait for the rank that failed."""
+        self.known = failure
         if failure.rank != self.rank:
             self.report(failure)
         if not self.ending.wait(GRACE):

@@ -5,39 +5,45 @@
 `kill` is SIGKILL and `freeze` SIGSTOP, to the process itself, when it comes to a point for the
 n-th time; a file in the folder marks what was done, so a restarted process passes. Points:
 
-    producer  captured, put (half of the tensors are copied), published (before it is reported)
-    trainer   leased, midstep, stepped (before the release), written (a checkpoint, not renamed),
-              unmarked (renamed, not marked), saved, freeing, freed
+    producer  claimed, captured, put (half of the tensors are copied), published (before it is
+              reported), reported
+    trainer   handed (a task, before the reply), taken (a report, before the reply), leased, midstep,
+              stepped (before the release), written (a checkpoint, not renamed), unmarked (renamed,
+              not marked), saved, freeing, freed
 
-Other faults happen once, too: `full:publish` and `full:advance` leave the channel no byte to write,
-`twice:publish` publishes again, `torn:publish` dies amid a line, `flip:published` alters a stored
-byte. These go on: `raise:WORD` fails every group in which a sample begins with the word, `narrow:WORD`,
-`lacking:WORD`, `nan:WORD` and `huge:WORD` return something else than was asked for that sample, and
-`pace:SECONDS` slows steps down.
+Other faults happen once, too: `full:put`, `full:publish` and `full:checkpoint` leave the disk no byte
+to write, `twice:publish` reports again, `cut:publish` breaks the connection before a report and
+`deaf:publish` before its reply, `torn:publish` dies amid a report, `flip:published` alters a stored
+byte. These go on:
+`raise:WORD` fails every batch in which a sample begins with the word, `narrow:WORD`, `lacking:WORD`,
+`nan:WORD` and `huge:WORD` return something else than was asked for that sample, `pace:SECONDS` slows
+steps down, and `ttl:SECONDS` is how long a producer may be silent.
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import resource
 import signal
+import socket
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
+from draftcore.contracts.channel import to_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from draftcore.contracts.capture import CapturedGroup, CaptureInput
-    from draftcore.contracts.channel import CaptureTask
+    from draftcore.contracts.capture import CaptureBatch, CapturedBatch
+    from draftcore.contracts.channel import Client, Json
     from draftcore.contracts.store import Handle, SampleRef, StoreItem
     from draftcore.contracts.target import TargetSpec
 
@@ -105,10 +111,9 @@ class Capture(Around):
         super().__init__(inner)
         self.target = target
 
-    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
-        groups = list(groups)
-        for group, captured in zip(groups, self.inner.features(groups), strict=True):
-            texts = [self.target.tokenizer.decode(tokens) for tokens in group.token_ids]
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+        for captured in self.inner.features(batches):
+            texts = [self.target.tokenizer.decode(tokens) for tokens in captured.batch.token_ids]
             for text, features in zip(texts, captured.features, strict=True):
                 if hits("raise", text):
                     raise RuntimeError(f"no capture of {word('raise')}")
@@ -157,6 +162,9 @@ class Store(Around):
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
         import dataclasses
 
+        if now("full", "put"):
+            with full_medium():
+                return tuple(self.inner.put_many(items))
         last = dataclasses.replace(items[-1], tensors=HalfPut(items[-1].tensors))
         refs: tuple[SampleRef, ...] = self.inner.put_many([*items[:-1], last])
         if now("flip", "published"):
@@ -191,33 +199,69 @@ def feature_store() -> Wrapper:
 
 
 class Channel(Around):
-    def publish(self, task: CaptureTask, refs: Sequence[SampleRef] | Exception) -> None:
-        if now("full", "publish"):
-            with full_medium():
-                self.inner.publish(task, refs)
-        if now("torn", "publish"):
-            tear()
-        self.inner.publish(task, refs)
-        if now("twice", "publish"):
-            self.inner.publish(task, refs)
+    def serve(self, service: Any) -> str:
+        service.queue.ttl = float(word("ttl") or service.queue.ttl)
+        address: str = self.inner.serve(Served(service))
+        return address
 
-    def advance(self, step_index: int) -> tuple[SampleRef, ...]:
-        if now("full", "advance"):
-            with full_medium():
-                time.sleep(2.0)  # until the channel's thread had something to write
-        released: tuple[SampleRef, ...] = self.inner.advance(step_index)
-        return released
+    def connect(self, find: Callable[[], str]) -> Client:
+        return Caller(self.inner.connect(find))
 
 
-def tear() -> None:
-    """Write half a line to the trainer, as a process does that is killed while it writes."""
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the listing's own
-            writes = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-            if writes and os.readlink(f"/proc/self/fd/{fd}").endswith(".jsonl"):
-                os.write(fd, b'{"kind": "published", "task": {"ep')
-                os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("no file of a mailbox is open for writing")
+class Served(Around):
+    """The queue, in the trainer."""
+
+    def answer(self, request: Json) -> Json:
+        reply: Json = self.inner.answer(request)
+        if reply.get("tasks"):
+            reach("handed")
+        if "taken" in reply:
+            reach("taken")
+        return reply
+
+
+class Caller(Around):
+    """A producer's way to it."""
+
+    def call(self, request: Json) -> Json:
+        publishes = request["call"] == "publish"
+        for fault in ("full", "torn", "cut", "deaf") if publishes else ():
+            if now(fault, "publish"):
+                getattr(self, fault)(to_bytes(request))
+        reply: Json = self.inner.call(request)
+        if publishes and now("twice", "publish"):
+            self.inner.call(request)
+        if publishes:
+            reach("reported")
+        if reply.get("tasks"):
+            reach("claimed")
+        return reply
+
+    def full(self, request: bytes) -> None:
+        full.enter_context(full_medium())
+        threading.Timer(0.5, full.close).start()
+
+    def torn(self, request: bytes) -> None:
+        half = request[: len(request) // 2]
+        with self.inner.mutex:
+            if hasattr(self.inner, "link"):
+                self.inner.link.sock.sendall(len(request).to_bytes(4, "big") + bytes(32) + half)
+            else:
+                requests = self.inner.requests
+                with requests.path(requests.segment).open("r+b") as stream:
+                    stream.seek(requests.at)
+                    stream.write(half)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def cut(self, request: bytes) -> None:
+        with self.inner.mutex:
+            self.inner.link.sock.shutdown(socket.SHUT_RDWR)
+
+    def deaf(self, request: bytes) -> None:
+        with self.inner.mutex:
+            self.inner.link.send(request)
+            self.inner.link.receive()
+            self.inner.link.sock.shutdown(socket.SHUT_RDWR)
 
 
 @hookimpl(wrapper=True)
@@ -248,11 +292,16 @@ def checkpoint_saved(step: int) -> None:
 
 def watch_files(event: str, arguments: tuple[Any, ...]) -> None:
     """Python itself says which files are opened and renamed."""
+    if event == "os.mkdir" and ".step-" in str(arguments[0]) and now("full", "checkpoint"):
+        full.enter_context(full_medium())
+    if event == "shutil.rmtree":  # of what could not be written
+        full.close()
     if event == "os.rename" and ".step-" in str(arguments[0]):
         reach("written")
-    if event == "open" and str(arguments[0]).endswith("COMPLETE") and arguments[2] & os.O_CREAT:
+    if event == "open" and "/.COMPLETE." in str(arguments[0]) and arguments[2] & os.O_CREAT:
         reach("unmarked")
 
 
+full = ExitStack()
 if FAULTS:
     sys.addaudithook(watch_files)

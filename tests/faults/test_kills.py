@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 MakeRun = Callable[..., Any]
-SQLITE = "sqlite:{}/channel.db?ttl=2"
-PRODUCER = ["captured@2", "put@3", "published@2"]
+PRODUCER = ["claimed@2", "captured@2", "put@3", "published@2", "reported@2"]
+QUEUE = ["handed@4", "taken@3"]
 TRAINER = ["leased@3", "midstep@5", "stepped@3", "written", "unmarked", "freeing@2", "freed@2"]
-POINTS = [*PRODUCER, *TRAINER]
+POINTS = [*PRODUCER, *QUEUE, *TRAINER]
 RUNS = int(os.environ.get("DRAFTCORE_SOAK", "1"))
 ROUNDS = 4  # of faults per run
 
@@ -21,7 +21,7 @@ ROUNDS = 4  # of faults per run
 def test_a_process_may_be_killed_at_any_named_point(
     make_run: MakeRun, undisturbed: dict[int, float]
 ) -> None:
-    run = make_run(channel=SQLITE)
+    run = make_run(producers=2)
     run.faults = " ".join(f"kill:{point}" for point in POINTS)
     run.finish()
     assert {mark.name for mark in run.marks.iterdir()} == {f"kill-{point}" for point in POINTS}
@@ -32,23 +32,23 @@ def test_a_process_may_be_killed_at_any_named_point(
 def test_the_same_command_goes_on_whatever_ended_it(
     make_run: MakeRun, undisturbed: dict[int, float]
 ) -> None:
-    run = make_run(channel=SQLITE, topology={"producers": 1, "restarts": 40})
+    run = make_run(producers=1)
     run.faults = "pace:0.2"
-    supervisor = run.start()
-    run.until(lambda: run.steps() >= 3, supervisor)
-    supervisor.kill()
-    supervisor.wait()
+    launcher = run.start()
+    run.until(lambda: run.steps() >= 3, launcher)
+    launcher.kill()
+    launcher.wait()
     run.until(lambda: not run.processes())  # its children went with it
 
-    supervisor = run.start()
-    run.until(lambda: run.steps() >= 8, supervisor)
+    launcher = run.start()
+    run.until(lambda: run.steps() >= 8, launcher)
     run.kill_all()
-    supervisor.wait()
+    launcher.wait()
 
-    supervisor = run.start()
-    run.until(lambda: run.steps() >= 13, supervisor)
-    supervisor.send_signal(signal.SIGINT)
-    assert run.wait(supervisor) == 130
+    launcher = run.start()
+    run.until(lambda: run.steps() >= 13, launcher)
+    launcher.send_signal(signal.SIGINT)
+    assert run.wait(launcher) == 130
     assert "interrupted: step" in run.output()
     run.until(lambda: not run.processes())
     assert run.state()["step"] >= 13
@@ -62,10 +62,10 @@ def test_the_same_command_goes_on_whatever_ended_it(
 def test_processes_may_freeze_for_longer_than_the_others_wait(
     make_run: MakeRun, undisturbed: dict[int, float]
 ) -> None:
-    run = make_run(channel=SQLITE)
+    run = make_run(producers=2)
     points = ["captured@2", "published@3", "midstep@4"]
-    run.faults = "pace:0.3 " + " ".join(f"freeze:{point}" for point in points)
-    supervisor = run.start()
+    run.faults = "ttl:2 pace:0.3 " + " ".join(f"freeze:{point}" for point in points)
+    launcher = run.start()
     waiting = {point.partition("@")[0] for point in points}
     while waiting:
         frozen = run.until(lambda: [p for p in waiting if (run.marks / f"frozen-{p}").exists()])
@@ -73,9 +73,36 @@ def test_processes_may_freeze_for_longer_than_the_others_wait(
         for point in frozen:
             os.kill(int((run.marks / f"frozen-{point}").read_text()), signal.SIGCONT)
             waiting.remove(point)
-    assert run.wait(supervisor) == 0, run.output()
+    assert run.wait(launcher) == 0, run.output()
     run.require_done()
     assert run.losses() == undisturbed
+
+
+@pytest.mark.long
+def test_a_producer_a_trainer_or_all_processes_may_freeze_for_45_seconds(
+    make_run: MakeRun, undisturbed: dict[int, float]
+) -> None:
+    """Longer than a producer may be silent, with nothing set otherwise; three runs side by side."""
+    runs = [make_run(producers=2) for _ in range(3)]
+    for run in runs:
+        run.faults = "pace:0.5"
+    runs[0].faults = "freeze:captured@3 pace:1.5"  # its last step comes after the 45 s
+    launchers = [run.start() for run in runs]
+    mark = runs[0].marks / "frozen-captured"
+    runs[0].until(mark.exists, launchers[0])
+    frozen = [int(mark.read_text())]
+    for run, launcher in zip(runs[1:], launchers[1:], strict=True):
+        run.until(lambda run=run: run.steps() >= 3, launcher)
+    frozen += [*runs[1].trainers(), *runs[2].processes()]
+    for pid in frozen[1:]:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(45)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    for run, launcher in zip(runs, launchers, strict=True):
+        assert run.wait(launcher) == 0, run.output()
+        run.require_done()
+        assert run.losses() == undisturbed
 
 
 @pytest.mark.long
@@ -86,21 +113,21 @@ def test_random_processes_are_killed_or_frozen_at_random_moments(
     seed = int(os.environ.get("DRAFTCORE_SEED", time.time_ns() % 1_000_000))
     print(f"DRAFTCORE_SEED={seed + number} of DRAFTCORE_SOAK=1")
     chance = random.Random(seed + number)
-    run = make_run(channel=SQLITE, topology={"restarts": 4 * ROUNDS})
-    run.faults = "pace:0.2"
-    supervisor = run.start()
+    run = make_run(producers=2)
+    run.faults = "ttl:2 pace:0.2"
+    launcher = run.start()
     for _ in range(ROUNDS):
         time.sleep(chance.uniform(0.2, 9))
-        if supervisor.poll() is not None:
+        if launcher.poll() is not None:
             break
-        victim = chance.choice(run.processes() or [supervisor.pid])
+        victim = chance.choice(run.processes() or [launcher.pid])
         how = chance.choice(["kill", "kill", "freeze"])
         print(f"{how} {run.command(victim)[-60:]!r} at step {run.steps()}")
         harm(run, victim, how)
-        if supervisor.poll() is not None:
+        if launcher.poll() is not None:
             run.until(lambda: not run.processes())
-            supervisor = run.start()
-    if run.wait(supervisor) != 0:
+            launcher = run.start()
+    if run.wait(launcher) != 0:
         run.finish()
     run.require_done()
     assert run.losses() == undisturbed
@@ -117,15 +144,15 @@ def harm(run: Any, victim: int, how: str) -> None:
 
 
 @pytest.mark.long
-def test_ranks_may_be_killed_and_their_number_may_change(
-    make_run: MakeRun, undisturbed: dict[int, float]
-) -> None:
-    run = make_run(topology={"producers": 1, "ranks": 2, "restarts": 9})
+def test_ranks_may_be_killed_and_their_number_may_change(make_run: MakeRun) -> None:
+    alone = make_run(train={"accumulate": 2})
+    alone.finish()
+    run = make_run(producers=1, topology={"ranks": 2}, train={"accumulate": 2})
     run.faults = "kill:midstep@4 kill:stepped@3 kill:leased@5 pace:0.05"
-    run.finish("train.max_steps=13")
+    run.finish("train.max_steps=7")
     assert len(list(run.marks.iterdir())) == 3
     run.faults = ""
-    assert "resuming from step 13 of 24" in run.finish("topology.ranks=1")
+    assert "resuming from step 7 of 12" in run.finish("topology.ranks=1")
     run.require_done()
-    assert run.losses() == pytest.approx(undisturbed, rel=1e-5)
-    assert "already trained: 24 steps" in run.finish("topology.ranks=1")
+    assert run.losses() == pytest.approx(alone.losses(), rel=1e-5)
+    assert "already trained: 12 steps" in run.finish("topology.ranks=1")

@@ -14,14 +14,14 @@ def resident(pid: int) -> int:
 
 
 def test_the_memory_of_no_process_grows_with_the_steps(make_run: MakeRun) -> None:
-    run = make_run(topology={"producers": 1}, train={"epochs": 25})
-    supervisor = run.start()
-    run.until(lambda: run.steps() >= 100, supervisor)
+    run = make_run(producers=1, train={"epochs": 25})
+    launcher = run.start()
+    run.until(lambda: run.steps() >= 100, launcher)
     before = {pid: resident(pid) for pid in run.processes()}
-    run.until(lambda: run.steps() >= 290, supervisor)
+    run.until(lambda: run.steps() >= 290, launcher)
     grown = {pid: resident(pid) - size for pid, size in before.items()}
     assert len(grown) == 3
-    assert run.wait(supervisor) == 0
+    assert run.wait(launcher) == 0
     assert max(grown.values()) < SLACK, grown
     assert set(run.uses().values()) == {25}
     run.require_clean()

@@ -1,4 +1,4 @@
-"""Masters and servers that die, freeze and forget, with the stores and channels of plugins."""
+"""A store's server that dies, freezes and forgets, alone and together with processes of the run."""
 
 import os
 import signal
@@ -10,7 +10,6 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from redis import Redis
 
 MakeRun = Callable[..., Any]
 
@@ -27,69 +26,68 @@ def masters(run: Any) -> list[int]:
 
 
 @pytest.mark.long
-def test_a_master_of_ones_own_may_die_and_redis_forget_beside_any_other_process(
-    make_run: MakeRun, undisturbed: dict[int, float], redis: Any
-) -> None:
+def test_a_master_of_ones_own_may_die_beside_any_other_process(make_run: MakeRun) -> None:
+    alone = make_run(samples=96, train={"accumulate": 2})
+    alone.finish()
     run = make_run(
-        store="mooncake://?max_bytes=32MiB",
-        channel=f"redis://127.0.0.1:{redis.port}?prefix=run&ttl=2",
+        producers=2, samples=96, train={"accumulate": 2}, store="mooncake://?max_bytes=32MiB"
     )
-    run.faults = "pace:0.15"
-    supervisor = run.start()
-    run.until(lambda: run.steps() >= 3, supervisor)
+    run.faults = "ttl:2 pace:0.1"
+    launcher = run.start()
+    run.until(lambda: run.steps() >= 3, launcher)
     kill(*masters(run))
-    run.until(lambda: run.steps() >= 6, supervisor)
+    run.until(lambda: run.steps() >= 6, launcher)
     kill(*run.trainers())  # its master goes with it: producers follow to another one
-    run.until(lambda: run.steps() >= 10, supervisor)
-    supervisor.kill()
-    redis.kill(forget=True)
-    supervisor.wait()
-    redis.start()
+    run.until(lambda: run.steps() >= 10, launcher)
+    kill(launcher.pid, *run.producers())
+    launcher.wait()
     run.until(lambda: not run.processes() and not run.descendants())
     resumed = run.state()["step"]
 
-    supervisor = run.start("topology.ranks=2")  # both read what lies in the first one's memory
-    run.until(lambda: run.steps() >= resumed + 3, supervisor)
+    launcher = run.start("topology.ranks=2")  # both read what lies in the first one's memory
+    run.until(lambda: run.steps() >= resumed + 3, launcher)
     kill(*masters(run), run.producers()[0])
-    assert run.wait(supervisor) == 0, run.output()
+    assert run.wait(launcher) == 0, run.output()
     assert run.output().count("another one is started") == 2
     run.require_done()
     losses = run.losses()
-    assert all(losses[step] == undisturbed[step] for step in range(1, resumed + 1))
-    assert losses == pytest.approx(undisturbed, rel=1e-5)
-    with Redis(port=redis.port) as client:
-        assert all(client.ttl(key) > 0 for key in client.keys("*"))
+    before = {step: loss for step, loss in alone.losses().items() if step <= resumed}
+    assert before == {step: losses[step] for step in before}
+    assert losses == pytest.approx(alone.losses(), rel=1e-5)
 
 
-def test_a_master_and_redis_may_die_forget_freeze_and_stay_away_alone_and_together(
-    make_run: MakeRun, undisturbed: dict[int, float], master: Any, redis: Any
+def test_a_master_and_a_trainer_may_die_forget_freeze_and_stay_away_alone_and_together(
+    make_run: MakeRun, undisturbed: dict[int, float], master: Any
 ) -> None:
     run = make_run(
+        producers=2,
         store=f"mooncake://127.0.0.1:{master.port}/run?max_bytes=32MiB&patience=8",
-        channel=f"redis://127.0.0.1:{redis.port}?prefix=run&ttl=2&limit_refs=8",
     )
-    run.faults = "pace:0.1"
-    supervisor = run.start()
-    for number, server in enumerate((master, redis)):
-        run.until(lambda: run.steps() >= 3 + 3 * number, supervisor)  # noqa: B023
-        server.kill()
-        time.sleep(2)
-        server.start()
-    run.until(lambda: run.steps() >= 9, supervisor)
-    redis.kill(forget=True)
+    run.faults = "ttl:2 pace:0.3"
+    launcher = run.start()
+    run.until(lambda: run.steps() >= 3, launcher)
+    master.kill()
+    time.sleep(2)
+    master.start()
+    run.until(lambda: run.steps() >= 5, launcher)
+    kill(*run.trainers())
+    run.until(lambda: run.steps() >= 8, launcher)
     master.kill()
     kill(run.producers()[0], *run.trainers())
-    redis.start()
     master.start()
-    for number, (server, seconds) in enumerate(((redis, 4), (master, 5))):
-        run.until(lambda: run.steps() >= 13 + 3 * number, supervisor)  # noqa: B023
-        server.freeze(seconds)  # longer than its TTL
-    run.until(lambda: run.steps() >= 20, supervisor)
+    run.until(lambda: run.steps() >= 10, launcher)
+    (trainer,) = run.trainers()
+    os.kill(trainer, signal.SIGSTOP)  # longer than its producers may be silent
+    time.sleep(4)
+    os.kill(trainer, signal.SIGCONT)
+    run.until(lambda: run.steps() >= 12, launcher)
+    master.freeze(5)  # longer than its TTL
+    run.until(lambda: run.steps() >= 14, launcher)
     master.kill()  # and stays away
     said = f"error: no Mooncake master at 127.0.0.1:{master.port}"
     run.until(lambda: said in run.output(), seconds=60)
     master.start()  # for its sake alone: the library takes long to end without one
-    assert run.wait(supervisor) == 1
+    assert run.wait(launcher) == 1
     run.require_clean()
     assert "resuming from step" in run.finish()
     run.require_done()

@@ -1,130 +1,245 @@
-"""A producer and a store that holds, or seems to hold, what it is to capture."""
+"""A producer: what it puts and publishes, what it tells the trainer, and how its work ends."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from draftcore_shm.store import ShmStore
-from numpy.typing import NDArray
 from torch import Tensor
 
-from draftcore.channels.memory import MemoryChannel
-from draftcore.contracts.capture import CapturedGroup, CaptureInput
-from draftcore.contracts.channel import CaptureTask
-from draftcore.contracts.store import FeatureStore, SampleRef, StoreError, StoreItem
-from draftcore.data.plan import Plan
-from draftcore.errors import DraftcoreError
-from draftcore.feed import Producer
+from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch
+from draftcore.contracts.channel import Json, Task
+from draftcore.contracts.store import (
+    FeatureStore,
+    SampleRef,
+    StoreAway,
+    StoreError,
+    StoreFull,
+    StoreItem,
+)
+from draftcore.data.skipped import Skipped
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.features import producer as module
+from draftcore.features.producer import held_refs, produce, put_batch
+from draftcore.features.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
+from draftcore.features.stores.file import FileStore
 
+SOON = 60.0  # seconds in which what must happen does, however slow the machine
 LENGTH = 3
 
 
 class Counting:
-    """A capture backend, and the samples' tokens: row, row, row."""
+    """A capture whose features are the rows' numbers; `wrong` is called before each batch."""
 
     def __init__(self) -> None:
-        self.captured = 0
+        self.captured: list[int] = []
+        self.wrong: Callable[[CaptureBatch], None] = lambda batch: None
 
-    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
-        for group in groups:
-            self.captured += 1
-            rows = [torch.full((LENGTH, 4), float(tokens[0])) for tokens in group.token_ids]
-            yield CapturedGroup(group.group, tuple({"hidden.1": row} for row in rows))
-
-    def tokens(self, row: int) -> NDArray[np.int64]:
-        return np.full(LENGTH, row)
-
-    def loss_mask(self, row: int) -> NDArray[np.bool_]:
-        return np.ones(LENGTH, dtype=np.bool_)
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+        for batch in batches:
+            self.wrong(batch)
+            self.captured.append(batch.index)
+            rows = [torch.full((LENGTH, 4), float(tokens[0])) for tokens in batch.token_ids]
+            yield CapturedBatch(batch, tuple({"hidden.1": row} for row in rows))
 
     def close(self) -> None: ...
 
 
-@pytest.fixture
-def capture() -> Counting:
-    return Counting()
+class Store(FileStore):
+    """A store on disk that may be away for some calls, and counts its closings."""
+
+    def __init__(self, folder: Path, **kwargs: Any) -> None:
+        super().__init__(folder, **kwargs)
+        self.away, self.closings = 0, 0
+
+    def knock(self) -> None:
+        if self.away:
+            self.away -= 1
+            raise StoreAway("not now")
+
+    def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
+        self.knock()
+        return super().lookup(feature_ids)
+
+    def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        self.knock()
+        return super().put_many(items)
+
+    def close(self) -> None:
+        self.closings += 1
+
+
+class Trainer:
+    """A queue of two batches of two rows, and the store that it names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.capture = folder, Counting()
+        self.store = Store(folder / "features")
+        self.skipped = Skipped({}, rows=4, share=1)
+        self.published: list[int] = []
+        self.queue = Queue(
+            {"store": self.store.uri}, ahead=9, limit=None, skipped=self.skipped,
+            free=self.store.free, misfit=self.misfit,
+        )  # fmt: skip
+        self.queue.offer(iter([task(0), task(1)]), 0)
+        self.patience, self.stopped = SOON, False
+        self.client = Client(self.queue)
+
+    def misfit(self, task: Task, refs: Sequence[SampleRef]) -> str:
+        """Note what was published; the last batch ends the run."""
+        self.published.append(task.position)
+        if task.position == 1:
+            self.queue.end("finished")
+        return ""
+
+    def produce(self) -> str:
+        opened = self.opened
+        return produce(
+            RemoteQueue(self.client), self.capture, "p", opened, lambda: self.stopped, self.patience
+        )
+
+    def produce_until_failure(self) -> None:
+        """Work in another thread until the queue has failed; raises its error."""
+        thread = threading.Thread(target=self.produce, daemon=True)
+        thread.start()
+        try:
+            while True:
+                self.queue.receive(1, 5)
+        finally:
+            self.queue.end("finished")
+            thread.join(SOON)
+
+    def opened(self, uri: str) -> FeatureStore:
+        assert uri == self.store.uri
+        return self.store
+
+
+class Client:
+    """A channel's client in the same process, which notes what is asked."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.service = QueueService(queue)
+        self.said: list[Json] = []
+
+    def call(self, request: Json) -> Json:
+        self.said.append(request)
+        return self.service.answer(request)
+
+    def close(self) -> None: ...
+
+    def of(self, call: str) -> list[Json]:
+        return [one for one in self.said if one["call"] == call]
+
+
+def task(position: int) -> Task:
+    rows = (2 * position, 2 * position + 1)
+    ids, tokens = tuple(f"s{row}" for row in rows), tuple([row] * LENGTH for row in rows)
+    return Task(position, CaptureBatch(position, rows, ids, tokens), ([True, False, True],) * 2, 96)
 
 
 @pytest.fixture
-def ring(tmp_path: Path) -> Path:
-    return Path("/dev/shm", tmp_path.name)
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    monkeypatch.setattr(module, "AWAY", 0.01)
+    return Trainer(tmp_path)
 
 
 @pytest.fixture
-def producer(capture: Counting, ring: Path) -> Iterator[Producer]:
-    channel = MemoryChannel("run")
-    channel.offer(Plan(["s0", "s1"], [LENGTH] * 2, capture_batch=2, batch=2, seed=0).captures(0))
-    store = ShmStore(str(ring), max_bytes=1 << 20)
-    yield Producer(lambda: capture, capture, store, channel, "p")
-    store.free(store.lookup(["s0", "s1"]).values())
-    store.close()
+def beside() -> Iterator[Callable[[Callable[[], Any]], Future[Any]]]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool.submit
 
 
-@pytest.fixture
-def task(producer: Producer) -> CaptureTask:
-    claimed = producer.channel.claim("one")
-    assert claimed is not None
-    return claimed
+def put(trainer: Trainer, position: int, origin: str = "p") -> tuple[SampleRef, ...]:
+    one = task(position)
+    return put_batch(one.batch, one.loss_masks, Counting(), trainer.store, origin)
 
 
-def test_what_the_store_holds_is_not_captured_again(
-    producer: Producer, capture: Counting, task: CaptureTask
+# ---------------------------------------------------------------- what is put
+
+
+def test_a_producer_puts_what_it_is_asked_for_with_its_text_until_the_run_ends(
+    trainer: Trainer,
 ) -> None:
-    assert producer.refs(task) == producer.refs(task)
-    assert capture.captured == 1
+    assert trainer.produce() == "the run has finished; 4 samples captured here"
+    assert trainer.capture.captured == [0, 1]
+    assert trainer.store.closings == 1
+    assert trainer.queue.status().producers == 0
 
 
-def test_what_a_lookup_finds_torn_is_captured_again(
-    producer: Producer, capture: Counting, task: CaptureTask, ring: Path
-) -> None:
-    """Else every attempt of every producer would fail, and the sample be given up."""
-    producer.refs(task)
-    at = ring.read_bytes().index(b'"s0"')  # in the description of a sample, which has a seal
-    with ring.open("r+b") as memory:
-        memory.seek(at)
-        memory.write(b'"x0"')
-    with pytest.raises(StoreError, match="torn or altered"):
-        producer.store.lookup(task.group.feature_ids)
-    again = producer.refs(task)
-    assert capture.captured == 2
-    for ref, row in zip(again, task.group.rows, strict=True):
-        with producer.store.get(ref) as handle:
-            assert set(handle.tensors["hidden.1"].flatten().tolist()) == {row}
+def test_what_is_put_holds_features_tokens_and_mask(trainer: Trainer) -> None:
+    for ref in put(trainer, 1):
+        row = int(ref.feature_id[1:])
+        assert (ref.provenance, ref.tokens) == ("p", LENGTH)
+        with trainer.store.get(ref) as handle:
+            assert handle.tensors["hidden.1"].tolist() == [[float(row)] * 4] * LENGTH
+            assert handle.tensors["token_ids"].tolist() == [row] * LENGTH
+            assert handle.tensors["loss_mask"].tolist() == [True, False, True]
+            assert handle.tensors["loss_mask"].dtype == torch.bool
 
 
-def test_what_was_captured_in_another_way_is_captured_again(
-    producer: Producer, capture: Counting, task: CaptureTask
-) -> None:
-    producer.provenance = "another target"
-    producer.refs(task)
-    producer.provenance = "p"
-    assert {ref.provenance for ref in producer.refs(task)} == {"p"}
-    assert capture.captured == 2
+def test_what_the_store_holds_is_published_without_a_capture(trainer: Trainer) -> None:
+    """A producer that died after its put has not worked in vain."""
+    put(trainer, 0)
+    assert "4 samples" in trainer.produce()
+    assert trainer.capture.captured == [1]
+    assert trainer.published == [0, 1]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_one_number_that_is_not_finite_is_refused_with_its_row_and_a_remedy(
-    producer: Producer,
-    capture: Counting,
-    task: CaptureTask,
-    value: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whatever the capture: it hands its features over, and here they are looked at."""
-    taken = capture.features
+def test_half_a_batch_is_not_enough(trainer: Trainer) -> None:
+    """Its other half is captured with it, as the plan's batch says."""
+    trainer.store.free(put(trainer, 0)[1:])
+    trainer.produce()
+    assert trainer.capture.captured == [0, 1]
 
-    def loud(groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
-        for one in taken(groups):
-            one.features[1]["hidden.1"][2, 3] = value
-            yield one
 
-    monkeypatch.setattr(capture, "features", loud)
-    with pytest.raises(DraftcoreError, match=rf"row {task.group.rows[1]} \(sample s\d\)") as error:
-        producer.refs(task)
-    assert "capture.dtype=float32" in str(error.value)
-    assert producer.store.stats().samples == 0
+def test_what_was_captured_in_another_way_is_captured_again(trainer: Trainer) -> None:
+    put(trainer, 0, "another target")
+    trainer.produce()
+    assert trainer.capture.captured == [0, 1]
+    assert held_refs(trainer.store, ["s0", "s1"], "another target") is None
+
+
+def test_what_is_held_but_torn_is_captured_again(trainer: Trainer) -> None:
+    """Else every producer would publish it anew, and its rows be skipped in the end."""
+    old = put(trainer, 0)
+    (shard,) = (trainer.folder / "features").glob("shard-*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    trainer.queue.end = lambda state: None  # type: ignore[method-assign]
+    found: list[SampleRef] = []
+
+    def keep(task: Task, refs: Sequence[SampleRef]) -> str:
+        found.extend(refs)
+        trainer.stopped = task.position == 1
+        return ""
+
+    trainer.queue.misfit = keep
+    trainer.produce()
+    assert trainer.capture.captured == [0, 1]
+    assert [ref.feature_id for ref in found] == ["s0", "s1", "s2", "s3"]
+    for ref in found:
+        trainer.store.get(ref).close()
+    with pytest.raises(StoreError):
+        trainer.store.get(old[0])
+
+
+def test_what_a_lookup_finds_torn_is_as_if_it_was_not_there(trainer: Trainer) -> None:
+    put(trainer, 0)
+    aborted: list[str] = []
+
+    def lookup(feature_ids: Sequence[str]) -> dict[str, SampleRef]:
+        raise StoreError("torn or altered")
+
+    trainer.store.lookup = lookup  # type: ignore[method-assign]
+    trainer.store.abort = aborted.append  # type: ignore[method-assign, assignment]
+    assert held_refs(trainer.store, ["s0", "s1"], "p") is None
+    assert aborted == ["s0", "s1"]
 
 
 class Elsewhere(Counting):
@@ -139,30 +254,256 @@ class Elsewhere(Counting):
         return self.near
 
     def deliver(
-        self, group: CaptureInput, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
+        self, batch: CaptureBatch, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
     ) -> tuple[SampleRef, ...]:
         self.origins.append(origin)
-        (captured,) = super().features([group])
-        return to.put_many(
-            [
-                StoreItem(feature_id, {**features, **own}, LENGTH, origin)
-                for feature_id, features, own in zip(
-                    group.group.feature_ids, captured.features, text, strict=True
-                )
-            ]
-        )
+        (captured,) = self.features([batch])
+        rows = zip(batch.ids, captured.features, text, strict=True)
+        return to.put_many([StoreItem(one, {**f, **own}, LENGTH, origin) for one, f, own in rows])
 
 
 @pytest.mark.parametrize("near", [True, False])
-def test_a_capture_that_reaches_the_store_puts_there_itself(
-    producer: Producer, task: CaptureTask, near: bool
-) -> None:
+def test_a_capture_that_reaches_the_store_puts_there_itself(trainer: Trainer, near: bool) -> None:
     """Either way the store holds the same."""
-    capture = Elsewhere(near)
-    producer.open_capture = lambda: capture
-    refs = producer.refs(task)
+    capture, one = Elsewhere(near), task(1)
+    refs = put_batch(one.batch, one.loss_masks, capture, trainer.store, "p")
     assert capture.origins == (["p"] if near else [])
     for ref in refs:
-        with producer.store.get(ref) as handle:
+        with trainer.store.get(ref) as handle:
             assert set(handle.tensors) == {"hidden.1", "token_ids", "loss_mask"}
             assert handle.tensors["token_ids"].tolist() == [int(ref.feature_id[1:])] * LENGTH
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_one_number_that_is_not_finite_skips_its_row_with_a_remedy(
+    trainer: Trainer, value: float
+) -> None:
+    """Whatever the capture: it hands its features over, and here they are looked at."""
+    taken = trainer.capture.features
+
+    def loud(batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+        for one in taken(batches):
+            for row, features in zip(one.batch.rows, one.features, strict=True):
+                if row == 1:
+                    features["hidden.1"][2, 3] = value
+            yield one
+
+    trainer.capture.features = loud  # type: ignore[method-assign]
+    trainer.produce()
+    assert list(trainer.skipped) == [1]
+    for part in ("dataset row 1 (sample s1)", "holds inf or nan", "capture.dtype=float32"):
+        assert part in trainer.skipped[1]
+    assert trainer.published == [0, 1]
+
+
+def test_a_short_capture_is_no_sample(trainer: Trainer) -> None:
+    def short(batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+        for batch in batches:
+            yield CapturedBatch(batch, ({"hidden.1": torch.ones(LENGTH - 1, 4)},) * 2)
+
+    trainer.capture.features = short  # type: ignore[method-assign]
+    one = task(0)
+    with pytest.raises(DraftcoreError, match=r"returned 2 rows of .* for the 3 tokens"):
+        put_batch(one.batch, one.loss_masks, trainer.capture, trainer.store, "p")
+    assert trainer.store.stats().samples == 0
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_a_capture_that_fails_now_and_then_is_tried_again(trainer: Trainer) -> None:
+    failures = iter([DraftcoreError("once"), DraftcoreError("twice")])
+
+    def fail(batch: CaptureBatch) -> None:
+        if batch.index == 0 and (error := next(failures, None)):
+            raise error
+
+    trainer.capture.wrong = fail
+    assert "4 samples" in trainer.produce()
+    assert not trainer.skipped
+
+
+def test_bad_rows_are_told_by_their_numbers(trainer: Trainer) -> None:
+    def fail(batch: CaptureBatch) -> None:
+        if 3 in batch.rows:
+            raise BadRows({batch.rows.index(3): "row 3 is too odd"})
+
+    trainer.capture.wrong = fail
+    assert "3 samples" in trainer.produce()
+    assert dict(trainer.skipped) == {3: "row 3 is too odd"}
+
+
+def test_a_full_store_is_told_as_what_it_is(trainer: Trainer) -> None:
+    """So that the queue makes room for the batch, and does not count it against it."""
+    refusals, taken = iter(range(ATTEMPTS)), trainer.store.put_many
+
+    def full(items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        if items[0].feature_id == "s2" and next(refusals, None) is not None:
+            trainer.queue.advance(1)  # a batch before it makes room, of which it is told
+            raise StoreFull("x", needed=1, samples=2, free=0, limit="it", remedy="free some")
+        return taken(items)
+
+    trainer.store.put_many = full  # type: ignore[method-assign]
+    with pytest.raises(DraftcoreError, match="nothing can go"):
+        trainer.produce_until_failure()
+    assert [one["failed"]["full"] for one in trainer.client.of("publish")[1:]] == [True, True]
+    assert not trainer.skipped
+
+
+@pytest.mark.parametrize("at", ["lookup", "put", "open"])
+def test_a_store_that_is_away_is_waited_for(trainer: Trainer, at: str) -> None:
+    """No batch is at fault, and none is captured more often than it is put."""
+    trainer.store.away = 3 * ATTEMPTS
+    if at == "put":
+        trainer.store.away = 0
+
+        def leave(batch: CaptureBatch) -> None:
+            trainer.store.away = 1 if len(trainer.capture.captured) < 2 else 0
+
+        trainer.capture.wrong = leave
+    elif at == "open":
+        opened, times = trainer.opened, iter(range(3))
+
+        def away(uri: str) -> FeatureStore:
+            if next(times, None) is not None:
+                raise StoreAway("not now")
+            return opened(uri)
+
+        trainer.opened = away  # type: ignore[method-assign]
+        trainer.store.away = 0
+    assert "4 samples" in trainer.produce()
+    assert not trainer.skipped
+    assert all("failed" not in one for one in trainer.client.of("publish"))
+
+
+def test_a_store_that_stays_away_ends_the_producer_and_blames_no_batch(trainer: Trainer) -> None:
+    trainer.store.away, trainer.patience = 10**9, 0.0
+    with pytest.raises(StoreAway):
+        trainer.produce()
+    assert trainer.client.of("publish") == []
+    assert trainer.client.of("leave")[0]["error"] == "not now"
+    assert [one.position for one in trainer.queue.claim("another", 1, 0)] == [0]
+
+
+def test_a_capture_that_cannot_work_ends_its_producer_and_blames_no_batch(trainer: Trainer) -> None:
+    """As often as it is started again: others may do the work."""
+
+    def fail(batch: CaptureBatch) -> None:
+        raise UsageError("no server at http://x")
+
+    trainer.capture.wrong = fail
+    for _ in range(ATTEMPTS + 1):
+        with pytest.raises(UsageError, match="no server"):
+            trainer.produce()
+    assert {one["error"] for one in trainer.client.of("leave")} == {"no server at http://x"}
+    assert not trainer.skipped
+    trainer.capture.wrong = lambda batch: None
+    assert "4 samples" in trainer.produce()
+
+
+def test_an_error_that_nobody_foresaw_ends_its_producer_and_counts_against_the_batch(
+    trainer: Trainer,
+) -> None:
+    """A batch that takes down whoever captures it must not take down one after the other."""
+
+    def fail(batch: CaptureBatch) -> None:
+        if batch.index == 0:
+            raise RuntimeError("out of memory")
+
+    trainer.capture.wrong = fail
+    for _ in range(ATTEMPTS):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.produce()
+    assert dict(trainer.skipped) == {0: "out of memory", 1: "out of memory"}
+    assert "2 samples" in trainer.produce()
+
+
+# ---------------------------------------------------------------- coming and going
+
+
+def test_a_producer_that_is_asked_to_stop_leaves_in_peace(trainer: Trainer) -> None:
+    def stop(batch: CaptureBatch) -> None:
+        trainer.stopped = True
+
+    trainer.capture.wrong = stop
+    assert trainer.produce() == "interrupted; 2 samples captured here"
+    assert trainer.published == [0], "what it had begun it has finished"
+    assert [one["error"] for one in trainer.client.of("leave")] == [""]
+    assert trainer.store.closings == 1
+
+
+def test_what_was_handed_to_another_meanwhile_does_not_count(trainer: Trainer) -> None:
+    def slow(batch: CaptureBatch) -> None:
+        if batch.index == 0 and not trainer.published:
+            (name,) = trainer.queue.seen
+            trainer.queue.leave(name)
+            (claimed,) = trainer.queue.claim("fast", 1, 0)
+            trainer.queue.publish(claimed.claim, put(trainer, 0))
+
+    trainer.capture.wrong = slow
+    assert "2 samples" in trainer.produce()
+    refusals = [one for one in trainer.client.of("publish") if one["refs"][0]["feature_id"] == "s0"]
+    assert len(refusals) == 1
+
+
+def test_a_trainer_that_begins_again_may_name_another_store(trainer: Trainer) -> None:
+    second = Store(trainer.folder / "others")
+    opened: list[str] = []
+
+    def open_store(uri: str) -> FeatureStore:
+        opened.append(uri)
+        return second if uri == second.uri else trainer.store
+
+    def move(batch: CaptureBatch) -> None:
+        trainer.queue.about["store"] = second.uri
+
+    trainer.opened = open_store  # type: ignore[method-assign]
+    trainer.capture.wrong = move
+    trainer.queue.free_refs = lambda refs: None
+    trainer.produce()
+    assert opened == [trainer.store.uri, second.uri]
+    assert (trainer.store.stats().samples, second.stats().samples) == (2, 2)
+    assert (trainer.store.closings, second.closings) == (1, 1)
+
+
+def test_a_run_that_failed_may_go_on_with_its_producers(
+    trainer: Trainer, beside: Callable[[Callable[[], Any]], Future[Any]]
+) -> None:
+    heard, answer = threading.Event(), trainer.client.service.answer
+
+    def hear(request: Json) -> Json:
+        reply = answer(request)
+        if reply == {"ended": "failed"}:
+            heard.set()
+        return reply
+
+    trainer.client.service.answer = hear  # type: ignore[method-assign]
+    trainer.queue.end("failed")
+    running = beside(trainer.produce)
+    assert heard.wait(SOON)
+    again = Trainer(trainer.folder / "again")
+    again.store = trainer.store
+    again.queue.about["store"] = trainer.store.uri
+    trainer.client.service = QueueService(again.queue)
+    assert "4 samples" in running.result(SOON)
+
+
+def test_a_long_capture_keeps_its_claim_by_heartbeats(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TTL", 0.04)
+    beaten = threading.Event()
+    answer = trainer.client.service.answer
+
+    def hear(request: Json) -> Json:
+        if request["call"] == "heartbeat":
+            beaten.set()
+        return answer(request)
+
+    def slow(batch: CaptureBatch) -> None:
+        beaten.clear()
+        assert beaten.wait(SOON)
+
+    trainer.client.service.answer = hear  # type: ignore[method-assign]
+    trainer.capture.wrong = slow
+    assert "4 samples" in trainer.produce()

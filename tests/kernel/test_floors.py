@@ -24,10 +24,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("uris", "files", "options"),
     ("contracts",),
     ("config", "tensors"),
-    ("plugins", "data", "target", "training", "supervisor"),
-    ("features", "evaluation", "channels", "listing"),
-    ("feed", "cli"),
+    ("plugins", "data", "target", "launcher"),
+    ("training",),
+    ("features", "evaluation", "listing"),
+    ("cli",),
     ("run", "__main__"),
+    ("export",),
     ("verbs",),
     ("builtin",),
 )
@@ -112,9 +114,9 @@ def test_no_module_imports_itself_by_way_of_others(package: Path) -> None:
     TopologicalSorter(arrows).prepare()
 
 
-def test_the_core_has_at_most_8300_lines_of_code() -> None:
+def test_the_core_has_at_most_7800_lines_of_code() -> None:
     lines = {module: code_lines(file) for module, file in FILES.items()}
-    assert sum(lines.values()) <= 8300, lines
+    assert sum(lines.values()) <= 7800, lines
 
 
 def test_the_kernel_has_at_most_1600_lines_of_code_and_no_torch() -> None:

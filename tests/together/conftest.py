@@ -111,7 +111,6 @@ def make_project(folder: Path, target_folder: Path, samples: int = 24, **changes
                 "num_drafts": 3,
             },
         },
-        "capture": {"batch": 4},
         "store": f"file:{folder / 'features'}",
         "train": {"batch": 4, "lr": 0.003, "log_every": 1, "checkpoint_every": 2, "device": "cpu"},
         "eval": {"max_new_tokens": 16, "batch": 2},

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import xxhash
 from draftcore_sdk.targets import conversations, tiny_target
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def test_an_unknown_algorithm_lists_what_is_there(project: Project) -> None:
 
 
 def test_an_unknown_store_lists_what_is_there(project: Project) -> None:
-    refused(project, "train", "store=s3:bucket", says=["s3", "file", "memory"])
+    refused(project, "train", "store=s3:bucket", says=["s3", "file"])
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_an_unknown_store_lists_what_is_there(project: Project) -> None:
     [
         ("capture.name=hff", "hf"),
         ("runner.prefill.name=graps", "graphs"),
-        ("channel=memori", "memory"),
+        ("channel=tpc", "tcp"),
     ],
 )
 def test_what_is_not_installed_is_refused_before_any_work(
@@ -169,27 +170,32 @@ def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(project: Projec
 
 def test_a_checkpoint_of_another_algorithm(project: Project) -> None:
     project.cli("train", "train.max_steps=1")
-    state = project.run / "checkpoints" / "step-00000001" / "state.json"
-    data = json.loads(state.read_text())
-    data["config"]["algorithm"]["name"] = "medusa"
-    state.write_text(json.dumps(data))
-    refused(project, "eval", says=["medusa", "eagle3"])
+    other = ("algorithm.name=dflash", "algorithm.options={}")
+    refused(project, "eval", *other, says=["dflash", "eagle3"])
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "says"),
+    ("file", "change", "code", "says"),
     [
-        (lambda text: text[:-9], 1, ["state.json", "damaged", "the checkpoint before"]),
-        (lambda text: text.replace('"plan"', '"order"'), 2, ["lacks plan", "another version"]),
-        (lambda text: text.replace('"runner"', '"runer"'), 2, ["runner.prefill: None then"]),
+        ("state.json", lambda data: data[:-9], 1, ["state.json", "damaged", "checkpoint before"]),
+        ("state.json", lambda data: data.replace(b"1", b"2"), 1, ["state.json", "digest"]),
+        (
+            "draft.safetensors",
+            lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+            1,
+            ["draft.safetensors", "digest"],
+        ),
+        ("COMPLETE", lambda data: data[:20], 1, ["COMPLETE", "damaged"]),
+        ("COMPLETE", lambda data: b"", 2, ["format of the first edition", "another run folder"]),
+        ("COMPLETE", lambda data: data.replace(b": 2,", b": 3,"), 2, ["the format 3", "reads 2"]),
     ],
 )
-def test_an_old_or_damaged_checkpoint_says_what_of_it_is_wrong(
-    project: Project, change: Callable[[str], str], code: int, says: list[str]
+def test_an_old_newer_or_damaged_checkpoint_says_what_of_it_is_wrong(
+    project: Project, file: str, change: Callable[[bytes], bytes], code: int, says: list[str]
 ) -> None:
     project.cli("train", "train.max_steps=1")
-    state = project.run / "checkpoints" / "step-00000001" / "state.json"
-    state.write_text(change(state.read_text()))
+    altered = project.run / "checkpoints" / "step-00000001" / file
+    altered.write_bytes(change(altered.read_bytes()))
     refused(project, "train", code=code, says=says)
 
 
@@ -224,6 +230,10 @@ def test_a_checkpoint_of_a_plugin_that_is_gone_names_the_pip_line(project: Proje
         {"name": "gone", "dist": "draftcore-gone", "version": "1.2", "origin": None}
     )
     state.write_text(json.dumps(data))
+    mark = state.with_name("COMPLETE")
+    manifest = json.loads(mark.read_text())
+    manifest["files"]["state.json"] = xxhash.xxh3_128(state.read_bytes()).hexdigest()
+    mark.write_text(json.dumps(manifest))
     refused(project, "eval", says=["pip install", "draftcore-gone"])
 
 
@@ -272,13 +282,8 @@ def test_a_folder_that_is_no_export(project: Project) -> None:
     refused(project, "eval", "--export", project.folder, says=["config.json"])
 
 
-def test_a_channel_whose_limits_stop_a_capture_says_so_and_loses_nothing(project: Project) -> None:
-    refused(project, "capture", "channel=memory:?limit_refs=8", code=1, says=["limits", "groups"])
-    assert "were there" in project.cli("capture").output
-
-
-def test_capturing_into_memory_is_refused(project: Project) -> None:
-    refused(project, "capture", "store=memory", says=["file:"])
+def test_capturing_without_a_store_is_refused(project: Project) -> None:
+    refused(project, "capture", "store=auto", says=["file:"])
 
 
 def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(

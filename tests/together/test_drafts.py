@@ -72,11 +72,11 @@ def require_same(ours: Weights, theirs: Weights) -> None:
 
 
 def test_each_draft_gets_the_bits_it_would_have_had_alone(several: Make, alone: Make) -> None:
-    together = several(store="memory")
+    together = several(store="auto")
     output = together.cli("train").output
     for label in DRAFTS:
         assert f"{label}: complete: step 6 of 6, 24 samples" in output
-        one = alone(label, store="memory")
+        one = alone(label, store="auto")
         one.cli("train")
         assert together.losses(together.run / label) == one.losses()
         require_same(weights(together.run / label), weights(one.run))

@@ -31,9 +31,9 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("store", ["file", "memory"])
+@pytest.mark.parametrize("store", ["file", "auto"])
 def test_a_draft_trains_decodes_and_exports_on_cuda(project: Project, store: str) -> None:
-    kept = () if store == "file" else ("store=memory",)
+    kept = () if store == "file" else ("store=auto",)
     project.cli("train", *CUDA, *kept, "train.eval_every=3", "train.eval_prompts=2")
     report = json.loads(project.cli("eval", *CUDA, "--json").stdout)
     assert report["lossless"] is True

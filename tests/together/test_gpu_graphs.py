@@ -51,7 +51,7 @@ def test_a_draft_trains_on_features_that_graphs_captured(project: Project, backe
     """And evaluates in training through graphs as well, while more is captured."""
     both = (graphs("prefill", backend), graphs("decode", "full"))
     evaluated = ("train.eval_every=3", "train.eval_prompts=2")
-    project.cli("train", *CUDA, *both, *evaluated, "store=memory")
+    project.cli("train", *CUDA, *both, *evaluated, "store=auto")
     assert len(project.losses()) == 6
 
 

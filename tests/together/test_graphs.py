@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from click.testing import Result
-from draftcore_graphs.decode import DecodeGraphRunner
 
 from draftcore.config import load_config
 from draftcore.plugins.registry import load
-from draftcore.run.parts import Run
-from draftcore.run.trainer import prepare, train
+from draftcore.run import Run, open_features, open_samples, trainer_parts
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
@@ -73,7 +71,7 @@ def test_features_captured_through_graphs_train_to_the_same_losses(
     output = offline.cli("capture").output
     assert "runner.prefill                2 captured, 6 replayed" in output
     offline.cli("train")
-    colocated = through(new_project(tmp_path / "colocated", store="memory"), prefill=PREFILL)
+    colocated = through(new_project(tmp_path / "colocated", store="auto"), prefill=PREFILL)
     colocated.cli("train")
     assert offline.losses() == colocated.losses()
     assert list(offline.losses()) == list(eager.losses())
@@ -98,7 +96,7 @@ def test_capture_by_halves_stores_the_features_of_the_whole(
     stored = {}
     chosen: list[dict[str, Any]] = [{}, {"tbo": {}}]
     for plugins in chosen:
-        project = new_project(tmp_path / f"{len(plugins)}", capture={"batch": batch})
+        project = new_project(tmp_path / f"{len(plugins)}", train={"batch": batch})
         through(project, prefill={**PREFILL, "rows": [batch], "plugins": plugins})
         assert "captured 24 samples" in project.cli("capture").output
         stored[bool(plugins)] = features(project)
@@ -113,12 +111,14 @@ def test_capture_by_halves_stores_the_features_of_the_whole(
 def features(project: Project) -> dict[tuple[str, str], torch.Tensor]:
     """All that a project's store holds, by sample and name."""
     run = Run(load_config(project.yaml, []), load())
-    refs = list(run.store.lookup(run.samples.feature_ids).values())
+    held = open_features(run, run.config.store)
+    assert held.store is not None
+    refs = list(held.store.lookup(open_samples(run, held).feature_ids).values())
     found: dict[tuple[str, str], torch.Tensor] = {}
-    for ref, handle in zip(refs, run.store.get_many(refs), strict=True):
+    for ref, handle in zip(refs, held.store.get_many(refs), strict=True):
         found |= {(ref.feature_id, name): value.clone() for name, value in handle.tensors.items()}
         handle.close()
-    run.close()
+    held.store.close()
     return found
 
 
@@ -139,7 +139,7 @@ def test_features_of_other_buckets_are_not_mixed(tmp_path: Path, new_project: Ne
     other = ("runner.prefill.options.lengths=[256]", "train.max_steps=4")
     refused = project.cli("train", *other, f"run={tmp_path / 'another'}", ok=False)
     assert "holds features that this run cannot use" in refused.output
-    refused = project.cli("train", *other, "store=memory", ok=False)
+    refused = project.cli("train", *other, "store=auto", ok=False)
     assert "runner.prefill" in refused.output
     assert "differs from this one" in refused.output
     project.cli("train", "train.max_steps=4", *RECORDING)
@@ -154,14 +154,9 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
     eager = new_project(tmp_path / "eager", train=settings)
     eager.cli("train")
     graphs = through(new_project(tmp_path / "graphs", train=settings), decode=DECODE)
-    run = Run(load_config(graphs.yaml), load())
-    (trainer,) = prepare(run)
-    assert train(run, [trainer]) == "complete"
-    assert trainer.probe is not None
-    runner = trainer.probe.runner
-    assert isinstance(runner, DecodeGraphRunner)
-    assert runner.captures == 2 + 2 + 1  # drafts and verdicts of two row buckets, a plain step
-    assert runner.counts.keys() == {"replayed"}
+    said = graphs.cli("train").output
+    captures = 2 + 2 + 1  # drafts and verdicts of two row buckets, a plain step
+    assert re.search(rf"runner.decode +{captures} captured, \d+ replayed\n", said)
     evaluations = [
         [line for line in map(json.loads, (p.run / "metrics.jsonl").open()) if "loss" not in line]
         for p in (eager, graphs)
@@ -170,11 +165,17 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
     assert evaluations[0] == evaluations[1]
     assert graphs.losses() == plain.losses()
 
+    run = Run(load_config(graphs.yaml), load())
+    parts = trainer_parts(run, "both")
+    (trainer,) = parts.trainers
+    assert trainer.evaluator is not None
+    trainer.evaluator.evaluate(trainer.built, 6, 6)
     weight = next(iter(trainer.built.module.parameters()))
-    weight.data = weight.data.clone()
-    trainer.probe.evaluate(trainer.built, 6, 6)
-    assert runner.captures == 10
-    run.close()
+    weight.data = weight.data.clone()  # what was captured reads the old ones
+    trainer.evaluator.evaluate(trainer.built, 6, 6)
+    assert next(iter(run.runner("decode").report())).startswith(f"{2 * captures} captured")
+    assert parts.features.store is not None
+    parts.features.store.close()
 
 
 def test_the_plan_says_what_is_run_and_who_decided(tmp_path: Path, new_project: NewProject) -> None:

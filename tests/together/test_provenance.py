@@ -6,17 +6,12 @@ that does not.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from draftcore.config import load_config
-from draftcore.errors import DraftcoreError
-from draftcore.plugins.registry import load
-from draftcore.run.parts import Run
-from draftcore.run.producing import require_same_capture
-from draftcore.verbs import Role
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
@@ -33,13 +28,13 @@ def describe():
 @hookimpl
 def capture(name, target, request, options):
     from draftcore.features.hf import LocalCapture
-    from draftcore.contracts.capture import CapturedGroup
+    from draftcore.contracts.capture import CapturedBatch
 
     class Scaled(LocalCapture):
-        def features(self, groups):
-            for one in super().features(groups):
+        def features(self, batches):
+            for one in super().features(batches):
                 rows = [{n: t * options.scale for n, t in row.items()} for row in one.features]
-                yield CapturedGroup(one.group, tuple(rows))
+                yield CapturedBatch(one.batch, tuple(rows))
 
     return Scaled(target, request)
 """
@@ -65,7 +60,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scaled(tmp_path: Path, new_project: NewProject) -> Project:
-    options = {"name": "scaled", "batch": 4, "options": {"scale": 2.0}}
+    options = {"name": "scaled", "options": {"scale": 2.0}}
     return new_project(tmp_path / "project", capture=options)
 
 
@@ -96,27 +91,29 @@ def test_a_run_goes_on_with_options_that_change_no_feature_alone(
     scaled: Project, plugin: Path
 ) -> None:
     """Where the features lie in the run's memory there is no store to refuse them."""
-    scaled.cli("train", "store=memory", "train.max_steps=2", plugin=plugin)
-    more = ("store=memory", "train.max_steps=4")
+    scaled.cli("train", "store=auto", "train.max_steps=2", plugin=plugin)
+    more = ("store=auto", "train.max_steps=4")
     refused = scaled.cli("train", *more, "capture.options.scale=3", plugin=plugin, ok=False)
     assert "capture.options: {'scale': 2.0} then, {'scale': 3.0} now" in refused.output
     scaled.cli("train", *more, "capture.options.patience=9", plugin=plugin)
     assert list(scaled.losses()) == [1, 2, 3, 4]
 
 
-def test_a_producer_with_another_option_is_refused(scaled: Project, plugin: Path) -> None:
-    registry = load(files=[plugin])
-
-    def run_of(role: Role, *changes: str) -> Run:
-        channel = f"channel=sqlite:{scaled.folder / 'channel.db'}"
-        return Run(load_config(scaled.yaml, (channel, *changes)), registry, role=role)
-
-    trainer = run_of("trainer")
-    trainer.channel.announce({"provenance": trainer.provenance, "store": trainer.store_uri})
-    alike = run_of("producer", "capture.options.patience=9")
-    require_same_capture(alike)
-    other = run_of("producer", "capture.options.scale=3")
-    with pytest.raises(DraftcoreError, match=r'scale": 3.0} here, {"scale": 2.0} for the trainer'):
-        require_same_capture(other)
-    for run in (alike, other, trainer):
-        run.channel.close()
+def test_a_producer_with_another_option_is_refused(
+    scaled: Project, plugin: Path, tmp_path: Path
+) -> None:
+    """It ends with what differs, and the trainer, who needs one, is told."""
+    loose = [sys.executable, "-m", "draftcore", "--plugin", str(plugin), "train", str(scaled.yaml)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*loose, "--role", "trainer"], **pipes) as trainer:
+        role = ["--role", "producer"]
+        other = subprocess.run([*loose, *role, "capture.options.scale=3"], **pipes, timeout=300)
+        alike = subprocess.run([*loose, *role, "capture.options.patience=9"], **pipes, timeout=300)
+        output, _ = trainer.communicate(timeout=300)
+    assert other.returncode == 2
+    differ = 'capture.options: {"scale": 3.0} here, {"scale": 2.0} for the trainer'
+    assert differ in other.stdout
+    assert "a producer is out" in output
+    assert differ in output
+    assert alike.returncode == 0, alike.stdout
+    assert trainer.returncode == 0, output

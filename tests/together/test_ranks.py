@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,7 +46,7 @@ Start = Callable[..., "Ranks"]
 SERVER = """
 import json, os, resource, sys
 import transformers.models.qwen3.modeling_qwen3, torch.distributed.fsdp
-import draftcore.run.trainer, draftcore.cli
+import draftcore.run, draftcore.cli
 for line in sys.stdin:
     order = json.loads(line)
     if "poll" in order:
@@ -179,15 +180,16 @@ def evaluations(folder: Path) -> list[dict[str, float]]:
     return [line["evaluation"] for line in lines if "evaluation" in line]
 
 
+@pytest.mark.parametrize("shard", [False, True], ids=["replicas", "sharded"])
 def test_two_ranks_give_the_update_of_one(
-    tmp_path: Path, new_project: NewProject, start: Start
+    tmp_path: Path, new_project: NewProject, start: Start, shard: bool
 ) -> None:
-    """Of steps of 5 samples, and one of a single sample, rank 1 lacks some or all."""
-    changes = {"algorithm": None, "drafts": DRAFTS, "samples": 26}
-    whole = {"batch": 5, "eval_every": 3, "eval_samples": 3, "eval_prompts": 0}
-    one = new_project(tmp_path / "one", **changes, train=whole)
+    """Of steps of 5 batches, and one of a single batch, rank 1 lacks some or all."""
+    changes = {"algorithm": None, "drafts": DRAFTS, "samples": 26, "store": "auto"}
+    steps = {"batch": 1, "accumulate": 5, "eval_every": 3, "eval_samples": 3, "eval_prompts": 0}
+    one = new_project(tmp_path / "one", **changes, train=steps)
     one.cli("train", plugin=ODD)
-    two = new_project(tmp_path / "two", **changes, train={**whole, "batch": 1, "accumulate": 5})
+    two = new_project(tmp_path / "two", **changes, train={**steps, "shard": shard})
     ranks = start(two, plugin=ODD)
     assert ranks.finish() == [0, 0], ranks.output(0)
     assert "odd: complete: step 6 of 6, 26 samples" in ranks.output(0)
@@ -249,7 +251,7 @@ def test_a_stopped_or_killed_run_resumes_to_the_same_bits(
 
 def test_another_number_of_ranks_resumes(tmp_path: Path, new_project: NewProject) -> None:
     """One rank, two of torchrun's own making, then one again."""
-    constant = {"schedule": "constant", "checkpoint_every": 500}
+    constant = {"schedule": "constant", "checkpoint_every": 500, "batch": 2, "accumulate": 2}
     alone = new_project(tmp_path / "alone", train=constant)
     alone.cli("train")
     project = new_project(tmp_path / "changing", train=constant)
@@ -273,22 +275,25 @@ def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(
         "def forward_loss(draft, batch, context):\n"
         "    output = yield\n"
         "    marked_B = batch.loss_mask_BT.any(-1) & (batch.token_ids_BT.sum(-1) % 3 == 0)\n"
-        "    if hasattr(draft.module, 'prefix_gru') and context.step == 3 and marked_B.any():\n"
+        "    if hasattr(draft.module, 'prefix_gru') and context.step == 1 and marked_B.any():\n"
         "        return dataclasses.replace(output, numerator=output.numerator * float('inf'))\n"
         "    return output\n"
     )
     drafts = {label: DRAFTS[label] for label in ("blocks", "domino")}
-    one = new_project(tmp_path / "one", algorithm=None, drafts=drafts)
+    steps = {"accumulate": 2}
+    one = new_project(tmp_path / "one", algorithm=None, drafts=drafts, train=steps)
     result = one.cli("train", plugin=poison, ok=False)
-    two = new_project(tmp_path / "two", algorithm=None, drafts=drafts)
+    two = new_project(tmp_path / "two", algorithm=None, drafts=drafts, train=steps)
     ranks = start(two, plugin=poison)
     assert ranks.finish() == [1, 1]
     assert "error" not in ranks.output(1)
     said = ranks.output(0).partition("error: ")[2]
-    assert said == result.output.partition("error: ")[2]
-    assert "domino: the gradient of step 3 is not finite" in said
+    alone = result.output.partition("error: ")[2]
+    assert "one of the rows [" in alone or "row " in alone
+    assert "(sample " in said
+    assert "domino: the gradient of step 1 is not finite" in said
     assert two.losses(two.run / "blocks") == pytest.approx(one.losses(one.run / "blocks"), rel=1e-5)
-    assert len(two.losses(two.run / "domino")) == 3
+    assert len(two.losses(two.run / "domino")) == 1
 
 
 def test_an_error_of_one_rank_ends_all_with_it(
@@ -314,10 +319,15 @@ def test_an_error_of_one_rank_ends_all_with_it(
     assert steps(project) == 2
 
     other = new_project(tmp_path / "other")
-    ranks = start(other, second=[f"store=file:{tmp_path / 'elsewhere'}"])
+    other.cli("capture")
+    torn = tmp_path / "torn"
+    shutil.copytree(tmp_path / "other" / "features", torn)
+    for shard in torn.glob("shard-*"):
+        shard.write_bytes(shard.read_bytes()[:-100])
+    ranks = start(other, second=[f"store=file:{torn}"])
     assert ranks.finish(20) == [1, 1]
-    assert "is not held" in ranks.output(0)
-    assert ranks.output(1) == ""
+    assert "error: rank 1 failed" in ranks.output(0)
+    assert "shard-" in ranks.output(0)
 
 
 def test_a_loss_without_a_gradient_is_an_error_and_no_hang(
@@ -334,7 +344,7 @@ def test_a_loss_without_a_gradient_is_an_error_and_no_hang(
         "    detached = dataclasses.replace(output, numerator=output.numerator.detach())\n"
         "    return detached if os.environ['RANK'] == '1' else output\n"
     )
-    ranks = start(project, plugin=constant)
+    ranks = start(project, "train.shard=true", plugin=constant)
     assert ranks.finish(20) == [1, 1]
     assert "does not depend on the draft's weights" in ranks.output(1)
     assert "error: rank 1 failed" in ranks.output(0)
@@ -369,7 +379,7 @@ def test_a_frozen_rank_is_given_up(tmp_path: Path, new_project: NewProject, star
 @pytest.mark.parametrize(
     ("verb", "arguments", "says"),
     [
-        ("train", ["store=memory"], ["several processes", "'memory'", "store=file:FOLDER"]),
+        ("train", ["train.accumulate=1"], ["a step has 1 batches", "2 ranks share them"]),
         ("capture", [], ["torchrun started 2 ranks", "without torchrun"]),
         ("train", ["train.device=cuda:0"], ["cuda:0"]),
     ],

@@ -72,7 +72,7 @@ def squeeze(line: str) -> str:
 
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path, new_project: NewProject) -> None:
     project = new_project(tmp_path, algorithm={"name": "dflash", "options": DFLASH})
-    project.yaml.write_text(yaml.safe_dump({**project.config, "run": "run", "store": "memory"}))
+    project.yaml.write_text(yaml.safe_dump({**project.config, "run": "run", "store": "auto"}))
     author = Author(tmp_path)
     idea, suite, excused = blocks("python")
     (tmp_path / "my_loss.py").write_text(idea)

@@ -37,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftcore.contracts.store import SampleRef, StoreError, StoreFull, StoreItem, StoreStats
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features.stores.base import (
     Key,
     Ledger,
@@ -241,11 +241,14 @@ class FileStore:
         self._require_open()
         if self._lock_fd is not None:
             return
-        lock_fd = hold(
-            self.folder / ".lock",
-            f"is writing to the store {self.folder}",
-            "a file store has one writer: wait for it to end, or use another folder",
-        )
+        try:
+            lock_fd = hold(
+                self.folder / ".lock",
+                f"is writing to the store {self.folder}",
+                "a file store has one writer: wait for it to end, or use another folder",
+            )
+        except DraftcoreError as error:
+            raise UsageError(str(error)) from None  # no batch is at fault, and no later try helps
         try:
             self._refresh()
             self._index.touch()

@@ -74,7 +74,7 @@ def test_the_options_of_a_runner_are_read_where_they_are_resolved_and_nowhere_el
         for path in attributes(ast.parse(file.read_text()))
         if path.endswith("config.runner")
     }
-    assert readers == {"run/parts.py", "run/provenance.py", "verbs.py"}
+    assert readers == {"features/provenance.py", "run.py", "verbs.py"}
     options = "draftcore_graphs.options.GraphsOptions"
     assert {name for name, file in FILES.items() if options in imported(file)} == {
         "graphs",

@@ -14,7 +14,7 @@ from draftcore_graphs.resolve import Phase
 from draftcore_sdk.captures import CaptureSuite
 
 from draftcore import hookimpl
-from draftcore.contracts.capture import CaptureGroup, CaptureInput, FeatureRequest
+from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore.features.hf import LocalCapture
@@ -25,7 +25,7 @@ PHASE = Phase("prefill", "recording", rows=(2, 4), lengths=(32, 64), decided={"b
 
 @hookimpl
 def describe() -> list[Offer]:
-    return [Offer("capture", "graphed", frozenset({"overlap"}))]
+    return [Offer("capture", "graphed")]
 
 
 @hookimpl
@@ -58,8 +58,8 @@ class TestCaptureThroughGraphs(CaptureSuite):
 
 def test_the_capture_goes_through_the_runner(target_folder: Path) -> None:
     target = TransformersTarget(str(target_folder), device="cpu")
-    group = CaptureInput(CaptureGroup(0, (0, 1), ("a", "b"), 9), ((5, 6, 7), tuple(range(9))))
+    batch = CaptureBatch(0, (0, 1), ("a", "b"), ((5, 6, 7), tuple(range(9))))
     opened = capture("graphed", target, FeatureRequest((1,), True, "float32"))
-    (captured,) = opened.features([group])
+    (captured,) = opened.features([batch])
     assert [len(features["last_hidden"]) for features in captured.features] == [3, 9]
     assert RUNNERS[-1].counts == {"replayed": 1}

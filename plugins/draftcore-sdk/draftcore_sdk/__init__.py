@@ -24,7 +24,7 @@ SUITES = (
     "runners",
     "stores",
 )
-PARTS = ("algorithm_fixtures", "algorithm_training", "channel_ends", "channel_faults")
+PARTS = ("algorithm_fixtures", "algorithm_training")
 
 if "pytest" in sys.modules:  # asserts in a suite explain themselves as those of a test file do
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{n}" for n in (*SUITES, *PARTS)))

@@ -355,16 +355,16 @@ class AlgorithmSuite(Training):
     def test_offline_and_colocated_runs_give_the_same_bits(
         self, bench: Bench, project: Project, tmp_path: Path
     ) -> None:
-        colocated = Project(tmp_path / "colocated", bench, "memory")
+        colocated = Project(tmp_path / "colocated", bench)
         colocated.cli("train")
         assert colocated.losses() == project.losses()
 
     def test_a_stopped_run_resumes_to_the_same_bits(
         self, bench: Bench, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        stopped = Project(tmp_path / "stopped", bench, "memory")
-        monkeypatch.setenv(STOP_AT, "2")
-        assert "step 2 of 4" in stopped.cli("train", stop=True, status=130)
+        stopped = Project(tmp_path / "stopped", bench)
+        monkeypatch.setenv(STOP_AT, "1")
+        assert "interrupted: step " in stopped.cli("train", stop=True, status=130)
         monkeypatch.delenv(STOP_AT)
         stopped.cli("train", stop=True)
         assert stopped.losses() == project.losses()

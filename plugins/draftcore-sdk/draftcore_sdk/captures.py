@@ -2,8 +2,7 @@
 
 The target is a tiny random Qwen3 on the CPU in fp32, whose reference is transformers' own forward
 pass, row by row and without padding. A backend that reads its target elsewhere than from a folder,
-such as a running server, overrides `target_folder` and serves what `capture_target` writes. One of
-capability `overlap` is tested for that as well.
+such as a running server, overrides `target_folder` and serves what `capture_target` writes.
 
 Other implementations add in another order than transformers does, so features are compared with
 the reference within rounding; a backend is compared with itself bit by bit.
@@ -15,7 +14,6 @@ import copy
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from draftcore.contracts.capture import (
     Capture,
-    CapturedGroup,
-    CaptureGroup,
-    CaptureInput,
+    CaptureBatch,
+    CapturedBatch,
     FeatureRequest,
-    StoringCapture,
 )
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
@@ -91,34 +87,33 @@ class CaptureSuite(Suite):
         self, open_capture: OpenCapture, shape: str
     ) -> None:
         request = REQUESTS[shape]
-        for features in features_of(open_capture(request), group(0, 1)):
+        for features in features_of(open_capture(request), batch(0, 1)):
             assert set(features) == set(request.names)
             assert {value.shape[1:] for value in features.values()} == {(WIDTH,)}
             assert {value.dtype for value in features.values()} == {getattr(torch, request.dtype)}
 
-    @pytest.mark.parametrize("members", [(0, 1, 2), (1, 0), (3,), (3, 4)])
-    @pytest.mark.parametrize("padding", [0, 9])
+    @pytest.mark.parametrize("rows", [(0, 1, 2), (1, 0), (3,), (3, 4)])
     def test_every_row_is_as_long_as_its_tokens(
-        self, open_capture: OpenCapture, members: Sequence[int], padding: int
+        self, open_capture: OpenCapture, rows: Sequence[int]
     ) -> None:
-        """Also where the group is padded beyond its longest row."""
-        found = features_of(open_capture(REQUESTS["both"]), group(*members, padding=padding))
+        """Also where the batch is padded to its longest row."""
+        found = features_of(open_capture(REQUESTS["both"]), batch(*rows))
         lengths = [{len(value) for value in features.values()} for features in found]
-        assert lengths == [{len(ROWS[member])} for member in members]
+        assert lengths == [{len(ROWS[row])} for row in rows]
 
-    def test_groups_and_members_keep_their_order(
+    def test_batches_and_rows_keep_their_order(
         self, open_capture: OpenCapture, target_folder: Path
     ) -> None:
         """Rows of one length: only their values tell them apart."""
         reference = Reference(target_folder)
         rows = [[20 + row, 30 + row, 40 + row] for row in range(5)]
         asked = [
-            group(members=[rows[3], rows[0]], index=7),
-            group(members=[rows[4]], index=2),
-            group(members=[rows[1], rows[2]], index=5),
+            batch(members=[rows[3], rows[0]], index=7),
+            batch(members=[rows[4]], index=2),
+            batch(members=[rows[1], rows[2]], index=5),
         ]
         captured = list(open_capture(REQUESTS["first layer"]).features(asked))
-        assert [one.group for one in captured] == [one.group for one in asked]
+        assert [one.batch for one in captured] == asked
         for one, ask in zip(captured, asked, strict=True):
             for features, tokens in zip(one.features, ask.token_ids, strict=True):
                 require_near(features["hidden.0"], reference.layers(tokens)[0])
@@ -130,7 +125,7 @@ class CaptureSuite(Suite):
         self, open_capture: OpenCapture, target_folder: Path, layer: int
     ) -> None:
         """transformers counts the embedding as hidden state 0."""
-        found = features_of(open_capture(ALL), group(0, 1))
+        found = features_of(open_capture(ALL), batch(0, 1))
         for features, tokens in zip(found, ROWS, strict=False):
             expected = Reference(target_folder).layers(tokens)[layer]
             require_near(features[f"hidden.{layer}"], expected)
@@ -138,14 +133,14 @@ class CaptureSuite(Suite):
     def test_the_last_layers_output_is_the_state_before_the_final_norm(
         self, open_capture: OpenCapture, target_folder: Path
     ) -> None:
-        (features,) = features_of(open_capture(ALL), group(1))
+        (features,) = features_of(open_capture(ALL), batch(1))
         expected = Reference(target_folder).before_norm(ROWS[1])
         require_near(features[f"hidden.{LAYERS - 1}"], expected)
 
     def test_last_hidden_is_the_state_after_the_final_norm(
         self, open_capture: OpenCapture, target_folder: Path
     ) -> None:
-        (features,) = features_of(open_capture(ALL), group(1))
+        (features,) = features_of(open_capture(ALL), batch(1))
         require_near(features["last_hidden"], Reference(target_folder).after_norm(ROWS[1]))
 
     @pytest.mark.parametrize("beyond", [LAYERS, -1])
@@ -159,44 +154,44 @@ class CaptureSuite(Suite):
 
     # ------------------------------------------------------------ on what they depend
 
-    def test_a_members_features_do_not_depend_on_its_neighbours(
+    def test_a_rows_features_do_not_depend_on_its_neighbours(
         self, open_capture: OpenCapture
     ) -> None:
         """Within rounding: a batch of another shape adds in another order."""
         capture = open_capture(ALL)
-        together = features_of(capture, group(0, 4, 2))
-        for features, member in zip(together, (0, 4, 2), strict=True):
-            (alone,) = features_of(capture, group(member))
+        together = features_of(capture, batch(0, 4, 2))
+        for features, row in zip(together, (0, 4, 2), strict=True):
+            (alone,) = features_of(capture, batch(row))
             for name in ALL.names:
                 require_near(features[name], alone[name])
 
-    def test_a_groups_features_do_not_depend_on_the_groups_before_it(
+    def test_a_batchs_features_do_not_depend_on_the_batches_before_it(
         self, open_capture: OpenCapture
     ) -> None:
-        *_, after_others = open_capture(ALL).features([group(1, 4), group(3), group(0, 2)])
-        first = features_of(open_capture(ALL), group(0, 2))
+        *_, after_others = open_capture(ALL).features([batch(1, 4), batch(3), batch(0, 2)])
+        first = features_of(open_capture(ALL), batch(0, 2))
         require_same(after_others.features, first)
 
-    def test_a_group_captured_again_repeats_bit_for_bit(self, open_capture: OpenCapture) -> None:
+    def test_a_batch_captured_again_repeats_bit_for_bit(self, open_capture: OpenCapture) -> None:
         """What a run resumed after a crash captures again must be what it had."""
         capture = open_capture(ALL)
-        first, again = capture.features([group(0, 1, 2), group(0, 1, 2)])
+        first, again = capture.features([batch(0, 1, 2), batch(0, 1, 2)])
         require_same(first.features, again.features)
-        require_same(first.features, features_of(open_capture(ALL), group(0, 1, 2)))
+        require_same(first.features, features_of(open_capture(ALL), batch(0, 1, 2)))
 
-    def test_two_groups_at_once_equal_one_by_one(self, open_capture: OpenCapture) -> None:
-        capture, groups = open_capture(ALL), (group(0, 1), group(2, 3))
-        for together, one in zip(list(capture.features(groups)), groups, strict=True):
+    def test_two_batches_at_once_equal_one_by_one(self, open_capture: OpenCapture) -> None:
+        capture, batches = open_capture(ALL), (batch(0, 1), batch(2, 3))
+        for together, one in zip(list(capture.features(batches)), batches, strict=True):
             require_same(together.features, features_of(capture, one))
 
     def test_joined_requests_give_the_bits_of_each(self, open_capture: OpenCapture) -> None:
         """Algorithms that train side by side share one capture."""
         one = FeatureRequest((0, 2), False, "float32")
         other = FeatureRequest((2, 3), True, "float32")
-        joined = features_of(open_capture(one.union(other)), group(0, 1))
+        joined = features_of(open_capture(one.union(other)), batch(0, 1))
         for request in (one, other):
             parts = [{name: features[name] for name in request.names} for features in joined]
-            require_same(parts, features_of(open_capture(request), group(0, 1)))
+            require_same(parts, features_of(open_capture(request), batch(0, 1)))
 
     # ------------------------------------------------------------ what it does besides
 
@@ -206,47 +201,36 @@ class CaptureSuite(Suite):
         tokens = torch.tensor([ROWS[1]])
         before_TV = target.model.model(input_ids=tokens).logits
         capture = open_capture(REQUESTS["both"])
-        list(capture.features([group(0, 1), group(2)]))
+        list(capture.features([batch(0, 1), batch(2)]))
         assert torch.equal(target.model.model(input_ids=tokens).logits, before_TV)
         capture.close()
         assert torch.equal(target.model.model(input_ids=tokens).logits, before_TV)
 
-    def test_groups_are_asked_for_as_features_are_taken(self, open_capture: OpenCapture) -> None:
+    def test_batches_are_asked_for_as_features_are_taken(self, open_capture: OpenCapture) -> None:
         """A data set does not fit into memory: some look-ahead is welcome, all of it is not."""
         asked: list[int] = []
 
-        def groups() -> Iterator[CaptureInput]:
+        def batches() -> Iterator[CaptureBatch]:
             for index in range(64):
                 asked.append(index)
-                yield group(3, index=index)
+                yield batch(3, index=index)
 
-        captured = iter(open_capture(REQUESTS["first layer"]).features(groups()))
-        assert next(captured).group.index == 0
+        captured = iter(open_capture(REQUESTS["first layer"]).features(batches()))
+        assert next(captured).batch.index == 0
         assert len(asked) < 64
-        assert [one.group.index for one in captured] == list(range(1, 64))
+        assert [one.batch.index for one in captured] == list(range(1, 64))
 
-    def test_capturing_beside_training_is_seen_by_neither(self, open_capture: OpenCapture) -> None:
-        """As `train.overlap` does it: the first group while nobody trains, others beside a step.
-
-        A capture elsewhere is waited for by another thread, one of this process runs in the trainer's.
-        """
-        if "overlap" not in offer_of(self.plugin, "capture", self.name).capabilities:
-            pytest.skip("the capture does not claim the capability overlap")
+    def test_capturing_changes_nothing_that_training_reads(self, open_capture: OpenCapture) -> None:
+        """A rank captures its batches between its steps."""
         capture = open_capture(ALL)
-        first = features_of(capture, group(0, 1, 2))
+        features_of(capture, batch(0, 1, 2))
         before = of_the_process()
-        if isinstance(capture, StoringCapture):
-            with ThreadPoolExecutor(1) as thread:
-                again = thread.submit(features_of, capture, group(0, 1, 2)).result()
-        else:
-            again = features_of(capture, group(0, 1, 2))
-        assert of_the_process() == before, "a step beside it would draw or compute otherwise"
-        require_same(again, first)
-        require_same(features_of(open_capture(ALL), group(0, 1, 2)), first)
+        features_of(capture, batch(0, 1, 2))
+        assert of_the_process() == before, "the next step would draw or compute otherwise"
 
     def test_closing_twice_is_harmless(self, open_capture: OpenCapture) -> None:
         capture = open_capture(REQUESTS["both"])
-        list(capture.features([group(0)]))
+        list(capture.features([batch(0)]))
         capture.close()
         capture.close()
 
@@ -278,19 +262,13 @@ def open_through(
     return capture
 
 
-def group(
-    *numbers: int,
-    members: Sequence[Sequence[int]] = (),
-    rows: Sequence[int] = (),
-    index: int = 0,
-    padding: int = 0,
-) -> CaptureInput:
-    """Make a capture group of these rows of ROWS, or of any tokens."""
+def batch(
+    *numbers: int, members: Sequence[Sequence[int]] = (), rows: Sequence[int] = (), index: int = 0
+) -> CaptureBatch:
+    """Make a batch of these rows of ROWS, or of any tokens."""
     members = members or [ROWS[number] for number in numbers]
-    rows = rows or numbers or range(len(members))
-    ids = tuple(f"sample-{row}" for row in rows)
-    padded = max(map(len, members)) + padding
-    return CaptureInput(CaptureGroup(index, tuple(rows), ids, padded), tuple(members))
+    rows = tuple(rows or numbers or range(len(members)))
+    return CaptureBatch(index, rows, tuple(f"sample-{row}" for row in rows), tuple(members))
 
 
 def of_the_process() -> dict[str, Any]:
@@ -306,11 +284,11 @@ def of_the_process() -> dict[str, Any]:
     }
 
 
-def features_of(capture: Capture, asked: CaptureInput) -> Sequence[Mapping[str, Tensor]]:
-    """Capture one group and return its members' features."""
+def features_of(capture: Capture, asked: CaptureBatch) -> Sequence[Mapping[str, Tensor]]:
+    """Capture one batch and return its rows' features."""
     (captured,) = capture.features([asked])
-    assert isinstance(captured, CapturedGroup)
-    assert captured.group == asked.group
+    assert isinstance(captured, CapturedBatch)
+    assert captured.batch == asked
     return captured.features
 
 
@@ -352,7 +330,7 @@ def require_near(found_TH: Tensor, expected_TH: Tensor) -> None:
 def require_same(
     found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Compare names and bits, member by member."""
+    """Compare names and bits, row by row."""
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():

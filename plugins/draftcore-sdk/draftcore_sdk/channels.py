@@ -1,583 +1,437 @@
 """What every channel must do. See `draftcore_sdk` for how to use it.
 
-A subclass sets `plugin`, and the fixture `channel_uri` where a channel needs more than a folder;
-one whose limits are not the URI options `limit_refs` and `limit_bytes` overrides `with_limits`.
-A channel of capability `shared`, which several processes reach, has two ends. It takes the further
-options of `draftcore.channels.logged.Settings`, and says how to `garble` its log and how much space
-that takes (`footprint`). What is overridden stands in `channel_ends.Opening`, with the plan of the
-tests; here is what a run asks of the queue, in `channel_faults` what two ends owe each other.
+A channel is tried with a real queue behind it, as a run's producers use it. A subclass sets `plugin`,
+`impatient`, and the fixture `channel_uri` where a channel needs more than a folder.
 """
 
 import dataclasses
+import json
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from draftcore.contracts.channel import CaptureTask, Standing
+from draftcore.contracts.capture import BadRows, CaptureBatch
+from draftcore.contracts.channel import Channel, ChannelAway, Client, Json, RunEnded, Task
 from draftcore.contracts.store import SampleRef, TensorSpec
-from draftcore.errors import DraftcoreError
-from draftcore_sdk.channel_ends import (
-    NBYTES,
-    NEVER,
-    SOON,
-    STEPS,
-    Ends,
-    OpenChannel,
-    OpenEnd,
-    Waiting,
-    claimed,
-    eventually,
-    ids,
-    in_order,
-    publish_all,
-    pumped,
-    ref,
-    refs_of,
-    step,
-    task,
-)
-from draftcore_sdk.channel_faults import Faults
+from draftcore.data.skipped import Skipped
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.features import queue as core
+from draftcore.features.queue import Queue, QueueService, RemoteQueue
+from draftcore_sdk.suite import Suite, child_environment, hooks_of, offer_of, options_of
+
+SOON = 60.0  # seconds within which it comes on a busy machine
+LONG = 4 * SOON  # seconds that a request waits for what comes before
+SECRET, OTHER = b"what both ends know", b"what a stranger knows"
+Begin = Callable[..., "Trainer"]
+Join = Callable[..., RemoteQueue]
 
 
-class ChannelSuite(Faults):
+class Trainer:
+    """The trainer's end: a queue behind a channel, and what the channel has asked of it."""
+
+    def __init__(self, channel: Channel, ttl: float) -> None:
+        self.channel, self.heard, self.freed = channel, list[Json](), list[SampleRef]()
+        self.queue = Queue(
+            {"store": "test:"},
+            ahead=10**6,
+            limit=None,
+            skipped=Skipped({}, rows=100, share=1.0),
+            free=self.freed.extend,
+            misfit=lambda task, refs: "",
+            ttl=ttl,
+        )
+        self.service = QueueService(self.queue)
+        self.address = channel.serve(self)
+
+    def answer(self, request: Json) -> Json:
+        self.heard.append(request)
+        return self.service.answer(request)
+
+    def lost(self, producer: str) -> None:
+        self.service.lost(producer)
+
+    def offer(self, tasks: Iterable[Task]) -> None:
+        self.queue.offer(iter(tasks), 0)
+
+    def hears(self, call: str, producer: str) -> None:
+        """Wait until a producer's call is being answered."""
+        eventually(lambda: any((r["call"], r["producer"]) == (call, producer) for r in self.heard))
+
+
+class ChannelSuite(Suite):
     """The behaviour of a channel, opened through its plugin."""
 
-    # ------------------------------------------------------------ order
+    # ------------------------------------------------------------ what a subclass says
 
-    def test_tasks_are_handed_out_once_in_the_order_offered(self, channel: Ends) -> None:
-        tasks = [task(0, group) for group in (2, 0, 3, 1)]
-        channel.offer(tasks)
-        assert [channel.claim("one"), channel.claim("two"), channel.claim("one")] == tasks[:3]
-        assert channel.claim("two") == tasks[3]
-        assert channel.claim("one") is None
+    @pytest.fixture
+    def channel_uri(self, tmp_path: Path) -> str:
+        """The URI of a fresh channel; by default in a fresh folder, or its bare name if it has none."""
+        name = offer_of(self.plugin, "channel", self.name).name
+        uri = f"{name}:{tmp_path / 'channel'}"
+        try:
+            open_through(self.plugin, uri, self.options, SECRET).close()
+        except UsageError:
+            return name
+        return uri
 
-    def test_offered_tasks_are_consumed_lazily(self, channel: Ends) -> None:
-        asked = 0
+    def impatient(self, uri: str, secret: bytes, patience: float) -> Channel:
+        """Open the channel with a patience of this many seconds."""
+        raise NotImplementedError("override impatient: clients must give up after a while")
 
-        def many() -> Iterator[CaptureTask]:  # not endless: a wrong channel must fail, not hang
-            nonlocal asked
-            while asked < 1000:
-                asked += 1
-                yield task(asked, asked % 4)
+    # ------------------------------------------------------------ fixtures
 
-        channel.offer(many())
-        assert channel.claim("one") == task(1, 1)
-        assert asked < 100
+    @pytest.fixture
+    def open_channel(self, channel_uri: str) -> Iterator[Callable[[bytes], Channel]]:
+        """Open the channel any number of times; all are closed at the end."""
+        opened: list[Channel] = []
 
-    def test_a_step_waits_for_all_its_samples_and_gets_them_in_plan_order(
-        self, channel: Ends
-    ) -> None:
-        channel.offer([task(0, 0), task(0, 1)])
-        first, second = claimed(channel), claimed(channel)
-        assert channel.receive(step(1)) is None
-        channel.publish(second, refs_of(second))  # out of order
-        assert channel.receive(step(1)) is None
-        channel.publish(first, refs_of(first))
-        assert ids(channel.receive(step(1))) == "db"
-        assert ids(channel.receive(step(0))) == "ac"
+        def opener(secret: bytes = SECRET) -> Channel:
+            opened.append(open_through(self.plugin, channel_uri, self.options, secret))
+            return opened[-1]
 
-    def test_receiving_a_step_twice_gives_the_same_refs(self, channel: Ends) -> None:
-        publish_all(channel)
-        assert channel.receive(step(2)) == channel.receive(step(2))
+        yield opener
+        for channel in opened:
+            channel.close()
 
-    # ------------------------------------------------------------ what is published
+    @pytest.fixture
+    def begin(self, open_channel: Callable[[], Channel]) -> Iterator[Begin]:
+        """Begin a trainer; its queue is ended at the end, so that no request waits on."""
+        trainers: list[Trainer] = []
 
-    def test_refs_come_back_as_they_were_published(self, channel: Ends) -> None:
-        channel.offer([task(0, 0), task(0, 1)])
-        published: dict[str, SampleRef] = {}
-        for _ in range(2):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-            published |= {ref.feature_id: ref for ref in refs_of(claim)}
-        assert channel.receive(step(0)) == (published["a"], published["c"])
+        def begin(ttl: float = 10 * SOON) -> Trainer:
+            trainers.append(Trainer(open_channel(), ttl))
+            return trainers[-1]
 
-    @pytest.mark.parametrize("members", ["", "a", "abc", "ba", "ac"])
-    def test_other_samples_than_the_groups_are_refused(self, channel: Ends, members: str) -> None:
-        channel.offer([task(0, 0)])
-        claim = claimed(channel)
-        with pytest.raises(DraftcoreError, match="group 0 was published with other samples"):
-            channel.publish(claim, [ref(member) for member in members])
-        channel.publish(claim, refs_of(claim))
+        yield begin
+        for trainer in trainers:
+            trainer.queue.end("failed")
 
-    def test_a_tensor_in_a_ref_is_refused_and_its_field_named(self, channel: Ends) -> None:
+    @pytest.fixture
+    def trainer(self, begin: Begin) -> Trainer:
+        return begin()
+
+    @pytest.fixture
+    def connect(self, open_channel: Callable[..., Channel]) -> Iterator[Callable[..., Client]]:
+        """Connect a client; all are closed at the end."""
+        clients: list[Client] = []
+
+        def connect(find: Callable[[], str], secret: bytes = SECRET) -> Client:
+            clients.append(open_channel(secret).connect(find))
+            return clients[-1]
+
+        yield connect
+        for client in clients:
+            client.close()
+
+    @pytest.fixture
+    def join(self, connect: Callable[..., Client]) -> Join:
+        """Join a trainer as a producer of its own."""
+
+        def join(trainer: Trainer, secret: bytes = SECRET) -> RemoteQueue:
+            return RemoteQueue(connect(lambda: trainer.address, secret))
+
+        return join
+
+    @pytest.fixture
+    def long_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let one request wait for longer than it takes until it is answered."""
+        monkeypatch.setattr(core, "LONGEST_WAIT", LONG)
+
+    # ------------------------------------------------------------ tasks and refs
+
+    def test_tasks_come_in_the_order_offered_and_whole(self, trainer: Trainer, join: Join) -> None:
+        producer, tasks = join(trainer), [task(at, rows=1 + at % 3) for at in range(6)]
+        trainer.offer(tasks)
+        found, store = producer.claim(4, 0)
+        assert [dataclasses.replace(one, claim="") for one in found] == tasks[:4]
+        assert store == "test:"
+        assert [one.position for one in join(trainer).claim(4, 0)[0]] == [4, 5]
+
+    def test_refs_are_received_as_they_were_published(self, trainer: Trainer, join: Join) -> None:
+        producer, loader = join(trainer), join(trainer)
+        trainer.offer([task(0, rows=3)])
+        ((claimed,), _) = producer.claim(1, 0)
+        assert loader.receive(0, 0) is None
+        assert producer.publish(claimed.claim, refs_of(claimed))
+        assert trainer.queue.receive(0, 0) == refs_of(claimed)
+        assert loader.receive(0, 0) == refs_of(claimed)
+
+    def test_a_failure_arrives_with_its_rows(self, trainer: Trainer, join: Join) -> None:
+        producer = join(trainer)
+        trainer.offer([task(0, rows=3)])
+        ((claimed,), _) = producer.claim(1, 0)
+        assert producer.publish(claimed.claim, BadRows({1: "wörds are lost"}))
+        assert trainer.queue.skipped == {claimed.batch.rows[1]: "wörds are lost"}
+
+    def test_a_late_publication_is_told_that_it_is_late(self, trainer: Trainer, join: Join) -> None:
+        producer = join(trainer)
+        trainer.offer([task(0)])
+        ((claimed,), _) = producer.claim(1, 0)
+        trainer.queue.leave(producer.producer)
+        assert not producer.publish(claimed.claim, refs_of(claimed))
+        assert trainer.freed == list(refs_of(claimed))
+
+    def test_large_requests_and_replies_pass(self, trainer: Trainer, join: Join) -> None:
+        producer, large = join(trainer), [task(at, rows=8, tokens=4000) for at in range(16)]
+        trainer.offer(large)
+        found, _ = producer.claim(16, 0)
+        assert [dataclasses.replace(one, claim="") for one in found] == large
+        refs = refs_of(found[0], provenance="p" * 100_000)
+        assert producer.publish(found[0].claim, refs)
+        assert producer.receive(0, 0) == refs
+
+    def test_a_tensor_is_refused_where_it_is_serialised(self, trainer: Trainer, join: Join) -> None:
         import torch  # 1.6 s, which the processes that tests start do not pay
 
-        channel.offer([task(0, 0)])
-        claim = claimed(channel)
-        spec = TensorSpec("x", cast(Any, (torch.tensor(3), 4)), "float32")
-        smuggled = SampleRef("b", "1", "test:", (spec,), 1, NBYTES)
-        with pytest.raises(TypeError, match=r"tensors\[0\]\.shape\[0\] is a Tensor"):
-            channel.publish(claim, [ref("a"), smuggled])
-        channel.publish(claim, refs_of(claim))
+        producer = join(trainer)
+        with pytest.raises(DraftcoreError, match=r"(?s)no.* plain JSON.*tensors travel through"):
+            producer.client.call({"call": "about", "producer": "x", "given": torch.ones(2)})
+        assert producer.about() == {"store": "test:"}
+        assert len(trainer.heard) == 1
 
-    def test_a_failed_task_raises_in_the_step_that_needs_it_only(self, channel: Ends) -> None:
-        channel.offer([task(0, group) for group in range(4)])
-        for _ in range(4):
-            claim = claimed(channel)
-            broken = claim.group.index == 3
-            channel.publish(claim, DraftcoreError("row g is broken") if broken else refs_of(claim))
-        assert ids(channel.receive(step(0))) == "ac"
-        assert ids(channel.receive(step(1))) == "db"
-        with pytest.raises(DraftcoreError, match="row g is broken"):
-            channel.receive(step(2))
+    # ------------------------------------------------------------ waiting
 
-    def test_a_failed_task_is_tried_again_when_it_is_offered_again(self, channel: Ends) -> None:
-        channel.offer([task(0, 0), task(0, 1)])
-        channel.publish(claimed(channel), DraftcoreError("out of memory"))
-        channel.offer([task(0, 0), task(0, 1)])
-        for _ in range(2):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-        assert ids(channel.receive(step(0))) == "ac"
+    @pytest.mark.usefixtures("long_waits")
+    def test_a_claim_waits_for_an_offer_and_no_longer(self, trainer: Trainer, join: Join) -> None:
+        producer = join(trainer)
+        waiting = aside(producer.claim, 1, LONG)
+        trainer.hears("claim", producer.producer)
+        trainer.offer([task(0)])
+        assert [one.position for one in waiting.result(SOON)[0]] == [0]
 
-    # ------------------------------------------------------------ credit
+    @pytest.mark.usefixtures("long_waits")
+    def test_who_waits_holds_nobody_up(self, trainer: Trainer, join: Join) -> None:
+        waiting = [(one, aside(one.claim, 1, LONG)) for one in (join(trainer) for _ in range(3))]
+        for one, _ in waiting:
+            trainer.hears("claim", one.producer)
+        assert aside(join(trainer).about).result(SOON) == {"store": "test:"}
+        assert not any(future.done() for _, future in waiting)
 
-    def test_credit_in_refs_limits_what_is_claimed(self, open_channel: OpenChannel) -> None:
-        channel = open_channel(refs=4)
-        channel.offer([task(0, group) for group in range(4)])
-        assert channel.credit().refs == 4
-        first, second = claimed(channel), claimed(channel)
-        assert channel.claim("one") is None  # also before anything is published
-        channel.publish(first, refs_of(first))
-        channel.publish(second, refs_of(second))
-        assert channel.claim("one") is None
-        assert channel.credit().refs == 0
+    @pytest.mark.usefixtures("long_waits")
+    def test_a_client_that_closes_ends_its_own_call(self, trainer: Trainer, join: Join) -> None:
+        producer = join(trainer)
+        waiting = aside(producer.claim, 1, LONG)
+        trainer.hears("claim", producer.producer)
+        producer.client.close()
+        with pytest.raises(ChannelAway):
+            waiting.result(SOON)
 
-    def test_credit_in_bytes_limits_what_is_claimed(self, open_channel: OpenChannel) -> None:
-        channel = open_channel(nbytes=2 * NBYTES)
-        channel.offer([task(0, group) for group in range(4)])
-        claim = claimed(channel)
-        channel.publish(claim, refs_of(claim))
-        assert channel.claim("one") is None
-        assert channel.credit().nbytes == 0
-
-    def test_an_advance_returns_credit(self, open_channel: OpenChannel) -> None:
-        channel = open_channel(refs=4)
-        channel.offer([task(0, group) for group in range(4)])
-        for _ in range(2):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-        assert channel.claim("one") is None
-        assert channel.receive(step(0)) is not None
-        assert channel.receive(step(1)) is not None
-        channel.advance(2)
-        assert channel.claim("one") == task(0, 2)
-        assert channel.credit().refs == 2  # of 4, after this claim: all had come back
-
-    def test_the_trainer_sees_how_capture_stands(self, open_channel: OpenChannel) -> None:
-        channel = open_channel()
-        channel.offer([task(0, group) for group in range(4)])
-        assert channel.standing().captured == channel.standing().refs == 0
-        claim = claimed(channel)
-        assert channel.standing() == Standing(producers=1, captured=0, refs=2, nbytes=0)
-        channel.publish(claim, refs_of(claim))
-        assert channel.standing() == Standing(producers=1, captured=2, refs=2, nbytes=2 * NBYTES)
-        claim = claimed(channel)
-        channel.publish(claim, refs_of(claim))
-        assert channel.receive(step(0)) is not None
-        assert channel.receive(step(1)) is not None
-        channel.advance(2)
-        assert channel.standing() == Standing(producers=1, captured=4, refs=0, nbytes=0)
-
-    def test_a_failed_task_returns_its_credit(self, open_channel: OpenChannel) -> None:
-        channel = open_channel(refs=2)
-        channel.offer([task(0, 0), task(0, 1)])
-        claim = claimed(channel)
-        assert channel.claim("one") is None
-        channel.publish(claim, DraftcoreError("broken"))
-        assert channel.claim("one") == task(0, 1)
-
-    @pytest.mark.parametrize("limit", [{"refs": 1}, {"refs": 3}, {"nbytes": 1}])
-    def test_a_waiting_step_is_served_whatever_the_credit(
-        self, open_channel: OpenChannel, limit: dict[str, int]
+    @pytest.mark.usefixtures("long_waits")
+    @pytest.mark.parametrize("state", ["finished", "failed"])
+    def test_a_producer_hears_at_once_that_the_run_is_over(
+        self, trainer: Trainer, join: Join, state: str
     ) -> None:
-        """Nobody advances before the step is trained: a refusal would wait forever."""
-        channel = open_channel(**limit)
-        channel.offer([task(0, group) for group in range(4)])
-        for index in range(4):
-            assert ids(pumped(channel, step(index))) == STEPS[index]
+        producer = join(trainer)
+        waiting = aside(producer.claim, 1, LONG)
+        trainer.hears("claim", producer.producer)
+        trainer.queue.end(state)
+        with pytest.raises(RunEnded) as caught:
+            waiting.result(SOON)
+        assert caught.value.state == state
 
-    def test_need_beyond_credit_ends_with_the_samples_needed(
-        self, open_channel: OpenChannel
+    # ------------------------------------------------------------ producers that come and go
+
+    def test_a_heartbeat_is_heard(self, begin: Begin, join: Join) -> None:
+        """The clock is turned instead of waited for: each turn is most of the time to live."""
+        trainer = begin(ttl=1000)
+        producer, other = join(trainer), join(trainer)
+        trainer.offer([task(0)])
+        assert producer.claim(1, 0)[0]
+        for _ in range(3):
+            trainer.queue.seen[producer.producer] -= 600
+            producer.heartbeat()
+        assert other.claim(1, 0)[0] == []
+
+    def test_a_client_that_closes_returns_its_claims(self, trainer: Trainer, join: Join) -> None:
+        producer, other = join(trainer), join(trainer)
+        trainer.offer([task(0)])
+        assert producer.claim(1, 0)[0]
+        assert other.claim(1, 0)[0] == []
+        producer.client.close()
+        eventually(lambda: other.claim(1, 1)[0])
+
+    def test_a_killed_producer_loses_its_claims(
+        self, begin: Begin, join: Join, channel_uri: str
     ) -> None:
-        channel = open_channel(refs=1)
-        channel.offer([task(0, group) for group in range(4)])
-        assert channel.receive(step(0)) is None
-        assert [claimed(channel).group.index, claimed(channel).group.index] == [0, 1]
-        assert channel.claim("one") is None
-
-    # ------------------------------------------------------------ release
-
-    def test_an_advance_returns_what_only_earlier_steps_used_and_returns_it_once(
-        self, channel: Ends
-    ) -> None:
-        publish_all(channel)
-        released = set()
-        for index in range(4):
-            assert channel.receive(step(index)) is not None
-            assert channel.advance(index) == () or index == 2
-        for index in range(5):
-            released |= set(ids(channel.advance(index)))
-        assert released <= set("abcdefgh")
-        assert set("efgh") <= released
-        assert channel.advance(4) == ()
-
-    def test_a_group_is_released_whole_and_not_before_its_last_use(self, channel: Ends) -> None:
-        """Half a group could not be captured again without superseding the other half."""
-        publish_all(channel)
-        assert channel.receive(step(0)) is not None
-        assert channel.advance(1) == ()  # a and c are used, their neighbours b and d are not
-        assert channel.receive(step(1)) is not None
-        assert channel.advance(1) == ()
-        assert sorted(ids(channel.advance(2))) == list("abcd")
-
-    def test_a_step_that_is_received_but_not_passed_keeps_its_refs(self, channel: Ends) -> None:
-        publish_all(channel)
-        for index in range(4):
-            assert channel.receive(step(index)) is not None
-        assert sorted(ids(channel.advance(2))) == list("abcd")
-        assert channel.advance(3) == ()
-        assert sorted(ids(channel.advance(4))) == list("efgh")
-
-    def test_a_step_behind_the_cursor_is_refused(self, channel: Ends) -> None:
-        publish_all(channel)
-        assert channel.receive(step(0)) is not None
-        channel.advance(1)
-        with pytest.raises(DraftcoreError, match="behind step 1"):
-            channel.receive(step(0))
-
-    # ------------------------------------------------------------ epochs
-
-    def test_a_later_epoch_uses_what_was_not_released(self, channel: Ends) -> None:
-        publish_all(channel)
-        for index in range(8):
-            assert ids(channel.receive(step(index))) == STEPS[index % 4]
-
-    def test_a_group_that_is_held_is_not_captured_again(self, channel: Ends) -> None:
-        """Its task of the next epoch is answered with what is there, and keeps it there."""
-        channel.offer([task(epoch, group) for epoch in (0, 1) for group in range(4)])
-        for _ in range(4):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-        assert channel.claim("one") is None
-        for index in range(4):
-            assert channel.receive(step(index)) is not None
-        assert channel.advance(4) == ()
-        for index in range(4, 8):
-            assert ids(channel.receive(step(index))) == STEPS[index % 4]
-        assert sorted(ids(channel.advance(8))) == list("abcdefgh")
-
-    def test_a_later_epochs_uses_count_before_anybody_claims_for_it(self, channel: Ends) -> None:
-        channel.offer([task(epoch, group) for epoch in (0, 1) for group in range(4)])
-        for _ in range(4):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-        for index in range(5):
-            assert channel.receive(step(index)) is not None
-        assert channel.advance(5) == ()
-        for index in range(5, 8):
-            assert channel.receive(step(index)) is not None
-        assert sorted(ids(channel.advance(8))) == list("abcdefgh")
-
-    def test_refs_in_hand_outlive_the_epoch_they_were_published_for(self, channel: Ends) -> None:
-        publish_all(channel)
-        for index in range(5):
-            assert channel.receive(step(index)) is not None
-        assert sorted(ids(channel.advance(4))) == list("efgh")
-        assert sorted(ids(channel.advance(5))) == list("abcd")
-
-    def test_a_failure_belongs_to_its_epoch(self, channel: Ends) -> None:
-        channel.offer([task(0, 0), task(0, 1)])
-        channel.publish(claimed(channel), DraftcoreError("out of memory"))
-        claim = claimed(channel)
-        channel.publish(claim, refs_of(claim))
-        assert channel.receive(step(4)) is None
-        with pytest.raises(DraftcoreError, match="waits for sample 'a' of epoch 1"):
-            channel.claim("one")
-        channel.offer([task(1, 0), task(1, 1)])
-        assert ids(pumped(channel, step(4))) == "ac"
-
-    def test_a_group_that_was_released_is_captured_again(self, channel: Ends) -> None:
-        channel.offer([task(epoch, group) for epoch in (0, 1) for group in range(4)])
-        for index in range(8):
-            refs = pumped(channel, step(index), generation=f"epoch {index // 4}")
-            assert {ref.generation for ref in refs} == {f"epoch {index // 4}"}
-            released = ids(channel.advance(index + 1))
-            assert sorted(released) == [[], list("abcd"), [], list("efgh")][index % 4]
-
-    def test_pumping_step_by_step_holds_no_more_than_is_needed(self, channel: Ends) -> None:
-        """As a colocated run does it: receive, train, advance. In the end nothing is held."""
-        channel.offer([task(epoch, group) for epoch in range(3) for group in range(4)])
-        for index in range(12):
-            pumped(channel, step(index))
-            assert channel.credit().refs >= 10**6 - 4
-            channel.advance(index + 1)
-        assert channel.credit().refs == 10**6
-
-    def test_after_a_resume_half_used_groups_are_released_with_their_epoch(
-        self, channel: Ends
-    ) -> None:
-        """A run resumed at step 1 never uses a and c in epoch 0."""
-        channel.offer(
-            [task(0, 1), task(0, 0), task(0, 2), task(0, 3)] + [task(1, group) for group in (0, 1)]
+        trainer = begin(ttl=1)
+        trainer.offer([task(0)])
+        opening = self.plugin, channel_uri, json.dumps(dict(self.options)), trainer.address
+        program = (
+            f"import sys; from {__name__} import claim_and_stay; claim_and_stay(*sys.argv[1:])"
         )
-        released = ""
-        for index in (1, 2, 3, 4):
-            pumped(channel, step(index))
-            released += ids(channel.advance(index + 1))
-        assert set("efgh") <= set(released)
-        pumped(channel, step(5))
-        assert set(released + ids(channel.advance(6))) == set("abcdefgh")
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, *opening],
+            stdout=subprocess.PIPE,
+            env=child_environment(),
+        )
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"[0]\n"
+        finally:
+            child.kill()
+            child.communicate()
+        other = join(trainer)
+        eventually(lambda: other.claim(1, 1)[0])
 
-    # ------------------------------------------------------------ claims that are not current
-
-    def test_a_second_publication_is_ignored_and_its_refs_come_back(self, channel: Ends) -> None:
-        channel.offer([task(0, 0), task(0, 1)])
-        first, second = claimed(channel), claimed(channel)
-        channel.publish(first, refs_of(first, "1"))
-        channel.publish(first, refs_of(first, "2"))
-        channel.publish(first, refs_of(first, "1"))
-        channel.publish(first, DraftcoreError("too late to fail"))
-        channel.publish(second, refs_of(second))
-        assert [ref.generation for ref in channel.received(step(0))] == ["1", "1"]
-        assert ids(channel.received(step(1))) == "db"
-        released = sorted((ref.feature_id, ref.generation) for ref in channel.advance(2))
-        assert released == sorted([*((i, "1") for i in "abcd"), ("a", "2"), ("b", "2")])
-
-    def test_a_claim_may_wait_for_a_task(self, channel: Ends) -> None:
-        with Waiting(lambda: channel.producer.claim("one", wait=SOON)) as waiting:
-            time.sleep(NEVER)
-            channel.offer([task(0, 0)])
-        assert waiting.result == task(0, 0)
-
-    def test_a_waiting_claim_is_answered_when_credit_returns(
-        self, open_channel: OpenChannel
+    def test_every_task_is_done_once_by_several_producers(
+        self, trainer: Trainer, join: Join
     ) -> None:
-        channel = open_channel(refs=4)
-        channel.offer([task(0, group) for group in range(4)])
-        for _ in range(2):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-        with Waiting(lambda: channel.producer.claim("one", wait=SOON)) as waiting:
-            for index in (0, 1):
-                channel.received(step(index))
-            time.sleep(NEVER)
-            assert not waiting.done
-            channel.advance(2)
-            channel.receive(step(2))
-        assert waiting.result == task(0, 2)
+        trainer.offer([task(at) for at in range(24)])
 
-    def test_what_was_given_up_is_told_with_its_reason_until_it_succeeds(
-        self, channel: Ends
+        def work(producer: RemoteQueue) -> list[int]:
+            done = list[int]()
+            while len(done) < 24 and (tasks := producer.claim(1, 0)[0]):
+                assert producer.publish(tasks[0].claim, refs_of(tasks[0]))
+                done.append(tasks[0].position)
+            return done
+
+        with ThreadPoolExecutor(4) as pool:
+            done = list(pool.map(work, [join(trainer) for _ in range(4)]))
+        assert sorted(at for some in done for at in some) == list(range(24))
+        for at in range(24):
+            assert trainer.queue.receive(at, 0) == refs_of(task(at))
+
+    def test_threads_of_one_client_get_their_own_replies(
+        self, trainer: Trainer, join: Join
     ) -> None:
-        channel.offer([task(0, 0), task(0, 1), task(1, 0)])
-        assert channel.given_up == {}
-        channel.publish(claimed(channel), DraftcoreError("out of memory"))
-        assert channel.given_up.keys() == {"a", "b"}
-        assert "out of memory" in channel.given_up["a"]
-        assert claimed(channel) == task(0, 1)
-        claim = claimed(channel)
-        assert claim == task(1, 0)
-        channel.publish(claim, refs_of(claim))
-        assert channel.given_up == {}
+        producer = join(trainer)
+        trainer.offer([task(at) for at in range(8)])
+        for one in producer.claim(8, 0)[0]:
+            assert producer.publish(one.claim, refs_of(one))
+        with ThreadPoolExecutor(4) as pool:
+            asked = [at % 8 for at in range(40)]
+            found = list(pool.map(lambda at: producer.receive(at, 0), asked))
+        assert found == [refs_of(task(at)) for at in asked]
 
-    def test_a_group_is_not_handed_out_while_its_old_refs_are_being_freed(
-        self, channel: Ends
+    # ------------------------------------------------------------ trainers that come and go
+
+    def test_a_producer_may_begin_before_its_trainer(
+        self, begin: Begin, connect: Callable[..., Client]
     ) -> None:
-        """Its producer would find them in the store, and publish what is about to go."""
-        channel.offer([task(0, 0), task(0, 1), task(0, 2), task(1, 0)])
-        for _ in range(2):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-        for index in (0, 1):
-            channel.received(step(index))
-        assert sorted(ids(channel.advance(2))) == list("abcd")
-        assert claimed(channel) == task(0, 2)
-        assert channel.claim("one") is None
-        assert channel.receive(step(2)) is None
-        assert claimed(channel) == task(1, 0)
+        looked, address = threading.Event(), ""
 
-    # ------------------------------------------------------------ what cannot be used
+        def find() -> str:
+            looked.set()
+            return address
 
-    def test_rejected_refs_are_captured_again_and_their_whole_group_is_to_be_freed(
-        self, open_end: OpenEnd
+        asked = aside(RemoteQueue(connect(find)).about)
+        assert looked.wait(SOON)
+        address = begin().address
+        assert asked.result(SOON) == {"store": "test:"}
+
+    @pytest.mark.usefixtures("long_waits")
+    def test_a_producer_goes_on_with_the_next_trainer(
+        self, begin: Begin, connect: Callable[..., Client]
     ) -> None:
-        channel = Ends(open_end("trainer", attempts=2), open_end("producer"))
-        channel.offer([task(0, 0), task(0, 1)])
-        for _ in range(2):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-        refs = channel.received(step(0))
-        bad = [ref for ref in refs if ref.feature_id == "a"]
-        assert ids(channel.reject(dict.fromkeys(bad, "its seal is broken"))) == "ab"
-        assert channel.reject(dict.fromkeys(bad, "once more")) == ()  # it is on its way already
-        assert channel.receive(step(0)) is None
-        again = claimed(channel)
-        assert again.group.index == 0
-        channel.publish(again, refs_of(again, "2"))
-        assert [ref.generation for ref in channel.received(step(0))] == ["2", "1"]
+        """A call that the old one was to answer is answered by the new one, like all after it."""
+        trainers = [begin()]
+        producer = RemoteQueue(connect(lambda: trainers[-1].address))
+        waiting = aside(producer.claim, 1, LONG)
+        trainers[0].hears("claim", producer.producer)
+        trainers[0].channel.close()
+        trainers.append(begin())
+        trainers[0].queue.end("failed")
+        trainers[1].offer([task(0)])
+        (claimed,) = waiting.result(SOON)[0]
+        assert producer.publish(claimed.claim, refs_of(claimed))
+        assert trainers[1].queue.receive(0, 0) == refs_of(task(0))
 
-    def test_what_is_rejected_to_the_last_attempt_is_given_up_and_no_other_sample(
-        self, channel: Ends
+    def test_a_client_waits_for_its_trainer_and_then_gives_up(
+        self, begin: Begin, channel_uri: str
     ) -> None:
-        """The others come from the same forward pass of the whole group, and are served."""
-        channel.offer([task(0, 0), task(0, 1)])
-        for _ in range(2):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-        bad = channel.received(step(0))[:1]
-        assert channel.reject({bad[0]: "its seal is broken"}) == bad
-        with pytest.raises(DraftcoreError, match="its seal is broken"):
-            channel.receive(step(0))
-        assert channel.given_up == {"a": "its seal is broken"}
-        assert ids(channel.received(step(1))) == "db"
-        without_a = dataclasses.replace(step(0), samples=step(0).samples[1:], rows=step(0).rows[1:])
-        assert ids(channel.received(without_a)) == "c"
-        assert sorted(ids(channel.advance(2))) == list("bcd")
-
-    def test_a_producer_learns_what_the_trainer_announced(self, channel: Ends) -> None:
-        if channel.both:
-            pytest.skip("one process has nothing to tell itself")
-        with pytest.raises(DraftcoreError, match="no trainer"):
-            channel.about(0.0)
-        channel.announce({"store": "shm:here"})
-        assert channel.about(10.0) == {"store": "shm:here"}
-
-    # ------------------------------------------------------------ a full store
-
-    def test_what_a_waiting_step_does_not_need_is_evicted_where_it_finds_no_room(
-        self, channel: Ends
-    ) -> None:
-        channel.offer(in_order())
-        needed, other, ahead, late = (claimed(channel) for _ in range(4))
-        for claim in (needed, ahead):
-            channel.publish(claim, refs_of(claim))
-        assert channel.receive(step(0)) is None
-        assert channel.evict(step(0)) == ()  # nobody has said that there is no room
-        assert channel.wait_for_room(late)
-        assert channel.evict(step(0)) == ()  # what the step needs is on its way
-        assert channel.wait_for_room(other)
-        assert eventually(lambda: channel.evict(step(0))) == refs_of(ahead)
-        assert channel.receive(step(0)) is None
-        channel.publish(other, refs_of(other))
-        assert ids(channel.received(step(0))) == "ac"
-
-    def test_only_what_a_waiting_step_lacks_is_handed_out_while_room_is_made(
-        self, channel: Ends
-    ) -> None:
-        channel.offer([task(0, group) for group in (2, 3, 0, 1)])
-        ahead, late = claimed(channel), claimed(channel)
-        channel.publish(ahead, refs_of(ahead))
-        assert channel.receive(step(0)) is None
-        assert channel.wait_for_room(late)
-        assert eventually(lambda: channel.evict(step(0))) == refs_of(ahead)
-        assert not channel.wait_for_room(late)  # drop it, and claim anew
-        assert channel.receive(step(0)) is None
-        claims = [claimed(channel), claimed(channel)]
-        assert claims == [task(0, 0), task(0, 1)]
-        assert channel.claim("another") is None
-        for claim in claims:
-            channel.publish(claim, refs_of(claim))
-        assert ids(channel.received(step(0))) == "ac"
-        assert channel.claim("another") == task(0, 3)  # what was claimed before comes first
-        assert claimed(channel) == task(0, 2)
-
-    def test_who_waits_for_room_is_woken_when_something_was_freed(self, channel: Ends) -> None:
-        channel.offer(in_order())
-        for _ in range(2):
-            claim = claimed(channel)
-            channel.publish(claim, refs_of(claim))
-        late = claimed(channel)
-        for index in (0, 1):
-            channel.received(step(index))
-        with Waiting(lambda: channel.producer.wait_for_room(late, 2 * SOON)) as waiting:
-            time.sleep(NEVER)
-            assert not waiting.done
-            assert sorted(ids(channel.advance(2))) == list("abcd")
-            assert channel.receive(step(2)) is None
-        assert waiting.result is True
-
-    def test_who_waits_for_room_without_need_is_called_off(self, channel: Ends) -> None:
-        channel.offer([task(0, group) for group in (2, 0, 1)])
-        late = claimed(channel)
-        with Waiting(lambda: channel.producer.wait_for_room(late, 2 * SOON)) as waiting:
-            time.sleep(NEVER)
-            assert channel.receive(step(0)) is None
-            assert channel.evict(step(0)) == ()  # nothing is held
-        assert waiting.result is False
-
-    def test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words(
-        self, channel: Ends
-    ) -> None:
-        """Even what it needs is put anew, once, in case that free room lies scattered."""
-        channel.offer(in_order())
-        needed, other = claimed(channel), claimed(channel)
-        channel.publish(needed, refs_of(needed))
-        assert channel.receive(step(0)) is None
-        assert channel.wait_for_room(other)
-        assert eventually(lambda: channel.evict(step(0))) == refs_of(needed)
-        assert channel.receive(step(0)) is None
-        again = claimed(channel)
-        assert again == task(0, 0)
-        channel.publish(again, refs_of(again, "2"))
-        assert channel.evict(step(0)) == ()
-        assert channel.wait_for_room(other)  # tried before the room was made
-        assert channel.evict(step(0)) == ()
-        assert channel.wait_for_room(other)
-        with pytest.raises(DraftcoreError, match=r"(?s)full with what step 0 needs.*raise max_b"):
-            eventually(lambda: channel.evict(step(0)))
-
-    # ------------------------------------------------------------ ends
-
-    def test_a_sample_that_nobody_will_capture_is_named(self, channel: Ends) -> None:
-        channel.offer([task(0, 0)])
-        assert channel.receive(step(0)) is None
-        claim = claimed(channel)
-        with pytest.raises(DraftcoreError, match="waits for sample 'c' of epoch 0"):
-            channel.claim("one")
-        channel.publish(claim, refs_of(claim))
-        assert channel.receive(step(0)) is None
-        with pytest.raises(DraftcoreError, match="waits for sample 'c' of epoch 0"):
-            channel.claim("one")
-
-    def test_a_step_in_flight_is_no_reason_to_complain(self, channel: Ends) -> None:
-        channel.offer([task(0, 0), task(0, 1)])
-        claimed(channel), claimed(channel)
-        assert channel.receive(step(0)) is None
-        assert channel.claim("another") is None
-
-    def test_a_failure_that_the_step_is_to_hear_of_is_no_reason_to_complain(
-        self, channel: Ends
-    ) -> None:
-        channel.offer([task(0, 0), task(0, 1)])
-        first, second = claimed(channel), claimed(channel)
-        channel.publish(second, refs_of(second))
-        assert channel.receive(step(0)) is None
-        channel.publish(first, DraftcoreError("broken"))
-        assert channel.claim("another") is None
-        with pytest.raises(DraftcoreError, match="broken"):
-            channel.receive(step(0))
-
-    def test_publishing_without_a_claim_is_refused(self, channel: Ends) -> None:
-        channel.offer([task(0, 0)])
-        with pytest.raises(DraftcoreError, match="group 0 was published without a claim"):
-            channel.publish(task(0, 0), refs_of(task(0, 0)))
-
-    def test_a_closed_channel_says_so(self, channel: Ends) -> None:
-        channel.offer([task(0, 0)])
-        claim = claimed(channel)
+        trainer = begin()
+        channel = self.impatient(channel_uri, SECRET, 1.0)
+        client = channel.connect(lambda: trainer.address)
+        assert RemoteQueue(client).about() == {"store": "test:"}
+        trainer.channel.close()
+        began = time.monotonic()
+        with pytest.raises(ChannelAway, match=r"did not answer for 1 s"):
+            client.call({"call": "about", "producer": "x"})
+        assert time.monotonic() - began > 1
+        client.close()
         channel.close()
-        channel.close()
-        for use in (
-            lambda: channel.offer([]),
-            lambda: channel.claim("one"),
-            lambda: channel.publish(claim, refs_of(claim)),
-            lambda: channel.receive(step(0)),
-            lambda: channel.advance(1),
-            lambda: channel.wait_for_room(claim),
-            lambda: channel.evict(step(0)),
-        ):
-            with pytest.raises(DraftcoreError, match="channel of run suite is closed"):
-                use()
+
+    # ------------------------------------------------------------ strangers
+
+    def test_another_secret_is_refused_and_harms_nobody(self, trainer: Trainer, join: Join) -> None:
+        stranger, producer = join(trainer, OTHER), join(trainer)
+        trainer.offer([task(at) for at in range(8)])
+
+        def work() -> None:
+            for at in range(8):
+                (claimed,) = producer.claim(1, 0)[0]
+                assert producer.publish(claimed.claim, refs_of(claimed))
+                assert trainer.queue.receive(at, 0) == refs_of(task(at))
+
+        refused = aside(stranger.leave)
+        aside(work).result(SOON)
+        assert not refused.done()
+        stranger.client.close()
+        with pytest.raises(ChannelAway):
+            refused.result(SOON)
+        assert aside(join(trainer).about).result(SOON) == {"store": "test:"}
+        assert stranger.producer not in {request["producer"] for request in trainer.heard}
+
+
+# ---------------------------------------------------------------- pieces of the tests
+
+
+def open_through(plugin: str, uri: str, data: Mapping[str, Any], secret: bytes) -> Channel:
+    """Open a channel through its plugin's hook, as a run does."""
+    name = uri.partition(":")[0]
+    options = options_of(offer_of(plugin, "channel", name), data)
+    channel = hooks_of(plugin).channel(name=name, uri=uri, secret=secret, options=options)
+    assert channel is not None, f"{plugin} answers None to channel(name={name!r})"
+    return channel
+
+
+def aside(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call something in a thread, which ends with the queue or client that it waits for."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Wait for a condition."""
+    until = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.005)
+
+
+def task(position: int, rows: int = 1, tokens: int = 5) -> Task:
+    numbers = tuple(position * 10 + at for at in range(rows))
+    token_ids: list[Sequence[int]] = [[n, *range(1, tokens + at)] for at, n in enumerate(numbers)]
+    batch = CaptureBatch(position, numbers, tuple(f"s{n}" for n in numbers), tuple(token_ids))
+    masks = tuple([at % 3 == 0 for at in range(len(ids))] for ids in token_ids)
+    return Task(position, batch, masks, nbytes=1000)
+
+
+def refs_of(task: Task, provenance: str = "") -> tuple[SampleRef, ...]:
+    specs = (TensorSpec("x", (5, 100), "bfloat16"),)
+    return tuple(SampleRef(one, "1", "test:", specs, 5, 1000, provenance) for one in task.batch.ids)
+
+
+def claim_and_stay(plugin: str, uri: str, options: str, address: str) -> None:
+    """Be another process, which claims a task and does no more."""
+    client = open_through(plugin, uri, json.loads(options), SECRET).connect(lambda: address)
+    tasks, _ = RemoteQueue(client).claim(1, 0)
+    print([one.position for one in tasks], flush=True)
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()

@@ -206,7 +206,7 @@ def suite(
     said["loose"] = Path(loose) if loose else None
     if uri:
         said[f"{kind}_uri"] = _uri_fixture(uri)
-    if own := {"store": "alter", "channel": "garble"}.get(kind):
+    if own := {"store": "alter", "channel": "impatient"}.get(kind):
         said[own] = _only_by_hand(base, own)
     return type("TestSuite", (base,), said)
 

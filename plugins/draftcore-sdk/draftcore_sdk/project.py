@@ -16,7 +16,7 @@ from draftcore_sdk.workbench import RATE, Bench
 class Project:
     """A folder with conversations and run.yaml, and the command line run in this process."""
 
-    def __init__(self, folder: Path, bench: Bench, store: str) -> None:
+    def __init__(self, folder: Path, bench: Bench, store: str = "auto") -> None:
         self.bench, self.run, self.yaml = bench, folder / "run", folder / "run.yaml"
         folder.mkdir(parents=True)
         train = conversations(folder / "train.jsonl", [c * 3 + d for c in "abcd" for d in "xy"])
@@ -26,7 +26,6 @@ class Project:
             "target": {"path": bench.example.spec.path, "device": "cpu"},
             "data": {"train": str(train), "eval": str(held_out)},
             "algorithm": {"name": bench.offer.name, "options": dict(bench.yaml)},
-            "capture": {"batch": 4},
             "store": store,
             "train": {"batch": 2, "lr": RATE, "log_every": 1, "device": "cpu"},
             "eval": {"max_new_tokens": 8, "batch": 2},

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from draftcore.supervisor import Child
+from draftcore.launcher import Child
 from draftcore_sdk.suite import child_environment
 
 LINES = 40  # of the log that an error shows

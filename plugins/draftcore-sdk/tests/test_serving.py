@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from draftcore_sdk.serving import Serving
 
-from draftcore.supervisor import free_port
+from draftcore.launcher import free_port
 
 SERVER = """
 import http.server, subprocess, sys

@@ -50,10 +50,10 @@ def test_xfail_with_a_reason_is_allowed() -> None:
 
 def test_a_mixin_replaces_no_standard_test_either() -> None:
     class Mixin:
-        def test_a_closed_channel_says_so(self) -> None: ...
+        def test_a_heartbeat_is_heard(self) -> None: ...
 
     text = refused(Mixin, ChannelSuite)
-    assert text.startswith("Mixin.test_a_closed_channel_says_so replaces a standard test")
+    assert text.startswith("Mixin.test_a_heartbeat_is_heard replaces a standard test")
 
 
 def test_a_subclass_of_a_subclass_is_guarded_too() -> None:

@@ -13,7 +13,6 @@ from mutants.graphs import GRAPHS
 from mutants.plugins import PLUGINS
 from mutants.runners import RUNNERS
 from mutants.stores import STORES
-from mutants.two_ends import TWO_ENDS
 
 SUITES = {
     "algorithms": ALGORITHMS,
@@ -24,7 +23,6 @@ SUITES = {
     "plugins": PLUGINS,
     "runners": RUNNERS,
     "stores": STORES,
-    "two_ends": TWO_ENDS,
 }
 CASES = {
     f"{suite}-{name}": (suite, name)

@@ -1,7 +1,7 @@
-"""The capture `sglang`: the target runs through sglang on this process's device, group by group.
+"""The capture `sglang`: the target runs through sglang on this process's device, batch by batch.
 
-The target is started at the first group, not when a capture is opened: before it takes the device's
-memory, transformers is asked for the features of a short prompt.
+The target is started when a capture is opened, which shows whether it can work: before sglang takes
+the device's memory, transformers is asked for the features of a short prompt.
 
 Shape letters: T tokens of a prompt, H width.
 """
@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftcore.contracts.capture import CapturedGroup, CaptureInput, FeatureRequest
+from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore.tensors import resolve_device
@@ -27,7 +27,11 @@ from draftcore_sglang.options import SglangOptions
 
 
 class SglangCapture:
-    """Runs each capture group as one batch, without padding."""
+    """Runs each batch without padding.
+
+    Raises UsageError where sglang is not there or does not compute what transformers does, and
+    DraftcoreError where the target cannot be started now.
+    """
 
     def __init__(self, target: TargetSpec, request: FeatureRequest, options: SglangOptions) -> None:
         target.require_layers(request)
@@ -35,19 +39,22 @@ class SglangCapture:
         require_sglang(SIGNATURES)
         require_arguments(options.args)
         self.target, self.request, self.options = target, request, options
-        self.engine = open_engine(settings_of(target, options))
-        self.closed = False
+        self.engine, self.closed = open_engine(settings_of(target, options)), False
+        try:
+            if not self.engine.running:
+                self._start([token % target.vocab_size for token in range(10, 26)])
+        except BaseException:
+            self.close()
+            raise
 
-    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         """Yield features of the request's dtype on the target's device.
 
-        Raises DraftcoreError for a group that is larger than sglang's pool, and where sglang and
-        transformers disagree about a short prompt.
+        Raises BadRows for rows that are longer than the target takes, and UsageError for a batch
+        that is larger than sglang's pool.
         """
-        for group in groups:
-            if not self.engine.running:
-                self._start([int(token) for token in group.token_ids[0][:32]])
-            yield CapturedGroup(group.group, self._rows(group))
+        for batch in batches:
+            yield CapturedBatch(batch, self._rows(batch))
 
     def _start(self, prompt: list[int]) -> None:
         expected = None
@@ -65,31 +72,33 @@ class SglangCapture:
             self.engine.stop()
             raise
 
-    def _rows(self, group: CaptureInput) -> tuple[dict[str, Tensor], ...]:
-        self._require_room(group)
-        prompts = [[int(token) for token in tokens] for tokens in group.token_ids]
+    def _rows(self, batch: CaptureBatch) -> tuple[dict[str, Tensor], ...]:
+        self._require_room(batch)
+        prompts = [list(map(int, tokens)) for tokens in batch.token_ids]
         dtype, lengths = getattr(torch, self.request.dtype), [len(prompt) for prompt in prompts]
         states = self.engine.forward(prompts, self.request.layers)
         taken = {name: states[name].to(dtype) for name in self.request.names}
         split = {name: torch.split(value, lengths) for name, value in taken.items()}
         return tuple({name: split[name][row] for name in split} for row in range(len(lengths)))
 
-    def _require_room(self, group: CaptureInput) -> None:
+    def _require_room(self, batch: CaptureBatch) -> None:
         limits = self.engine.limits
-        lengths = [len(tokens) for tokens in group.token_ids]
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
-        if lengths[longest] > limits.context:
-            raise UsageError(
-                f"dataset row {group.group.rows[longest]} (sample {group.group.feature_ids[longest]}) "
-                f"has {lengths[longest]} tokens, the target as sglang runs it takes {limits.context}\n"
-                "  lower data.max_length, or raise capture.options.max_tokens up to the model's length"
-            )
+        lengths = [len(tokens) for tokens in batch.token_ids]
+        too_long = {
+            at: f"dataset row {batch.rows[at]} (sample {batch.ids[at]}) has {length} tokens, the "
+            f"target as sglang runs it takes {limits.context}\n"
+            "  lower data.max_length, or raise capture.options.max_tokens up to the model's length"
+            for at, length in enumerate(lengths)
+            if length > limits.context
+        }
+        if too_long:
+            raise BadRows(too_long)
         need = sum(-(-length // limits.page) * limits.page for length in lengths)
         if need > limits.tokens or len(lengths) > MAX_PROMPTS:
             raise UsageError(
-                f"the capture group of dataset rows {list(group.group.rows)} has {len(lengths)} prompts "
+                f"the batch of dataset rows {list(batch.rows)} has {len(lengths)} prompts "
                 f"with {need} tokens\n  sglang's pool holds {limits.tokens} tokens of at most "
-                f"{MAX_PROMPTS} prompts\n  lower capture.batch, or raise capture.options.max_tokens"
+                f"{MAX_PROMPTS} prompts\n  lower train.batch, or raise capture.options.max_tokens"
             )
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, TypeVar
 
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore_sglang.wire import REFUSED, Refusal
 
 logger = logging.getLogger(__name__)
 FIRST_REST, LONGEST_REST = 0.2, 30.0  # seconds
@@ -45,7 +46,7 @@ class Server:
         return self._exchange("GET", path, None, timeout, 0)
 
     def post(self, body: dict[str, Any], timeout: float, max_bytes: int = 0) -> Any:
-        """Ask `/generate`. Raises ServerAway, or DraftcoreError where the server refuses the request."""
+        """Ask `/generate`. Raises ServerAway, or Refusal where the server refuses the request."""
         return self._exchange("POST", "/generate", json.dumps(body).encode(), timeout, max_bytes)
 
     def _exchange(
@@ -84,10 +85,11 @@ class Server:
                 f"sglang server {self.url} refuses the API key\n  set {KEY} in the environment"
             )
         if 400 <= status < 500:
-            raise DraftcoreError(
+            raise Refusal(
+                REFUSED,
                 f"sglang server {self.url} refuses a request (status {status}): {shown}\n"
                 "  lower data.max_length, or raise the server's --context-length and "
-                "--max-total-tokens"
+                "--max-total-tokens",
             )
         try:
             answer = json.loads(text)
@@ -144,7 +146,7 @@ class Servers:
             return server.about
 
     def look_at_all(self) -> None:
-        """Look at every server. Raises where one does not fit, or none answers."""
+        """Look at every server. Raises UsageError where one does not fit, or none answers."""
         away = []
         for server in self.all:
             try:
@@ -153,7 +155,7 @@ class Servers:
                 self._failed(server, error)
                 away.append(error)
         if len(away) == len(self.all):
-            raise ServerAway(
+            raise UsageError(
                 "\n".join(map(str, away)) + "\n  start a server, or correct capture.options.servers"
             )
 

@@ -23,13 +23,13 @@ class SglangOptions(BaseModel):
         default=16384,
         ge=1,
         json_schema_extra=SAME_FEATURES,
-        description="tokens that sglang's KV pool holds: those of the longest capture group, and no more",
+        description="tokens that sglang's KV pool holds: those of the largest batch, and no more",
     )
     self_test: bool = Field(
         default=True,
         json_schema_extra=SAME_FEATURES,
-        description="compare a layer and the last hidden state with transformers before the first "
-        "group, where the target fits on the device beside nothing else",
+        description="compare layers and the last hidden state with transformers when the capture "
+        "is opened, where the target fits on the device beside nothing else",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,

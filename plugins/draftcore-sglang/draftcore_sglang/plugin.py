@@ -21,7 +21,7 @@ def describe() -> Sequence[Offer]:
         Offer(
             "capture",
             "sglang-server",
-            frozenset({"overlap"}),
+            frozenset({"per-rank"}),
             options="draftcore_sglang.options:ServerOptions",
         ),
     ]

@@ -20,13 +20,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import torch
 from torch import Tensor
 
-from draftcore.contracts.capture import CapturedGroup, CaptureInput, FeatureRequest
+from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreFull
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
@@ -40,7 +40,9 @@ from draftcore_sglang.wire import (
     FIELD,
     FULL,
     NOT_FINITE,
+    REFUSED,
     SAMPLE_ID,
+    SHORT,
     VERSION,
     Ask,
     Refusal,
@@ -49,6 +51,7 @@ from draftcore_sglang.wire import (
 from draftcore_sglang.writer import open_store
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 PAUSE = 0.2  # seconds before a busy server is asked again
 ATTEMPTS = 3  # of a sample that servers fail to capture
 PLAIN = "plain"  # in `about`: the layers that a server without this dist returns
@@ -70,17 +73,16 @@ class ServerCapture:
         self._threads = ThreadPoolExecutor(self._capacity, "sglang-server")
         self.servers.look_at_all()
 
-    def features(self, groups: Iterable[CaptureInput]) -> Iterator[CapturedGroup]:
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         """Yield features of the request's dtype on the CPU.
 
-        Raises DraftcoreError for a row with a non-finite feature, and where no server answers.
+        Raises BadRows for rows with a feature that is not finite, DraftcoreError where no server
+        answers.
         """
-        pending: deque[tuple[CaptureInput, list[Future[dict[str, Tensor]]]]] = deque()
-        for group in groups:
-            jobs = [
-                self._threads.submit(self._fetch, group, row) for row in range(len(group.token_ids))
-            ]
-            pending.append((group, jobs))
+        pending: deque[tuple[CaptureBatch, list[Future[dict[str, Tensor]]]]] = deque()
+        for batch in batches:
+            jobs = [self._threads.submit(self._fetch, batch, at) for at in range(len(batch.rows))]
+            pending.append((batch, jobs))
             while sum(len(jobs) for _, jobs in pending) >= self._capacity:
                 yield self._collected(*pending.popleft())
         while pending:
@@ -100,10 +102,10 @@ class ServerCapture:
         return reached
 
     def deliver(
-        self, group: CaptureInput, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
+        self, batch: CaptureBatch, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
     ) -> tuple[SampleRef, ...]:
-        """Have a group captured and stored. Raises StoreFull and StoreAway as the servers met them."""
-        ids = group.group.feature_ids
+        """Have a batch captured and stored. Raises StoreFull and StoreAway as the servers met them."""
+        ids = batch.ids
         if strange := [sample for sample in ids if SAMPLE_ID.fullmatch(sample) is None]:
             raise DraftcoreError(f"{strange[0]!r} is no sample id that a server would take")
         asks = [
@@ -118,7 +120,7 @@ class ServerCapture:
         ]
         stored: list[SampleRef] = []
         try:
-            self._store_there(group, asks, stored)
+            self._store_there(batch, asks, stored)
             held = to.lookup(ids)
             if all(sample in held and held[sample].provenance == origin for sample in ids):
                 return tuple(held[sample] for sample in ids)
@@ -142,22 +144,19 @@ class ServerCapture:
     # ------------------------------------------------------------ one sample
 
     def _store_there(
-        self, group: CaptureInput, asks: Sequence[Ask], stored: list[SampleRef]
+        self, batch: CaptureBatch, asks: Sequence[Ask], stored: list[SampleRef]
     ) -> None:
-        """Have members stored; `stored` gets those that were, also where another one fails."""
-        jobs = [
-            self._threads.submit(self._captured, group, row, ask) for row, ask in enumerate(asks)
-        ]
+        """Have rows stored; `stored` gets those that were, also where another one fails."""
+        jobs = [self._threads.submit(self._captured, batch, at, ask) for at, ask in enumerate(asks)]
         wait(jobs)
         found = [job.result() for job in jobs if job.exception() is None]
         stored += [ref for ref in found if isinstance(ref, SampleRef)]
-        for job in jobs:
-            job.result()
+        results(jobs)
 
-    def _fetch(self, group: CaptureInput, row: int) -> dict[str, Tensor]:
-        """Read one member's features from the servers' store, or from a plain server's answer."""
+    def _fetch(self, batch: CaptureBatch, at: int) -> dict[str, Tensor]:
+        """Read one row's features from the servers' store, or from a plain server's answer."""
         ask = Ask(uuid.uuid4().hex, self.request.names, self.request.dtype, "", {}, lent=True)
-        found = self._captured(group, row, ask)
+        found = self._captured(batch, at, ask)
         if not isinstance(found, SampleRef):
             return found
         return self._read(found)
@@ -172,9 +171,9 @@ class ServerCapture:
         store.free([ref])
         return features
 
-    def _captured(self, group: CaptureInput, row: int, ask: Ask) -> SampleRef | dict[str, Tensor]:
-        """Capture one member at some server; what fails there is tried at others."""
-        tokens = [int(token) for token in group.token_ids[row]]
+    def _captured(self, batch: CaptureBatch, at: int, ask: Ask) -> SampleRef | dict[str, Tensor]:
+        """Capture one row at some server; what fails there is tried at others."""
+        tokens = [int(token) for token in batch.token_ids[at]]
         attempts, deadline = 0, time.monotonic() + self.options.patience
         while True:
             try:
@@ -183,7 +182,7 @@ class ServerCapture:
                 attempts += refusal.kind == FAILED
                 again = refusal.kind == BUSY or (refusal.kind == FAILED and attempts < ATTEMPTS)
                 if not again or time.monotonic() > deadline:
-                    raise self._explained(refusal, group, row) from refusal
+                    raise self._explained(refusal, batch, at) from refusal
                 time.sleep(PAUSE)
 
     def _ask(
@@ -229,12 +228,12 @@ class ServerCapture:
                 f"{tokens} tokens: {ref}\n  use one version of draftcore-sglang on both sides"
             )
 
-    def _explained(self, refusal: Refusal, group: CaptureInput, row: int) -> DraftcoreError:
-        member = f"dataset row {group.group.rows[row]} (sample {group.group.feature_ids[row]})"
+    def _explained(self, refusal: Refusal, batch: CaptureBatch, at: int) -> DraftcoreError:
+        row = f"dataset row {batch.rows[at]} (sample {batch.ids[at]})"
         if refusal.kind == FULL:
             return StoreFull(
                 self._first_about.get("sink", ""),
-                needed=len(group.token_ids[row])
+                needed=len(batch.token_ids[at])
                 * len(self.request.names)
                 * int(self.target.text_config.hidden_size)
                 * getattr(torch, self.request.dtype).itemsize,
@@ -246,16 +245,17 @@ class ServerCapture:
         if refusal.kind == AWAY:
             return StoreAway(str(refusal))
         if refusal.kind == NOT_FINITE:
-            return DraftcoreError(
-                f"{member}: {refusal}\n  capture in a wider type (capture.dtype=float32), or leave "
-                "the row out"
-            )
-        return DraftcoreError(f"{member} is not captured: {refusal.kind}: {refusal}")
+            wider = "capture in a wider type (capture.dtype=float32), or leave the row out"
+            return BadRows({at: f"{row}: {refusal}\n  {wider}"})
+        if refusal.kind in (REFUSED, SHORT):
+            return BadRows({at: f"{row}: {refusal}"})
+        return DraftcoreError(f"{row} is not captured: {refusal.kind}: {refusal}")
 
     def _collected(
-        self, group: CaptureInput, jobs: Sequence[Future[dict[str, Tensor]]]
-    ) -> CapturedGroup:
-        return CapturedGroup(group.group, tuple(job.result() for job in jobs))
+        self, batch: CaptureBatch, jobs: Sequence[Future[dict[str, Tensor]]]
+    ) -> CapturedBatch:
+        features = results(jobs)
+        return CapturedBatch(batch, tuple(features))
 
     # ------------------------------------------------------------ what a server is
 
@@ -353,6 +353,22 @@ class ServerCapture:
     @functools.cached_property
     def _prompt(self) -> list[int]:
         return [token % self.target.vocab_size for token in range(10, 26)]
+
+
+def results(jobs: Sequence[Future[T]]) -> list[T]:
+    """Return what all rows of a batch gave. Raises one BadRows for all that cannot be captured.
+
+    Any other error is raised first: it may be over when the batch is tried again.
+    """
+    errors = [error for job in jobs if (error := job.exception()) is not None]
+    bad: dict[int, str] = {}
+    for error in errors:
+        if not isinstance(error, BadRows):
+            raise error
+        bad |= error.reasons
+    if bad:
+        raise BadRows(bad)
+    return [job.result() for job in jobs]
 
 
 def require_prediction(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
-from draftcore.errors import DraftcoreError
+from draftcore.errors import UsageError
 from draftcore.target import TransformersModel
 from draftcore.tensors import resolve_device
 
@@ -69,13 +69,13 @@ def fits(target: TargetSpec) -> bool:
 def require_same(
     target: TargetSpec, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
-    """Raise DraftcoreError for a feature that is not transformers'."""
+    """Raise UsageError for a feature that is not transformers'."""
     for name, expected_TH in expected.items():
         found_TH = found[name].cpu().double()
         gap_T = (found_TH - expected_TH.double()).norm(dim=-1) / expected_TH.double().norm(dim=-1)
         gap, bound = float(gap_T.mean()), BOUNDS[target.dtype]
         if not gap <= bound:
-            raise DraftcoreError(
+            raise UsageError(
                 f"{name} of {target.path!r} as sglang computes it differs from transformers' by "
                 f"{gap:.2g} of its length\n  (bound {bound:.2g} in {target.dtype}): another state, or "
                 "other weights, for example quantised ones\n"
@@ -85,7 +85,7 @@ def require_same(
 
 
 def require_own_head(target: TargetSpec, found: Mapping[str, Tensor]) -> None:
-    """Raise DraftcoreError unless last hidden x head gives sglang's own log-probabilities."""
+    """Raise UsageError unless last hidden x head gives sglang's own log-probabilities."""
     hidden_H, theirs_V = found["last_hidden"][-1], found["logits"][-1]
     head_VH = target.head().to(hidden_H)
     ours = torch.log_softmax((head_VH @ hidden_H).double(), -1)
@@ -93,7 +93,7 @@ def require_own_head(target: TargetSpec, found: Mapping[str, Tensor]) -> None:
     gap = float((ours - theirs).abs().max())
     bound = 1e-3 if target.dtype == torch.float32 else 0.1
     if not gap <= bound:
-        raise DraftcoreError(
+        raise UsageError(
             f"the last hidden state times the head of {target.path!r} is not sglang's own\n"
             f"  prediction: log-probabilities differ by {gap:.3g} (bound {bound:.3g})\n"
             "  models that scale or cap their logits are not supported as targets"

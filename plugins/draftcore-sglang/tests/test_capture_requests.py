@@ -205,7 +205,7 @@ def test_an_error_is_a_receipt(requests: CaptureRequests) -> None:
 
 def test_no_exception_leaves_a_hook(caplog: pytest.LogCaptureFixture) -> None:
     """It would end the server."""
-    hooks = ServerHooks("memory", (1,), 1)
+    hooks = ServerHooks("shm:x", (1,), 1)
     hooks.requests = CaptureRequests(None, {}, ())
     seen: list[Any] = []
     result = hooks.around_prefill(lambda *args: seen.append(args) or "done", "processor", 1, 2)

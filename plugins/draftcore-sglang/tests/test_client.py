@@ -5,12 +5,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.client import KEY, Server, ServerAway, Servers
+from draftcore_sglang.options import ServerOptions
+from draftcore_sglang.remote import ServerCapture
+from draftcore_sglang.wire import FIELD, VERSION
 
+from draftcore.contracts.capture import BadRows, CaptureBatch, FeatureRequest
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.target import TransformersTarget
 
 
 class LittleServer(ThreadingHTTPServer):
@@ -181,3 +188,55 @@ def test_closing_ends_a_wait(serve: Serve) -> None:
     with pytest.raises(ServerAway):
         pool.ask(post)
     assert time.monotonic() - began < 10
+
+
+# ---------------------------------------------------------------- what a capture makes of answers
+
+REQUEST = FeatureRequest((0,), True, "float32")
+
+
+def test_a_capture_is_not_opened_where_no_server_answers(tmp_path: Path) -> None:
+    target = TransformersTarget(str(tiny_target(tmp_path)), device="cpu")
+    options = ServerOptions(servers=("http://127.0.0.1:9",), patience=600)
+    with pytest.raises(UsageError, match=r"127\.0\.0\.1:9(.|\n)*capture\.options\.servers"):
+        ServerCapture(target, REQUEST, options)
+
+
+def test_all_rows_of_a_batch_that_cannot_be_captured_are_named_at_once(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """Where no row failed in a way that may be over when it is tried again."""
+    target = TransformersTarget(str(tiny_target(tmp_path)), device="cpu")
+    text = target.text_config
+    about = {
+        "version": VERSION,
+        "problem": "",
+        "model": "as asked",
+        "layers": target.num_layers,
+        "width": text.hidden_size,
+        "vocabulary": target.vocab_size,
+        "names": REQUEST.names,
+        "sink": "shm:elsewhere",
+    }
+
+    def answer(body: Any) -> dict[str, Any]:
+        if "about" in body["sampling_params"]["custom_params"][FIELD]:
+            return {"meta_info": {FIELD: [{"about": about}]}}
+        kinds = {1: "failed", 2: "not-finite", 3: "failed", 4: "short"}
+        receipt = {"error": kinds[len(body["input_ids"])], "reason": "as it is"}
+        return {"meta_info": {FIELD: [receipt]}}
+
+    options = ServerOptions(servers=(serve(answer).url,), self_test=False)
+    capture = ServerCapture(target, REQUEST, options)
+    rows: tuple[list[int], ...] = ([1], [1, 2], [1, 2, 3], [1, 2, 3, 4])
+    with pytest.raises(DraftcoreError, match=r"row 20 .* failed"):
+        list(capture.features([batch_of(rows)]))
+    with pytest.raises(BadRows, match=r"capture\.dtype=float32") as caught:
+        list(capture.features([batch_of((rows[1], rows[3]))]))
+    assert list(caught.value.reasons) == [0, 1]
+    capture.close()
+
+
+def batch_of(token_ids: tuple[list[int], ...]) -> CaptureBatch:
+    rows = tuple(range(20, 20 + len(token_ids)))
+    return CaptureBatch(0, rows, tuple(f"{row:024x}" for row in rows), token_ids)

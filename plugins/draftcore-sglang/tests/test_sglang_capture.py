@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_sdk.captures import features_of, group
+from draftcore_sdk.captures import batch, features_of
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang import internals, selftest
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.options import SglangOptions
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features.hf import LocalCapture
@@ -84,7 +84,7 @@ def test_every_layer_and_the_last_state_are_those_of_transformers(
     tmp_path: Path, opener: Opener, shape: Callable[[Path], Path]
 ) -> None:
     target = TransformersTarget(str(shape(tmp_path)), device="cpu")
-    asked = group(members=PROMPTS)
+    asked = batch(members=PROMPTS)
     found = features_of(opener(target), asked)
     (expected,) = LocalCapture(target, REQUEST).features([asked])
     for mine, theirs in zip(found, expected.features, strict=True):
@@ -96,7 +96,7 @@ def test_layers_come_by_name_in_whatever_order_they_were_asked_for(
     target: TargetSpec, opener: Opener
 ) -> None:
     """sglang itself returns [2, 0] as layers 0 and 2, and a layer asked for twice once."""
-    asked = group(members=PROMPTS)
+    asked = batch(members=PROMPTS)
     whole = features_of(opener(target), asked)
     for layers in [(2, 0), (3, 1, 0), (2, 2)]:
         some = features_of(opener(target, FeatureRequest(layers, False, "float32")), asked)
@@ -111,7 +111,7 @@ def test_a_prompt_longer_than_a_chunk_or_seen_before_comes_whole(
 ) -> None:
     """Chunked prefill would give its last rows, a prefix cache the rows after what it has."""
     capture = opener(target, args={"chunked_prefill_size": 8, "disable_radix_cache": False})
-    asked = group(members=[PROMPTS[2], PROMPTS[2], PROMPTS[2][:20]])
+    asked = batch(members=[PROMPTS[2], PROMPTS[2], PROMPTS[2][:20]])
     first, again = features_of(capture, asked), features_of(capture, asked)
     for features in (first, again):
         assert [len(one["hidden.1"]) for one in features] == [31, 31, 20]
@@ -142,15 +142,16 @@ def test_arguments_that_would_change_what_is_captured_are_refused_by_name(
     assert next(iter(args)) in str(caught.value)
 
 
-def test_a_prompt_or_group_that_is_too_long_is_named_with_the_limit(
+def test_a_row_or_batch_that_is_too_long_is_named_with_the_limit(
     target: TargetSpec, opener: Opener
 ) -> None:
     capture = opener(target, max_tokens=32)
-    with pytest.raises(UsageError, match=r"row 17 .* has 33 tokens.* takes 32"):
-        list(capture.features([group(members=[[5], [7] * 33], rows=(3, 17))]))
+    with pytest.raises(BadRows, match=r"row 17 .* has 33 tokens.* takes 32") as caught:
+        list(capture.features([batch(members=[[5], [7] * 33], rows=(3, 17))]))
+    assert list(caught.value.reasons) == [1]
     with pytest.raises(UsageError, match=r"rows \[3, 17\] has 2 prompts\s.*with 40 tokens\s.* 32"):
-        list(capture.features([group(members=[[5] * 20, [7] * 20], rows=(3, 17))]))
-    assert len(features_of(capture, group(members=[[5] * 16, [7] * 16]))) == 2
+        list(capture.features([batch(members=[[5] * 20, [7] * 20], rows=(3, 17))]))
+    assert len(features_of(capture, batch(members=[[5] * 16, [7] * 16]))) == 2
 
 
 def test_a_second_target_in_the_process_is_refused_until_the_first_is_closed(
@@ -162,23 +163,22 @@ def test_a_second_target_in_the_process_is_refused_until_the_first_is_closed(
     with pytest.raises(UsageError, match=r"128.*\n.*64"):
         opener(target, max_tokens=64)
     first.close()
-    assert len(features_of(same, group(0))) == 1, "it goes on for its other user"
+    assert len(features_of(same, batch(0))) == 1, "it goes on for its other user"
     same.close()
-    assert len(features_of(opener(target, max_tokens=64), group(0))) == 1
+    assert len(features_of(opener(target, max_tokens=64), batch(0))) == 1
 
 
 def test_a_process_that_is_a_rank_of_a_trainer_is_told_to_capture_elsewhere(
     target: TargetSpec, opener: Opener, tmp_path: Path
 ) -> None:
-    capture = opener(target)
     store = torch.distributed.FileStore(str(tmp_path / "ranks"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(UsageError, match=r"topology\.producers"):
-            list(capture.features([group(0)]))
+            opener(target)
     finally:
         torch.distributed.destroy_process_group()
-    assert len(features_of(capture, group(0))) == 1
+    assert len(features_of(opener(target), batch(0))) == 1
 
 
 def test_a_device_that_this_sglang_does_not_run_on_is_refused(
@@ -188,7 +188,7 @@ def test_a_device_that_this_sglang_does_not_run_on_is_refused(
 
     monkeypatch.setattr(type(current_platform), "device_type", "cuda")
     with pytest.raises(UsageError, match=r"'cpu'.*'cuda'"):
-        list(opener(target).features([group(0)]))
+        opener(target)
 
 
 # ---------------------------------------------------------------- the self-tests
@@ -205,10 +205,10 @@ def test_another_layer_than_asked_for_is_found_before_anything_is_captured(
 
     monkeypatch.setattr(internals.Runner, "layer_setter", shifted)
     request = FeatureRequest((2,), True, "float32")
-    with pytest.raises(DraftcoreError, match=r"hidden\.2 .* differs from transformers'"):
-        list(opener(target, request).features([group(0)]))
+    with pytest.raises(UsageError, match=r"hidden\.2 .* differs from transformers'"):
+        opener(target, request)
     unchecked = opener(target, request, self_test=False)
-    assert len(features_of(unchecked, group(0))) == 1
+    assert len(features_of(unchecked, batch(0))) == 1
 
 
 def test_a_model_that_scales_its_logits_is_refused(
@@ -226,9 +226,9 @@ def test_a_model_that_scales_its_logits_is_refused(
     monkeypatch.setattr(internals.Runner, "forward", scaled)
     with (
         pytest.warns(UserWarning, match="does not fit"),
-        pytest.raises(DraftcoreError, match="scale or cap"),
+        pytest.raises(UsageError, match="scale or cap"),
     ):
-        list(opener(target).features([group(0)]))
+        opener(target)
 
 
 # ---------------------------------------------------------------- what it leaves behind
@@ -241,7 +241,7 @@ def test_random_states_are_as_they_were(target: TargetSpec, opener: Opener) -> N
     expected = (torch.rand(3), random.random())
     torch.manual_seed(7)
     random.seed(7)
-    list(opener(target).features([group(0, 1)]))
+    list(opener(target).features([batch(0, 1)]))
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
 
@@ -250,7 +250,6 @@ def test_after_the_last_capture_is_closed_torch_distributed_is_free(
     target: TargetSpec, opener: Opener
 ) -> None:
     capture = opener(target)
-    list(capture.features([group(0)]))
     assert torch.distributed.is_initialized()
     capture.close()
     assert not torch.distributed.is_initialized()
@@ -259,12 +258,10 @@ def test_after_the_last_capture_is_closed_torch_distributed_is_free(
 def test_a_target_that_sglang_cannot_load_leaves_the_process_as_it_was(
     target: TargetSpec, opener: Opener
 ) -> None:
-    capture = opener(target, self_test=False, args={"load_format": "no-such-format"})
     with pytest.raises(DraftcoreError, match="no-such-format"):
-        list(capture.features([group(0)]))
-    capture.close()
+        opener(target, self_test=False, args={"load_format": "no-such-format"})
     assert not torch.distributed.is_initialized()
-    assert len(features_of(opener(target), group(0))) == 1
+    assert len(features_of(opener(target), batch(0))) == 1
 
 
 def test_transformers_computes_the_same_bits_beside_sglang(
@@ -274,6 +271,6 @@ def test_transformers_computes_the_same_bits_beside_sglang(
     tokens = torch.tensor([PROMPTS[2]])
     model = AutoModelForCausalLM.from_pretrained(target.path)
     before = model(input_ids=tokens).logits
-    list(opener(target).features([group(0)]))
+    list(opener(target).features([batch(0)]))
     after = AutoModelForCausalLM.from_pretrained(target.path)(input_ids=tokens).logits
     assert torch.equal(before, after)

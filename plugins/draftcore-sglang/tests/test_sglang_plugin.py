@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
-from draftcore.run.provenance import choices
+from draftcore.features.provenance import choices
 from draftcore.target import TransformersTarget
 
 ROOT = Path(__file__).parents[3]

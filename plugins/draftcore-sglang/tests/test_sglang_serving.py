@@ -25,7 +25,7 @@ from draftcore_sdk.serving import Serving
 
 from draftcore.cli import main
 from draftcore.data.dataset import read_prompts
-from draftcore.supervisor import free_port
+from draftcore.launcher import free_port
 from draftcore.target import TransformersTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]

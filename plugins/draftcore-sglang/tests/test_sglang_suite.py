@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from draftcore_sdk.captures import CaptureSuite, capture_target, features_of, group, open_through
+from draftcore_sdk.captures import CaptureSuite, capture_target, open_through
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.target import TransformersTarget
@@ -24,7 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         FeatureRequest((1,), True, "float32"),
     )
     kept = open_through(PLUGIN, NAME, target, request, OPTIONS)
-    features_of(kept, group(0))
     yield written
     kept.close()
 

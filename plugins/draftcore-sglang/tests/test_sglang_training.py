@@ -30,8 +30,7 @@ def train(folder: Path, target: Path, capture: dict[str, Any]) -> list[float]:
             "eval": str(conversations(folder / "eval.jsonl", ["yes it is", "abcabcabc", "no"])),
         },
         "algorithm": {"name": "eagle3", "options": {"layers": [1, 2, 4], "ttt_length": 2}},
-        "capture": {"batch": 4, **capture},
-        "store": "memory",
+        "capture": capture,
         "train": {
             "batch": 4, "epochs": 2, "lr": 0.003, "log_every": 1, "device": "cpu",
             "eval_every": 6, "eval_prompts": 2,

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from draftcore_shm.store import ShmStore
 from torch import Tensor
 
 from draftcore.contracts.store import StoreItem
+from draftcore.plugins.registry import load
 
 SAMPLE, OTHER = "ab" * 12, "cd" * 12
 
@@ -110,13 +112,29 @@ def test_a_full_store_is_said_to_be_full(writer: Writer, store: ShmStore) -> Non
     assert "ref" in writer.write([wide])[SAMPLE]
 
 
-@pytest.mark.parametrize(
-    ("uri", "reason"),
-    [("nosuch:x", "there is no store 'nosuch'"), ("memory", "stays in one process")],
-)
-def test_a_store_that_cannot_be_opened_is_a_reason_in_the_receipt(uri: str, reason: str) -> None:
-    writer = Writer(uri, torch.zeros(1 << 10, dtype=torch.uint8))
-    assert reason in writer.write([job(writer, torch.zeros(3, 4))])[SAMPLE]["reason"]
+ONE_PROCESS = """
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+
+@hookimpl
+def describe():
+    return [Offer("store", "only-here")]
+
+@hookimpl
+def feature_store(name): ...
+"""
+
+
+def test_a_store_that_cannot_be_opened_is_a_reason_in_the_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "store_of_one_process.py"
+    file.write_text(ONE_PROCESS)
+    registry = load(files=[file])
+    monkeypatch.setattr("draftcore_sglang.writer.load", lambda: registry)
+    for uri, reason in {"nosuch:x": "no store 'nosuch'", "only-here:x": "in one process"}.items():
+        writer = Writer(uri, torch.zeros(1 << 10, dtype=torch.uint8))
+        assert reason in writer.write([job(writer, torch.zeros(3, 4))])[SAMPLE]["reason"]
 
 
 def test_what_a_dead_client_did_not_read_is_freed(

@@ -9,18 +9,16 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
-    from draftcore.channels.logged import LoggedChannel
+    from draftcore.contracts.channel import Channel
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("channel", "dir", frozenset({"shared"}))]
+    return [Offer("channel", "dir")]
 
 
 @hookimpl
-def channel(name: str, uri: str, run_id: str, role: str) -> LoggedChannel | None:
-    if name != "dir":
-        return None
-    from draftcore_sharedfs.log import DirLog  # keeps list-plugins quick
+def channel(name: str, uri: str, secret: bytes) -> Channel:
+    from draftcore_sharedfs.channel import DirChannel  # keeps list-plugins quick
 
-    return DirLog.open(uri, run_id, role)
+    return DirChannel.open(uri, secret)

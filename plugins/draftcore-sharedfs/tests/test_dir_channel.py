@@ -1,18 +1,20 @@
-"""The channel `dir`: the conformance suites, segments, torn lines, and names in its folder."""
+"""The channel `dir`: the suite of all channels, torn lines, files that follow each other, restarts."""
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from draftcore_sdk.channels import ChannelSuite
 from draftcore_sdk.plugins import PluginSuite
-from draftcore_sharedfs import log as module
-from draftcore_sharedfs.log import DirLog
+from draftcore_sharedfs import channel as module
+from draftcore_sharedfs.channel import DirChannel, Lines
 
-from draftcore.channels.logged import Head
-from draftcore.errors import DraftcoreError
+from draftcore.contracts.channel import Client, Json
+from draftcore.errors import UsageError
+
+SECRET = b"what both ends know"
 
 
 class TestSharedfsPlugin(PluginSuite):
@@ -22,173 +24,146 @@ class TestSharedfsPlugin(PluginSuite):
 class TestDirChannel(ChannelSuite):
     plugin = "draftcore_sharedfs.plugin"
 
-    def garble(self, uri: str, bodies: Sequence[bytes]) -> None:
-        folder = Path(uri.removeprefix("dir:"))
-        log = DirLog(folder, "vandal")
-        head = Head.of(log)
-        log.close()
-        assert head is not None
-        file = folder / "mailboxes" / head.session / "vandal.00000001.jsonl"
-        file.write_bytes(b"\n".join(bodies) + b"\n")
+    def impatient(self, uri: str, secret: bytes, patience: float) -> DirChannel:
+        return DirChannel.open(uri, secret, patience)
+
+
+class Echo:
+    """A service whose replies say what was asked and who answers."""
+
+    def __init__(self, name: str = "echo") -> None:
+        self.name = name
+
+    def answer(self, request: Json) -> Json:
+        return {"by": self.name, **request}
+
+    def lost(self, producer: str) -> None: ...
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Iterator[DirLog]:
-    log = DirLog(tmp_path, "reader")
-    yield log
-    log.close()
+def ends(tmp_path: Path) -> tuple[Lines, Lines]:
+    """A writer and a reader of the same lines."""
+    writer, reader = Lines(tmp_path, "one", SECRET), Lines(tmp_path, "one", SECRET)
+    writer.path(1).touch()
+    return writer, reader
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[DirLog]:
-    log = DirLog(tmp_path, "writer")
-    yield log
-    log.close()
+def client(tmp_path: Path) -> Iterator[Client]:
+    client = DirChannel(tmp_path, SECRET, 60.0).connect(str)
+    yield client
+    client.close()
 
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SEGMENT", 50)
+    monkeypatch.setattr(module, "SEGMENT", 200)
 
 
-def send(log: DirLog, *numbers: int) -> None:
-    log.append([("reader", {"n": number}) for number in numbers])
+def test_a_torn_line_is_not_parsed_until_it_is_whole(ends: tuple[Lines, Lines]) -> None:
+    writer, reader = ends
+    file = writer.path(1)
+    writer.write(b'{"n":1}')
+    assert reader.read() == {"n": 1}
+    before = file.stat().st_size
+    writer.write(b'{"n":2}')
+    whole = file.read_bytes()
+    for end in range(before, len(whole)):
+        file.write_bytes(whole[:end])
+        assert reader.read() is None
+    file.write_bytes(whole[:-20] + bytes(10) + whole[-10:])  # with a hole
+    assert reader.read() is None
+    file.write_bytes(whole)
+    assert reader.read() == {"n": 2}
 
 
-def numbers(log: DirLog) -> list[int]:
-    return [record["n"] for _, record in log.read()]
-
-
-def segments(folder: Path, mailbox: str = "reader") -> list[str]:
-    return sorted(path.name for path in (folder / "mailboxes" / mailbox).iterdir())
-
-
-def test_a_torn_last_line_is_not_parsed_until_it_is_whole(
-    tmp_path: Path, reader: DirLog, writer: DirLog
+@pytest.mark.parametrize("of", ["secret", "name", "start", "number"])
+def test_a_line_of_another_is_never_parsed(
+    tmp_path: Path, ends: tuple[Lines, Lines], of: str
 ) -> None:
-    send(writer, 1)
-    file = tmp_path / "mailboxes" / "reader" / "writer.00000001.jsonl"
-    line = b'{"n": 23}\n'
-    for at in range(len(line)):
-        with file.open("ab") as stream:
-            stream.write(line[at : at + 1])
-        assert numbers(reader) == {0: [1], len(line) - 1: [23]}.get(at, [])
-
-
-def test_a_torn_line_of_a_dead_writer_hides_nobody_elses(
-    tmp_path: Path, reader: DirLog, writer: DirLog
-) -> None:
-    (tmp_path / "mailboxes" / "reader" / "dead.00000001.jsonl").write_bytes(b'{"n": 1}\n{"n": 2')
-    send(writer, 3)
-    assert numbers(reader) == [1, 3]
+    writer, reader = ends
+    other = Lines(
+        tmp_path / "another" if of == "start" else tmp_path,
+        "another" if of == "name" else "one",
+        b"another" if of == "secret" else SECRET,
+    )
+    other.path(1).parent.mkdir(exist_ok=True)
+    other.path(1).touch()
+    if of == "number":
+        other.number = 1
+    other.write(b'{"n":1}')
+    writer.path(1).write_bytes(other.path(1).read_bytes())
+    assert reader.read() is None
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_segments_of_one_writer_are_read_in_order_and_go_once_read(
-    tmp_path: Path, reader: DirLog, writer: DirLog
+def test_files_follow_each_other_and_go_once_read(
+    tmp_path: Path, ends: tuple[Lines, Lines]
 ) -> None:
-    for number in range(100):
-        send(writer, number)
-    assert len(segments(tmp_path)) > 10
-    assert numbers(reader) == list(range(100))
-    reader.trim()
-    assert len(segments(tmp_path)) == 1
-    send(writer, 100)
-    assert numbers(reader) == [100]
+    writer, reader = ends
+    for number in range(20):
+        writer.write(b'{"n":%d}' % number)
+    assert len(list(tmp_path.iterdir())) > 5
+    assert [reader.read() for _ in range(20)] == [{"n": number} for number in range(20)]
+    assert reader.read() is None
+    assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.usefixtures("small_segments")
-def test_the_next_segment_is_found_by_name_where_the_listing_is_late(
-    tmp_path: Path, reader: DirLog, writer: DirLog, monkeypatch: pytest.MonkeyPatch
+def test_a_write_that_failed_is_repeated_in_its_place(
+    ends: tuple[Lines, Lines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network file system may show a new name in a listing as much as a minute late."""
-    send(writer, 0)
-    assert numbers(reader) == [0]
-    listed = segments(tmp_path)
-    monkeypatch.setattr(os, "listdir", lambda folder: listed)
-    for number in range(1, 100):
-        send(writer, number)
-    assert numbers(reader) == list(range(1, 100))
+    writer, reader = ends
+    writer.write(b'{"n":1}')
+    pwrite = os.pwrite
 
-
-def test_after_a_failed_write_a_new_segment_begins(
-    reader: DirLog,
-    writer: DirLog,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Half a line may be on the disk: the record is lost, whole, and those after it are not."""
-    send(writer, 1)
-    write = os.write
-
-    def until_full(file: int, data: memoryview) -> int:
-        write(file, data[:7])
+    def until_full(file: int, data: memoryview, at: int) -> int:
+        pwrite(file, data[:7], at)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(os, "write", until_full)
-        with pytest.raises(DraftcoreError, match=r"(?s)cannot be written.*free space"):
-            send(writer, 2)
-    assert numbers(reader) == [1]
-    send(writer, 3)
-    assert numbers(reader) == [3]
-    assert "torn after 9 bytes of writer.00000001.jsonl" in caplog.text
+        disk.setattr(os, "pwrite", until_full)
+        with pytest.raises(OSError, match="No space left"):
+            writer.write(b'{"n":2}')
+    writer.write(b'{"n":2}')
+    assert [reader.read(), reader.read(), reader.read()] == [{"n": 1}, {"n": 2}, None]
 
 
-def test_two_processes_of_one_name_are_refused(tmp_path: Path, writer: DirLog) -> None:
-    twin = DirLog(tmp_path, "writer")
-    send(writer, 1)
-    with pytest.raises(DraftcoreError, match="another process writes as 'writer'"):
-        send(twin, 2)
-    twin.close()
+@pytest.mark.usefixtures("small_segments")
+def test_a_long_run_leaves_few_files(tmp_path: Path, client: Client) -> None:
+    channel = DirChannel(tmp_path, SECRET, 60.0)
+    start = channel.serve(Echo())
+    for number in range(20):
+        assert client.call({"n": number}) == {"by": "echo", "n": number}
+    assert len(list((tmp_path / start).iterdir())) <= 4  # a file and its successor, each way
+    channel.close()
 
 
-def test_a_writer_that_was_dropped_is_heard_again(
-    tmp_path: Path, reader: DirLog, writer: DirLog
-) -> None:
-    send(writer, 1)
-    assert numbers(reader) == [1]
-    reader.drop("writer")
-    assert segments(tmp_path) == []
-    send(writer, 2)
-    assert numbers(reader) == [2]
-    assert segments(tmp_path) == ["writer.00000002.jsonl"]
+def test_a_trainer_that_died_is_followed_by_the_next_one(tmp_path: Path, client: Client) -> None:
+    """It left no end marker. Its files are removed, and it spoils nothing if it was only frozen."""
+    died, then = DirChannel(tmp_path, SECRET, 60.0), DirChannel(tmp_path, SECRET, 60.0)
+    old = died.serve(Echo("the first"))
+    assert client.call({"n": 1}) == {"by": "the first", "n": 1}
+    new = then.serve(Echo("the next"))
+    assert client.call({"n": 2}) == {"by": "the next", "n": 2}
+    assert {new} == {path.name for path in tmp_path.glob("start-*")} - {old}
+    assert not (tmp_path / old).exists()
+    died.close()
+    assert client.call({"n": 3}) == {"by": "the next", "n": 3}
+    then.close()
 
 
-def test_a_reader_that_was_dropped_goes_on_with_what_comes_then(
-    reader: DirLog, writer: DirLog
-) -> None:
-    send(writer, 1)
-    assert numbers(reader) == [1]
-    send(writer, 2)
-    writer.drop("reader")
-    assert numbers(reader) == []
-    send(writer, 3)
-    assert numbers(reader) == [3]
+def test_a_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path, client: Client) -> None:
+    ours = DirChannel(tmp_path, SECRET, 60.0)
+    ours.serve(Echo())
+    with pytest.raises(UsageError, match=r"(?s)of another run.*name a folder of this run's own"):
+        DirChannel(tmp_path, b"another", 60.0).serve(Echo("another"))
+    assert client.call({"n": 1}) == {"by": "echo", "n": 1}
+    ours.close()
 
 
-@pytest.mark.parametrize("name", ["..", "../reader", "/etc", "a/b", ""])
-def test_a_name_that_leads_out_of_the_folder_is_refused(
-    tmp_path: Path, writer: DirLog, name: str
-) -> None:
-    with pytest.raises(DraftcoreError, match="cannot be the name of a mailbox"):
-        DirLog(tmp_path / "folder", name)
-    with pytest.raises(DraftcoreError, match="cannot be the name of a mailbox"):
-        writer.append([(name, {"n": 1})])
-    assert [path.name for path in tmp_path.iterdir()] == ["mailboxes"]
-
-
-def test_other_files_in_a_mailbox_are_left_alone(tmp_path: Path, reader: DirLog) -> None:
-    for name in (".hidden.00000001.jsonl", "notes.txt", "a.1.jsonl"):
-        (tmp_path / "mailboxes" / "reader" / name).write_text('{"n": 1}\n')
-    assert reader.read() == []
-    reader.trim()
-    assert len(segments(tmp_path)) == 3
-
-
-def test_a_head_is_replaced_whole(tmp_path: Path, reader: DirLog) -> None:
-    assert reader.head() is None
-    reader.set_head({"state": "running", "long": "x" * 5000})
-    reader.set_head({"state": "finished"})
-    assert reader.head() == {"state": "finished"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["head.json", "mailboxes"]
+def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot use the folder"):
+        DirChannel.open(f"dir:{tmp_path}/file", SECRET).serve(Echo())
+    with pytest.raises(UsageError, match=r"(?s)names no folder.*write dir:FOLDER"):
+        DirChannel.open("dir:", SECRET)

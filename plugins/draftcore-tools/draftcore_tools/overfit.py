@@ -13,6 +13,7 @@ the answer counts as well: EAGLE-3's published mask supervises the first round o
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,11 +32,9 @@ from draftcore.data.conversations import BadRow, read_conversations
 from draftcore.data.rendering import Renderer
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.decode import Clock, EagerRunner, resolve_ties, speculate
+from draftcore.export import export, find_checkpoint, load_checkpoint, load_export
 from draftcore.plugins.registry import Registry
-from draftcore.run.capture import capture_all
-from draftcore.run.drafts import export, find_checkpoint, load_checkpoint, load_export
-from draftcore.run.parts import DraftRun, Run
-from draftcore.run.trainer import prepare, train
+from draftcore.run import DraftRun, Run, capture_all, train
 from draftcore.target import TransformersTarget
 from draftcore_tools.reference import open_reference
 from draftcore_tools.verify import servers_of, verify_export
@@ -151,29 +150,28 @@ def overfit(
     with stage("rendering"):
         sample = make_sample(settings, spec, row)
     say(f"prompt of {len(sample.prompt)} tokens, the target's own answer has {len(sample.answer)}")
-    with stage("capture"), open_run(settings, registry, spec, sample, FIRST) as run:
-        capture_all(run)
+    with stage("capture"):
+        capture_all(open_run(settings, registry, spec, sample, FIRST))
     measured, began, steps = list[Measurement](), time.perf_counter(), FIRST
     while True:
         steps = min(steps, limits.steps)
-        with open_run(settings, registry, spec, sample, steps) as run:
-            draft = run.drafts[0]
-            with stage("training"):
-                (trainer,) = prepare(run)
-                if train(run, [trainer]) == "interrupted":
-                    raise Interrupted
-            written = write_export(draft, folder / f"export-{steps}")
-            with stage("decoding"):
-                built = load_export(draft, written) if written else newest_draft(draft)
-                found = decode(draft, built, sample)
-            measured.append(Measurement(steps, trainer.metrics["loss"], *found))
-            say(str(measured[-1]))
-            if measured[-1].perfect:
-                return written
-            minutes = (time.perf_counter() - began) / 60
-            if steps >= limits.steps or 2 * minutes > limits.minutes:
-                trained, *_ = decode(draft, newest_draft(draft), sample)
-                raise DraftcoreError(diagnosis(measured, trained, draft))
+        run = open_run(settings, registry, spec, sample, steps)
+        draft = run.drafts[0]
+        with stage("training"):
+            if train(run, say=lambda line: None) == "interrupted":
+                raise Interrupted
+        written = write_export(draft, folder / f"export-{steps}")
+        with stage("decoding"):
+            built = load_export(draft, written) if written else newest_draft(draft)
+            found = decode(draft, built, sample)
+        measured.append(Measurement(steps, last_loss(run.folder), *found))
+        say(str(measured[-1]))
+        if measured[-1].perfect:
+            return written
+        minutes = (time.perf_counter() - began) / 60
+        if steps >= limits.steps or 2 * minutes > limits.minutes:
+            trained, *_ = decode(draft, newest_draft(draft), sample)
+            raise DraftcoreError(diagnosis(measured, trained, draft))
         steps *= 2
 
 
@@ -205,27 +203,31 @@ def settings_for_one(settings: RunConfig, folder: Path, rate: float) -> RunConfi
         update={
             "run": folder / "run",
             "store": f"file:{folder / 'features'}",
-            "channel": "auto",
             "topology": TopologyConfig(),
-            "capture": settings.capture.model_copy(update={"batch": 1}),
             "train": settings.train.model_copy(update={**tuning, "keep_checkpoints": 1}),
         }
     )
 
 
-@contextmanager
 def open_run(
-    settings: RunConfig, registry: Registry, target: TargetSpec, sample: OneSample, steps: int
-) -> Iterator[Run]:
+    settings: RunConfig,
+    registry: Registry,
+    target: TransformersTarget,
+    sample: OneSample,
+    steps: int,
+) -> Run:
     """Open the run up to a number of steps; it resumes what is in its folder."""
-    length = {"epochs": steps, "max_steps": steps, "checkpoint_every": steps}
+    length = {"epochs": steps, "max_steps": steps, "checkpoint_every": steps, "log_every": steps}
     train = settings.train.model_copy(update=length)
     run = Run(settings.model_copy(update={"train": train}), registry)
     run.target, run.samples = target, sample
-    try:
-        yield run
-    finally:
-        run.close()
+    return run
+
+
+def last_loss(folder: Path) -> float:
+    """Return the loss that a run logged last."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [float(line["loss"]) for line in lines if "loss" in line][-1]
 
 
 def write_export(draft: DraftRun, folder: Path) -> Path | None:
@@ -307,14 +309,14 @@ def verify_served(
 ) -> None:
     """Verify the export for the servers that its algorithm knows, if any; raises DraftcoreError."""
     target = settings.target
-    with open_reference(registry, written, None, target.path, target.device, None) as reference:
-        if not any(name.startswith("served:") for name in reference.run.algorithm.capabilities):
-            return
-        for server in servers_of(reference, "all"):
-            verdict = verify_export(reference, written, server)
-            if verdict.divergence is not None:
-                raise DraftcoreError("stopped at: serving\n" + "\n".join(verdict.lines()))
-            say("\n".join(verdict.lines()))
+    reference = open_reference(registry, written, None, target.path, target.device, None)
+    if not any(name.startswith("served:") for name in reference.run.algorithm.capabilities):
+        return
+    for server in servers_of(reference, "all"):
+        verdict = verify_export(reference, written, server)
+        if verdict.divergence is not None:
+            raise DraftcoreError("stopped at: serving\n" + "\n".join(verdict.lines()))
+        say("\n".join(verdict.lines()))
 
 
 @contextmanager

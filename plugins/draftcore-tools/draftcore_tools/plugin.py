@@ -44,10 +44,8 @@ def verify(
     from draftcore_tools.verify import servers_of, verify_export
 
     registry: Registry = ctx.obj
-    with open_reference(registry, export, run, target, device, prompts) as reference:
-        verdicts = [
-            verify_export(reference, export, name) for name in servers_of(reference, server)
-        ]
+    reference = open_reference(registry, export, run, target, device, prompts)
+    verdicts = [verify_export(reference, export, name) for name in servers_of(reference, server)]
     for verdict in verdicts:
         for line in verdict.lines() if not as_json else ():
             click.echo(line)
@@ -82,7 +80,7 @@ def overfit(
 
     settings = load_config(config, overrides)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from draftcore.run.parts import Run
+    from draftcore.run import Run
     from draftcore_tools.overfit import Interrupted, Limits, overfit_and_verify
 
     registry: Registry = ctx.obj

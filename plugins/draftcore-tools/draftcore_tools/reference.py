@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +25,12 @@ from draftcore.data.dataset import read_prompts
 from draftcore.data.rendering import Renderer
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import verify
+from draftcore.export import find_checkpoint, load_checkpoint
 from draftcore.plugins.registry import Registry
-from draftcore.run.drafts import find_checkpoint, load_checkpoint
-from draftcore.run.parts import DraftRun, Run
+from draftcore.run import DraftRun, Run
 from draftcore.training.checkpoint import MARK, Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from draftcore.contracts.target import TargetModel, TargetSpec
 
 ROUNDS, PROMPTS, LONGEST = 3, 4, 1024
@@ -82,11 +79,10 @@ class Reference:
     manifest: Mapping[str, Any]
 
 
-@contextmanager
 def open_reference(
     registry: Registry, export: Path, run: Path | None, target: str, device: str,
     prompts: str | None,
-) -> Iterator[Reference]:  # fmt: skip
+) -> Reference:  # fmt: skip
     """Open the draft that was trained, and let it draft on the prompts.
 
     Raises UsageError where its checkpoint cannot be found, or is of another target.
@@ -96,21 +92,18 @@ def open_reference(
     state = json.loads((folder / "state.json").read_text())
     place = {"path": target, "revision": None, "dtype": "float32", "device": device}
     opened = Run(RunConfig.model_validate({**state["config"], "target": place}), registry)
-    try:
-        draft, spec = opened.drafts[0], opened.target
-        found = find_checkpoint(draft, folder)
-        built, model = load_checkpoint(draft, found), spec.model
-        built.module.to(model.device).eval()
-        drafter = draft.drafter(built)
-        rounds = tuple(
-            drafted
-            for number, tokens in enumerate(prompts_of(spec, prompts))
-            for drafted in draft_rounds(model, drafter, tokens, number)
-        )
-        host, layers = Host.of(spec, model.device), drafter.request.layers
-        yield Reference(draft, spec, found, built, host, layers, rounds, manifest)
-    finally:
-        opened.close()
+    draft, spec = opened.drafts[0], opened.target
+    found = find_checkpoint(draft, folder)
+    built, model = load_checkpoint(draft, found), spec.model
+    built.module.to(model.device).eval()
+    drafter = draft.drafter(built)
+    rounds = tuple(
+        drafted
+        for number, tokens in enumerate(prompts_of(spec, prompts))
+        for drafted in draft_rounds(model, drafter, tokens, number)
+    )
+    host, layers = Host.of(spec, model.device), drafter.request.layers
+    return Reference(draft, spec, found, built, host, layers, rounds, manifest)
 
 
 def read_manifest(export: Path) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from draftcore.features.hf import LocalCapture
 from draftcore.contracts.offers import Offer
 
 class Changing(LocalCapture):
-    # Yields what `change` makes of each member's features.
-    def features(self, groups):
-        for one in super().features(groups):
+    # Yields what `change` makes of each row's features.
+    def features(self, batches):
+        for one in super().features(batches):
             yield replace(one, features=tuple(self.change(dict(f)) for f in one.features))
 
 class EveryLayer(Changing):
@@ -32,7 +32,7 @@ class Capture(LocalCapture):
 
 @hookimpl
 def describe():
-    return [Offer("capture", "mine", frozenset({"overlap"}))]
+    return [Offer("capture", "mine")]
 
 @hookimpl
 def capture(name, target, request):
@@ -84,7 +84,7 @@ WRONG = {
         """,
     ),
     "cuts_long_rows": Mutant(
-        "test_every_row_is_as_long_as_its_tokens[0-members3]",
+        "test_every_row_is_as_long_as_its_tokens[rows3]",
         """
         class Capture(Changing):
             def change(self, f):
@@ -92,32 +92,32 @@ WRONG = {
         """,
     ),
     "keeps_the_padding": Mutant(
-        "test_every_row_is_as_long_as_its_tokens[9-members2]",
+        "test_every_row_is_as_long_as_its_tokens[rows0]",
         """
         class Capture(LocalCapture):
-            def features(self, groups):
-                for one in super().features(groups):
-                    long = one.group.padded_length
+            def features(self, batches):
+                for one in super().features(batches):
+                    long = one.batch.padded_length
                     padded = lambda v: torch.nn.functional.pad(v, (0, 0, 0, long - len(v)))
                     rows = tuple({n: padded(v) for n, v in f.items()} for f in one.features)
                     yield replace(one, features=rows)
         """,
     ),
-    "swaps_members": Mutant(
-        "test_groups_and_members_keep_their_order",
+    "swaps_rows": Mutant(
+        "test_batches_and_rows_keep_their_order",
         """
         class Capture(LocalCapture):
-            def features(self, groups):
-                for one in super().features(groups):
+            def features(self, batches):
+                for one in super().features(batches):
                     yield replace(one, features=one.features[::-1])
         """,
     ),
-    "sorts_groups": Mutant(
-        "test_groups_and_members_keep_their_order",
+    "sorts_batches": Mutant(
+        "test_batches_and_rows_keep_their_order",
         """
         class Capture(LocalCapture):
-            def features(self, groups):
-                return super().features(sorted(groups, key=lambda group: group.group.index))
+            def features(self, batches):
+                return super().features(sorted(batches, key=lambda batch: batch.index))
         """,
     ),
     "leaves_a_hook": Mutant(
@@ -131,18 +131,18 @@ WRONG = {
         """,
     ),
     "mixes_neighbours": Mutant(
-        "test_a_members_features_do_not_depend_on_its_neighbours",
+        "test_a_rows_features_do_not_depend_on_its_neighbours",
         """
         class Capture(LocalCapture):
-            def features(self, groups):
-                for one in super().features(groups):
+            def features(self, batches):
+                for one in super().features(batches):
                     joined = {n: torch.cat([f[n] for f in one.features]) for n in one.features[0]}
                     centred = lambda f: {n: v - joined[n].mean(0) for n, v in f.items()}
                     yield replace(one, features=tuple(map(centred, one.features)))
         """,
     ),
-    "remembers_groups": Mutant(
-        "test_a_groups_features_do_not_depend_on_the_groups_before_it",
+    "remembers_batches": Mutant(
+        "test_a_batchs_features_do_not_depend_on_the_batches_before_it",
         """
         class Capture(Changing):
             seen = 0
@@ -153,21 +153,21 @@ WRONG = {
         """,
     ),
     "is_random": Mutant(
-        "test_a_group_captured_again_repeats_bit_for_bit",
+        "test_a_batch_captured_again_repeats_bit_for_bit",
         """
         class Capture(Changing):
             def change(self, f):
                 return {name: value * (1 + 1e-6 * torch.rand(())) for name, value in f.items()}
         """,
     ),
-    "packs_groups": Mutant(
-        "test_two_groups_at_once_equal_one_by_one",
+    "packs_batches": Mutant(
+        "test_two_batches_at_once_equal_one_by_one",
         """
         class Capture(Changing):
-            def features(self, groups):
-                groups = list(groups)
-                self.packed = len(groups)
-                return super().features(groups)
+            def features(self, batches):
+                batches = list(batches)
+                self.packed = len(batches)
+                return super().features(batches)
 
             def change(self, f):
                 return {name: value * (1 + 1e-6 * self.packed) for name, value in f.items()}
@@ -202,11 +202,11 @@ WRONG = {
         """,
     ),
     "captures_all_at_once": Mutant(
-        "test_groups_are_asked_for_as_features_are_taken",
+        "test_batches_are_asked_for_as_features_are_taken",
         """
         class Capture(LocalCapture):
-            def features(self, groups):
-                return iter(list(super().features(list(groups))))
+            def features(self, batches):
+                return iter(list(super().features(list(batches))))
         """,
     ),
     "closes_once": Mutant(
@@ -221,7 +221,7 @@ WRONG = {
         """,
     ),
     "draws_a_number": Mutant(
-        "test_capturing_beside_training_is_seen_by_neither",
+        "test_capturing_changes_nothing_that_training_reads",
         """
         class Capture(Changing):
             def change(self, f):

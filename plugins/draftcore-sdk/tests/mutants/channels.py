@@ -1,278 +1,291 @@
-"""Wrong channels of one process: the built-in `memory`, and what each does otherwise."""
+"""Wrong channels: the built-in `tcp`, and what each does otherwise."""
 
 from draftcore_sdk.channels import ChannelSuite
 
 from mutants import Mutant, Mutants
 
 RIGHT = """
-from dataclasses import replace
+import json
+import threading
+import time
 
 from draftcore import hookimpl
-from draftcore.channels import memory
-from draftcore.errors import DraftcoreError
+from draftcore.contracts.channel import ChannelAway
 from draftcore.contracts.offers import Offer
+from draftcore.features import tcp
 
-class Channel(memory.MemoryChannel):
+class Client(tcp.TcpClient):
     pass
 
-offer, claim, publish = Channel.offer, Channel.claim, Channel.publish
-receive, advance, release = Channel.receive, Channel.advance, Channel._release
-evict, tell, standing = Channel.evict, Channel._tell, Channel.standing
+class Service:
+    def __init__(self, service):
+        self.service = service
 
-def without(check):
-    # Publish in a world where the module's function `check` does nothing.
-    loose = {**vars(memory), check: lambda *_: None}
-    return type(publish)(publish.__code__, loose, closure=publish.__closure__)
+    def answer(self, request):
+        return self.service.answer(request)
+
+    def lost(self, producer):
+        self.service.lost(producer)
+
+class Channel(tcp.TcpChannel):
+    def serve(self, service):
+        return super().serve(Service(service))
+
+    def connect(self, find):
+        return Client(find, self.secret, self.patience)
 
 @hookimpl
 def describe():
-    return [Offer("channel", "memory")]
+    return [Offer("channel", "{name}")]
 
 @hookimpl
-def channel(name, uri, run_id):
-    return Channel.open(uri, run_id)
+def channel(name, uri, secret):
+    return Channel.open("tcp", secret)
+"""
+BODY = """
+    plugin = "{name}"
+
+    def impatient(self, uri, secret, patience):
+        import {name}
+
+        return {name}.Channel.open("tcp", secret, patience)
 """
 CONFTEST = """
-from draftcore_sdk import channel_ends
+import pytest
+from draftcore_sdk import channels
 
-channel_ends.SOON = 2.0  # seconds; what a wrong channel owes never comes
+@pytest.fixture(autouse=True)
+def what_never_comes_is_not_waited_for_long(request, monkeypatch):
+    if "is_right" not in request.node.nodeid:
+        monkeypatch.setattr(channels, "SOON", 4.0)
 """
 
 WRONG = {
-    "hands_a_task_out_twice": Mutant(
-        "test_tasks_are_handed_out_once_in_the_order_offered",
+    "reverses_tasks": Mutant(
+        "test_tasks_come_in_the_order_offered_and_whole",
         """
-        def twice(self, producer):
-            self.last = claim(self, producer) if producer == "one" else getattr(self, "last", None)
-            return self.last
-        Channel.claim = twice
+        class Client(Client):
+            def call(self, request):
+                reply = super().call(request)
+                reply.get("tasks", []).reverse()
+                return reply
         """,
     ),
-    "sorts_the_tasks": Mutant(
-        "test_tasks_are_handed_out_once_in_the_order_offered",
-        "Channel.offer = lambda self, tasks: offer(self, iter(sorted(tasks, key=lambda t: t.group.index)))",
-    ),
-    "takes_all_tasks": Mutant(
-        "test_offered_tasks_are_consumed_lazily",
-        "Channel.offer = lambda self, tasks: offer(self, list(tasks))",
-    ),
-    "sorts_the_refs": Mutant(
-        "test_a_step_waits_for_all_its_samples_and_gets_them_in_plan_order",
+    "leaves_out_generations": Mutant(
+        "test_refs_are_received_as_they_were_published",
         """
-        def by_name(self, step):
-            refs = receive(self, step)
-            return refs and tuple(sorted(refs, key=lambda ref: ref.feature_id))
-        Channel.receive = by_name
+        class Service(Service):
+            def answer(self, request):
+                for ref in request.get("refs", ()):
+                    ref["generation"] = ""
+                return super().answer(request)
         """,
     ),
-    "serves_half_a_step": Mutant(
-        "test_a_step_waits_for_all_its_samples_and_gets_them_in_plan_order",
+    "speaks_ascii": Mutant(
+        "test_a_failure_arrives_with_its_rows",
         """
-        def half(self, step):
-            refs = [self._ref(sample) for sample in step.samples]
-            return receive(self, step) or tuple(ref for ref in refs if ref) or None
-        Channel.receive = half
+        class Client(Client):
+            def call(self, request):
+                text = json.dumps(request, ensure_ascii=False)
+                return super().call(json.loads(text.encode("ascii", "ignore")))
         """,
     ),
-    "loses_a_ref": Mutant(
-        "test_refs_come_back_as_they_were_published",
+    "takes_every_publication_for_taken": Mutant(
+        "test_a_late_publication_is_told_that_it_is_late",
         """
-        def lossy(self, step):
-            refs = receive(self, step)
-            return refs and refs[:-1]
-        Channel.receive = lossy
+        class Client(Client):
+            def call(self, request):
+                reply = super().call(request)
+                return {"taken": True} if request["call"] == "publish" else reply
         """,
     ),
-    "loses_fields": Mutant(
-        "test_refs_come_back_as_they_were_published",
+    "has_short_lines": Mutant(
+        "test_large_requests_and_replies_pass",
         """
-        def bare(self, step):
-            refs = receive(self, step)
-            return refs and tuple(replace(ref, tensors=()) for ref in refs)
-        Channel.receive = bare
+        class Client(Client):
+            def call(self, request):
+                line = json.dumps(super().call(request))
+                return json.loads(line) if len(line) < 2**16 else {"error": "too long"}
         """,
     ),
-    "takes_any_members": Mutant(
-        "test_other_samples_than_the_groups_are_refused[ac]",
-        'Channel.publish = without("require_refs_of")',
-    ),
-    "takes_tensors": Mutant(
-        "test_a_tensor_in_a_ref_is_refused_and_its_field_named",
-        'Channel.publish = without("require_metadata")',
-    ),
-    "hides_failures": Mutant(
-        "test_a_failed_task_raises_in_the_step_that_needs_it_only",
+    "writes_tensors_as_text": Mutant(
+        "test_a_tensor_is_refused_where_it_is_serialised",
         """
-        def patient(self, step):
-            try:
-                return receive(self, step)
-            except DraftcoreError as error:
-                if "behind" in str(error) or "closed" in str(error):
-                    raise
-        Channel.receive = patient
+        class Client(Client):
+            def call(self, request):
+                return super().call(json.loads(json.dumps(request, default=str)))
         """,
     ),
-    "has_no_limits": Mutant(
-        "test_credit_in_refs_limits_what_is_claimed",
-        "Channel.open = classmethod(lambda cls, uri, run_id: cls(run_id))",
-    ),
-    "forgets_to_return_credit": Mutant(
-        "test_an_advance_returns_credit",
+    "does_not_wait": Mutant(
+        "test_a_claim_waits_for_an_offer_and_no_longer",
         """
-        def forgetful(self, group):
-            used = self._used
-            refs = release(self, group)
-            self._used = used
-            return refs
-        Channel._release = forgetful
+        class Service(Service):
+            def answer(self, request):
+                return super().answer({**request, "wait": 0})
         """,
     ),
-    "counts_claims_as_captured": Mutant(
-        "test_the_trainer_sees_how_capture_stands",
+    "waits_to_the_end": Mutant(
+        "test_a_claim_waits_for_an_offer_and_no_longer",
         """
-        standing = Channel.standing
-        def hopeful(self):
-            now = standing(self)
-            return replace(now, captured=now.refs)
-        Channel.standing = hopeful
+        class Service(Service):
+            def answer(self, request):
+                reply = super().answer(request)
+                time.sleep(request.get("wait", 0))
+                return reply
         """,
     ),
-    "keeps_the_credit_of_failures": Mutant(
-        "test_a_failed_task_returns_its_credit",
+    "answers_one_by_one": Mutant(
+        "test_who_waits_holds_nobody_up",
         """
-        def strict(self, task, refs):
-            used = self._used
-            publish(self, task, refs)
-            self._used = used if isinstance(refs, Exception) else self._used
-        Channel.publish = strict
+        MUTEX = threading.Lock()
+
+        class Service(Service):
+            def answer(self, request):
+                with MUTEX:
+                    return super().answer(request)
         """,
     ),
-    "refuses_a_waiting_step": Mutant(
-        "test_a_waiting_step_is_served_whatever_the_credit[limit0]",
+    "finishes_its_call": Mutant(
+        "test_a_client_that_closes_ends_its_own_call",
         """
-        def stingy(self, producer):
-            self._books.waiting = None
-            return claim(self, producer)
-        Channel.claim = stingy
+        class Client(Client):
+            def close(self):
+                if not self.mutex.locked():
+                    super().close()
         """,
     ),
-    "releases_early": Mutant(
-        "test_a_step_that_is_received_but_not_passed_keeps_its_refs",
+    "knows_one_end": Mutant(
+        "test_a_producer_hears_at_once_that_the_run_is_over[finished]",
         """
-        def hasty(self, index):
-            return advance(self, index + 1)
-        Channel.advance = hasty
+        class Client(Client):
+            def call(self, request):
+                reply = super().call(request)
+                return {"ended": "failed"} if "ended" in reply else reply
         """,
     ),
-    "releases_half_a_group": Mutant(
-        "test_a_group_is_released_whole_and_not_before_its_last_use",
+    "keeps_heartbeats_to_itself": Mutant(
+        "test_a_heartbeat_is_heard",
         """
-        def halves(self, index):
-            used = {use.feature_id for at, step in self._books.steps.items() if at < index
-                    for use in step.samples}
-            refs = {ref for group in self._books.groups.values() for ref in group.refs}
-            return advance(self, index) or tuple(ref for ref in refs if ref.feature_id in used)
-        Channel.advance = halves
+        class Client(Client):
+            def call(self, request):
+                return {} if request["call"] == "heartbeat" else super().call(request)
         """,
     ),
-    "releases_twice": Mutant(
-        "test_an_advance_returns_what_only_earlier_steps_used_and_returns_it_once",
+    "tells_nobody_who_left": Mutant(
+        "test_a_client_that_closes_returns_its_claims",
         """
-        def again(self, index):
-            self.released = advance(self, index) or getattr(self, "released", ())
-            return self.released
-        Channel.advance = again
+        class Service(Service):
+            def lost(self, producer):
+                pass
         """,
     ),
-    "never_releases": Mutant(
-        "test_an_advance_returns_what_only_earlier_steps_used_and_returns_it_once",
+    "keeps_the_dead_alive": Mutant(
+        "test_a_killed_producer_loses_its_claims",
         """
-        def hoarding(self, index):
-            advance(self, index)
-            return ()
-        Channel.advance = hoarding
+        class Service(Service):
+            def answer(self, request):
+                threading.Thread(target=self.beat, args=[request["producer"]], daemon=True).start()
+                return super().answer(request)
+
+            def beat(self, producer):
+                while True:
+                    self.service.answer({"call": "heartbeat", "producer": producer})
+                    time.sleep(0.1)
+
+            def lost(self, producer):
+                pass
         """,
     ),
-    "keeps_what_is_ahead": Mutant(
-        "test_what_a_waiting_step_does_not_need_is_evicted_where_it_finds_no_room",
-        "Channel.evict = lambda self, step, tasks: ()",
-    ),
-    "evicts_unasked": Mutant(
-        "test_what_a_waiting_step_does_not_need_is_evicted_where_it_finds_no_room",
+    "remembers_replies": Mutant(
+        "test_every_task_is_done_once_by_several_producers",
         """
-        def eager(self, step, tasks):
-            flying = {i for i, g in self._books.groups.items() if g.claim and g.outcome is None}
-            self._books.full |= flying
-            return evict(self, step, tasks)
-        Channel.evict = eager
+        REPLIES = {}
+
+        class Client(Client):
+            def call(self, request):
+                if request["call"] != "claim":
+                    return super().call(request)
+                key = json.dumps({**request, "producer": ""})
+                if key not in REPLIES:
+                    REPLIES[key] = super().call(request)
+                return REPLIES[key]
         """,
     ),
-    "evicts_what_is_needed": Mutant(
-        "test_what_a_waiting_step_does_not_need_is_evicted_where_it_finds_no_room",
-        "Channel.evict = lambda self, step, tasks: evict(self, replace(step, samples=()), tasks)",
-    ),
-    "hands_out_what_is_ahead": Mutant(
-        "test_only_what_a_waiting_step_lacks_is_handed_out_while_room_is_made",
-        "Channel._may_go = lambda self, group: group.index not in self._books.leaving",
-    ),
-    "calls_nobody_off": Mutant(
-        "test_who_waits_for_room_without_need_is_called_off", "Channel._is_wanted = lambda *_: True"
-    ),
-    "wakes_nobody": Mutant(
-        "test_who_waits_for_room_is_woken_when_something_was_freed",
+    "mixes_up_threads": Mutant(
+        "test_threads_of_one_client_get_their_own_replies",
         """
-        def quiet(self, step):
-            self._books.freeing = False
-            return receive(self, step)
-        Channel.receive = quiet
+        class Client(Client):
+            def call(self, request):
+                self.request = request
+                time.sleep(0.01)
+                return super().call(self.request)
         """,
     ),
-    "heeds_old_words": Mutant(
-        "test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words",
-        "Channel._tell = lambda self, task, tried: tell(self, task, self._books.round)",
-    ),
-    "gives_up_early": Mutant(
-        "test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words",
+    "needs_its_trainer_first": Mutant(
+        "test_a_producer_may_begin_before_its_trainer",
         """
-        def impatient(self, step, tasks):
-            self._books.emptied = True
-            return evict(self, step, tasks)
-        Channel.evict = impatient
+        class Channel(Channel):
+            def connect(self, find):
+                if not find():
+                    raise ChannelAway("there is no trainer")
+                return super().connect(find)
         """,
     ),
-    "never_gives_up": Mutant(
-        "test_a_step_that_finds_no_room_at_all_is_refused_but_not_by_old_words",
+    "looks_the_address_up_once": Mutant(
+        "test_a_producer_goes_on_with_the_next_trainer",
         """
-        def stubborn(self, step, tasks):
-            self._books.emptied = False
-            return evict(self, step, tasks)
-        Channel.evict = stubborn
+        class Channel(Channel):
+            def connect(self, find):
+                address = find()
+                return super().connect(lambda: address)
         """,
     ),
-    "gives_up_whole_groups": Mutant(
-        "test_what_is_rejected_to_the_last_attempt_is_given_up_and_no_other_sample",
+    "has_no_patience": Mutant(
+        "test_a_client_waits_for_its_trainer_and_then_gives_up",
         """
-        def spoil(self, group, ref, reason):
-            group.outcome = None
-            self._fail(group, DraftcoreError(reason))
-        Channel._spoil = spoil
+        class Client(Client):
+            def __init__(self, find, secret, patience):
+                super().__init__(find, secret, 0.0)
         """,
     ),
-    "complains_early": Mutant(
-        "test_a_failure_that_the_step_is_to_hear_of_is_no_reason_to_complain",
+    "gives_up_in_its_own_words": Mutant(
+        "test_a_client_waits_for_its_trainer_and_then_gives_up",
         """
-        def strict(self):
-            waiting, held = self._books.waiting, self._books.group_of
-            samples = waiting.samples if waiting else ()
-            return [s for s in samples if s.feature_id not in held or held[s.feature_id].failed]
-        Channel._missing = strict
+        class Client(Client):
+            def call(self, request):
+                try:
+                    return super().call(request)
+                except ChannelAway as error:
+                    raise TimeoutError(error)
         """,
     ),
-    "stays_open": Mutant(
-        "test_a_closed_channel_says_so", "Channel.close = lambda self, *outcome: None"
+    "knows_no_secrets": Mutant(
+        "test_another_secret_is_refused_and_harms_nobody",
+        """
+        class Channel(Channel):
+            @classmethod
+            def open(cls, uri, secret, patience=600.0):
+                return super().open(uri, b"everybody's", patience)
+        """,
+    ),
+    "is_felled_by_a_stranger": Mutant(
+        "test_another_secret_is_refused_and_harms_nobody",
+        """
+        class Service(Service):
+            requests = 0
+
+            def answer(self, request):
+                self.requests += 1
+                return super().answer(request)
+
+        class Channel(Channel):
+            def _serve_one(self, sock, service):
+                seen = Service(service)
+                super()._serve_one(sock, seen)
+                if not seen.requests:
+                    self.close()
+        """,
     ),
 }
 
-CHANNELS = Mutants(
-    ChannelSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, WRONG, every_test=False
-)
+CHANNELS = Mutants(ChannelSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, WRONG, BODY)

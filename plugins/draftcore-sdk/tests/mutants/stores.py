@@ -1,4 +1,4 @@
-"""Wrong stores: the built-in `memory`, and what each does otherwise."""
+"""Wrong stores: the built-in `file`, and what each does otherwise."""
 
 from draftcore_sdk.stores import StoreSuite
 
@@ -11,33 +11,25 @@ import torch
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
-from draftcore.features.stores.memory import MemoryStore
+from draftcore.features.stores.file import FileStore
 
-class Store(MemoryStore):
+class Store(FileStore):
     pass
 
 @hookimpl
 def describe():
-    return [Offer("store", "memory")]
+    return [Offer("store", "mine")]
 
 @hookimpl
 def feature_store(name, uri):
     return Store.open(uri)
 """
 
-BODY = """
-    plugin = "{name}"
-
-    @pytest.fixture
-    def store_uri(self):
-        return "memory:"
-"""
-
 WRONG = {
     "stores_bf16_as_fp32": Mutant(
         "test_a_round_trip_is_bit_exact[bfloat16]",
         """
-        class Store(MemoryStore):
+        class Store(FileStore):
             def put_many(self, items):
                 wide = lambda t: t.float() if t.dtype is torch.bfloat16 else t
                 wider = lambda tensors: {name: wide(t) for name, t in tensors.items()}
@@ -47,7 +39,7 @@ WRONG = {
     "serves_stale_refs": Mutant(
         "test_a_put_again_supersedes_and_the_old_ref_raises",
         """
-        class Store(MemoryStore):
+        class Store(FileStore):
             def get_many(self, refs, device="cpu", names=None):
                 held = self.lookup([ref.feature_id for ref in refs])
                 newest = [held.get(ref.feature_id, ref) for ref in refs]
@@ -57,7 +49,7 @@ WRONG = {
     "frees_only_once": Mutant(
         "test_get_after_free_raises_and_free_twice_is_harmless",
         """
-        class Store(MemoryStore):
+        class Store(FileStore):
             def free(self, refs):
                 refs = list(refs)
                 for ref in refs:
@@ -68,7 +60,7 @@ WRONG = {
     "ignores_names": Mutant(
         "test_names_choose_the_tensors_that_are_read",
         """
-        class Store(MemoryStore):
+        class Store(FileStore):
             def get_many(self, refs, device="cpu", names=None):
                 return super().get_many(refs, device)
         """,
@@ -78,7 +70,7 @@ WRONG = {
         """
         GIVEN = {}
 
-        class Store(MemoryStore):
+        class Store(FileStore):
             def put_many(self, items):
                 refs = super().put_many(items)
                 GIVEN.update({ref.generation: item.tensors for ref, item in zip(refs, items)})
@@ -95,7 +87,7 @@ WRONG = {
     "frees_newer_generations": Mutant(
         "test_free_never_touches_a_newer_generation",
         """
-        class Store(MemoryStore):
+        class Store(FileStore):
             def free(self, refs):
                 super().free(self.lookup([ref.feature_id for ref in refs]).values())
         """,
@@ -105,7 +97,7 @@ WRONG = {
         """
         OPENED = []
 
-        class Store(MemoryStore):
+        class Store(FileStore):
             def get_many(self, refs, device="cpu", names=None):
                 OPENED.extend(super().get_many(refs, device, names))
                 return tuple(OPENED[len(OPENED) - len(refs) :])
@@ -121,13 +113,13 @@ WRONG = {
     "knows_no_limit": Mutant(
         "test_a_full_store_pushes_back_and_recovers",
         """
-        class Store(MemoryStore):
+        class Store(FileStore):
             @classmethod
             def open(cls, uri):
-                return cls()
+                return super().open(uri.partition("?")[0])
         """,
     ),
 }
 
 # Most tests of this suite have caught nothing here.
-STORES = Mutants(StoreSuite, {"{name}.py": RIGHT}, WRONG, BODY, every_test=False)
+STORES = Mutants(StoreSuite, {"{name}.py": RIGHT}, WRONG, every_test=False)

@@ -14,7 +14,7 @@ from draftcore_sdk.serving import Serving
 from draftcore_shm.store import ShmStore
 
 from draftcore.contracts.target import TargetSpec
-from draftcore.supervisor import free_port
+from draftcore.launcher import free_port
 from draftcore.target import TransformersTarget
 
 StartServer = Callable[..., Serving]

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from draftcore_sdk.captures import ALL, LAYERS, ROWS, Reference, features_of, group
+from draftcore_sdk.captures import ALL, LAYERS, ROWS, Reference, batch, features_of
 from draftcore_sdk.serving import Serving
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.client import Server
@@ -19,16 +18,13 @@ from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture, receipt_of, request_body
 from draftcore_sglang.wire import FIELD, Ask
 from draftcore_shm.store import ShmStore
-from numpy.typing import NDArray
 from torch import Tensor
 
-from draftcore.channels.memory import MemoryChannel
-from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.store import SampleRef, StoreFull, StoreItem
 from draftcore.contracts.target import TargetSpec
-from draftcore.data.plan import Plan
 from draftcore.errors import UsageError
-from draftcore.feed import Producer
+from draftcore.features.producer import put_batch
 from draftcore.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
@@ -89,7 +85,7 @@ def test_prompts_in_chunks_and_batches_are_captured_whole(
     """Chunked prefill returns the last chunk's rows alone; here they are put together."""
     reference, members = Reference(served_folder), [*LONG, *ROWS]
     for features, tokens in zip(
-        features_of(open_capture(), group(members=members)), members, strict=True
+        features_of(open_capture(), batch(members=members)), members, strict=True
     ):
         require_features(features, tokens, reference)
 
@@ -99,7 +95,7 @@ def test_a_prompt_that_the_server_has_seen_is_captured_whole(
 ) -> None:
     capture, reference = open_capture(), Reference(served_folder)
     for _ in range(3):
-        (features,) = features_of(capture, group(members=[LONG[0]]))
+        (features,) = features_of(capture, batch(members=[LONG[0]]))
         require_features(features, LONG[0], reference)
 
 
@@ -179,7 +175,7 @@ def test_a_request_without_the_field_is_answered_as_ever(
     beside: list[Any] = []
     thread = threading.Thread(target=lambda: beside.append(Server(server.url).post(body, 30)))
     thread.start()
-    features_of(open_capture(), group(members=LONG))
+    features_of(open_capture(), batch(members=LONG))
     thread.join()
     assert receipt_of(alone) is None
     assert alone["output_ids"] == beside[0]["output_ids"]
@@ -221,34 +217,29 @@ def test_one_server_of_two_may_be_away(
     open_capture: OpenCapture, server: Serving, store: ShmStore
 ) -> None:
     capture = open_capture(servers=["http://127.0.0.1:9", server.url])
-    assert len(features_of(capture, group(0, 1, 2))) == 3
+    assert len(features_of(capture, batch(0, 1, 2))) == 3
 
 
 # ---------------------------------------------------------------- straight into the run's store
 
 
-Rows = Sequence[Sequence[int]]
-
-
-class Samples:
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def tokens(self, row: int) -> NDArray[Any]:
-        return np.array(self.rows[row])
-
-    def loss_mask(self, row: int) -> NDArray[Any]:
-        return np.arange(len(self.rows[row])) % 3 == 0
-
-
-def producer_of(
-    capture: ServerCapture, store: ShmStore, rows: Rows, batch: int
-) -> tuple[Producer, list[str]]:
+def batches_of(rows: Sequence[Sequence[int]], size: int) -> list[CaptureBatch]:
     ids = [f"{row:024x}" for row in range(len(rows))]
-    channel = MemoryChannel("run")
-    plan = Plan(ids, [len(r) for r in rows], capture_batch=batch, batch=1, seed=0)
-    channel.offer(plan.captures(0))
-    return Producer(lambda: capture, Samples(rows), store, channel, "made so"), ids
+    return [
+        CaptureBatch(
+            start // size,
+            tuple(range(start, min(start + size, len(rows)))),
+            tuple(ids[start : start + size]),
+            tuple(rows[start : start + size]),
+        )
+        for start in range(0, len(rows), size)
+    ]
+
+
+def put(one: CaptureBatch, capture: ServerCapture, store: ShmStore) -> tuple[SampleRef, ...]:
+    """Capture a batch into a store, as producers do; every third token is to be learned."""
+    masks = [[at % 3 == 0 for at in range(len(tokens))] for tokens in one.token_ids]
+    return put_batch(one, masks, capture, store, "made so")
 
 
 def test_samples_go_straight_into_the_runs_store(
@@ -261,75 +252,58 @@ def test_samples_go_straight_into_the_runs_store(
     monkeypatch.setattr("draftcore_sglang.remote.open_store", opened.append)
     rows = [*LONG, *ROWS]
     capture, reference = open_capture(), Reference(served_folder)
-    producer, ids = producer_of(capture, store, rows, batch=3)
-    while producer.run_once() is not None:
-        pass
-    held = store.lookup(ids)
-    assert set(held) == set(ids)
-    for feature_id, tokens in zip(ids, rows, strict=True):
-        with store.get(held[feature_id]) as handle:
+    refs = [ref for one in batches_of(rows, 3) for ref in put(one, capture, store)]
+    assert store.lookup([ref.feature_id for ref in refs]) == {ref.feature_id: ref for ref in refs}
+    for ref, tokens in zip(refs, rows, strict=True):
+        with store.get(ref) as handle:
             require_features(handle.tensors, tokens, reference)
             assert handle.tensors["token_ids"].tolist() == list(tokens)
             assert handle.tensors["loss_mask"].tolist() == [t % 3 == 0 for t in range(len(tokens))]
-        assert (held[feature_id].provenance, held[feature_id].tokens) == ("made so", len(tokens))
+        assert (ref.provenance, ref.tokens) == ("made so", len(tokens))
     assert opened == []  # nothing was read here
-    store.free(held.values())
+    store.free(refs)
 
 
 def test_two_producers_share_a_server(open_capture: OpenCapture, store: ShmStore) -> None:
     rows = [[20 + row, *range(30, 40)] for row in range(16)]
-    both = [producer_of(open_capture(), store, rows, batch=4) for _ in range(2)]
-    ids = both[0][1]
+    asked, refs = batches_of(rows, 4), list[SampleRef]()
 
-    def work(producer: Producer, half: int) -> None:
-        for number in range(4):
-            task = producer.channel.claim("one")
-            assert task is not None
-            if number % 2 == half:
-                refs.extend(producer.refs(task))
+    def work(capture: ServerCapture, half: int) -> None:
+        for one in asked[half::2]:
+            refs.extend(put(one, capture, store))
 
-    refs: list[SampleRef] = []
-    threads = [
-        threading.Thread(target=work, args=(producer, half))
-        for half, (producer, _) in enumerate(both)
-    ]
+    threads = [threading.Thread(target=work, args=(open_capture(), half)) for half in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {ref.feature_id for ref in refs} == set(ids)
+    assert {ref.feature_id for ref in refs} == {one for batch in asked for one in batch.ids}
     for ref in refs:
         with store.get(ref) as handle:
             assert handle.tensors["token_ids"].tolist() == rows[int(ref.feature_id, 16)]
     store.free(refs)
 
 
-def test_a_full_store_pushes_back_and_keeps_nothing_of_the_group(
+def test_a_full_store_pushes_back_and_keeps_nothing_of_the_batch(
     open_capture: OpenCapture, store: ShmStore
 ) -> None:
     ballast = StoreItem("ff" * 12, {"x": torch.zeros(8128 << 10, dtype=torch.uint8)}, 8128 << 10)
     full = store.put(ballast)
-    producer, ids = producer_of(open_capture(), store, LONG, batch=3)
-    task = producer.channel.claim("one")
-    assert task is not None
-    put = producer.captured(task)
+    capture, (asked,) = open_capture(), batches_of(LONG, 3)
     with pytest.raises(StoreFull):
-        put()
-    assert store.lookup(ids) == {}
+        put(asked, capture, store)
+    assert store.lookup(asked.ids) == {}
     store.free([full])
-    store.free(put())
+    store.free(put(asked, capture, store))
 
 
 def test_where_the_runs_store_is_another_one_features_pass_through(
     open_capture: OpenCapture, store: ShmStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = ShmStore.open("shm:test-other?max_bytes=1MiB")
-    capture = open_capture()
-    producer, _ = producer_of(capture, other, LONG, batch=3)
-    task = producer.channel.claim("one")
-    assert task is not None
-    refs = producer.refs(task)
+    (asked,) = batches_of(LONG, 3)
+    refs = put(asked, open_capture(), other)
     assert "features pass through this process" in caplog.text
-    assert len(refs) == len(other.lookup([ref.feature_id for ref in refs])) == 3
+    assert len(refs) == len(other.lookup(asked.ids)) == 3
     other.free(refs)
     other.close()

@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draftcore_sdk.captures import group
+from draftcore_sdk.captures import batch
 from draftcore_sdk.serving import Serving
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
@@ -39,11 +40,10 @@ def opened(server: Serving, target: TargetSpec, **options: Any) -> ServerCapture
 
 
 def deliver(capture: ServerCapture, store: ShmStore, number: int) -> Delivered:
-    """A group of eight, told apart by its tokens."""
+    """A batch of eight, told apart by its tokens."""
     members = [[10 + row, *range(30, 90), number] for row in range(8)]
-    asked = group(members=members, index=number)
     ids = tuple(f"{number:020x}{row:04x}" for row in range(8))
-    asked = type(asked)(type(asked.group)(number, asked.group.rows, ids, 62), asked.token_ids)
+    asked = replace(batch(members=members, index=number), ids=ids)
     beside = [{"token_ids": torch.tensor(member)} for member in members]
     return capture.deliver(asked, beside, "made so", store), members
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftcore_sdk.captures import ALL, ROWS, Reference, features_of, group, require_near
+from draftcore_sdk.captures import ALL, ROWS, Reference, batch, features_of, require_near
 from draftcore_sdk.serving import Serving
 from draftcore_sglang.client import Server
 from draftcore_sglang.options import ServerOptions
@@ -49,7 +49,7 @@ def test_a_server_of_two_schedulers_stores_each_sample_once(
     )
     store, reference = ShmStore.open(sink), Reference(served_folder)
     capture = opened(server, target, ALL)
-    found = features_of(capture, group(*range(len(ROWS))))
+    found = features_of(capture, batch(*range(len(ROWS))))
     for features, tokens in zip(found, ROWS, strict=True):
         require_near(features["last_hidden"], reference.after_norm(tokens))
         require_near(features["hidden.3"], reference.before_norm(tokens))
@@ -69,12 +69,12 @@ def test_a_server_without_this_dist_sends_text_and_a_warning(
     request, reference = FeatureRequest((0, 2), False, "float32"), Reference(served_folder)
     capture = opened(server, target, request)
     assert "does not run draftcore-sglang" in caplog.text
-    for features, tokens in zip(features_of(capture, group(0, 1)), ROWS, strict=False):
+    for features, tokens in zip(features_of(capture, batch(0, 1)), ROWS, strict=False):
         assert set(features) == {"hidden.0", "hidden.2"}
         require_near(features["hidden.0"], reference.layers(tokens)[0])
         require_near(features["hidden.2"], reference.layers(tokens)[2])
     with pytest.raises(UsageError, match="max_json=2000"):
-        features_of(opened(server, target, request, max_json=2000), group(4))
+        features_of(opened(server, target, request, max_json=2000), batch(4))
     with pytest.raises(UsageError, match=r"layers \[0, 2\] and no others(.|\n)*DRAFTCORE_SINK"):
         opened(server, target, ALL)
     capture.close()

@@ -17,7 +17,7 @@ from draftcore_sdk.serving import Serving
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
 
-from draftcore.contracts.capture import CaptureGroup, CaptureInput
+from draftcore.contracts.capture import CaptureBatch
 from draftcore.contracts.target import TargetSpec
 
 pytestmark = pytest.mark.sglang
@@ -39,10 +39,10 @@ def test_a_server_puts_into_mooncake_what_transformers_computes(
             target, ALL, ServerOptions(servers=(server.url,), patience=60, self_test=True)
         )
         ids = tuple(f"{row:024x}" for row in range(len(ROWS)))
-        group = CaptureInput(CaptureGroup(0, tuple(range(len(ROWS))), ids, 64), tuple(ROWS))
+        batch = CaptureBatch(0, tuple(range(len(ROWS))), ids, tuple(ROWS))
         text = [{"token_ids": torch.tensor(row)} for row in ROWS]
         assert capture.reaches(trainer)
-        refs = capture.deliver(group, text, "made so", trainer)
+        refs = capture.deliver(batch, text, "made so", trainer)
         reference = Reference(served_folder)
         for ref, tokens in zip(refs, ROWS, strict=True):
             layers = [*reference.layers(tokens), reference.before_norm(tokens)]

@@ -69,11 +69,11 @@ def test_a_run_trains_on_what_a_server_stored(
     ours = train(
         tmp_path / "server",
         served_folder,
-        capture={"name": "sglang-server", "batch": BATCH, "options": options},
+        capture={"name": "sglang-server", "options": options},
         store=store,
         topology={"producers": 2},
     )
-    theirs = train(tmp_path / "hf", served_folder, capture={"name": "hf", "batch": BATCH})
+    theirs = train(tmp_path / "hf", served_folder)
     assert len(theirs) == 2 * SAMPLES // BATCH
     assert ours == pytest.approx(theirs, rel=RTOL)
     assert "POST /generate" in server.log.read_text()

@@ -1,0 +1,219 @@
+"""A producer: captures the batches that the queue hands out and puts their features into the store.
+
+Any number of them on any number of machines work on one run. A producer may die at any moment: its
+claims are handed out again, and what it had not published does not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from draftcore.contracts.capture import (
+    BadRows,
+    Capture,
+    CaptureBatch,
+    CapturedBatch,
+    StoringCapture,
+)
+from draftcore.contracts.channel import RunEnded, Task
+from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreError, StoreItem
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.features.queue import TTL, RemoteQueue
+from draftcore.tensors import all_finite
+
+T = TypeVar("T")
+WAIT = 5.0  # seconds that one request for a task may take
+AWAY = 0.5  # seconds between two attempts to reach a store that is away
+SHORT = "a short capture comes from chunked prefill or a prefix cache"
+TEXT = ("token_ids", "loss_mask")  # stored beside the features, so that a store is all one needs
+
+
+def produce(
+    queue: RemoteQueue,
+    capture: Capture,
+    provenance: str,
+    open_store: Callable[[str], FeatureStore],
+    stop: Callable[[], bool],
+    patience: float,
+) -> str:
+    """Capture until the run ends or `stop` says so; returns a line about it.
+
+    Raises UsageError where the capture cannot work at all: the trainer is told, and goes on with others.
+    """
+    captured, store, ending = 0, None, threading.Event()
+    threading.Thread(target=_beat, args=[queue, ending], name="heartbeat", daemon=True).start()
+    try:
+        while not stop():
+            try:
+                tasks, uri = queue.claim(1, WAIT)
+            except RunEnded as ended:
+                if ended.state != "failed":
+                    raise
+                time.sleep(AWAY)  # the same command may go on, with another trainer
+                continue
+            for task in tasks:
+                if store is None or store.uri != uri:  # also of a trainer that began again
+                    if store is not None:
+                        store.close()
+                    store = patiently(functools.partial(open_store, uri), patience)
+                found = _outcome(task, capture, store, provenance, patience)
+                if isinstance(found, (UsageError, StoreAway)):
+                    raise found  # the batch is not at fault
+                taken = queue.publish(task.claim, found)
+                if not isinstance(found, (DraftcoreError, Sequence)):
+                    raise found  # memory or a device may do better in a process begun anew
+                captured += len(found) if taken and isinstance(found, Sequence) else 0
+        queue.leave()
+        return f"interrupted; {captured} samples captured here"
+    except RunEnded as ended:
+        return f"{ended}; {captured} samples captured here"
+    except Exception as error:
+        with suppress(DraftcoreError):
+            queue.leave(str(error) or repr(error))
+        raise
+    finally:
+        ending.set()
+        if store is not None:
+            store.close()
+
+
+def put_batch(
+    batch: CaptureBatch,
+    loss_masks: Sequence[Sequence[bool]],
+    capture: Capture,
+    store: FeatureStore,
+    provenance: str,
+) -> tuple[SampleRef, ...]:
+    """Capture a batch and put it. Raises BadRows for features that are not finite."""
+    text = [
+        {
+            "token_ids": torch.as_tensor(ids, dtype=torch.long),
+            "loss_mask": torch.as_tensor(mask, dtype=torch.bool),
+        }
+        for ids, mask in zip(batch.token_ids, loss_masks, strict=True)
+    ]
+    if isinstance(capture, StoringCapture) and capture.reaches(store):
+        return capture.deliver(batch, text, provenance, store)
+    (captured,) = capture.features([batch])
+    require_finite(captured)
+    return put_captured(captured, text, store, provenance)
+
+
+def put_captured(
+    captured: CapturedBatch,
+    text: Sequence[dict[str, Tensor]],
+    store: FeatureStore,
+    provenance: str,
+) -> tuple[SampleRef, ...]:
+    """Put features that were captured, each row with its token ids and loss mask."""
+    rows = zip(captured.batch.ids, captured.features, text, strict=True)
+    return store.put_many(
+        [
+            StoreItem(one, {**features, **own}, len(own["token_ids"]), provenance)
+            for one, features, own in rows
+        ]
+    )
+
+
+def require_whole(captured: CapturedBatch) -> None:
+    """Raise DraftcoreError where a feature has not one row per token."""
+    batch = captured.batch
+    for one, ids, features in zip(batch.ids, batch.token_ids, captured.features, strict=True):
+        for name, value_TH in features.items():
+            if len(value_TH) != len(ids):
+                raise DraftcoreError(
+                    f"capture returned {len(value_TH)} rows of {name!r} for the {len(ids)} tokens of "
+                    f"sample {one}\n  {SHORT}"
+                )
+
+
+def require_finite(captured: CapturedBatch) -> None:
+    """Raise BadRows for rows of which a feature holds inf or nan; waits for the device."""
+    require_whole(captured)
+    if all_finite([value for features in captured.features for value in features.values()]):
+        return
+    reasons = {}
+    for at, features in enumerate(captured.features):
+        for name, value_TH in features.items():
+            if not bool(value_TH.isfinite().all()):
+                reasons[at] = (
+                    f"feature {name!r} of dataset row {captured.batch.rows[at]} (sample "
+                    f"{captured.batch.ids[at]}) holds inf or nan in {value_TH.dtype}\n"
+                    "  capture in a wider type (capture.dtype=float32), or leave the row out"
+                )
+    raise BadRows(reasons)
+
+
+def _outcome(
+    task: Task, capture: Capture, store: FeatureStore, provenance: str, patience: float
+) -> tuple[SampleRef, ...] | Exception:
+    """Return a task's refs, or why there are none."""
+
+    def put() -> tuple[SampleRef, ...]:
+        if (held := held_refs(store, task.batch.ids, provenance)) is not None:
+            try:
+                for handle in store.get_many(held):  # the trainer may have found them torn
+                    handle.close()
+                return held
+            except StoreAway:
+                raise
+            except StoreError:
+                forget(store, task.batch.ids)
+        return put_batch(task.batch, task.loss_masks, capture, store, provenance)
+
+    try:
+        return patiently(put, patience)
+    except Exception as error:
+        return error
+
+
+def held_refs(
+    store: FeatureStore, ids: Sequence[str], provenance: str
+) -> tuple[SampleRef, ...] | None:
+    """Return the refs of these ids if the store holds all of them, captured the same way."""
+    try:
+        held = store.lookup(ids)
+    except StoreAway:
+        raise
+    except StoreError:  # torn or altered: as if it was not there
+        forget(store, ids)
+        return None
+    refs = tuple(held[one] for one in ids if one in held and held[one].provenance == provenance)
+    return refs if len(refs) == len(ids) else None
+
+
+def forget(store: FeatureStore, ids: Sequence[str]) -> None:
+    """Free all that a store holds of these rows, readable or not."""
+    try:
+        store.free(store.lookup(ids).values())
+    except StoreAway:
+        raise
+    except StoreError:
+        for one in ids:
+            store.abort(one)
+
+
+def patiently(attempt: Callable[[], T], patience: float) -> T:
+    """Return what an attempt returns, which is repeated while the store is away."""
+    began = time.monotonic()
+    while True:
+        try:
+            return attempt()
+        except StoreAway:
+            if time.monotonic() - began > patience:
+                raise
+            time.sleep(AWAY)
+
+
+def _beat(queue: RemoteQueue, ending: threading.Event) -> None:
+    while not ending.wait(TTL / 4):
+        with suppress(DraftcoreError):
+            queue.heartbeat()

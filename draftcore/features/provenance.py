@@ -1,0 +1,73 @@
+"""How features were made: what must be equal for one to stand for another.
+
+It is stored beside each sample and in a durable store's manifest, as JSON of the settings that change
+a bit of a feature. Of a capture's options all do, unless their field says otherwise:
+
+    patience: float = Field(default=300, json_schema_extra=SAME_FEATURES)
+
+Where the target runs is left out: features captured on a GPU may be trained on elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from draftcore.contracts.offers import SAME_FEATURES
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from draftcore.config import RunConfig
+    from draftcore.contracts.capture import FeatureRequest
+    from draftcore.contracts.target import TargetSpec
+
+
+def provenance(
+    target: TargetSpec, request: FeatureRequest, config: RunConfig, options: BaseModel | None
+) -> str:
+    """Describe features of this request, made by the configured capture with these options."""
+    made: dict[str, Any] = {
+        "target": target.fingerprint,
+        "target.dtype": str(target.dtype).removeprefix("torch."),
+        "features": request.names,
+        "capture.dtype": request.dtype,
+        "capture": config.capture.name,
+        "train.batch": config.train.batch,
+    }
+    if chosen := choices(options):
+        made["capture.options"] = chosen
+    if (runner := config.runner.prefill) != type(config.runner)().prefill:
+        # A runner may pad, to sizes that follow from these two, and that changes the last bits.
+        made["runner.prefill"] = runner.model_dump(mode="json", exclude_defaults=True)
+        made["data.max_length"] = config.data.max_length
+    return json.dumps(made, sort_keys=True)
+
+
+def choices(options: BaseModel | None) -> dict[str, Any]:
+    """The options that change features, where they are not at their defaults."""
+    if options is None:
+        return {}
+    extras = {name: info.json_schema_extra for name, info in type(options).model_fields.items()}
+    neutral = {
+        name
+        for name, extra in extras.items()
+        if isinstance(extra, dict) and SAME_FEATURES.items() <= extra.items()
+    }
+    return options.model_dump(mode="json", exclude_defaults=True, exclude=neutral)
+
+
+def differences(ours: str, theirs: str, whose: str) -> str:
+    """Name the settings in which two provenances differ, one a line, indented."""
+    here, there = json.loads(ours), json.loads(theirs)
+    names = sorted({*here, *there})
+    return "\n".join(
+        f"  {name}: {shown(here.get(name))} here, {shown(there.get(name))} {whose}"
+        for name in names
+        if here.get(name) != there.get(name)
+    )
+
+
+def shown(value: Any) -> str:
+    """A setting for reading; one that is not set is at its default."""
+    return "as by default" if value is None else json.dumps(value)

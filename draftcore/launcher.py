@@ -1,0 +1,209 @@
+"""All processes of one run on one machine: producers, ranks of the trainer, and who restarts them.
+
+The supervisor imports no torch and holds no state that matters: the checkpoint and the plan say
+where the run stands, so any process may be killed, this one too, and the same command goes on. A
+producer that dies is started again alone; ranks only together, as their collectives break together.
+Children get a signal from the kernel when the supervisor dies, so none is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftcore.errors import DraftcoreError, UsageError
+
+PR_SET_PDEATHSIG = 1
+LOOK_EVERY = 0.1  # seconds between two looks at the children
+GRACE = 30.0  # seconds in which a child may end by itself after it was asked to
+INTERRUPTED = 130
+
+
+@dataclass
+class Child:
+    """One process of the run, and how often it was started again."""
+
+    name: str
+    command: Sequence[str]
+    log: Path | None = None  # None: the supervisor's own output
+    env: dict[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with contextlib.ExitStack() as stack:
+            output: Any = None
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(self.log.open("ab"))
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **self.env},
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
+                preexec_fn=functools.partial(_die_with_parent, os.getpid()),
+            )
+
+    @property
+    def code(self) -> int | None:
+        """The exit status; negative for a signal; None while it runs."""
+        return self.process.poll() if self.process is not None else None
+
+    def send(self, number: int) -> None:
+        if self.process is not None and self.code is None:
+            self.process.send_signal(number)
+
+    def tail(self, lines: int = 12) -> str:
+        """The last lines of its log, for an error."""
+        if self.log is None or not self.log.exists():
+            return ""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+
+
+class Supervisor:
+    """Starts the children, keeps them alive, and returns the trainer's exit status."""
+
+    def __init__(self, ranks: Sequence[Child], producers: Sequence[Child], restarts: int) -> None:
+        self.ranks, self.producers, self.restarts = ranks, producers, restarts
+        self.asked = 0  # the signal that asked us to stop
+
+    def run(self) -> int:
+        """Run until the trainer ends. Raises DraftcoreError where a child cannot be kept alive."""
+        with _signals(self._ask):
+            code: int | None = None
+            try:
+                self._start_ranks()
+                for child in self.producers:
+                    child.start()
+                while (code := self._watch_ranks()) is None:
+                    self._watch_producers()
+                    time.sleep(LOOK_EVERY)
+                return code
+            finally:
+                end(self.ranks, 1.0, GRACE)  # a trainer that is asked to end saves first
+                # They hear of an end that is well; who came too late for that has to be asked.
+                end(self.producers, 5.0 if code == 0 else 0.0, 5.0)
+
+    def _ask(self, number: int, again: bool | None = None) -> None:
+        """Pass a first signal on to the trainer, which saves and stops; a second ends all."""
+        again = bool(self.asked) if again is None else again
+        self.asked = number
+        for child in self.ranks:
+            child.send(signal.SIGKILL if again else signal.SIGTERM)
+
+    def _start_ranks(self) -> None:
+        port = str(free_port())
+        for rank, child in enumerate(self.ranks):
+            if len(self.ranks) > 1:
+                child.env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                child.env |= {"WORLD_SIZE": str(len(self.ranks)), "MASTER_PORT": port}
+                child.env["MASTER_ADDR"] = "127.0.0.1"
+            child.start()
+        if self.asked:  # while there was nobody to pass it on to
+            self._ask(self.asked, again=False)
+
+    def _watch_ranks(self) -> int | None:
+        """Return the trainer's exit status once it ended for good; restart ranks that were killed."""
+        codes = [child.code for child in self.ranks]
+        if all(code == 0 for code in codes):
+            return 0
+        ended = [code for code in codes if code]
+        if not ended:
+            return None
+        if self.asked or not any(code < 0 for code in ended):  # it said itself why it ended
+            end(self.ranks, GRACE)
+            return INTERRUPTED if self.asked else max(ended)
+        end(self.ranks, 1.0)
+        self._count(self.ranks[0], "the trainer was killed")
+        self._start_ranks()
+        return None
+
+    def _watch_producers(self) -> None:
+        for child in self.producers:
+            code = child.code
+            if not code or self.asked:  # at work, or it heard that the run is over
+                continue
+            if code == UsageError.exit_code:  # it would be refused again
+                raise UsageError(f"{child.name} cannot work for this run\n{child.tail()}")
+            self._count(child, f"{child.name} ended with {code}")
+            child.start()
+
+    def _count(self, child: Child, what: str) -> None:
+        child.restarts += 1
+        if child.restarts > self.restarts:
+            raise DraftcoreError(
+                f"{what}, {child.restarts} times by now\n{child.tail()}\n".replace("\n\n", "\n")
+                + "  mend the cause, or raise topology.restarts; the same command goes on"
+            )
+
+
+def end(children: Sequence[Child], seconds: float, asked: float = 1.0) -> None:
+    """Wait so long until all have ended, ask for it and wait for `asked` seconds, then force it."""
+    processes = [child.process for child in children if child.process is not None]
+    for number, wait in ((None, seconds), (signal.SIGTERM, asked), (signal.SIGKILL, GRACE)):
+        if number is not None:
+            for child in children:
+                child.send(number)
+        deadline = time.monotonic() + wait
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before the kernel was told
+        os._exit(1)
+
+
+def devices(ranks: int, producers: int) -> dict[str, dict[str, str]]:
+    """Assign GPUs: ranks first, one each, producers to what is left; said in a line.
+
+    Returns environments by process. With no GPU, or a single process's worth, there is nothing to say.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None and shutil.which("nvidia-smi"):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        visible = ",".join(map(str, range(listed.stdout.count("GPU "))))
+    gpus = [gpu for gpu in (visible or "").split(",") if gpu]
+    if not gpus or not producers:
+        return {}  # ranks take theirs by their number
+    spare = gpus[ranks:] or gpus[-1:]
+    found = {f"rank {rank}": ",".join(gpus[:ranks]) for rank in range(ranks)}
+    found |= {f"producer {number}": spare[number % len(spare)] for number in range(producers)}
+    print("GPUs: " + ", ".join(f"{name} on {gpu}" for name, gpu in found.items()), flush=True)
+    return {name: {"CUDA_VISIBLE_DEVICES": gpu} for name, gpu in found.items()}
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _signals(ask: Any) -> Iterator[None]:
+    before = {
+        number: signal.signal(number, lambda number, _: ask(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,1 +1,0 @@
-"""Channel `redis` for draftcore."""

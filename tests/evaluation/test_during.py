@@ -1,0 +1,265 @@
+"""Evaluation during training: the right numbers, features captured once, and no trace of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from draftcore_sdk.targets import byte_tokenizer, conversations
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from draftcore.config import Choice, DataConfig, RunConfig, TargetConfig, TrainConfig
+from draftcore.contracts.algorithm import (
+    Draft,
+    DraftBatch,
+    Sample,
+    StepContext,
+    StepOutput,
+    TrainingDefaults,
+)
+from draftcore.contracts.capture import CaptureBatch, CapturedBatch
+from draftcore.data.dataset import Dataset
+from draftcore.errors import UsageError
+from draftcore.evaluation import during
+from draftcore.evaluation.during import HeldOut, Probe
+
+NAME, ROWS = "hidden.0", 7
+
+
+class Data:
+    """Held-out rows of 2 to 6 tokens."""
+
+    feature_ids = tuple(f"s{row}" for row in range(ROWS))
+    lengths = np.array([2 + 3 * row % 5 for row in range(ROWS)])
+
+    def tokens(self, row: int) -> NDArray[np.int64]:
+        return np.arange(self.lengths[row]) + row
+
+    def loss_mask(self, row: int) -> NDArray[np.bool_]:
+        return np.array([at != 1 for at in range(self.lengths[row])])
+
+
+class Capture:
+    """Features are the tokens; counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.opened = self.closed = 0
+        self.batches: list[tuple[int, ...]] = []
+        self.broken = -1
+
+    def open(self) -> Capture:
+        self.opened += 1
+        return self
+
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+        for batch in batches:
+            self.batches.append(batch.rows)
+            rows = [torch.tensor(ids).float()[:, None] for ids in batch.token_ids]
+            for number, row in zip(batch.rows, rows, strict=True):
+                if number == self.broken:
+                    row[0] = torch.inf
+            yield CapturedBatch(batch, tuple({NAME: row} for row in rows))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Algorithm:
+    """A loss of a weight times the token, with dropout while it trains."""
+
+    def __init__(self) -> None:
+        self.modes: list[tuple[bool, bool]] = []
+        self.steps: list[StepContext] = []
+
+    def collate(self, samples: Sequence[Sample], device: torch.device) -> DraftBatch:
+        def pad(parts: list[Tensor]) -> Tensor:
+            return nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+        return DraftBatch(
+            tuple(sample.id for sample in samples),
+            pad([sample.token_ids_T for sample in samples]),
+            pad([sample.loss_mask_T for sample in samples]),
+            pad([torch.ones_like(sample.loss_mask_T) for sample in samples]),
+            {NAME: pad([sample.features[NAME] for sample in samples])},
+        )
+
+    def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
+        self.modes.append((draft.module.training, torch.is_grad_enabled()))
+        self.steps.append(context)
+        loss_BT = draft.module(batch.features[NAME])[..., 0] * batch.loss_mask_BT
+        count = batch.loss_mask_BT.sum()
+        odd = (batch.token_ids_BT % 2 * batch.loss_mask_BT).sum()
+        return StepOutput(loss_BT.sum(), count, {"odd": (odd, count), "none": (0 * odd, 0 * odd)})
+
+
+class Setting:
+    """A probe over the held-out rows, and a draft in training."""
+
+    def __init__(self, folder: Path, **train: Any) -> None:
+        self.config = RunConfig(
+            run=folder,
+            target=TargetConfig(path="none"),
+            data=DataConfig(eval=str(conversations(folder / "eval.jsonl", 5))),
+            algorithm=Choice(name="toy"),
+            train=TrainConfig.model_validate({"batch": 2, "eval_prompts": 0, "seed": 5, **train}),
+        )
+        self.capture, self.algorithm = Capture(), Algorithm()
+        self.held_out = HeldOut(
+            self.config, byte_tokenizer(), cast(Dataset, Data()), self.capture.open
+        )
+        self.decoders: list[Draft] = []
+        self.draft = self.new_draft()
+
+    def new_draft(self) -> Draft:
+        linear = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(linear.weight, 2.0)
+        module = nn.Sequential(linear, nn.Dropout(0.5))
+        return Draft(module, {}, TrainingDefaults(1e-3, 0.0, 1.0), [])
+
+    def decoder(self, draft: Draft) -> Any:
+        self.decoders.append(draft)
+        return SimpleNamespace(draft=draft)
+
+    def probe(self) -> Probe:
+        return Probe(
+            self.held_out, self.config, self.algorithm, self.algorithm.collate, self.decoder,
+            torch.device("cpu"),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(tmp_path)
+
+
+def by_hand() -> tuple[float, float]:
+    """The mean token and the share of odd ones, over all supervised tokens."""
+    data = Data()
+    tokens = np.concatenate([data.tokens(row)[data.loss_mask(row)] for row in range(ROWS)])
+    return float(tokens.mean()), float((tokens % 2).mean())
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 50])
+def test_the_loss_is_one_ratio_over_all_held_out_rows(tmp_path: Path, batch: int) -> None:
+    """Never a mean of the batches' means, however they are cut."""
+    mean, odd = by_hand()
+    report = Setting(tmp_path, batch=batch).probe().evaluate(Setting(tmp_path).draft, 1, 9)
+    assert report == {"loss": pytest.approx(2 * mean), "odd": pytest.approx(odd)}
+
+
+def test_it_is_measured_with_the_weights_of_now(setting: Setting) -> None:
+    probe, mean = setting.probe(), by_hand()[0]
+    assert probe.evaluate(setting.draft, 1, 9)["loss"] == pytest.approx(2 * mean)
+    with torch.no_grad():
+        cast(nn.Linear, setting.draft.module[0]).weight.fill_(3.0)  # type: ignore[index]
+    assert probe.evaluate(setting.draft, 2, 9)["loss"] == pytest.approx(3 * mean)
+    assert {(one.step, one.total_steps, one.seed) for one in setting.algorithm.steps} == {
+        (1, 9, 5),
+        (2, 9, 5),
+    }
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_it_leaves_no_trace(setting: Setting, training: bool) -> None:
+    """Neither in the random numbers, the module's mode, nor the gradients."""
+    module = setting.draft.module.train(training)
+    before, weights = torch.get_rng_state(), [p.clone() for p in module.parameters()]
+    setting.probe().evaluate(setting.draft, 1, 9)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(part.training == training for part in module.modules())
+    assert all(p.grad is None for p in module.parameters())
+    assert all(map(torch.equal, module.parameters(), weights))
+    assert set(setting.algorithm.modes) == {(False, False)}
+    assert torch.is_grad_enabled()
+
+
+def test_held_out_features_are_captured_once_for_all_drafts_and_steps(setting: Setting) -> None:
+    assert setting.capture.opened == 0, "not before they are needed"
+    for probe in (setting.probe(), setting.probe()):
+        for step in (1, 2):
+            probe.evaluate(setting.draft, step, 9)
+    assert (setting.capture.opened, setting.capture.closed) == (1, 1)
+    assert sorted(row for rows in setting.capture.batches for row in rows) == list(range(ROWS))
+    assert {len(rows) for rows in setting.capture.batches} == {1, 2}
+
+
+def test_held_out_samples_are_whole_and_in_the_order_of_the_data(setting: Setting) -> None:
+    data, samples = Data(), setting.held_out.samples()
+    assert [one.id.feature_id for one in samples] == list(data.feature_ids)
+    for row, one in enumerate(samples):
+        assert one.token_ids_T.tolist() == data.tokens(row).tolist()
+        assert one.loss_mask_T.tolist() == data.loss_mask(row).tolist()
+        assert one.features[NAME].flatten().tolist() == data.tokens(row).tolist()
+
+
+def test_a_held_out_feature_that_is_not_finite_is_refused_and_its_row_named(
+    setting: Setting,
+) -> None:
+    setting.capture.broken = 3
+    with pytest.raises(UsageError, match=r"row 3 of .*eval.jsonl holds inf or nan") as caught:
+        setting.probe().evaluate(setting.draft, 1, 9)
+    assert "capture.dtype=float32" in str(caught.value)
+    assert setting.capture.closed == 1
+
+
+class Decoding:
+    """Stands for decoding, which moves random numbers, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.runners: list[Any] = []
+        self.prompts: list[list[list[int]]] = []
+        self.modes: list[bool] = []
+
+    def __call__(self, runner: Any, prompts: list[list[int]], config: Any) -> Any:
+        torch.rand(5)
+        self.runners.append(runner)
+        self.prompts.append(prompts)
+        self.modes.append(runner.draft.module.training)
+        return SimpleNamespace(acceptance_length=2.5)
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> Decoding:
+    found = Decoding()
+    monkeypatch.setattr(during, "evaluate_prompts", found)
+    return found
+
+
+def test_prompts_are_decoded_by_one_runner_as_long_as_the_draft_is_the_same(
+    tmp_path: Path, decoding: Decoding
+) -> None:
+    """What it has recorded reads the weights where they are; another draft's lie elsewhere."""
+    setting = Setting(tmp_path, eval_prompts=3)
+    other = setting.new_draft()
+    probe, before = setting.probe(), torch.get_rng_state()
+    assert probe.evaluate(setting.draft, 1, 9)["acceptance_length"] == 2.5
+    probe.evaluate(setting.draft, 2, 9)
+    assert setting.decoders == [setting.draft]
+    probe.evaluate(other, 3, 9)
+    assert [id(one) for one in setting.decoders] == [id(setting.draft), id(other)]
+    assert len({id(runner) for runner in decoding.runners}) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+    assert decoding.modes == [False] * 3
+
+
+def test_the_prompts_are_the_first_ones_of_the_eval_data(
+    tmp_path: Path, decoding: Decoding
+) -> None:
+    setting = Setting(tmp_path, eval_prompts=3)
+    setting.probe().evaluate(setting.draft, 1, 9)
+    (prompts,) = decoding.prompts
+    texts = [setting.held_out.tokenizer.decode(prompt) for prompt in prompts]
+    assert [f"q{at}?" in text for at, text in enumerate(texts)] == [True] * 3
+    assert all(text.endswith("<|im_start|>assistant\n") for text in texts)
+
+
+def test_without_prompts_nothing_is_decoded(setting: Setting, decoding: Decoding) -> None:
+    report = setting.probe().evaluate(setting.draft, 1, 9)
+    assert "acceptance_length" not in report
+    assert (decoding.runners, setting.decoders) == ([], [])

@@ -1,0 +1,124 @@
+"""Who may take part in a run, and runs that must not end well: done means done."""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftcore_sdk.targets import byte_tokenizer, tiny_target
+
+MakeRun = Callable[..., Any]
+
+
+def test_two_runs_of_one_folder_do_not_harm_each_other(
+    make_run: MakeRun, undisturbed: dict[int, float]
+) -> None:
+    """The second one is refused; the first one's producers find its queue as before."""
+    run = make_run(producers=2)
+    run.faults = "pace:0.5"
+    first = run.start()
+    run.until(lambda: run.steps() >= 2, first)
+    producers = run.producers()
+    said = run.finish(code=1)
+    assert "wait for it to end, or set another run folder" in said
+    for pid in producers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert run.wait(first) == 0, run.output()
+    run.require_done()
+    assert run.losses() == undisturbed
+
+
+def test_a_producer_with_another_target_is_turned_away(
+    make_run: MakeRun, tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    other = tiny_target(tmp_path / "other", seed=1)
+    run = make_run()
+    trainer = run.start("--role", "trainer")
+    stranger = run.start("--role", "producer", f"target.path={other}")
+    assert run.wait(stranger) == 2
+    assert "features captured here are not what the trainer trains on" in run.output()
+    producer = run.start("--role", "producer")
+    assert run.wait(trainer) == 0
+    assert run.wait(producer) == 0
+    run.require_done()
+    assert run.losses() == undisturbed
+
+
+def test_a_producer_needs_target_and_plugins_and_neither_data_nor_the_runs_folder(
+    make_run: MakeRun,
+    tmp_path: Path,
+    undisturbed: dict[int, float],
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DRAFTCORE_SECRET", "known to both machines")
+    run = make_run(channel=f"tcp://127.0.0.1:{port}")
+    trainer = run.start("--role", "trainer")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    place = [f"run={elsewhere}/run", f"data.train={elsewhere}/no.jsonl"]
+    producer = run.start("--role", "producer", *place)
+    assert run.wait(trainer) == 0
+    assert run.wait(producer) == 0
+    assert not list(elsewhere.rglob("*"))
+    run.require_done()
+    assert run.losses() == undisturbed
+
+
+def scaled_target(folder: Path) -> Path:
+    """A target whose logits are not its last hidden state times its head."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    tokenizer = byte_tokenizer()
+    config = GraniteConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        logits_scaling=4.0,
+        dtype="float32",
+    )
+    GraniteForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("producers", [0, 1])
+def test_a_target_that_the_captures_own_check_refuses_ends_the_run_with_that_error(
+    make_run: MakeRun, tmp_path: Path, producers: int
+) -> None:
+    run = make_run(producers=producers)
+    said = run.finish(f"target.path={scaled_target(tmp_path / 'scaled')}", code=2)
+    assert "models that scale or cap their logits are not supported as targets" in said
+    require_nothing_trained(run)
+
+
+def test_a_capture_without_its_server_ends_the_run_with_that_error(
+    make_run: MakeRun, port: int
+) -> None:
+    options = {"servers": [f"http://127.0.0.1:{port}"], "patience": 1, "self_test": False}
+    run = make_run(producers=1, capture={"name": "sglang-server", "options": options})
+    assert f"sglang server http://127.0.0.1:{port} does not answer" in run.finish(code=2)
+    require_nothing_trained(run)
+
+
+@pytest.mark.parametrize("rate", [".inf", "3e38"])
+def test_weights_that_are_not_finite_are_no_draft(make_run: MakeRun, rate: str) -> None:
+    """The second rate is finite, and twice it is not."""
+    run = make_run()
+    run.finish(f"train.lr={rate}", code=None)
+    require_nothing_trained(run)
+
+
+def require_nothing_trained(run: Any) -> None:
+    """There is nothing to export, and the run left nothing behind."""
+    assert "no finished checkpoint" in run.finish(verb="export", code=2)
+    assert not (run.run / "export").exists()
+    run.require_clean()

@@ -1,0 +1,566 @@
+"""Channel `tcp`: whatever strangers, liars and broken connections do, a producer works on."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from draftcore.contracts.channel import ChannelAway, Json, RunEnded
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.features import tcp
+from draftcore.features.tcp import FRAME, MAGIC, Broken, Link, TcpChannel, TcpClient
+
+SECRET = b"the run's secret"
+SOON = 60.0  # seconds in which what must happen does, however slow the machine
+
+
+class Echo:
+    """Answers a request with itself; a request may ask it to wait."""
+
+    def __init__(self) -> None:
+        self.gone: list[str] = []
+        self.changed = threading.Condition()
+        self.open = threading.Event()
+
+    def answer(self, request: Json) -> Json:
+        if request.get("wait"):
+            assert self.open.wait(SOON)
+        return {
+            "of": request["producer"],
+            "number": request.get("number"),
+            "text": request.get("text"),
+        }
+
+    def lost(self, producer: str) -> None:
+        with self.changed:
+            self.gone.append(producer)
+            self.changed.notify_all()
+
+    def wait_for(self, *gone: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: sorted(self.gone) == sorted(gone), SOON)
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def channel(echo: Echo) -> Iterator[TcpChannel]:
+    found = TcpChannel.open("tcp", SECRET, patience=SOON)
+    found.address = found.serve(echo)  # type: ignore[attr-defined]
+    yield found
+    echo.open.set()
+    found.close()
+
+
+@pytest.fixture
+def address(channel: TcpChannel) -> tuple[str, int]:
+    host, _, port = str(channel.address).rpartition(":")  # type: ignore[attr-defined]
+    return host, int(port)
+
+
+Connect = Callable[..., TcpClient]
+
+
+@pytest.fixture
+def connect(address: tuple[str, int]) -> Iterator[Connect]:
+    """Connect a client, by default a good one."""
+    with ExitStack() as stack:
+
+        def connect(secret: bytes = SECRET, patience: float = SOON) -> TcpClient:
+            client = TcpClient(lambda: f"{address[0]}:{address[1]}", secret, patience)
+            stack.callback(client.close)
+            return client
+
+        yield connect
+
+
+@pytest.fixture
+def stranger(address: tuple[str, int]) -> Iterator[Callable[[], socket.socket]]:
+    with ExitStack() as stack:
+
+        def open_one() -> socket.socket:
+            sock = stack.enter_context(socket.create_connection(address, SOON))
+            sock.settimeout(SOON)
+            return sock
+
+        yield open_one
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(connect: Connect, echo: Echo) -> Iterator[None]:
+    """A producer that works through all of it, on one connection."""
+    client, ended = connect(), threading.Event()
+    wrong: list[object] = []
+
+    def work() -> None:
+        number = 0
+        while not ended.is_set():
+            number += 1
+            reply = client.call(
+                {"producer": "good", "number": number, "text": "x" * (number % 5000)}
+            )
+            if (reply["of"], reply["number"]) != ("good", number):
+                wrong.append(reply)
+
+    thread = threading.Thread(target=work)
+    client.call({"producer": "good"})
+    own = client.link
+    thread.start()
+    yield
+    ended.set()
+    thread.join(SOON)
+    assert not wrong
+    assert client.link is own, "its connection was replaced"
+    assert "good" not in echo.gone
+
+
+def closed(sock: socket.socket) -> bool:
+    """Read until the other side closes the connection."""
+    with suppress(ConnectionError):
+        while sock.recv(4096):
+            pass
+    return True
+
+
+def frame(link: Link, payload: bytes) -> bytearray:
+    """Return the next frame of a connection, which counts as sent."""
+    written = bytearray()
+
+    class Paper:
+        def sendall(self, data: bytes) -> None:
+            written.extend(data)
+
+    sock, link.sock = link.sock, Paper()  # type: ignore[assignment]
+    link.send(payload)
+    link.sock = sock
+    return written
+
+
+REQUEST = b'{"producer":"liar","number":1}'
+
+
+# ---------------------------------------------------------------- what works
+
+
+def test_requests_of_any_size_are_answered_in_order(connect: Connect) -> None:
+    client = connect()
+    for number, size in enumerate([0, 1, 65535, 65536, 3 << 20]):
+        reply = client.call({"producer": "p", "number": number, "text": "é" * size})
+        assert reply == {"of": "p", "number": number, "text": "é" * size}
+
+
+def test_the_clients_of_64_producers_are_served_while_others_wait(
+    connect: Connect, echo: Echo
+) -> None:
+    clients = [connect() for _ in range(64)]
+    for number, client in enumerate(clients):
+        assert client.call({"producer": f"p{number}"})["of"] == f"p{number}"
+    waiting = [
+        threading.Thread(target=client.call, args=[{"producer": "w", "wait": True}])
+        for client in clients[:32]
+    ]
+    for thread in waiting:
+        thread.start()
+    for number, client in enumerate(clients[32:]):
+        assert client.call({"producer": f"q{number}", "number": 7})["number"] == 7
+    echo.open.set()
+    for thread in waiting:
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+def test_calls_of_several_threads_on_one_client_are_made_one_by_one(connect: Connect) -> None:
+    client, wrong = connect(), []
+
+    def work(name: str) -> None:
+        for number in range(50):
+            reply = client.call({"producer": name, "number": number})
+            if (reply["of"], reply["number"]) != (name, number):
+                wrong.append(reply)
+
+    threads = [threading.Thread(target=work, args=[f"t{at}"]) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert not wrong
+
+
+def test_a_message_that_is_too_long_is_refused_where_it_is_sent(connect: Connect) -> None:
+    client = connect()
+    with pytest.raises(DraftcoreError, match=r"lower train\.batch"):
+        client.call({"producer": "p", "text": "x" * FRAME})
+    assert client.call({"producer": "p", "number": 2})["number"] == 2
+    with pytest.raises(DraftcoreError, match="not plain JSON"):
+        client.call({"producer": "p", "number": float("nan")})
+    assert client.call({"producer": "p", "number": 3})["number"] == 3
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def test_a_wrong_secret_ends_that_connection_and_says_so(connect: Connect) -> None:
+    with pytest.raises(ChannelAway) as caught:
+        connect(secret=b"another", patience=0).call({"producer": "p"})
+    for part in ("did not answer", "the trainer's queue at 127.0.0.1:", "its address and secret"):
+        assert part in str(caught.value)
+
+
+def test_a_trainer_of_another_secret_is_believed_nothing(echo: Echo) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend() -> None:
+            sock, _ = listener.accept()
+            with sock, suppress(Broken):
+                Link(sock, b"another", serves=True)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        port = listener.getsockname()[1]
+        client = TcpClient(lambda: f"127.0.0.1:{port}", SECRET, 0)
+        with pytest.raises(ChannelAway, match=r"secret|closed"):
+            client.call({"producer": "p"})
+        thread.join(SOON)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * 64,
+        b"\x00" * 4096,
+        MAGIC + b"n" * 16 + struct.pack("!I", 0xFFFFFFFF) + b"x" * 4096,
+        MAGIC + b"n" * 16 + struct.pack("!I", 65) + b"x" * 4096,
+        MAGIC + b"n" * 16 + struct.pack("!I", 5) + b"m" * 32 + b"hello",
+        MAGIC + b"n" * 16 + struct.pack("!I", 0) + b"m" * 32,
+    ],
+    ids=["http", "zeros", "huge", "too long", "forged", "empty"],
+)
+def test_what_is_no_handshake_ends_the_connection(
+    stranger: Callable[[], socket.socket], sent: bytes, echo: Echo
+) -> None:
+    sock = stranger()
+    with suppress(ConnectionError):
+        sock.sendall(sent)
+    assert closed(sock)
+    assert echo.gone == []
+
+
+def test_the_other_sides_own_hello_is_no_proof_of_the_secret(
+    stranger: Callable[[], socket.socket],
+) -> None:
+    """A mirror sends back the nonce and the MAC that it was sent."""
+    sock = stranger()
+    hello = b""
+    while len(hello) < len(MAGIC) + 16:
+        hello += sock.recv(len(MAGIC) + 16 - len(hello))
+    sock.sendall(hello)
+    with suppress(ConnectionError):
+        while data := sock.recv(4096):
+            sock.sendall(data)
+    assert closed(sock)
+
+
+def test_a_stranger_that_sends_a_byte_at_a_time_is_not_waited_for(
+    stranger: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for the handshake is one for all of it, however many bytes come."""
+    monkeypatch.setattr(tcp, "HANDSHAKE", 0.5)
+    sock, ended = stranger(), threading.Event()
+
+    def drip() -> None:
+        with suppress(OSError):
+            for byte in MAGIC + b"n" * 16 + struct.pack("!I", 60) + b"m" * 1000:
+                sock.sendall(bytes([byte]))
+                if ended.wait(0.05):
+                    return
+
+    thread = threading.Thread(target=drip)
+    began = time.monotonic()
+    thread.start()
+    assert closed(sock)
+    ended.set()
+    thread.join(SOON)
+    assert time.monotonic() - began < SOON
+
+
+def test_a_flood_of_connections_keeps_no_producer_out(
+    stranger: Callable[[], socket.socket], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "HANDSHAKE", 1.0)
+    flood = [stranger() for _ in range(200)]
+    assert connect().call({"producer": "new", "number": 5})["number"] == 5
+    assert all(closed(sock) for sock in flood)
+
+
+def test_connections_beyond_a_limit_are_closed_at_once_and_their_places_come_back(
+    stranger: Callable[[], socket.socket], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "HANDSHAKE", 1.0)
+    monkeypatch.setattr(tcp, "CONNECTIONS", 8)
+    monkeypatch.setattr(tcp, "AWAY", 0.05)
+    flood = [stranger() for _ in range(30)]
+    assert connect().call({"producer": "new", "number": 5})["number"] == 5
+    assert all(closed(sock) for sock in flood)
+
+
+# ---------------------------------------------------------------- liars, who know the secret
+
+
+def liar(sock: socket.socket) -> Link:
+    link = Link(sock, SECRET, serves=False)
+    link.send(REQUEST)
+    assert b'"number":1' in link.receive()
+    return link
+
+
+def test_a_byte_that_was_changed_ends_the_connection(
+    stranger: Callable[[], socket.socket], echo: Echo
+) -> None:
+    """Any of the MAC and of the JSON."""
+    size = 4 + 32 + len(REQUEST)
+    for at in [4, 35, 36, size - 1]:
+        link = liar(stranger())
+        data = frame(link, REQUEST)
+        data[at] ^= 1
+        link.sock.sendall(data)
+        assert closed(link.sock)
+    echo.wait_for(*["liar"] * 4)
+
+
+@pytest.mark.parametrize("way", ["replayed", "reordered", "of another connection", "reflected"])
+def test_a_frame_in_a_place_that_is_not_its_own_ends_the_connection(
+    stranger: Callable[[], socket.socket], way: str, echo: Echo
+) -> None:
+    link = liar(stranger())
+    first, second = frame(link, REQUEST), frame(link, REQUEST)
+    match way:
+        case "replayed":
+            link.sock.sendall(first)
+            assert link.receive()
+            link.sock.sendall(first)
+        case "reordered":
+            link.sock.sendall(second)
+        case "of another connection":
+            other = liar(stranger())
+            link.sock.sendall(frame(other, REQUEST))
+            link.sock.close()
+            other.sock.sendall(first)
+            link = other
+        case "reflected":
+            link.names = (link.names[1], link.names[0])
+            link.sent = 0
+            link.sock.sendall(frame(link, REQUEST))
+    assert closed(link.sock)
+    with echo.changed:
+        assert echo.changed.wait_for(lambda: "liar" in echo.gone, SOON)
+
+
+@pytest.mark.parametrize("length", [FRAME + 1, 0xFFFFFFFF])
+def test_an_oversized_frame_is_not_read(stranger: Callable[[], socket.socket], length: int) -> None:
+    link = liar(stranger())
+    link.sock.sendall(struct.pack("!I", length) + b"x" * 100)
+    assert closed(link.sock)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"{", b"\xff\xfe", b"[]", b"7", b"null", b'"text"', b"[" * 50000],
+    ids=["empty", "half", "no text", "list", "number", "null", "string", "deep"],
+)
+def test_a_request_that_is_none_ends_the_connection(
+    stranger: Callable[[], socket.socket],
+    payload: bytes,
+    echo: Echo,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    died: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    link = liar(stranger())
+    link.send(payload)
+    assert closed(link.sock)
+    echo.wait_for("liar")
+    assert not died
+
+
+@pytest.mark.parametrize("sent", [0, 2, 10, 40])
+def test_a_peer_that_closes_in_the_middle_is_lost_and_nobody_else(
+    stranger: Callable[[], socket.socket], sent: int, echo: Echo
+) -> None:
+    link = liar(stranger())
+    link.sock.sendall(frame(link, REQUEST)[:sent])
+    link.sock.close()
+    echo.wait_for("liar")
+
+
+def test_a_producer_that_has_come_back_is_not_lost_with_its_old_connection(
+    stranger: Callable[[], socket.socket], echo: Echo
+) -> None:
+    old, new = liar(stranger()), liar(stranger())
+    old.sock.close()
+    other = stranger()
+    other.close()  # its end is noticed after that of the old connection was, or about then
+    new.send(REQUEST)
+    assert new.receive()
+    new.sock.close()
+    echo.wait_for("liar")
+
+
+@pytest.mark.parametrize("way", ["changed", "silent", "closes", "no JSON"])
+def test_a_client_asks_again_where_a_reply_is_broken(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "SILENCE", 0.2)
+    monkeypatch.setattr(tcp, "AWAY", 0.01)
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for attempt in range(2):
+                sock, _ = listener.accept()
+                with sock:
+                    link = Link(sock, SECRET, serves=True)
+                    asked.append(link.receive())
+                    data = frame(link, b"no" if way == "no JSON" and not attempt else b'{"fine":1}')
+                    if way == "changed" and not attempt:
+                        data[-2] ^= 1
+                    if not (way in ("silent", "closes") and not attempt):
+                        sock.sendall(data)
+                    if way != "closes" or attempt:
+                        sock.settimeout(SOON)
+                        closed(sock)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = listener.getsockname()[1]
+        client = TcpClient(lambda: f"127.0.0.1:{port}", SECRET, SOON)
+        assert client.call({"producer": "p"}) == {"fine": 1}
+        client.close()
+        thread.join(SOON)
+    assert asked == [b'{"producer":"p"}'] * 2
+
+
+# ---------------------------------------------------------------- coming and going
+
+
+def test_a_client_finds_the_trainer_that_came_back_at_another_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp, "AWAY", 0.01)
+    known, looked = [""], threading.Event()
+
+    def find() -> str:
+        looked.set()
+        return known[0]
+
+    first = TcpChannel.open("tcp", SECRET, patience=SOON)
+    client = first.connect(find)
+    known[0] = first.serve(Echo())
+    assert client.call({"producer": "p"})["of"] == "p"
+    first.close()
+    second = TcpChannel.open("tcp", SECRET, patience=SOON)
+    replies: list[Json] = []
+    thread = threading.Thread(
+        target=lambda: replies.append(client.call({"producer": "p", "number": 2}))
+    )
+    looked.clear()
+    thread.start()
+    assert looked.wait(SOON)
+    known[0] = second.serve(Echo())
+    thread.join(SOON)
+    assert [reply["number"] for reply in replies] == [2]
+    client.close()
+    second.close()
+
+
+def test_an_error_of_whoever_looks_for_the_address_ends_the_call() -> None:
+    def find() -> str:
+        raise RunEnded("asked to stop", "interrupted")
+
+    client = TcpChannel.open("tcp", SECRET).connect(find)
+    with pytest.raises(RunEnded):
+        client.call({"producer": "p"})
+
+
+def test_without_a_trainer_a_client_waits_as_long_as_it_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    for find in (lambda: "", lambda: f"127.0.0.1:{port}"):
+        client = TcpChannel.open("tcp", SECRET, patience=0).connect(find)
+        with pytest.raises(ChannelAway, match="start the trainer"):
+            client.call({"producer": "p"})
+
+
+def test_a_client_that_is_closed_ends_a_call_under_way(connect: Connect, echo: Echo) -> None:
+    client, caught = connect(), []
+
+    def call() -> None:
+        try:
+            client.call({"producer": "p", "wait": True})
+        except ChannelAway as error:
+            caught.append(error)
+
+    client.call({"producer": "p"})
+    thread = threading.Thread(target=call)
+    thread.start()
+    client.close()
+    thread.join(SOON)
+    assert not thread.is_alive()
+    assert len(caught) == 1
+    echo.open.set()
+
+
+def test_a_port_that_is_taken_is_refused_with_a_remedy(
+    address: tuple[str, int], echo: Echo
+) -> None:
+    again = TcpChannel.open(f"tcp://127.0.0.1:{address[1]}", SECRET)
+    with pytest.raises(UsageError, match="choose another port"):
+        again.serve(echo)
+    again.close()
+
+
+def test_a_host_that_is_not_here_is_refused(echo: Echo) -> None:
+    with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1"):
+        TcpChannel.open("tcp://192.0.2.1:0", SECRET).serve(echo)
+
+
+@pytest.mark.parametrize(
+    "uri", ["tcp:", "tcp://", "tcp://host", "tcp://:80", "tcp://h:x", "tcp://h:65536", "udp://h:1"]
+)
+def test_an_address_that_is_none_is_refused_with_an_example(uri: str) -> None:
+    with pytest.raises(UsageError, match="tcp://HOST:PORT"):
+        TcpChannel.open(uri, SECRET)
+
+
+def test_an_address_in_the_uri_is_where_clients_go(echo: Echo) -> None:
+    """Also where its name is an IPv6 one; the file with the address is then not looked at."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    trainer = TcpChannel.open(f"tcp://127.0.0.1:{port}", SECRET)
+    assert trainer.serve(echo) == f"127.0.0.1:{port}"
+    client = TcpChannel.open(f"tcp://127.0.0.1:{port}", SECRET).connect(lambda: "nowhere:1")
+    assert client.call({"producer": "p"})["of"] == "p"
+    client.close()
+    trainer.close()
+    assert TcpChannel.open("tcp://[::1]:80", SECRET).host == "::1"
+
+
+def test_a_channel_that_was_closed_lets_nobody_in_and_ends_who_is_there(
+    connect: Connect, stranger: Callable[[], socket.socket]
+) -> None:
+    other = TcpChannel.open("tcp", SECRET, patience=0)
+    found = other.serve(Echo())
+    client = TcpClient(lambda: found, SECRET, 0)
+    client.call({"producer": "p"})
+    other.close()
+    other.close()
+    with pytest.raises(ChannelAway):
+        client.call({"producer": "p"})

@@ -1,0 +1,45 @@
+"""How much code of the core a step goes through: whoever debugs one reads no more than that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import draftcore
+
+if TYPE_CHECKING:
+    from tests.together.conftest import Project
+
+CORE = Path(draftcore.__file__).parent
+TRACER = """
+import sys
+from pathlib import Path
+from draftcore import hookimpl
+
+FOUND = set()
+
+def note(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith({core!r}) and code.co_name[0] != "<":
+        FOUND.add(f"{{code.co_filename}}:{{code.co_qualname}}")
+
+@hookimpl
+def step_finished(step):
+    if step == 3:
+        sys.setprofile(note)
+    elif step == 4:
+        sys.setprofile(None)
+        Path({out!r}).write_text("\\n".join(sorted(FOUND)))
+"""
+
+
+def test_a_colocated_step_crosses_at_most_60_functions_of_the_core(
+    project: Project, tmp_path: Path
+) -> None:
+    out = tmp_path / "functions"
+    plugin = tmp_path / "tracer.py"
+    plugin.write_text(TRACER.format(core=f"{CORE}/", out=str(out)))
+    project.cli("train", "store=auto", "train.checkpoint_every=100", plugin=plugin)
+    functions = out.read_text().splitlines()
+    assert len(functions) > 20, "the trace saw nothing"
+    assert len(functions) <= 60, "\n".join(functions)
