@@ -57,7 +57,7 @@ def measure(run: Run) -> tuple[list[float], list[float], list[float]]:
     """Seconds of each of our steps, of each bare one, and of ours what is not the trainer's."""
     parts = trainer_parts(run, "both")
     (trainer,) = parts.trainers
-    capture = Timed(open_capture(run, parts.features))
+    capture = Timed(open_capture(run, parts.features.request))
     source = Captured(capture, parts.samples, parts.plan, parts.skipped)
     device, held = torch.device("cpu"), dict[int, list[Sample]]()
     loader = Loader(parts.plan.uses(0), source, ahead=1, device=device, stop=lambda: False)
@@ -83,8 +83,8 @@ def measure(run: Run) -> tuple[list[float], list[float], list[float]]:
 
 
 def step(trainer: Trainer, batch: Loaded) -> None:
-    trainer.accumulate(batch, last=True)
-    trainer.update(batch.planned.step, False)
+    trainer.accumulate(batch.planned.step, batch, last=True)
+    trainer.update([trainer.sums()])
 
 
 def settings(folder: Path, epochs: int) -> RunConfig:

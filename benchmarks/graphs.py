@@ -51,7 +51,7 @@ from draftcore.export import find_checkpoint, load_checkpoint
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load
 from draftcore.run import Run, train
-from draftcore.target import EagerPrefillRunner, TransformersModel, TransformersTarget
+from draftcore.target import TransformersModel, TransformersTarget
 
 COMPILED = "piecewise"
 HALVES = {"tbo": {}}
@@ -191,7 +191,7 @@ def prefill(
     target: TargetModel, name: str, plugins: Mapping[str, Mapping[str, Any]] = {}
 ) -> PrefillRunner:
     if name == "eager":
-        return EagerPrefillRunner(target)
+        return target
     phase = Phase("prefill", name, rows=given.rows, lengths=(given.length,))
     breaks = "breaks" in capabilities(name)
     return PrefillGraphRunner(target, phase, opened(name), graph_plugins(plugins), breaks=breaks)
@@ -255,14 +255,13 @@ def decoding_rate(run: Run, batch: int) -> tuple[float, float, str]:
     built = load_checkpoint(draft, find_checkpoint(draft, None))
     built.module.to(target.device).eval()
     assert run.config.data.eval is not None
-    found, _ = read_prompts(run.config.data.eval, run.target.tokenizer, max(batch, 8), 512)
-    prompts = [list(prompt.token_ids) for prompt in found]
+    prompts = read_prompts(run.config.data.eval, run.target.tokenizer, max(batch, 8), 512)
     batches = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
     before = memory()
     runner = draft.decoder(built)
     drafter, longest = runner.drafter, max(map(len, prompts))
     runner.reserve(batch, longest + config.max_new_tokens + drafter.num_drafts + 1)
-    speculate(runner, batches[0], config, Clock())  # records
+    speculate(runner, batches[0], config)  # records
     clock, tokens, started = Clock(), 0, time.perf_counter()
     for group in batches * (4 if batch > 1 else 1):
         tokens += sum(len(d.tokens) for d in speculate(runner, group, config, clock))

@@ -3,9 +3,9 @@
     python benchmarks/pipeline.py [--tiny] [--steps 120] [VARIANT ...]
 
 The target is random and Qwen3-8B-shaped, written to shared memory once; batches are 8 rows of about
-1,000 tokens, or of 50 to 4,000 (`mixed`); EAGLE-3, bf16. Each variant is `draftcore train` in
-processes of its own. The first 20 steps do not count. Variants: colocated, kept (features go into a
-durable store on the way), file (a complete store feeds), producer (one, and one trainer), ranks
+1,000 tokens, or of 50 to 4,000 (`mixed`), half of them supervised; EAGLE-3, bf16. Each variant is
+`draftcore train` in processes of its own. The first 20 steps do not count. Variants: colocated, file
+(all is captured into a durable store first, which then feeds), producer (one, and one trainer), ranks
 (two), mixed, mixed-ranks.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import yaml
-from draftcore_sdk.targets import byte_tokenizer, conversations
+from draftcore_sdk.targets import byte_tokenizer
 from safetensors.torch import save_file
 
 FOLDER = Path("/dev/shm/draftcore-pipeline")  # the target's 16 GB are read at memory speed
@@ -42,8 +42,7 @@ def run_finished(run, step, reason):
 """
 VARIANTS: dict[str, list[str]] = {
     "colocated": [],
-    "kept": ["store=file:{folder}/kept"],
-    "file": ["store=file:{folder}/kept"],
+    "file": ["store=file:{folder}/features"],
     "producer": ["topology.producers=1"],
     "ranks": ["topology.ranks=2", "train.accumulate=2"],
     "mixed": ["data.train={folder}/mixed.jsonl"],
@@ -101,10 +100,17 @@ def prepare(tiny: bool, steps: int) -> Path:
     FOLDER.mkdir(parents=True)
     write_target(FOLDER / "target", tiny)
     chosen, rows = random.Random(0), 16 * steps
-    like = [text(chosen, chosen.randint(800, 1200) // (10 if tiny else 1)) for _ in range(rows)]
-    lengths = [int(50 * 80 ** chosen.random()) // (10 if tiny else 1) for _ in range(rows)]
-    conversations(FOLDER / "train.jsonl", like)
-    conversations(FOLDER / "mixed.jsonl", [text(chosen, length) for length in lengths])
+    for name, lengths in (
+        ("train", [chosen.randint(800, 1200) for _ in range(rows)]),
+        ("mixed", [int(50 * 80 ** chosen.random()) for _ in range(rows)]),
+    ):
+        with (FOLDER / f"{name}.jsonl").open("w") as file:
+            for length in lengths:
+                said = text(chosen, length // (10 if tiny else 1))
+                half = len(said) // 2
+                turns = [("user", said[:half]), ("assistant", said[half:])]
+                row = [{"role": role, "content": content} for role, content in turns]
+                print(json.dumps({"messages": row}), file=file)
     (FOLDER / "peak.py").write_text(OBSERVER)
     options: dict[str, Any] = (
         {"layers": [1, 2, 3], "draft_vocab_size": 200} if tiny else {"draft_vocab_size": 32000}
@@ -120,9 +126,9 @@ def prepare(tiny: bool, steps: int) -> Path:
             "precision": "bf16", "checkpoint_every": 10**6, "lr": 1e-4,
         },
     }  # fmt: skip
-    file = FOLDER / "run.yaml"
-    file.write_text(yaml.safe_dump(config))
-    return file
+    run = FOLDER / "run.yaml"
+    run.write_text(yaml.safe_dump(config))
+    return run
 
 
 def text(chosen: random.Random, length: int) -> str:

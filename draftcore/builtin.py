@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OFFERS = (
     Offer("capture", "hf", frozenset({"graphs", "per-rank"})),
-    Offer("store", "file", frozenset({"durable", "one-writer", "shared"})),
+    Offer("store", "file", frozenset({"durable", "shared"})),
     Offer("channel", "tcp"),
     Offer("runner", "eager"),
 )
@@ -64,6 +64,6 @@ def channel(name: str, uri: str, secret: bytes) -> Channel:
 
 @hookimpl
 def runner(name: str, context: RunnerContext) -> Runner:
-    from draftcore.evaluation.eager import Eager
+    from draftcore.evaluation.decode import Eager
 
     return Eager()

@@ -20,12 +20,10 @@ from draftcore.uris import holds_secret
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # a folder in the run's, beside its `data`
 GONE = {  # keys of earlier versions, and what replaced them
-    "graphs": "runner.prefill and runner.decode replace it, each with name and options\n"
-    "    runner: {prefill: {name: graphs, options: {backend: auto}}}",
+    "graphs": "now it is runner.prefill and runner.decode: {name: graphs, options: {backend: auto}}",
     "capture.batch": "rows are captured and trained on in the same batches, of train.batch rows",
     "train.window": "nothing replaces it: train.prefetch says how many batches are held",
-    "train.overlap": "nothing replaces it: a rank captures its own batches as it needs them, and\n"
-    "    topology.producers captures beside training",
+    "train.overlap": "nothing replaces it, but topology.producers captures beside training",
 }
 
 
@@ -42,13 +40,9 @@ class Section(BaseModel):
 
 class TargetConfig(Section):
     path: Free[str] = Field(description="a folder or a Hugging Face model id")
-    revision: Free[str | None] = Field(
-        None, description="branch, tag or commit of a Hugging Face id"
-    )
+    revision: Free[str | None] = Field(None, description="branch, tag or commit of a model id")
     dtype: Dtype = Field("auto", description="compute type; auto is what the target's config says")
-    device: Free[str] = Field(
-        "auto", description="cpu, cuda, cuda:1; auto is cuda where there is one"
-    )
+    device: Free[str] = Field("auto", description="cpu, cuda, cuda:1; auto: cuda if there is one")
 
 
 class DataConfig(Section):
@@ -59,9 +53,7 @@ class DataConfig(Section):
     bad_rows: Literal["skip", "refuse"] = Field("skip", description="malformed rows")
     overlong: Literal["skip", "truncate", "refuse"] = Field("skip", description="rows too long")
     limit: int | None = Field(None, ge=1, description="read this many training rows at most")
-    max_skipped: float = Field(
-        0.01, ge=0, le=1, description="share of rows that may fail; one may always"
-    )
+    max_skipped: float = Field(0.01, ge=0, le=1, description="share of rows, or one, that may fail")
 
 
 class Choice(Section):
@@ -71,6 +63,7 @@ class Choice(Section):
 
 class CaptureConfig(Choice):
     name: str = Field("hf", description="the capture backend")
+    options: Free[dict[str, Any]] = Field({}, description="the plugin's; some change features")
     dtype: Dtype = Field("auto", description="stored type; auto is the target's compute type")
 
 
@@ -90,35 +83,25 @@ class TuningConfig(Section):
 
 class TrainConfig(TuningConfig):
     epochs: Free[int] = Field(1, ge=1)
-    max_steps: Free[int | None] = Field(
-        None, ge=1, description="stop after this many optimizer steps"
-    )
+    max_steps: Free[int | None] = Field(None, ge=1, description="stop after this many steps")
     batch: int = Field(8, ge=1, description="rows captured and trained together")
     accumulate: Free[int | None] = Field(
-        None,
-        ge=1,
-        description="batches per step, over all ranks; unset: the ranks of the first start",
+        None, ge=1, description="batches per step, over all ranks; unset: ranks of the first start"
     )
     prefetch: Free[int | None] = Field(
         None, ge=1, description="batches ready ahead, per rank; unset: 2, or two per producer"
     )
-    shard: Free[bool] = Field(
-        False, description="shard drafts over ranks (FSDP2), not replicate them"
-    )
+    shard: Free[bool] = Field(False, description="shard drafts over ranks, by FSDP2")
     device: Free[str] = Field("auto", description="as target.device")
     seed: int = Field(0, ge=0)
     log_every: Free[int] = Field(10, ge=1, description="steps per line of metrics.jsonl")
     checkpoint_every: Free[int] = Field(500, ge=1, description="steps between checkpoints")
     keep_checkpoints: Free[int] = Field(2, ge=1)
-    eval_every: Free[int | None] = Field(
-        None, ge=1, description="steps between evaluations, if any"
-    )
+    eval_every: Free[int | None] = Field(None, ge=1, description="steps between evaluations")
     eval_samples: Free[int] = Field(
-        64, ge=1, description="held-out samples of the loss during training"
+        64, ge=1, description="samples whose loss is measured each time"
     )
-    eval_prompts: Free[int] = Field(
-        8, ge=0, description="prompts decoded at each evaluation; 0 is none"
-    )
+    eval_prompts: Free[int] = Field(8, ge=0, description="prompts decoded each time; 0 is none")
     rank_timeout: Free[float] = Field(300, gt=0, description="seconds of silence that end a rank")
 
 
@@ -152,18 +135,24 @@ class RunnerConfig(Section):
 
 
 class RunConfig(Section):
-    run: Path = Field(description="folder of the run: checkpoints, metrics, reports")
+    run: Free[Path] = Field(description="folder of the run: checkpoints, metrics, reports")
     target: TargetConfig
-    data: DataConfig = DataConfig()
+    data: Free[DataConfig] = DataConfig()
     algorithm: Choice | None = Field(None, description="the draft to train")
-    drafts: dict[Label, DraftConfig] = Field({}, description="or several, from one capture")
+    drafts: Free[dict[Label, DraftConfig]] = Field({}, description="or several, from one capture")
     capture: CaptureConfig = CaptureConfig()
-    store: str = Field("auto", description="URI, e.g. file:FOLDER; auto: only where needed, shared")
-    channel: str = Field("tcp", description="URI; tcp://HOST:PORT for producers on other machines")
-    topology: TopologyConfig = TopologyConfig()
-    plugins: tuple[str, ...] = Field((), description="wrappers and observers to select, by name")
+    store: Free[str] = Field(
+        "auto", description="URI, e.g. file:FOLDER; auto: only where needed, shared"
+    )
+    channel: Free[str] = Field(
+        "tcp", description="URI; tcp://HOST:PORT for producers on other machines"
+    )
+    topology: Free[TopologyConfig] = TopologyConfig()
+    plugins: Free[tuple[str, ...]] = Field(
+        (), description="wrappers and observers to select, by name"
+    )
     train: TrainConfig = TrainConfig()
-    eval: EvalConfig = EvalConfig()
+    eval: Free[EvalConfig] = EvalConfig()
     runner: RunnerConfig = RunnerConfig()
 
     @model_validator(mode="after")
@@ -172,12 +161,13 @@ class RunConfig(Section):
             raise ValueError("set either algorithm, for one draft, or drafts, for several by label")
         if "data" in self.drafts:
             raise ValueError("no draft can be labelled 'data', as the run's own folder is")
+        if self.train.eval_every and self.data.eval is None:
+            raise ValueError("train.eval_every needs held-out conversations: set data.eval")
         for key in ("store", "channel"):
             if holds_secret(getattr(self, key)):  # not repeated: what is refused here is shown
-                raise ValueError(
-                    f"{key}: its URI holds a user name or a password, and URIs are shown and stored\n"
-                    "    set it in the environment: the plugin's README names the variable"
-                )
+                problem = "its URI holds a user name or a password, and URIs are shown and stored"
+                remedy = "set it in the environment: the plugin's README names the variable"
+                raise ValueError(f"{key}: {problem}\n    {remedy}")
         return self
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 
@@ -13,8 +13,8 @@ from draftcore.contracts.algorithm import Draft
 from draftcore.data.samples import read_summary
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import write_atomic
-from draftcore.run import DraftRun, require_plugins
-from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
+from draftcore.run import DraftRun
+from draftcore.training.checkpoint import Checkpoint
 
 
 def find_checkpoint(draft: DraftRun, folder: Path | None) -> Checkpoint:
@@ -22,22 +22,22 @@ def find_checkpoint(draft: DraftRun, folder: Path | None) -> Checkpoint:
 
     A checkpoint fits a run of the same algorithm and target, with its plugins installed.
     """
-    root, target = draft.folder / "checkpoints", draft.run.target
-    found = open_checkpoint(folder) if folder is not None else latest(root)
+    found, target = draft.checkpoint(folder), draft.run.target
     if found is None:
+        root = draft.folder / "checkpoints"
         raise UsageError(f"no finished checkpoint in {root}\n  run `draftcore train` first")
-    require_plugins(found, draft.run.registry)
-    theirs, ours = found.state["config"]["algorithm"]["name"], draft.choice.name
-    if theirs != ours:
+    theirs, ours = found.state["config"], draft.choice.name
+    if theirs["algorithm"]["name"] != ours:
         raise UsageError(
-            f"{found.folder} holds a draft of algorithm {theirs!r}, the configuration says {ours!r}\n"
+            f"{found.folder} holds a draft of algorithm {theirs['algorithm']['name']!r}, the "
+            f"configuration says {ours!r}\n"
             "  set algorithm.name and its options as in the run that wrote it"
         )
     if found.state["target"] != target.fingerprint:
         raise UsageError(
             f"{found.folder} was trained for another target than {target.path!r}\n"
             f"  fingerprint {found.state['target']} then, {target.fingerprint} now\n"
-            f"  it was {found.state['config']['target']['path']!r}: set target.path to that model"
+            f"  it was {theirs['target']['path']!r}: set target.path to that model"
         )
     return found
 
@@ -53,22 +53,20 @@ def open_draft(
     draft: DraftRun, checkpoint: Path | None, exported: Path | None
 ) -> tuple[Draft, int]:
     """Open a draft to be evaluated, and its step: the newest checkpoint, a named one, or an export."""
-    if checkpoint is not None and exported is not None:
+    if exported is None:
+        found = find_checkpoint(draft, checkpoint)
+        return load_checkpoint(draft, found), found.step
+    if checkpoint is not None:
         raise UsageError("--checkpoint and --export were both given\n  name one draft to evaluate")
-    if exported is not None:
-        return load_export(draft, exported), 0
-    found = find_checkpoint(draft, checkpoint)
-    return load_checkpoint(draft, found), found.step
+    return load_export(draft, exported), 0
 
 
 def load_export(draft: DraftRun, folder: Path) -> Draft:
     """Read a draft from a serving layout, as servers would."""
     if not (folder / "config.json").exists():
-        raise UsageError(
-            f"{folder} holds no config.json\n  choose a folder that `draftcore export` wrote"
-        )
-    hook, target = draft.algorithm.hook, draft.run.target
-    return hook.import_draft(folder=folder, target=target, options=draft.options)
+        raise UsageError(f"{folder} holds no config.json\n  name a folder that `export` wrote")
+    target, options = draft.run.target, draft.options
+    return draft.algorithm.hook.import_draft(folder=folder, target=target, options=options)
 
 
 def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Path:
@@ -77,42 +75,34 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
     The folder appears whole or not at all. Raises UsageError for one that holds something, and for
     a layout that the algorithm does not offer; DraftcoreError where it cannot be written.
     """
-    _require_layout(draft, layout)
+    offers = sorted(name for name in draft.algorithm.capabilities if name.startswith("layout:"))
+    if f"layout:{layout}" not in offers:
+        names = ", ".join(name.removeprefix("layout:") for name in offers)
+        raise UsageError(
+            f"{draft.choice.name} does not export the layout {layout!r}\n"
+            f"  it offers: {names or 'none'}\n  choose one with --layout"
+        )
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty\n  choose another folder with --out, or empty it")
-    built = load_checkpoint(draft, found)
-    partial = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    built, target = load_checkpoint(draft, found), draft.run.target
+    origin = {
+        **{key: found.state[key] for key in ("step", "samples_seen", "plugins")},
+        "target": target.path,
+        "target_fingerprint": target.fingerprint,
+        "algorithm": found.state["config"]["algorithm"],
+        "checkpoint": os.path.relpath(found.folder, folder),
+        "chat_template": found.state["data"].get("chat_template", ""),
+    }
     try:
-        partial.mkdir(parents=True)
-        draft.algorithm.hook.export_draft(draft=built, folder=partial, layout=layout)
-        origin = {
-            **{key: found.state[key] for key in ("step", "samples_seen", "plugins")},
-            "target": draft.run.target.path,
-            "target_fingerprint": draft.run.target.fingerprint,
-            "algorithm": found.state["config"]["algorithm"],
-            "checkpoint": os.path.relpath(found.folder, folder),
-            "chat_template": found.state["data"].get("chat_template", ""),
-        }
-        write_atomic(partial / "draftcore.json", json.dumps(origin, indent=1))
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
+            (partial := Path(beside, "export")).mkdir()
+            draft.algorithm.hook.export_draft(draft=built, folder=partial, layout=layout)
+            write_atomic(partial / "draftcore.json", json.dumps(origin, indent=1))
+            partial.rename(folder)  # also onto an empty folder
     except (OSError, SafetensorError) as error:
         raise DraftcoreError(
             f"cannot write the export to {folder}: {error}\n"
             "  free space there, or choose another folder with --out"
         ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # whatever went wrong; else it is not there
     return folder
-
-
-def _require_layout(draft: DraftRun, layout: str) -> None:
-    offered = [name for name in draft.algorithm.capabilities if name.startswith("layout:")]
-    layouts = sorted(name.removeprefix("layout:") for name in offered)
-    if layout not in layouts:
-        raise UsageError(
-            f"{draft.choice.name} does not export the layout {layout!r}\n"
-            f"  it offers: {', '.join(layouts) or 'none'}\n  choose one with --layout"
-        )

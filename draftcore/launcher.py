@@ -1,9 +1,9 @@
 """All processes of one run on one machine: producers, ranks of the trainer, and who restarts them.
 
-The supervisor imports no torch and holds no state that matters: the checkpoint and the plan say
+It imports no torch and holds no state that matters: the checkpoint and the plan say
 where the run stands, so any process may be killed, this one too, and the same command goes on. A
 producer that dies is started again alone; ranks only together, as their collectives break together.
-Children get a signal from the kernel when the supervisor dies, so none is left behind.
+Children get a signal from the kernel when the launcher dies, so none is left behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Child:
 
     name: str
     command: Sequence[str]
-    log: Path | None = None  # None: the supervisor's own output
+    log: Path | None = None  # None: the launcher's own output
     env: dict[str, str] = field(default_factory=dict)
     restarts: int = 0
     process: subprocess.Popen[bytes] | None = None
@@ -53,7 +53,7 @@ class Child:
                 stderr=output,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.env},
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which passes it on
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
                 preexec_fn=functools.partial(_die_with_parent, os.getpid()),
             )
 
@@ -74,17 +74,19 @@ class Child:
         return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
 
 
-class Supervisor:
+class Launcher:
     """Starts the children, keeps them alive, and returns the trainer's exit status."""
 
     def __init__(self, ranks: Sequence[Child], producers: Sequence[Child], restarts: int) -> None:
         self.ranks, self.producers, self.restarts = ranks, producers, restarts
-        self.asked = 0  # the signal that asked us to stop
+        self.asked = False  # by a signal, to stop
 
     def run(self) -> int:
         """Run until the trainer ends. Raises DraftcoreError where a child cannot be kept alive."""
-        with _signals(self._ask):
-            code: int | None = None
+        code: int | None = None
+        with contextlib.ExitStack() as before:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before.callback(signal.signal, number, signal.signal(number, self._ask))
             try:
                 self._start_ranks()
                 for child in self.producers:
@@ -98,23 +100,21 @@ class Supervisor:
                 # They hear of an end that is well; who came too late for that has to be asked.
                 end(self.producers, 5.0 if code == 0 else 0.0, 5.0)
 
-    def _ask(self, number: int, again: bool | None = None) -> None:
+    def _ask(self, *_: object) -> None:
         """Pass a first signal on to the trainer, which saves and stops; a second ends all."""
-        again = bool(self.asked) if again is None else again
-        self.asked = number
         for child in self.ranks:
-            child.send(signal.SIGKILL if again else signal.SIGTERM)
+            child.send(signal.SIGKILL if self.asked else signal.SIGTERM)
+        self.asked = True
 
     def _start_ranks(self) -> None:
-        port = str(free_port())
+        world = {"WORLD_SIZE": str(len(self.ranks)), "MASTER_ADDR": "127.0.0.1"}
+        world["MASTER_PORT"] = str(free_port())
         for rank, child in enumerate(self.ranks):
             if len(self.ranks) > 1:
-                child.env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                child.env |= {"WORLD_SIZE": str(len(self.ranks)), "MASTER_PORT": port}
-                child.env["MASTER_ADDR"] = "127.0.0.1"
+                child.env |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             child.start()
-        if self.asked:  # while there was nobody to pass it on to
-            self._ask(self.asked, again=False)
+            if self.asked:  # while there was nobody to pass it on to
+                child.send(signal.SIGTERM)
 
     def _watch_ranks(self) -> int | None:
         """Return the trainer's exit status once it ended for good; restart ranks that were killed."""
@@ -194,16 +194,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def _signals(ask: Any) -> Iterator[None]:
-    before = {
-        number: signal.signal(number, lambda number, _: ask(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

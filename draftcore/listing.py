@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
+import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from draftcore.contracts.hooks import Specs
-from draftcore.plugins.registry import HOOKS, Plugin, Registry, register
+from draftcore.plugins.dists import Plugin
+from draftcore.plugins.registry import HOOKS, Registry, register
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
-KEYS = [
-    "name",
-    "dist",
-    "version",
-    "origin",
-    "state",
-    "problem",
-    "fix",
-    "offers",
-    "hooks",
-    "import_ms",
-]
+INNER = ("module", "loose", "requires", "instance")  # fields of a plugin that are not shown
 
 
 @click.command()
@@ -35,7 +25,14 @@ KEYS = [
 @click.pass_obj
 def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
     """List the plugins, with what they offer or what is wrong."""
-    _echo(plugins_data(registry) if as_json else plugins_table(registry))
+    if as_json:
+        shown = [{k: v for k, v in vars(p).items() if k not in INNER} for p in registry.plugins]
+        click.echo(json.dumps({"plugins": shown}, indent=2, default=_plain))
+    else:
+        rows = [HEADER, *(row for plugin in registry.plugins for row in _rows(plugin))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
     if check and any(plugin.problem for plugin in registry.plugins):
         sys.exit(1)
 
@@ -45,28 +42,17 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
 @click.pass_obj
 def hooks(registry: Registry, as_json: bool) -> None:
     """List the hooks, and the plugins that implement them."""
-    _echo(hooks_data(registry) if as_json else hooks_text(registry))
-
-
-def _echo(content: str | dict[str, Any]) -> None:
-    if not isinstance(content, str):
-        import json  # 1 ms, for data only
-
-        content = json.dumps(content, indent=2)
-    click.echo(content)
-
-
-def plugins_data(registry: Registry) -> dict[str, Any]:
-    """Return all plugins as JSON data."""
-    return {"plugins": [_plugin_data(plugin) for plugin in registry.plugins]}
-
-
-def plugins_table(registry: Registry) -> str:
-    """Return all plugins as a table; a problem and its fix stand in the last column."""
-    rows = [HEADER, *(row for plugin in registry.plugins for row in _rows(plugin))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
+    data = hooks_data(registry)
+    if as_json:
+        return click.echo(json.dumps(data, indent=2))
+    called = {"first": "one plugin answers", "all": "all plugins are called"}
+    texts = (
+        f"{hook['signature']}\n"
+        f"  {hook['doc']}\n"
+        f"  {called[hook['result']]}; here: {', '.join(hook['plugins']) or 'none'}"
+        for hook in data["hooks"]
+    )
+    click.echo("\n\n".join(texts))
 
 
 def hooks_data(registry: Registry) -> dict[str, Any]:
@@ -86,40 +72,20 @@ def hooks_data(registry: Registry) -> dict[str, Any]:
     }
 
 
-def hooks_text(registry: Registry) -> str:
-    """Return every hook as a few lines of text."""
-    return "\n\n".join(
-        f"{hook['signature']}\n"
-        f"  {hook['doc']}\n"
-        f"  {'one plugin answers' if hook['result'] == 'first' else 'all plugins are called'};"
-        f" here: {', '.join(hook['plugins']) or 'none'}"
-        for hook in hooks_data(registry)["hooks"]
-    )
+def _plain(value: Any) -> Any:
+    """Return what JSON has no form for, an offer or its capabilities, as a mapping or a list."""
+    return sorted(value) if isinstance(value, frozenset) else vars(value)
 
 
-def _plugin_data(plugin: Plugin) -> dict[str, Any]:
-    offers = [
-        {**dataclasses.asdict(offer), "capabilities": sorted(offer.capabilities)}
-        for offer in plugin.offers
-    ]
-    return {**{key: getattr(plugin, key) for key in KEYS}, "offers": offers}
-
-
-def _rows(plugin: Plugin) -> Iterator[Sequence[str]]:
+def _rows(plugin: Plugin) -> list[tuple[str, ...]]:
+    """Return a plugin's rows of the table; a problem and its fix stand in the last column."""
+    if plugin.problem:
+        first, *more = [*plugin.problem.splitlines(), plugin.fix]
+    else:
+        offers = ", ".join(map(str, plugin.offers)) or f"hooks {', '.join(plugin.hooks)}"
+        first, more = f"{offers}   {from_here(plugin.origin)}", []
     cells = (plugin.name, from_here(plugin.dist), plugin.version, plugin.state)
-    origin = f"   {from_here(plugin.origin)}" if plugin.origin else ""
-    ready = [", ".join(_offers(plugin)) + origin]
-    lines = [*plugin.problem.splitlines(), plugin.fix] if plugin.problem else ready
-    yield (*cells, lines[0])
-    yield from (("", "", "", "", line) for line in lines[1:])
-
-
-def _offers(plugin: Plugin) -> Iterator[str]:
-    for offer in plugin.offers:
-        capabilities = ", ".join(sorted(offer.capabilities))
-        yield f"{offer.kind} {offer.name}" + (f" [{capabilities}]" if capabilities else "")
-    if not plugin.offers:
-        yield f"hooks {', '.join(plugin.hooks)}"
+    return [(*cells, first), *(("", "", "", "", line) for line in more)]
 
 
 def from_here(text: str) -> str:
@@ -129,9 +95,6 @@ def from_here(text: str) -> str:
 
 def _signature(name: str) -> str:
     """Write a hook's signature as its implementer does: without `self`, types unquoted."""
-    signature = inspect.signature(getattr(Specs, name))
-    parameters = [
-        f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}")
-        for p in list(signature.parameters.values())[1:]
-    ]
-    return f"{name}({', '.join(parameters)}) -> {signature.return_annotation}"
+    signature = str(inspect.signature(getattr(Specs, name)))
+    unquoted = re.sub(r"'([\w\[\], .|]+)'", r"\1", signature)
+    return name + re.sub(r"^\(self(, )?", "(", unquoted)

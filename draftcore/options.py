@@ -18,19 +18,14 @@ if TYPE_CHECKING:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a mapping. Raises UsageError for a file that is missing, unreadable or anything else."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        near = ", ".join(sorted(p.name for p in path.parent.glob("*.y*ml"))) or "none"
-        raise UsageError(
-            f"no configuration file {path}\n  YAML files in {path.parent}: {near}"
-        ) from None
+        with path.open(encoding="utf-8") as stream:
+            data = yaml.safe_load(stream)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"cannot read {path}: {error}\n  name a YAML file, in UTF-8, that you may read"
-        ) from None
+        there = ", ".join(sorted(p.name for p in path.parent.glob("*.y*ml"))) or "none"
+        text = f"cannot read {path}: {error}\n"
+        raise UsageError(f"{text}  YAML files, to be in UTF-8, in {path.parent}: {there}") from None
     except yaml.YAMLError as error:
-        problem = str(error).replace("<unicode string>", str(path))
-        raise UsageError(f"{path} is not YAML: {problem}\n  correct it there") from None
+        raise UsageError(f"{path} is not YAML: {error}\n  correct it there") from None
     if not isinstance(data, dict):
         kind = "is empty" if data is None else f"holds a {type(data).__name__}, not a mapping"
         raise UsageError(f"{path} {kind}\n  it needs at least run, target and algorithm")
@@ -50,21 +45,10 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
             if not isinstance(child, dict):
                 raise UsageError(f"override {override!r}: {parent!r} is a value, not a section")
             section = child
-        section[last] = _scalar(text)
-
-
-def _scalar(text: str) -> Any:
-    """Read a value as YAML 1.1 does, and also 1e-4, which YAML 1.1 takes for a string."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"cannot read the value {text!r}: {error}") from None
-    if isinstance(value, str):
         try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+            section[last] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"cannot read the value {text!r}: {error}") from None
 
 
 def validate(path: str, data: Mapping[str, Any], where: str) -> Any:
@@ -96,13 +80,13 @@ def explain(
     """Say what is wrong with each key of `model`'s data, and which keys there are, or replace it."""
     lines = [f"{where}: {error.error_count()} wrong"]
     for problem in error.errors(include_url=False):
-        *parents, key = problem["loc"] or ("",)
         path = ".".join(map(str, problem["loc"]))
-        if not problem["loc"]:  # a rule about the whole
+        if not path:  # a rule about the whole
             lines.append(f"  {problem['msg'].removeprefix('Value error, ')}")
         elif path in gone:
             lines.append(f"  {path}: is gone; {gone[path]}")
         elif problem["type"] == "extra_forbidden":
+            *parents, key = problem["loc"]
             known = _keys(model, parents)
             hint = nearest(str(key), known)
             lines.append(f"  {path}: unknown key{hint}; there are {', '.join(known)}")

@@ -2,7 +2,7 @@
 
 This is the composition root. Nothing else reads the configuration to decide what to build. A `Run` is
 what every verb needs: target, drafts, runners. What more a process needs, a function opens from top
-to bottom: `train` for a trainer, `produce` for a producer, `capture_all` for a capture offline.
+to bottom: `train` for a trainer, `produce_features` for a producer, `capture_all` for a capture offline.
 """
 
 from __future__ import annotations
@@ -12,52 +12,44 @@ import functools
 import json
 import os
 import secrets
+import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Literal, cast
 
 import torch
 from pydantic import BaseModel
 
-from draftcore.config import FREE, Choice, RunConfig
+from draftcore.config import FREE, RunConfig
 from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
-from draftcore.contracts.capture import BadRows, Capture, FeatureRequest, StoringCapture
-from draftcore.contracts.channel import PATIENCE, Channel, RunEnded
+from draftcore.contracts.capture import Capture, FeatureRequest
+from draftcore.contracts.channel import PATIENCE, Channel, Json, RunEnded
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.runner import DecodeRunner, PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import DurableStore, FeatureStore, StoreAway
-from draftcore.data.dataset import DataOptions, Dataset, build_dataset, read_prompts
+from draftcore.data.dataset import Dataset, build_dataset, read_prompts
 from draftcore.data.plan import Plan, PlannedBatch
-from draftcore.data.samples import Samples, StoredSamples, read_summary, samples_data
+from draftcore.data.samples import Samples, StoredSamples, read_summary, samples_data, summary_data
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.evaluation.during import HeldOut, Probe
 from draftcore.evaluation.report import Report
-from draftcore.features.loader import (
-    Captured,
-    Loader,
-    Queued,
-    Source,
-    Stored,
-    batch_of,
-    misfit,
-    tasks_of,
-)
-from draftcore.features.producer import forget, produce, put_batch
-from draftcore.features.provenance import choices, differences, provenance
+from draftcore.features.loader import Captured, Loader, Queued, Source, Stored, misfit, tasks_of
+from draftcore.features.producer import fill, forget, produce
+from draftcore.features.provenance import differences, provenance
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
 from draftcore.files import hold, write_atomic
 from draftcore.plugins.binding import Binding, bind, observers
-from draftcore.plugins.catalog import lacking
 from draftcore.plugins.registry import Registry
 from draftcore.target import TransformersTarget
 from draftcore.tensors import resolve_device
-from draftcore.training.checkpoint import Checkpoint, latest
+from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
 from draftcore.training.distributed import ALONE, Ranks
 from draftcore.training.loop import DraftSetup, Trainer, stop_on_signal
 from draftcore.training.loop import train as train_loop
@@ -65,49 +57,62 @@ from draftcore.training.progress import Progress
 from draftcore.uris import format_size
 
 Role = Literal["both", "trainer", "producer"]
-LEAST_STORE = 64 << 20  # bytes
+MEMORY = Path("/dev/shm")
+LEAST_STORE = 32 << 20  # bytes; half of the shared memory that Docker gives a container
 TEXT_BYTES, HEAD_BYTES = 9, 4096  # beside the features: of a token, of a row
-BINDING = ("algorithm", "capture", "runner", "target", "train")  # the rest may change on resume
 FAREWELL = 5.0  # seconds for producers to hear that the run is over
 
 
 class Run:
-    """What every verb needs of a run. On several ranks each has one."""
+    """What every verb needs of a run. On several ranks each has one.
+
+    Raises UsageError for a plugin that the run names and that is not here, before any work.
+    """
 
     def __init__(self, config: RunConfig, registry: Registry, ranks: Ranks = ALONE) -> None:
         self.config, self.registry, self.folder, self.ranks = config, registry, config.run, ranks
         target = config.target
         self.target = TransformersTarget(target.path, target.revision, target.dtype, target.device)
-        self.target.prefill_with = lambda model: self.runner("prefill").prefill(model)
+        self.target.prefill_with = lambda model: self.runners["prefill"].prefill(model)
+        self.width = int(self.target.text_config.hidden_size)
         self.samples: Samples | None = None  # given by a verb in the place of data.train
-        self.runners: dict[PhaseName, Runner] = {}
-        self._find_selected()
-        labels = {label: _alone(config, label) for label in config.drafts} or {"": config}
-        self.drafts = tuple(DraftRun(self, label, own) for label, own in labels.items())
-        everyone = not ranks.rank
+        self.closing = ExitStack()  # of the stores that were opened, however the verb ends
+        self.capture = self.bind("capture", config.capture.name)
+        self.channel = self.bind("channel", config.channel.partition(":")[0])
+        if config.store != "auto":
+            registry.find("store", config.store.partition(":")[0])
+        phases: tuple[PhaseName, ...] = ("prefill", "decode")
+        self.runners = {phase: self._open_runner(phase) for phase in phases}
+        self.drafts = tuple(DraftRun(self, label) for label in config.drafts or [""])
         self.observers: Specs = observers(
-            registry if everyone else Registry(()), config.plugins if everyone else ()
+            Registry(()) if ranks.rank else registry, () if ranks.rank else config.plugins
         )
 
-    def _find_selected(self) -> None:
-        """Raise UsageError for a plugin that this run names and that is not here, before any work."""
-        config, find = self.config, self.registry.find
-        find("capture", config.capture.name)
-        find("channel", config.channel.partition(":")[0])
-        if config.store != "auto":
-            find("store", config.store.partition(":")[0])
-        for phase in ("prefill", "decode"):
-            try:
-                find("runner", getattr(config.runner, phase).name)
-            except UsageError as error:
-                raise UsageError(f"runner.{phase}: {error}") from None
-        self.registry.extras(config.plugins)
+    def _open_runner(self, phase: PhaseName) -> Runner:
+        """Open who runs the target in capture (prefill), or target and draft in decoding (decode)."""
+        config, chosen = self.config, getattr(self.config.runner, phase)
+        decoding, longest = phase == "decode", config.data.max_length
+        context = RunnerContext(
+            phase=phase,
+            rows=config.eval.batch if decoding else config.train.batch,
+            longest=longest + config.eval.max_new_tokens * decoding,
+            temperature=config.eval.temperature,
+            capture=config.capture.name,
+            bind=self.bind,
+            offered=self.registry.offered,
+        )
+        try:
+            binding = self.bind("runner", chosen.name)
+            options = binding.options(chosen.options)
+        except UsageError as error:
+            raise UsageError(f"runner.{phase}: {error}") from None
+        return binding.hook.runner(name=chosen.name, context=context, options=options)
 
     def chosen(self, label: str | None) -> tuple[DraftRun, ...]:
         """The draft of this label, or all. Raises UsageError for a label that is not there."""
         found = tuple(draft for draft in self.drafts if label in (None, draft.label))
         if not found:
-            labels = [draft.label for draft in self.drafts if draft.label]
+            labels = list(self.config.drafts)
             raise UsageError(
                 f"there is no draft {label!r}{nearest(str(label), labels)}\n"
                 f"  drafts of this run: {', '.join(labels) or 'a single one, without a label'}\n"
@@ -118,29 +123,10 @@ class Run:
     def bind(self, kind: Any, name: str) -> Binding:
         return bind(self.registry, kind, name, self.config.plugins)
 
-    def runner(self, phase: PhaseName) -> Runner:
-        """Return who runs the target in capture (prefill), or target and draft in decoding (decode)."""
-        if phase not in self.runners:
-            config, chosen = self.config, getattr(self.config.runner, phase)
-            binding = self.bind("runner", chosen.name)
-            try:
-                options = binding.options(chosen.options)
-            except UsageError as error:
-                raise UsageError(f"runner.{phase}: {error}") from None
-            decoding, longest = phase == "decode", config.data.max_length
-            context = RunnerContext(
-                phase=phase,
-                rows=config.eval.batch if decoding else config.train.batch,
-                longest=longest + config.eval.max_new_tokens * decoding,
-                temperature=config.eval.temperature,
-                capture=config.capture.name,
-                bind=self.bind,
-                offered=self.registry.offered,
-            )
-            self.runners[phase] = binding.hook.runner(
-                name=chosen.name, context=context, options=options
-            )
-        return self.runners[phase]
+    def provenance(self, request: FeatureRequest) -> str:
+        """Say how features of this request are made here."""
+        options = self.capture.options(self.config.capture.options)
+        return provenance(self.target, request, self.config, options)
 
     def manifest(self, drafts: Iterable[DraftRun], *shared: Binding) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""
@@ -150,14 +136,7 @@ class Run:
 
     def dataset(self, source: str, name: str, limit: int | None = None) -> Dataset:
         """Render a data source with the target's chat template, kept in the run's folder."""
-        data = self.config.data
-        options = DataOptions(
-            max_length=data.max_length,
-            last_turn_only=data.last_turn_only,
-            bad_rows=data.bad_rows,
-            overlong=data.overlong,
-            limit=limit,
-        )
+        options = self.config.data.model_copy(update={"limit": limit})
         dataset = build_dataset(source, self.target.tokenizer, options, self.folder / "data" / name)
         if dataset.report.skipped and not self.ranks.rank:
             print(dataset.report.text(), file=sys.stderr)
@@ -168,20 +147,39 @@ class DraftRun:
     """One draft of a run: its algorithm, bound alone, its settings and its folder.
 
     `config` is the run's as if this draft were the only one, so that a checkpoint made beside
-    others is the one that the draft alone would have made. `label` is empty for a single draft.
+    others is the one that the draft alone would have made. `label` is empty for a single draft;
+    `of` begins a line about one of several.
     """
 
-    def __init__(self, run: Run, label: str, config: RunConfig) -> None:
+    def __init__(self, run: Run, label: str) -> None:
+        config = run.config
+        if label:
+            draft = config.drafts[label]
+            tuning = draft.train.model_dump(exclude_unset=True)
+            train, folder = config.train.model_copy(update=tuning), config.run / label
+            alone = {"run": folder, "algorithm": draft.algorithm, "drafts": {}, "train": train}
+            config = config.model_copy(update=alone)
         assert config.algorithm is not None
         self.run, self.label, self.config, self.folder = run, label, config, config.run
-        self.choice = config.algorithm
+        self.of, self.choice = f"{label}: " if label else "", config.algorithm
         try:
             self.algorithm = run.bind("algorithm", self.choice.name)
         except UsageError:
-            if found := latest(self.folder / "checkpoints"):  # which knows who is missing
-                require_plugins(found, run.registry)
+            self.checkpoint()  # which knows who is missing
             raise
         self.options = self.algorithm.options(self.choice.options)
+
+    def checkpoint(self, folder: Path | None = None) -> Checkpoint | None:
+        """Open the checkpoint in a folder, or the draft's newest, if any.
+
+        Raises UsageError where a plugin that took part in its run is not here.
+        """
+        ranks = self.run.ranks
+        found = open_checkpoint(folder) if folder else latest(self.folder / "checkpoints", ranks)
+        with ranks.together():
+            if found and (missing := self.run.registry.missing(found.state["plugins"])):
+                raise UsageError(f"{found.folder}: {missing}")
+        return found
 
     def request(self) -> FeatureRequest:
         """The features that this draft trains on, in the run's dtype if it sets one."""
@@ -198,10 +196,8 @@ class DraftRun:
 
     def setup(self, about: Mapping[str, Any]) -> DraftSetup:
         """The draft as training needs it; `about` is what its checkpoints keep of the run."""
-        hook, options = self.algorithm.hook, self.options
-        return DraftSetup(
-            self.label, self.folder, self.config, hook, options, self.request(), about
-        )
+        hook, request = self.algorithm.hook, self.request()
+        return DraftSetup(self.label, self.folder, self.config, hook, self.options, request, about)
 
     def drafter(self, draft: Draft) -> Drafter:
         return self.algorithm.hook.drafter(
@@ -211,21 +207,7 @@ class DraftRun:
     def decoder(self, draft: Draft) -> DecodeRunner:
         """What decodes with the draft, whose weights may be updated in place meanwhile."""
         target, drafter = self.run.target.model, self.drafter(draft)
-        return self.run.runner("decode").decode(target, drafter, draft.module)
-
-
-def _alone(config: RunConfig, label: str) -> RunConfig:
-    """The configuration of one of several drafts, as if it were the only one."""
-    draft = config.drafts[label]
-    tuning = draft.train.model_dump(exclude_unset=True)
-    return config.model_copy(
-        update={
-            "run": config.run / label,
-            "algorithm": draft.algorithm,
-            "drafts": {},
-            "train": config.train.model_copy(update=tuning),
-        }
-    )
+        return self.run.runners["decode"].decode(target, drafter, draft.module)
 
 
 # ---------------------------------------------------------------- features and data
@@ -233,54 +215,69 @@ def _alone(config: RunConfig, label: str) -> RunConfig:
 
 @dataclass
 class Features:
-    """What a run captures, and where it is kept; `store` is None where features stay on the device."""
+    """What a run captures, and where it is kept; `store` is None where features stay on the device.
+
+    A durable store that the user names `keeps` them; what is read from any other is freed.
+    """
 
     request: FeatureRequest
     provenance: str
-    capture: Binding
-    options: Any
-    store_binding: Binding | None = None
+    binding: Binding | None = None
     store: FeatureStore | None = None
+    keeps: bool = False
     manifest: dict[str, Any] | None = None
-
-    @property
-    def keeps(self) -> bool:
-        return self.store_binding is not None and "durable" in self.store_binding.capabilities
 
     @property
     def complete(self) -> bool:
         return self.manifest is not None and bool(self.manifest["complete"])
 
+    def token_bytes(self, width: int) -> int:
+        """Stored bytes of one token's features."""
+        dtype: torch.dtype = getattr(torch, self.request.dtype)
+        return len(self.request.names) * width * dtype.itemsize
 
-def open_features(run: Run, uri: str | None) -> Features:
-    """Open the store at `uri`, if any, and say what is captured.
+
+def open_features(run: Run) -> Features:
+    """Open the store that the run names, if any, and say what is captured.
 
     That is all that any draft asks for, or a durable store's wider request. Raises UsageError for
     a store that holds features which this run cannot use.
     """
-    config = run.config
-    requests = [draft.request() for draft in run.drafts]
+    requests, uri = [draft.request() for draft in run.drafts], run.config.store
     if len(dtypes := {request.dtype for request in requests}) > 1:
         raise UsageError(
             f"the drafts of this run ask for features of {' and '.join(sorted(dtypes))}\n"
             "  set capture.dtype to one type for all"
         )
     request = functools.reduce(FeatureRequest.union, requests)
-    capture = run.bind("capture", config.capture.name)
-    options = capture.options(config.capture.options)
-    features = Features(request, "", capture, options)
-    if uri is not None:
-        features.store_binding, features.store = open_store(run, uri)
-        if features.keeps:
-            features.manifest = cast(DurableStore, features.store).read_manifest()
-    if features.manifest is not None:
-        data = features.manifest["request"]
-        held = FeatureRequest(**{**data, "layers": tuple(data["layers"])})
-        features.request = held if held.serves(request) else request
-    features.provenance = provenance(run.target, features.request, config, options)
-    if features.manifest is not None:
-        _require_fit(features, uri)
+    features = Features(request, run.provenance(request))
+    if uri != "auto":
+        features.binding, features.store = open_store(run, uri)
+        durable = "durable" in features.binding.capabilities
+        features.keeps = durable and not getattr(features.store, "volatile", False)
+    if features.keeps:
+        features.manifest = cast(DurableStore, features.store).read_manifest()
+    if features.manifest is None:
+        return features
+    held = read_request(features.manifest["request"])
+    if held.serves(request):
+        features.request, features.provenance = held, run.provenance(held)
+    ours, theirs = features.provenance, features.manifest["provenance"]
+    one, other = json.loads(ours), json.loads(theirs)
+    if features.complete:  # whose batches may be of another size
+        one["train.batch"] = other.get("train.batch")
+    if one != other:
+        raise UsageError(
+            f"the store {uri!r} holds features that this run cannot use\n"
+            f"{differences(ours, theirs, 'in the store')}\n"
+            "  use another store folder, or delete this one to capture again"
+        )
+    features.provenance = theirs
     return features
+
+
+def read_request(data: Mapping[str, Any]) -> FeatureRequest:
+    return FeatureRequest(**{**data, "layers": tuple(data["layers"])})
 
 
 def open_store(run: Run, uri: str) -> tuple[Binding, FeatureStore]:
@@ -292,36 +289,23 @@ def open_store(run: Run, uri: str) -> tuple[Binding, FeatureStore]:
         return binding.hook.feature_store(name=name, uri=uri, options=binding.options({}))
 
     if "durable" in binding.capabilities:
-        return binding, open_at(uri)
-    return binding, run.ranks.first(lambda: open_at(uri), pack=lambda one: one.uri, unpack=open_at)
+        store = open_at(uri)
+    else:
+        with run.ranks.together():
+            first = None if run.ranks.rank else open_at(uri)
+        (there, *_) = run.ranks.agree(first.uri if first else "")
+        store = first or open_at(there)
+    run.closing.callback(store.close)
+    return binding, store
 
 
-def _require_fit(features: Features, uri: str | None) -> None:
-    """Refuse features of another origin. A complete store may be of another cut: `train.batch`."""
-    assert features.manifest is not None
-    ours, theirs = features.provenance, features.manifest["provenance"]
-    if ours == theirs:
-        return
-    if features.complete:
-        one, other = json.loads(ours), json.loads(theirs)
-        if {**one, "train.batch": other.get("train.batch")} == other:
-            features.provenance = theirs
-            return
-    raise UsageError(
-        f"the store {uri!r} holds features that this run cannot use\n"
-        f"{differences(ours, theirs, 'in the store')}\n"
-        "  use another store folder, or delete this one to capture again"
-    )
-
-
-def open_capture(run: Run, features: Features) -> Capture:
+def open_capture(run: Run, request: FeatureRequest) -> Capture:
     """Open the run's capture, which checks itself. Raises UsageError where it cannot work."""
-    run.runner("prefill").check(run.target)  # also where the backend does not ask
-    return features.capture.hook.capture(
-        name=run.config.capture.name,
-        target=run.target,
-        request=features.request,
-        options=features.options,
+    run.runners["prefill"].check(run.target)  # also where the backend does not ask
+    chosen = run.config.capture
+    options = run.capture.options(chosen.options)
+    return run.capture.hook.capture(
+        name=chosen.name, target=run.target, request=request, options=options
     )
 
 
@@ -334,7 +318,7 @@ def open_samples(run: Run, features: Features) -> Samples:
     if run.samples is not None:
         return run.samples
     if config.data.train is None:
-        if manifest is None or not manifest["complete"]:
+        if manifest is None or not features.complete:
             raise UsageError(
                 f"data.train is not set and the store {config.store!r} holds no complete capture\n"
                 "  set data.train, or point store at a folder that `draftcore capture` finished"
@@ -351,8 +335,7 @@ def open_samples(run: Run, features: Features) -> Samples:
             )
     if manifest is not None and manifest["fingerprint"] != dataset.fingerprint:
         raise UsageError(
-            f"the store {config.store!r} holds features of other data\n"
-            f"  store: {manifest['fingerprint']}, {source}: {dataset.fingerprint}\n"
+            f"the store {config.store!r} holds features of other data than {source}\n"
             "  use another store folder, or delete this one to capture again"
         )
     return dataset
@@ -371,12 +354,6 @@ def make_plan(run: Run, samples: Samples, accumulate: int = 1) -> Plan:
     )
 
 
-def token_bytes(run: Run, request: FeatureRequest) -> int:
-    """Stored bytes of one token's features."""
-    dtype: torch.dtype = getattr(torch, request.dtype)
-    return len(request.names) * int(run.target.text_config.hidden_size) * dtype.itemsize
-
-
 # ---------------------------------------------------------------- offline capture
 
 
@@ -386,90 +363,86 @@ def capture_all(run: Run) -> str:
     Raises UsageError for a store that does not outlive the process, DraftcoreError where the disk
     cannot hold the features.
     """
-    config = run.config
-    if config.store == "auto":
+    config, features = run.config, open_features(run)
+    if features.store is None or not features.keeps:
         raise UsageError(
-            "capture keeps features for a later training run, and no store is set for them\n"
+            f"capture keeps features for a later training run, and store={config.store} does not\n"
             "  set store=file:FOLDER"
         )
-    features = open_features(run, config.store)
-    if not features.keeps:
-        raise UsageError(
-            f"store {config.store!r} does not outlive the processes that use it\n"
-            "  set store=file:FOLDER to capture for a later training run"
-        )
-    with ExitStack() as stack:
-        store = cast(DurableStore, features.store)
-        stack.callback(store.close)
-        return _fill(run, features, store, open_samples(run, features))
-
-
-def _fill(run: Run, features: Features, store: DurableStore, samples: Samples) -> str:
-    plan, origin = make_plan(run, samples), features.provenance
-    held = store.lookup(samples.feature_ids)
-    missing = [
-        (index, rows)
-        for index, rows in enumerate(plan.batches)
-        if not all(samples.feature_ids[row] in held for row in rows)
-    ]
-    tokens = sum(int(plan.lengths[row]) for _, rows in missing for row in rows)
-    need, free = tokens * token_bytes(run, features.request), store.stats().free_bytes
-    if free is not None and need > free:
-        raise DraftcoreError(
-            f"the features need {format_size(need)}, {store.uri} has {format_size(free)} free\n"
-            "  choose another store folder, lower data.limit, or train with store=auto, "
-            "which captures on the way"
-        )
-    skipped = Skipped({}, rows=len(samples.feature_ids), share=run.config.data.max_skipped)
-    _write_manifest(run, features, store, samples, complete=False)
-    done = len(plan.batches) - len(missing)
-    with Progress(len(plan.batches), done, verb="capturing") as progress, ExitStack() as stack:
-        source = None
-        for index, rows in missing:
-            if source is None:
-                source = open_capture(run, features)
-                stack.callback(source.close)
-            planned = PlannedBatch(index, 0, 0, 0, index, rows)
-            while (batch := batch_of(planned, samples, samples.feature_ids, skipped)).rows:
-                masks = [samples.loss_mask(row).tolist() for row in batch.rows]
-                try:
-                    put_batch(batch, masks, source, store, origin)
-                    break
-                except BadRows as error:
-                    skipped.add({batch.rows[at]: why for at, why in error.reasons.items()})
-            done += 1
-            progress.update(done)
-    _write_manifest(run, features, store, samples, complete=True, skipped=skipped)
-    stats = store.stats()
-    new = sum(len(rows) for _, rows in missing) - len(skipped)
+    with closing(features.store) as store:
+        samples = open_samples(run, features)
+        skipped = Skipped({}, rows=len(samples.feature_ids), share=config.data.max_skipped)
+        new = fill_store(run, features, samples, make_plan(run, samples), skipped)
+        stats = store.stats()
     return (
         f"captured {new} samples, {stats.samples - new} were there: "
         f"{stats.nbytes / 2**20:.0f} MiB in {store.uri}"
     )
 
 
-def _write_manifest(
+def fill_store(
     run: Run,
     features: Features,
-    store: DurableStore,
     samples: Samples,
-    *,
-    complete: bool,
-    skipped: Mapping[int, str] | None = None,
-) -> None:
-    """Describe a durable store's content, so that another host can train from it alone."""
-    store.write_manifest(
-        {
-            "complete": complete,
-            "fingerprint": samples.summary.fingerprint,
-            "request": dataclasses.asdict(features.request),
-            "provenance": features.provenance,
-            **samples_data(samples),
-            "skipped": sorted((skipped or {}).items()),
-            "target": {"path": run.target.path, "revision": run.target.revision},
-            "plugins": run.manifest(run.drafts, features.capture),
-        }
-    )
+    plan: Plan,
+    skipped: Skipped,
+    uses: Iterable[PlannedBatch] | None = None,
+) -> int:
+    """Capture what a durable store lacks of the batches that are used, all if not given.
+
+    Ranks share the batches. Returns the number of samples that this rank captured. Raises
+    DraftcoreError where the disk cannot hold the features.
+    """
+    ranks, store, ids = run.ranks, cast(DurableStore, features.store), samples.feature_ids
+    wanted = range(len(plan.batches)) if uses is None else sorted({one.index for one in uses})
+
+    def describe(complete: bool) -> None:
+        """Write the manifest, so that another host can train from the store alone."""
+        store.write_manifest(
+            {
+                "complete": complete,
+                "fingerprint": samples.summary.fingerprint,
+                "request": dataclasses.asdict(features.request),
+                "provenance": features.provenance,
+                **samples_data(samples),
+                "skipped": sorted(skipped.items()),
+                "target": {"path": run.target.path, "revision": run.target.revision},
+                "plugins": run.manifest(run.drafts, run.capture),
+            }
+        )
+
+    def look() -> list[int]:
+        known = {*store.lookup(ids), *(ids[row] for row in skipped)}
+        missing = [at for at in wanted if not known.issuperset(ids[r] for r in plan.batches[at])]
+        tokens = sum(int(plan.lengths[row]) for at in missing for row in plan.batches[at])
+        need, free = tokens * features.token_bytes(run.width), store.stats().free_bytes
+        if free is not None and need > free:
+            raise DraftcoreError(
+                f"the features need {format_size(need)}, {store.uri} has {format_size(free)} free\n"
+                "  choose another store folder, lower data.limit, or train with store=auto, "
+                "which captures on the way"
+            )
+        describe(complete=False)
+        return missing
+
+    missing, before = ranks.first(look), set(skipped)
+    share = [
+        PlannedBatch(at, 0, 0, 0, at, plan.batches[at]) for at in missing[ranks.rank :: ranks.size]
+    ]
+    with ranks.together(), ExitStack() as stack:
+        total, there = len(wanted), len(wanted) - len(share)
+        progress = stack.enter_context(Progress(total, there, "capturing", shown=not ranks.rank))
+        if share:
+            capture = stack.enter_context(closing(open_capture(run, features.request)))
+            work = fill(share, capture, store, features.provenance, samples, skipped)
+            for done, _ in enumerate(work, there + 1):
+                progress.show(done)
+    own = {row: why for row, why in skipped.items() if row not in before}
+    for theirs in filter(None, ranks.agree(own)):
+        skipped.add(theirs)
+    if len(wanted) == len(plan.batches):
+        ranks.first(lambda: describe(complete=True))
+    return sum(len(one.rows) for one in share) - len(own)
 
 
 # ---------------------------------------------------------------- training
@@ -477,13 +450,18 @@ def _write_manifest(
 
 @dataclass
 class TrainerParts:
-    """What trains: the plan, the drafts where they stand, and what is skipped so far."""
+    """What trains: the plan, the drafts where they stand, and what is skipped so far.
+
+    `prefetch` batches lie ready per rank beside the one in training; `held` are held over all ranks.
+    """
 
     features: Features
     samples: Samples
     plan: Plan
     skipped: Skipped
     trainers: list[Trainer]
+    prefetch: int
+    held: int
 
 
 def trainer_parts(run: Run, role: Role) -> TrainerParts:
@@ -491,65 +469,64 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
 
     Raises UsageError for a checkpoint of another run, and for more ranks than a step has batches.
     """
-    config, ranks = run.config, run.ranks
-    run_id = ranks.first(lambda: _run_id(run.folder))
-    features = open_features(run, None if config.store == "auto" else config.store)
+    config, ranks, device = run.config, run.ranks, run.ranks.device(run.config.train.device)
+    run_id, features = ranks.first(lambda: _run_id(run.folder)), open_features(run)
     samples = open_samples(run, features)
-    last = [_latest(draft, ranks) for draft in run.drafts]
+    last = [draft.checkpoint() for draft in run.drafts]
     found = [one for one in last if one is not None]
     accumulate = found[0].state["accumulate"] if found else config.train.accumulate or ranks.size
-    if config.train.accumulate not in (None, accumulate):
-        raise UsageError(
-            f"a step of this run has {accumulate} batches, and train.accumulate is now "
-            f"{config.train.accumulate}\n  undo the change, or set another run folder to start anew"
-        )
-    if ranks.size > accumulate:
-        raise UsageError(
-            f"a step has {accumulate} batches, and {ranks.size} ranks share them\n"
-            "  start at most as many ranks, or a new run with a higher train.accumulate"
-        )
+    with ranks.together():
+        if config.train.accumulate not in (None, accumulate):
+            raise UsageError(
+                f"a step of this run has {accumulate} batches, and train.accumulate is now "
+                f"{config.train.accumulate}\n"
+                "  undo the change, or set another run folder to start anew"
+            )
+        if ranks.size > accumulate:
+            raise UsageError(
+                f"a step has {accumulate} batches, and {ranks.size} ranks share them\n"
+                "  start at most as many ranks, or a new run with a higher train.accumulate"
+            )
     plan = make_plan(run, samples, accumulate)
+    prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
+    held = (prefetch + 1) * ranks.size
     if role != "both" and features.store is None:
-        uri = _auto_uri(run, run_id, plan, features.request)
-        features.store_binding, features.store = open_store(run, uri)
-    _require_topology(run, role, features)
-    if role == "both" and ranks.size > 1 and features.keeps:
-        store = cast(DurableStore, features.store)  # one process is its writer: it is filled first
-        ranks.first(lambda: features.complete or _fill(run, features, store, samples))
-        features.manifest = store.read_manifest()
-    for draft, one in zip(run.drafts, last, strict=True):
-        if one is not None:
-            with ranks.together():
+        uri = _auto_uri(run, run_id, plan, features, held)
+        features.binding, features.store = open_store(run, uri)
+    with ranks.together():
+        _require_topology(run, role, features)
+        for draft, one in zip(run.drafts, last, strict=True):
+            if one is not None:
                 require_same_run(one, draft, features, plan)
-    known = dict(features.manifest.get("skipped", ())) if features.manifest else {}
+    known = dict((features.manifest or {}).get("skipped", ()))
     for one in found:
         known |= {int(row): why for row, why in one.state["skipped"]}
     skipped = Skipped(known, rows=len(samples.feature_ids), share=config.data.max_skipped)
+    if role == "both" and features.keeps and not features.complete:
+        at = min((one.state["step"] for one in found), default=0)
+        fill_store(run, features, samples, plan, skipped, plan.uses(at))
     held_out = None
     if config.train.eval_every:
-        held_out = _held_out(run, features)
+        run.runners["decode"].check(run.target)  # what it refuses is refused before training
+        capture = functools.partial(open_capture, run, features.request)
+        data = run.dataset(str(config.data.eval), "eval", limit=config.train.eval_samples)
+        held_out = HeldOut(config, run.target.tokenizer, data, capture)
     about = {
         "run_id": run_id,
         "target": run.target.fingerprint,
         "features": features.provenance,
-        "width": int(run.target.text_config.hidden_size),
+        "width": run.width,
     }
-    shared = [features.capture, *([features.store_binding] if features.store_binding else [])]
-    trainers = []
+    shared, trainers = [run.capture, *([features.binding] if features.binding else [])], []
     for draft, one in zip(run.drafts, last, strict=True):
         summary = read_summary(one.state["data"]) if one else samples.summary
-        setup = draft.setup({**about, "plugins": run.manifest([draft], *shared)})
-        device = ranks.device(config.train.device)
-        probe = None
-        if held_out is not None:
-            probe = Probe(held_out, draft.config, setup.hook, setup.collate, draft.decoder, device)
+        made = {"plugins": run.manifest([draft], *shared), "data": summary_data(summary)}
+        setup = draft.setup({**about, **made})
+        probe = Probe(held_out, setup, draft.decoder, device).evaluate if held_out else None
         trainers.append(
-            Trainer(
-                setup, draft.build(summary), ranks, summary, one,
-                plan=plan, skipped=skipped, observers=run.observers, evaluator=probe,
-            )
-        )  # fmt: skip
-    return TrainerParts(features, samples, plan, skipped, trainers)
+            Trainer(setup, draft.build(summary), ranks, plan, skipped, run.observers, probe, one)
+        )
+    return TrainerParts(features, samples, plan, skipped, trainers, prefetch, held)
 
 
 def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> str:
@@ -557,136 +534,93 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
 
     Raises DraftcoreError with the errors of drafts that failed, once the others are done.
     """
+    ranks = run.ranks
     with ExitStack() as stack:
-        ranks = run.ranks
-        lock = ranks.first(lambda: _hold(run.folder), pack=lambda _: None)
-        if lock is not None:
-            stack.callback(os.close, lock)
+        with ranks.together():
+            if not ranks.rank:
+                remedy = "wait for it to end, or set another run folder: two would undo each other"
+                lock = hold(run.folder / ".lock", f"trains in {run.folder}", remedy)
+                stack.callback(os.close, lock)
         parts = trainer_parts(run, role)
         plan, trainers, total = parts.plan, parts.trainers, parts.plan.total_steps
-        for trainer in trainers:
-            of = f"{trainer.label}: " if trainer.label else ""
+        for draft, trainer in zip(run.drafts, trainers, strict=True):
             if trainer.step == total:
-                say(f"already trained: {total} steps in {trainer.setup.folder}")
+                say(f"already trained: {total} steps in {draft.folder}")
             elif trainer.step:
-                say(f"{of}resuming from step {trainer.step} of {total}")
+                say(f"{draft.of}resuming from step {trainer.step} of {total}")
         at = min(trainer.step for trainer in trainers)
         if at == total:
             return "complete"
         say(f"a step: {plan.accumulate} batches, {plan.accumulate * plan.batch} rows")
-        stop = stack.enter_context(stop_on_signal())
+        caught = stack.enter_context(stop_on_signal())
+        stop = lambda: bool(caught)  # noqa: E731
         with ranks.together():
-            queue, source = stack.enter_context(
-                _open_source(run, role, parts, at, lambda: bool(stop))
-            )
-        loader = Loader(
-            plan.uses(at, ranks.rank, ranks.size), source,
-            ahead=_prefetch(run), device=ranks.device(run.config.train.device),
-            stop=lambda: bool(stop),
-        )  # fmt: skip
+            queue, source = stack.enter_context(_open_source(run, role, parts, at))
+        uses, device = plan.uses(at, ranks.rank, ranks.size), ranks.device(run.config.train.device)
+        loader = Loader(uses, source, ahead=parts.prefetch, device=device, stop=stop)
         stack.callback(loader.close)
-        reason, failed, reached = "failed", dict[str, Exception](), at
+        reason, failed = "failed", dict[str, Exception]()
         config = run.config.model_dump(mode="json")
         run.observers.run_started(run=run.folder, config=config, total_steps=total)
         try:
             reason, failed = train_loop(
-                plan, trainers, loader,
-                ranks=ranks, skipped=parts.skipped, stop=lambda: bool(stop),
-                finished=queue.advance if queue else lambda position: None,
-                observers=run.observers, beside=_standing(queue),
+                plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
+                let_go=loader.let_go, finished=queue.advance if queue else lambda position: None,
+                beside=(lambda: str(queue.status())) if queue else str,
             )  # fmt: skip
             if queue is not None:
                 queue.end("finished" if reason == "complete" else "failed")
         finally:
             reached = max(trainer.step for trainer in trainers)
             run.observers.run_finished(run=run.folder, step=reached, reason=reason)
-    _tell(run, parts, reason, say)
+    for draft, trainer in zip(run.drafts, trainers, strict=True):
+        say(
+            f"{draft.of}{reason}: step {trainer.step} of {total}, {plan.rows_before(trainer.step)} "
+            f"samples, checkpoints in {trainer.checkpoints}"
+        )
+    if skipped := parts.skipped:
+        named = ", ".join(f"row {row}" for row in list(skipped)[:8])
+        say(f"{len(skipped)} rows were skipped: {named}: {next(iter(skipped.values()))}")
     if failed:
         causes = "\n".join(f"{label}: {error}" for label, error in failed.items())
-        with run.ranks.together():
+        with ranks.together():
             raise DraftcoreError(f"{len(failed)} of {len(run.drafts)} drafts failed\n{causes}")
     return reason
 
 
-def _tell(run: Run, parts: TrainerParts, reason: str, say: Callable[[str], None]) -> None:
-    for trainer in parts.trainers:
-        of = f"{trainer.label}: " if trainer.label else ""
-        seen = parts.plan.rows_before(trainer.step)
-        say(
-            f"{of}{reason}: step {trainer.step} of {parts.plan.total_steps}, {seen} samples, "
-            f"checkpoints in {trainer.checkpoints}"
-        )
-    if parts.skipped:
-        named = ", ".join(f"row {row}" for row in list(parts.skipped)[:8])
-        say(
-            f"{len(parts.skipped)} rows were skipped: {named}: {next(iter(parts.skipped.values()))}"
-        )
-
-
-def _reaches(capture: Capture, store: FeatureStore) -> bool:
-    """Whether a capture in another process puts into this store by itself."""
-    return isinstance(capture, StoringCapture) and capture.reaches(store)
-
-
-def _standing(queue: Queue | None) -> Callable[[], str]:
-    """Return what says how capture elsewhere stands; nothing where a rank captures for itself."""
-    if queue is None:
-        return str
-
-    def say() -> str:
-        now = queue.status()
-        return f"producers {now.producers}, captured {now.captured}, held {format_size(now.nbytes)}"
-
-    return say
-
-
 @contextmanager
 def _open_source(
-    run: Run, role: Role, parts: TrainerParts, at: int, stop: Callable[[], bool]
+    run: Run, role: Role, parts: TrainerParts, at: int
 ) -> Iterator[tuple[Queue | None, Source]]:
     """Open where this rank's features come from, and on rank 0 the queue where they are captured."""
-    features, samples, plan = parts.features, parts.samples, parts.plan
-    capture = functools.partial(open_capture, run, features)
-    if role == "both" or features.complete:
-        if features.store is None:
-            source: Source = Captured(capture(), samples, plan, parts.skipped)
-        elif not features.keeps and not _reaches(opened := capture(), features.store):
-            opened.close()
-            raise UsageError(
-                f"this run captures for itself, and the store {run.config.store!r} keeps nothing\n"
-                "  leave store out, set store=file:FOLDER to keep features, or capture elsewhere "
-                "with topology.producers"
-            )
-        else:
-            source = Stored(
-                features.store, samples, plan, parts.skipped,
-                names=features.request.names, provenance=features.provenance,
-                complete=features.complete, keeps=features.keeps, open_capture=capture,
-            )  # fmt: skip
+    features, plan, skipped = parts.features, parts.plan, parts.skipped
+    store, names = features.store, features.request.names
+    if store is None or role == "both" or features.complete:
         _require_memory(run, parts)
-        yield None, source
+        if store is None:
+            capture = open_capture(run, features.request)
+            yield None, Captured(capture, parts.samples, plan, skipped)
+        else:
+            yield None, Stored(store, plan, skipped, names)
         return
-    assert features.store is not None
-    ranks, store, names = run.ranks, features.store, features.request.names
-    secret = ranks.first(lambda: run_secret(run.folder).hex())
-    channel = open_channel(run, bytes.fromhex(secret))
+    channel, file = open_channel(run), run.folder / "queue.json"
     queue: Queue | None = None
 
     def serve() -> str:
         nonlocal queue
-        queue = _open_queue(run, parts, at)
+        queue = _open_queue(run, parts, store, at)
         address = channel.serve(QueueService(queue))
-        write_atomic(run.folder / "queue.json", json.dumps({"address": address}))
+        write_atomic(file, json.dumps({"address": address}))
         return address
 
     try:
-        address = ranks.first(serve)
+        address = run.ranks.first(serve)
         local = queue or RemoteQueue(channel.connect(lambda: address))
         yield queue, Queued(local, store, plan, names, 0.0 if queue else PATIENCE)
     finally:
         if queue is not None:
             queue.end("failed")  # unless it has ended before
-            (run.folder / "queue.json").unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
             queue.farewell(FAREWELL)
             with suppress(StoreAway):  # or it went with all that it held
                 if queue.ended == "finished" and not features.keeps:
@@ -695,33 +629,27 @@ def _open_source(
         store.close()
 
 
-def _open_queue(run: Run, parts: TrainerParts, at: int) -> Queue:
+def _open_queue(run: Run, parts: TrainerParts, store: FeatureStore, at: int) -> Queue:
     features, plan = parts.features, parts.plan
-    store, keeps, names = features.store, features.keeps, features.request.names
-    assert store is not None
-    form = int(run.target.text_config.hidden_size), features.request.dtype
-    about = {
-        "store": store.uri,
-        "provenance": features.provenance,
-        "request": dataclasses.asdict(features.request),
-    }
-    each = token_bytes(run, features.request) + TEXT_BYTES
-    limit = None if keeps else store.stats().limit_bytes
-    pass_bytes = plan.largest(run.ranks.size) * each
-    if limit is not None and pass_bytes > limit:
-        raise UsageError(
-            f"a batch for each of {run.ranks.size} ranks needs {format_size(pass_bytes)}, and the "
-            f"store {store.uri} has {format_size(limit)}\n"
-            "  raise max_bytes in its URI, or lower train.batch or data.max_length"
-        )
+    keeps, origin, request = features.keeps, features.provenance, features.request
+    form = run.width, request.dtype
+    each = features.token_bytes(run.width) + TEXT_BYTES
+    limit, least = None, plan.largest(run.ranks.size) * each
+    if not keeps and (room := store.stats().limit_bytes) is not None:
+        if least > room:
+            raise UsageError(
+                f"a batch for each of {run.ranks.size} ranks needs {format_size(least)}, and the "
+                f"store {store.uri} has {format_size(room)}\n"
+                "  raise max_bytes in its URI, or lower train.batch or data.max_length"
+            )
+        limit = max(room // 2, least)  # as what is free in a ring may lie scattered
     queue = Queue(
-        about,
-        ahead=_held(run),
-        # What is free in a ring may lie scattered.
-        limit=None if limit is None else max(limit // 2, pass_bytes),
+        {"store": store.uri, "provenance": origin, "request": dataclasses.asdict(request)},
+        ahead=parts.held,
+        limit=limit,
         skipped=parts.skipped,
         free=(lambda refs: None) if keeps else store.free,
-        misfit=lambda task, refs: misfit(task, refs, names, form, features.provenance),
+        misfit=lambda task, refs: misfit(task, refs, request.names, form, origin),
     )
     if not keeps:
         forget(store, plan.feature_ids)  # what a trainer that was killed left behind
@@ -729,59 +657,50 @@ def _open_queue(run: Run, parts: TrainerParts, at: int) -> Queue:
     return queue
 
 
-def _prefetch(run: Run) -> int:
-    """Batches that lie ready per rank beside the one in training."""
-    train, producers = run.config.train, run.config.topology.producers
-    return train.prefetch or max(2, -(-2 * producers // run.ranks.size))
+def _auto_uri(run: Run, run_id: str, plan: Plan, features: Features, held: int) -> str:
+    """The store of `auto` between processes: in shared memory, with room for what is held.
 
-
-def _held(run: Run) -> int:
-    """Batches that are held at once, over all ranks."""
-    return (_prefetch(run) + 1) * run.ranks.size
-
-
-def _auto_uri(run: Run, run_id: str, plan: Plan, request: FeatureRequest) -> str:
-    """The store of `auto` between processes: the installed one in shared memory, with room enough.
-
-    It is the same at every start of a run, as producers that outlive a trainer hold on to it.
+    It is the same at every start of a run, as producers that outlive a trainer hold on to it. Raises
+    UsageError where there is too little memory.
     """
     fast = run.registry.offering("store", "memory-speed")
-    if len(fast) != 1:
-        several = f"several stores are in shared memory: {', '.join(fast)}"
+    if len(fast) > 1:
         raise UsageError(
-            "the features of several processes need a store in shared memory, for store=auto\n"
-            f"  {several if fast else lacking('store', 'memory-speed')}\n"
-            "  or set store to the one that you mean, such as file:FOLDER"
+            f"several stores are in shared memory: {', '.join(fast)}\n  set store to one of them"
         )
-    held = _held(run)
-    each = token_bytes(run, request) + TEXT_BYTES
+    each = features.token_bytes(run.width) + TEXT_BYTES
     need = plan.largest(held) * each + held * plan.batch * HEAD_BYTES
     room = max(LEAST_STORE, 2 * need)  # as what is free in a ring may lie scattered
-    return f"{fast[0]}:{run_id}?run={run_id}&max_bytes={room}"
+    if fast:
+        return f"{fast[0]}:{run_id}?run={run_id}&max_bytes={room}"
+    folder = MEMORY / f"draftcore-{run_id}"
+    if not folder.exists() and (free := shutil.disk_usage(MEMORY).free) < room:
+        raise UsageError(
+            f"features on their way need {format_size(room)} of shared memory, and {MEMORY} has "
+            f"{format_size(free)} free\n"
+            "  make it larger, lower train.batch or train.prefetch, or set store=file:FOLDER"
+        )
+    return f"file:{folder}?volatile=yes&max_bytes={room}"
 
 
 def _require_topology(run: Run, role: Role, features: Features) -> None:
     """Refuse a store or a capture that the processes of this run cannot share."""
-    config, binding = run.config, features.store_binding
-    if role != "both" and binding is not None:
-        if "shared" not in binding.capabilities:
-            raise UsageError(
-                f"this run has several processes that reach for its features, and the store "
-                f"{config.store!r} is reached by one only\n"
-                "  set store=file:FOLDER, or another store that `draftcore list-plugins` shows as shared"
-            )
-        producers = config.topology.producers
-        if producers > 1 and "one-writer" in binding.capabilities:
-            raise UsageError(
-                f"{producers} producers put features into the store, and {config.store!r} lets one "
-                "process write\n  set topology.producers=1, or store=auto"
-            )
-    alone = run.ranks.size == 1 or features.complete
-    if role == "both" and not alone and "per-rank" not in features.capture.capabilities:
+    store, capture, ranks = run.config.store, run.config.capture.name, run.ranks.size
+    if role == "both" and features.store is not None and not features.keeps:
         raise UsageError(
-            f"each of {run.ranks.size} ranks captures its own batches, and the capture "
-            f"{config.capture.name!r} works in one process only\n"
-            "  set topology.producers=1, or capture=hf"
+            f"this run captures for itself, and the store {store!r} keeps nothing\n"
+            "  leave store out, set store=file:FOLDER, or capture elsewhere: topology.producers"
+        )
+    if role != "both" and features.binding and "shared" not in features.binding.capabilities:
+        raise UsageError(
+            f"this run has several processes, and the store {store!r} is reached by one only\n"
+            "  set store=file:FOLDER, or another store that `draftcore list-plugins` shows as shared"
+        )
+    several = role == "both" and ranks > 1 and not features.complete
+    if several and "per-rank" not in run.capture.capabilities:
+        raise UsageError(
+            f"each of {ranks} ranks captures its own batches, and the capture {capture!r} works in "
+            "one process only\n  set topology.producers=1, or capture=hf"
         )
 
 
@@ -791,11 +710,10 @@ def _require_memory(run: Run, parts: TrainerParts) -> None:
     if device.type != "cuda":
         return
     trained = sum(p.numel() for t in parts.trainers for p in t.parameters)
-    features = parts.plan.largest(1) * token_bytes(run, parts.features.request)
+    features = parts.plan.largest(1) * parts.features.token_bytes(run.width)
     here = parts.features.store is None and resolve_device(run.config.target.device) == device
     target = run.target.weight_bytes if here else 0
-    free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if (need := target + 16 * trained + features) > free:
         raise UsageError(
             f"this run needs {format_size(need)} on {device}, and {format_size(free)} are free\n"
@@ -805,31 +723,7 @@ def _require_memory(run: Run, parts: TrainerParts) -> None:
         )
 
 
-def _held_out(run: Run, features: Features) -> HeldOut:
-    if run.config.data.eval is None:
-        raise UsageError(
-            "train.eval_every is set, but data.eval is not\n"
-            "  set data.eval to held-out conversations"
-        )
-    run.runner("decode").check(run.target)  # what it refuses is refused before training
-    return HeldOut(
-        run.config,
-        run.target.tokenizer,
-        run.dataset(str(run.config.data.eval), "eval", limit=run.config.train.eval_samples),
-        functools.partial(open_capture, run, features),
-    )
-
-
 # ---------------------------------------------------------------- the folder and its checkpoints
-
-
-def _hold(folder: Path) -> int:
-    """Be the one trainer of a folder while the lock is open. Raises DraftcoreError beside another."""
-    return hold(
-        folder / ".lock",
-        f"trains in {folder}",
-        "wait for it to end, or set another run folder: two would overwrite each other's work",
-    )
 
 
 def _run_id(folder: Path) -> str:
@@ -846,85 +740,54 @@ def _run_id(folder: Path) -> str:
     return run_id
 
 
-def run_secret(folder: Path) -> bytes:
-    """Return what the processes of a run know, and nobody else: from DRAFTCORE_SECRET, or the folder.
+def open_channel(run: Run) -> Channel:
+    """Open the run's channel, with what its processes know and nobody else: the secret.
 
-    Whoever comes first makes it: 32 random bytes that only this user may read.
+    It comes from DRAFTCORE_SECRET, or from the folder, where whoever comes first makes it: 32 random
+    bytes that only this user may read.
     """
-    if text := os.environ.get("DRAFTCORE_SECRET"):
-        return text.encode()
-    file = folder / "secret"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".secret.{os.getpid()}"
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
-            stream.write(secrets.token_hex(32))
-        with suppress(FileExistsError):
-            os.link(partial, file)
-        partial.unlink()
-    return file.read_text().encode()
+
+    def secret() -> str:
+        if text := os.environ.get("DRAFTCORE_SECRET"):
+            return text
+        file = run.folder / "secret"
+        if not file.exists():
+            run.folder.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile("w", dir=run.folder) as partial:  # mode 0600
+                partial.write(secrets.token_hex(32))
+                partial.flush()
+                with suppress(FileExistsError):
+                    os.link(partial.name, file)
+        return file.read_text()
+
+    known = run.ranks.first(secret).encode()
+    name, uri, options = run.channel.offer.name, run.config.channel, run.channel.options({})
+    return run.channel.hook.channel(name=name, uri=uri, secret=known, options=options)
 
 
-def open_channel(run: Run, secret: bytes) -> Channel:
-    uri = run.config.channel
-    binding = run.bind("channel", uri.partition(":")[0])
-    return binding.hook.channel(
-        name=binding.offer.name, uri=uri, secret=secret, options=binding.options({})
-    )
-
-
-def _latest(draft: DraftRun, ranks: Ranks) -> Checkpoint | None:
-    """The draft's newest checkpoint, whose plugins must be here."""
-    return latest(
-        draft.folder / "checkpoints",
-        ranks,
-        lambda found: require_plugins(found, draft.run.registry),
-    )
-
-
-def require_plugins(found: Checkpoint, registry: Registry) -> None:
-    """Raise UsageError where a plugin that took part in a checkpoint's run is not here."""
-    if missing := registry.missing(found.state["plugins"]):
-        raise UsageError(f"{found.folder}: {missing}")
-
-
-def changed_keys(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the dotted keys that a resumed run must not change and did, with both values."""
-    found: list[tuple[str, Any, Any]] = []
-
-    def compare(path: str, model: type[BaseModel], old: Any, new: Any) -> None:
-        for name, info in model.model_fields.items():
-            if FREE in info.metadata:
-                continue
-            inner = info.annotation
-            was, is_ = (old or {}).get(name), (new or {}).get(name)
-            if isinstance(inner, type) and issubclass(inner, BaseModel) and was is not None:
-                compare(f"{path}.{name}", inner, was, is_)
-            elif was != is_:
-                found.append((f"{path}.{name}", was, is_))
-
-    for section in BINDING:
-        annotation: Any = RunConfig.model_fields[section].annotation
-        model = Choice if section == "algorithm" else annotation
-        compare(section, model, then.get(section), now.get(section))
-    return found
+def changes(now: BaseModel, then: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the settings that a resumed run must not change and did, with both values."""
+    here = now.model_dump(mode="json")
+    for name, info in type(now).model_fields.items():
+        section, was = getattr(now, name), then.get(name)
+        if FREE in info.metadata:
+            continue
+        if isinstance(section, BaseModel) and isinstance(was, Mapping):
+            yield from changes(section, was, f"{path}{name}.")
+        elif here[name] != was:
+            yield f"{path}{name}: {was!r} then, {here[name]!r} now"
 
 
 def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan: Plan) -> None:
     """Refuse to go on from a checkpoint of other plugins, target, data or schedule."""
-    run = draft.run
-    then, now = last.state["config"], draft.config.model_dump(mode="json")
-    if then["capture"]["name"] == now["capture"]["name"]:  # of its options, what changes features
-        for config in (then, now):
-            given = config["capture"]["options"]
-            config["capture"]["options"] = choices(features.capture.options(given))
-    changed = [f"{key}: {was!r} then, {now!r} now" for key, was, now in changed_keys(then, now)]
-    if last.state["target"] != run.target.fingerprint:
-        changed.append(f"target: weights {last.state['target']} then, {run.target.fingerprint} now")
-    if last.state["plan"] != plan.key:
+    then, target = last.state, draft.run.target.fingerprint
+    changed = list(changes(draft.config, then["config"]))
+    if then["target"] != target:
+        changed.append(f"target: weights {then['target']} then, {target} now")
+    if then["plan"] != plan.key:
         changed.append("data: other samples, or another order of them")
-    elif not changed and last.state["features"] != features.provenance:
-        differ = differences(features.provenance, last.state["features"], "then").strip()
+    elif not changed and then["features"] != features.provenance:
+        differ = differences(features.provenance, then["features"], "then").strip()
         changed.append(f"features: {differ}")
     if changed:
         raise UsageError(
@@ -937,51 +800,34 @@ def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan
 # ---------------------------------------------------------------- producing
 
 
-def produce_features(run: Run) -> str:
-    """Capture for a trainer elsewhere until the run ends; returns a line about it.
+def produce_features(run: Run) -> tuple[str, str]:
+    """Capture for a trainer elsewhere until the run ends; see `producer.produce` for what returns.
 
     Raises UsageError where features made here would not be what the trainer asks for, and where
-    the capture cannot work; the trainer is told.
+    the capture cannot work.
     """
-    address = run.folder / "queue.json"
-    with stop_on_signal() as stop, ExitStack() as stack:
+    with stop_on_signal() as stop:
 
         def find() -> str:
             if stop:
                 raise RunEnded("asked to stop", "interrupted")
             with suppress(FileNotFoundError, ValueError, KeyError):
-                return str(json.loads(address.read_text())["address"])
+                return str(json.loads((run.folder / "queue.json").read_text())["address"])
             return ""
 
-        channel = open_channel(run, run_secret(run.folder))
-        client = channel.connect(find)
-        stack.callback(client.close)
-        queue = RemoteQueue(client)
-        try:
-            about = queue.about()
-            data = about["request"]
-            features = open_features(run, None)
-            features.request = FeatureRequest(**{**data, "layers": tuple(data["layers"])})
-            ours = provenance(run.target, features.request, run.config, features.options)
-            if ours != about["provenance"]:
+        def prepare(about: Json) -> tuple[Capture, str]:
+            request, theirs = read_request(about["request"]), str(about["provenance"])
+            if (ours := run.provenance(request)) != theirs:
                 raise UsageError(
                     "features captured here are not what the trainer trains on\n"
-                    f"{differences(ours, about['provenance'], 'for the trainer')}\n"
+                    f"{differences(ours, theirs, 'for the trainer')}\n"
                     "  give the producer the trainer's target, algorithm and capture settings"
                 )
-            capture = open_capture(run, features)
-        except RunEnded as ended:
-            return str(ended)
-        except Exception as error:
-            with suppress(DraftcoreError):
-                queue.leave(str(error) or repr(error))
-            raise
-        stack.callback(capture.close)
+            return open_capture(run, request), ours
 
-        def open_at(uri: str) -> FeatureStore:
-            return open_store(run, uri)[1]
-
-        return produce(queue, capture, ours, open_at, lambda: bool(stop), PATIENCE)
+        open_at = lambda uri: open_store(run, uri)[1]  # noqa: E731
+        with closing(open_channel(run).connect(find)) as client:
+            return produce(RemoteQueue(client), prepare, open_at, lambda: bool(stop), PATIENCE)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -992,12 +838,11 @@ def evaluate_draft(draft: DraftRun, built: Draft, step: int) -> Report:
     run, config = draft.run, draft.config
     if config.data.eval is None:
         raise UsageError("data.eval is not set\n  set it to held-out conversations in JSONL")
-    run.runner("decode").check(run.target)
-    prompts, _ = read_prompts(
+    run.runners["decode"].check(run.target)
+    prompts = read_prompts(
         config.data.eval, run.target.tokenizer, config.eval.prompts, config.data.max_length
     )
     built.module.to(run.target.model.device).eval()
-    token_ids = [list(prompt.token_ids) for prompt in prompts]
-    report = evaluate_prompts(draft.decoder(built), token_ids, config.eval)
+    report = evaluate_prompts(draft.decoder(built), prompts, config.eval)
     run.observers.evaluated(step=step, report=report.to_json(), draft=draft.label)
     return report

@@ -19,9 +19,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +27,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
+from draftcore.contracts.target import PrefillRunner, TargetCache, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import write_atomic
 from draftcore.tensors import resolve_device
@@ -42,24 +40,12 @@ from draftcore.uris import format_size
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
+GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 SAID = 1 << 28  # bytes of a file whose reading takes so long that one is told
 
 
-class EagerPrefillRunner:
-    """Runs every batch of prefill as it comes."""
-
-    def __init__(self, target: TargetModel) -> None:
-        self.target = target
-
-    def features(
-        self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
-    ) -> dict[str, Tensor]:
-        taken = self.target.features(tokens_BT, lengths_B, request)
-        return {name: taken[name].to(getattr(torch, request.dtype)) for name in request.names}
-
-
 class TransformersTarget:
-    """Reads a target's config, tokenizer and tensors when they are first needed.
+    """Reads a target's config, and its tokenizer and tensors when they are first needed.
 
     Raises UsageError where the folder or model id is unknown or holds no causal language model.
     """
@@ -68,37 +54,21 @@ class TransformersTarget:
         self, path: str, revision: str | None = None, dtype: str = "auto", device: str = "auto"
     ) -> None:
         self.path, self.revision, self.device = path, revision, device
-        self.prefill_with: Callable[[TargetModel], PrefillRunner] = EagerPrefillRunner
-        if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-            raise UsageError(
-                f"no target model at {path!r}: there is no such folder\n"
-                "  set target.path to a folder with config.json or to a Hugging Face model id"
-            )
+        self.prefill_with: Callable[[TargetModel], PrefillRunner] = lambda model: model
         try:
             self.config: Any = AutoConfig.from_pretrained(path, revision=revision)
-        except (OSError, ValueError) as error:
+            self.text_config: Any = self.config.get_text_config()
+            self.num_layers = int(self.text_config.num_hidden_layers)
+            self.vocab_size = int(self.text_config.vocab_size)
+        except (OSError, ValueError, AttributeError) as error:
             reason = str(error).partition("\n")[0]
             raise UsageError(
-                f"no target model at {path!r}: it is no folder here, and as a Hugging Face id: {reason}\n"
-                "  set target.path to a folder with config.json or to a Hugging Face model id"
-                if not Path(path).is_dir()
-                else f"cannot read the config of the target in {path!r}: {reason}\n"
-                "  its config.json must be one that this version of transformers knows"
+                f"no target model at {path!r}: {reason}\n"
+                "  set target.path to a folder, or a Hugging Face model id, of a language model that "
+                "this version of transformers knows"
             ) from None
         name = dtype if dtype != "auto" else str(self.config.dtype or "float32")
         self.dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
-
-    @property
-    def text_config(self) -> Any:
-        return self.config.get_text_config()
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.text_config.num_hidden_layers)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.text_config.vocab_size)
 
     def require_layers(self, request: FeatureRequest) -> None:
         beyond = [layer for layer in request.layers if not 0 <= layer < self.num_layers]
@@ -132,13 +102,12 @@ class TransformersTarget:
         Files of a Hub cache are known by their blobs' names, which are SHA-256 digests. Any other
         file is read once, and its digest kept in the user's cache folder while the file is the same.
         """
-        fetch = functools.partial(cached_file, self.path, revision=self.revision)
-        files = [str(fetch("config.json")), *sorted(set(self._weight_files.values()))]
+        files = [str(self._fetch("config.json")), *sorted(set(self._weight_files.values()))]
         told = [file_digest(Path(file)) for file in files]
         told.append(self.tokenizer.backend_tokenizer.to_str())
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
 
-    @property
+    @functools.cached_property
     def weight_bytes(self) -> int:
         return sum(Path(file).stat().st_size for file in set(self._weight_files.values()))
 
@@ -156,25 +125,23 @@ class TransformersTarget:
     @functools.cached_property
     def _weight_files(self) -> dict[str, str]:
         """Map tensor name to safetensors file."""
-        fetch = functools.partial(
-            cached_file,
-            self.path,
-            revision=self.revision,
-            _raise_exceptions_for_missing_entries=False,
-        )
-        index = fetch("model.safetensors.index.json")
-        if index is not None:
+        if index := self._fetch("model.safetensors.index.json"):
             names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-            local = {file: str(fetch(file)) for file in set(names.values())}
+            local = {file: str(self._fetch(file)) for file in set(names.values())}
             return {name: local[file] for name, file in names.items()}
-        single = fetch("model.safetensors")
-        if single is None:
-            raise DraftcoreError(
-                f"target {self.path!r} has no model.safetensors\n"
-                "  draftcore reads safetensors only; convert the weights with save_pretrained"
-            )
-        with safe_open(single, framework="pt") as tensors:
-            return dict.fromkeys(tensors.keys(), str(single))
+        if single := self._fetch("model.safetensors"):
+            with safe_open(single, framework="pt") as tensors:
+                return dict.fromkeys(tensors.keys(), single)
+        raise DraftcoreError(
+            f"target {self.path!r} has no model.safetensors\n"
+            "  draftcore reads safetensors only; convert the weights with save_pretrained"
+        )
+
+    def _fetch(self, file: str) -> str | None:
+        """Return where a file of the target lies here, downloaded if it has to be."""
+        return cached_file(  # type: ignore[no-any-return]
+            self.path, file, revision=self.revision, _raise_exceptions_for_missing_entries=False
+        )
 
 
 def file_digest(file: Path) -> str:
@@ -184,35 +151,19 @@ def file_digest(file: Path) -> str:
         return real.name
     status = real.stat()
     identity = f"{real} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
-    folder = (
-        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "draftcore" / "digests"
-    )
-    kept = folder / hashlib.sha256(identity.encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    kept = cache / "draftcore" / "digests" / hashlib.sha256(identity.encode()).hexdigest()
     if kept.exists():
         return kept.read_text()
-    if status.st_size > SAID:
+    if large := status.st_size > SAID:
         size = format_size(status.st_size)
         print(f"reading {real} once for its digest, {size}", file=sys.stderr, flush=True)
     with real.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if status.st_size > SAID:
+    if large:
         with contextlib.suppress(OSError):  # a home that cannot be written costs time alone
             write_atomic(kept, digest)
     return digest
-
-
-@dataclass
-class SlotState:
-    """KV slots of a batch: layer tensors [B, heads, S, D], slot index = position in the row."""
-
-    cache: Cache
-    max_len: int
-
-    def tensors(self) -> list[Tensor]:
-        return [t for layer in self.cache.layers for t in (layer.keys, layer.values)]
-
-    def narrow(self, rows: int) -> SlotState:
-        return SlotState(Cache(layers=[x.narrow(rows) for x in self.cache.layers]), self.max_len)
 
 
 class TransformersModel:
@@ -228,73 +179,107 @@ class TransformersModel:
         except (OSError, ValueError) as error:
             raise DraftcoreError(f"cannot load target {spec.path!r}: {error}") from None
         self.model.to(self.device).eval().requires_grad_(False)
+        end = self.model.generation_config.eos_token_id
+        self.end_tokens = frozenset(end if isinstance(end, list) else {end} - {None})
         self.decoder: nn.Module = self.model.get_decoder()
-        self.head: nn.Module = self.model.get_output_embeddings()
-        self.layers = _decoder_layers(self.decoder, spec)
+        lists = [module for module in self.decoder.modules() if isinstance(module, nn.ModuleList)]
+        stacks = [layers for layers in lists if len(layers) == spec.num_layers]
+        if not stacks:
+            raise DraftcoreError(
+                f"target {spec.path!r}: found no list of {spec.num_layers} decoder layers in "
+                f"{type(self.decoder).__name__}\n"
+                "  draftcore captures from decoder-only transformers models"
+            )
+        self.layers = stacks[0]
 
     @torch.inference_mode()
     def features(
         self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
     ) -> dict[str, Tensor]:
-        mask_BT = torch.arange(tokens_BT.shape[1], device=self.device) < lengths_B[:, None]
-        with self.tapped(request) as taken:
-            output = self.decoder(
-                input_ids=tokens_BT, attention_mask=mask_BT.long(), use_cache=False
-            )
-        return {**taken, "last_hidden": output.last_hidden_state}
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)  # type: ignore[no-any-return]
-
-    def allocate(self, batch: int, max_len: int) -> SlotState:
-        layers = [_SlotLayer(batch, max_len) for _ in self.layers]
-        return SlotState(Cache(layers=layers), max_len)
+        # Rows are padded on the right and attention is causal, so no token sees padding. A mask would
+        # say so again, and attention with one takes 7 times as long (docs/performance.md, 2026-11-23).
+        taken = self.run(request, input_ids=tokens_BT, use_cache=False)
+        return {name: taken[name].to(getattr(torch, request.dtype)) for name in request.names}
 
     @torch.inference_mode()
+    def run(self, request: FeatureRequest, **inputs: Any) -> dict[str, Tensor]:
+        taken: dict[str, Tensor] = {}
+
+        def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
+            taken[name] = output[0] if isinstance(output, tuple) else output
+
+        with contextlib.ExitStack() as hooks:
+            for layer in request.layers:
+                hook = functools.partial(take, f"hidden.{layer}")
+                hooks.enter_context(self.layers[layer].register_forward_hook(hook))
+            taken["last_hidden"] = self.decoder(**inputs).last_hidden_state
+        return taken
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(hidden)  # type: ignore[no-any-return]
+
+    def allocate(self, batch: int, max_len: int) -> TargetCache:
+        return [
+            [one.new_zeros(batch, max_len, *one.shape) for one in layer] for layer in self._cached
+        ]
+
+    @functools.cached_property
+    @torch.inference_mode()
+    def _cached(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a single token by layer, [heads, D]: only a model knows their shapes."""
+        token_1T = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        cache = self.decoder(input_ids=token_1T, use_cache=True).past_key_values
+        return [(layer.keys[0, :, 0], layer.values[0, :, 0]) for layer in cache.layers]
+
     def forward(
         self,
-        state: SlotState,
+        cache: TargetCache,
         tokens_BT: Tensor,
-        positions_BT: Tensor,
+        starts_B: Tensor,
         span: int,
         request: FeatureRequest,
     ) -> dict[str, Tensor]:
-        for layer in state.cache.layers:
-            layer.place(positions_BT, span)
-        with self.tapped(request) as taken:
-            output = self.decoder(
-                input_ids=tokens_BT,
-                position_ids=positions_BT,
-                attention_mask=self.masks(positions_BT, span),
-                past_key_values=state.cache,
-                use_cache=True,
-            )
-        return {**taken, "last_hidden": output.last_hidden_state}
+        B, T = tokens_BT.shape
+        positions_BT = starts_B[:, None] + torch.arange(T, device=self.device)
+        at = torch.arange(B, device=self.device)[:, None], positions_BT
+        return self.run(
+            request,
+            input_ids=tokens_BT,
+            position_ids=positions_BT,
+            attention_mask=self.masks(positions_BT, span),
+            past_key_values=Cache(layers=[_Slots(layer, at, span) for layer in cache]),
+            use_cache=True,
+        )
 
-    def select(self, state: SlotState, rows_B: Tensor) -> SlotState:
-        for layer in state.cache.layers:
-            layer.select(rows_B)
-        return state
+    def masks(self, positions_BT: Tensor, span: int) -> Tensor | dict[str, Tensor]:
+        slots_S = torch.arange(span, device=positions_BT.device)
+        seen_BTS = slots_S <= positions_BT[..., None]
+        config = self.spec.text_config
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        full = self._additive(seen_BTS)
+        if window is None or kinds == {"full_attention"}:
+            return full
+        near = self._additive(seen_BTS & (slots_S > positions_BT[..., None] - window))
+        return {"full_attention": full, "sliding_attention": near} if kinds else near
+
+    def _additive(self, seen_BTS: Tensor) -> Tensor:
+        mask = torch.zeros(seen_BTS.shape, dtype=self.dtype, device=seen_BTS.device)
+        return mask.masked_fill_(~seen_BTS, torch.finfo(self.dtype).min)[:, None]
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        longest = max(map(len, prompts))
-        tokens_BT = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask_BT = torch.zeros_like(tokens_BT)
-        for row, prompt in enumerate(prompts):
-            tokens_BT[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask_BT[row, longest - len(prompt) :] = 1
+        pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+        tokens_BT = pad([torch.tensor(prompt) for prompt in prompts]).to(self.device)
         output = self.model.generate(
-            input_ids=tokens_BT.to(self.device),
-            attention_mask=mask_BT.to(self.device),
+            input_ids=tokens_BT,
+            attention_mask=pad([torch.ones(len(p)) for p in prompts]).long().to(self.device),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
-            temperature=None,
-            top_k=None,
-            top_p=None,
+            **GREEDY,
             pad_token_id=next(iter(self.end_tokens), 0),
         )
-        return [_cut(row, self.end_tokens) for row in output[:, longest:].tolist()]
+        new = output[:, tokens_BT.shape[1] :].tolist()
+        return [cut_after(row, self.end_tokens) for row in new]
 
     @torch.inference_mode()
     def top2_gap(self, tokens: Sequence[int]) -> float:
@@ -308,23 +293,19 @@ class TransformersModel:
         dtype = torch.float64 if self.dtype == torch.float32 else torch.float32
         return copy.deepcopy(self.model).to(dtype)
 
-    @functools.cached_property
-    def end_tokens(self) -> frozenset[int]:
-        end = self.model.generation_config.eos_token_id
-        return frozenset() if end is None else frozenset([end] if isinstance(end, int) else end)
-
     @torch.inference_mode()
-    def check(self, request: FeatureRequest, prompt: Sequence[int]) -> None:
-        """Raise unless last hidden x head gives the model's own log-probabilities on a prompt.
+    def check(self) -> None:
+        """Raise unless last hidden x head gives the model's own log-probabilities on some tokens.
 
         A model that caps or scales its logits fails here: a draft trained on hidden states times
         the head would learn another distribution than the server samples from.
         """
-        tokens_BT = torch.tensor([list(prompt)], device=self.device)
-        lengths_B = torch.tensor([len(prompt)], device=self.device)
-        hidden_TH = self.features(tokens_BT, lengths_B, request)["last_hidden"][0]
+        tokens_1T = torch.arange(10, 42, device=self.device)[None] % self.spec.vocab_size
+        request = FeatureRequest((), True, str(self.dtype).removeprefix("torch."))
+        lengths_1 = torch.tensor([tokens_1T.shape[1]], device=self.device)
+        hidden_TH = self.features(tokens_1T, lengths_1, request)["last_hidden"][0]
         ours = torch.log_softmax(self.logits(hidden_TH).double(), -1)
-        theirs = torch.log_softmax(self.model(input_ids=tokens_BT).logits[0].double(), -1)
+        theirs = torch.log_softmax(self.model(input_ids=tokens_1T).logits[0].double(), -1)
         gap = float((ours - theirs).abs().max())
         bound = 1e-3 if self.dtype == torch.float32 else 0.1
         if not gap <= bound:
@@ -334,110 +315,23 @@ class TransformersModel:
                 "  models that scale or cap their logits are not supported as targets"
             )
 
-    @contextmanager
-    def tapped(self, request: FeatureRequest) -> Iterator[dict[str, Tensor]]:
-        taken: dict[str, Tensor] = {}
 
-        def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
-            taken[name] = output[0] if isinstance(output, tuple) else output
+class _Slots(DynamicLayer):  # type: ignore[misc]
+    """One layer's slots in one forward: written `at` rows and positions, read up to `span`."""
 
-        hooks = [
-            self.layers[layer].register_forward_hook(functools.partial(take, f"hidden.{layer}"))
-            for layer in request.layers
-        ]
-        try:
-            yield taken
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def masks(self, positions_BT: Tensor, span: int) -> Tensor | dict[str, Tensor]:
-        slots_S = torch.arange(span, device=positions_BT.device)
-        seen = slots_S <= positions_BT[..., None]
-        config = self.spec.text_config
-        kinds = set(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
-        full = self._additive(seen)
-        if window is None or kinds == {"full_attention"}:
-            return full
-        near = self._additive(seen & (slots_S > positions_BT[..., None] - window))
-        return {"full_attention": full, "sliding_attention": near} if kinds else near
-
-    def _additive(self, seen_BTS: Tensor) -> Tensor:
-        mask = torch.zeros(seen_BTS.shape, dtype=self.dtype, device=seen_BTS.device)
-        return mask.masked_fill_(~seen_BTS, torch.finfo(self.dtype).min)[:, None]
-
-
-class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values, written at given positions of each row."""
-
-    def __init__(self, batch: int, max_len: int) -> None:
+    def __init__(self, slots: Sequence[Tensor], at: tuple[Tensor, Tensor], span: int) -> None:
         super().__init__()
-        self.batch, self.max_len, self.span = batch, max_len, 0
-        self.keys: Tensor
-        self.values: Tensor
-        self.rows_B1: Tensor
-        self.positions_BT: Tensor
-
-    def place(self, positions_BT: Tensor, span: int) -> None:
-        """Say where the next update goes."""
-        self.positions_BT, self.span = positions_BT, span
-        self.rows_B1 = torch.arange(self.batch, device=positions_BT.device)[:, None]
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate [B, S, heads, D], so that a position's heads are written in one piece."""
-        for name, like in (("keys", key_states), ("values", value_states)):
-            shape = (self.batch, self.max_len, like.shape[1], like.shape[3])
-            setattr(self, name, torch.zeros(shape, dtype=like.dtype, device=like.device))
-        self.is_initialized = True
+        self.slots, self.at, self.span = slots, at, span
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys[self.rows_B1, self.positions_BT] = key_states.transpose(1, 2)
-        self.values[self.rows_B1, self.positions_BT] = value_states.transpose(1, 2)
-        return self.keys[:, : self.span].transpose(1, 2), self.values[:, : self.span].transpose(
-            1, 2
-        )
-
-    def select(self, rows_B: Tensor) -> None:
-        self.batch = len(rows_B)
-        self.keys, self.values = self.keys[rows_B], self.values[rows_B]
-
-    def narrow(self, rows: int) -> _SlotLayer:
-        layer = _SlotLayer(rows, self.max_len)
-        layer.keys, layer.values = self.keys[:rows], self.values[:rows]
-        layer.is_initialized = True
-        return layer
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.span, 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return self.max_len
-
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` before transformers 5.2x."""
-        return self.max_len
+    ) -> tuple[Tensor, ...]:
+        for slots, states in zip(self.slots, (key_states, value_states), strict=True):
+            slots[self.at] = states.transpose(1, 2)
+        return tuple(slots[:, : self.span].transpose(1, 2) for slots in self.slots)
 
 
-def _decoder_layers(decoder: nn.Module, spec: TargetSpec) -> nn.ModuleList:
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == spec.num_layers:
-            return module
-    raise DraftcoreError(
-        f"target {spec.path!r}: found no list of {spec.num_layers} decoder layers in "
-        f"{type(decoder).__name__}\n  draftcore captures from decoder-only transformers models"
-    )
-
-
-def _cut(tokens: list[int], end: frozenset[int]) -> list[int]:
-    for position, token in enumerate(tokens):
-        if token in end:
-            return tokens[: position + 1]
-    return tokens
+def cut_after(tokens: list[int], end: Collection[int]) -> list[int]:
+    """Return tokens up to the first end token, that one included."""
+    at = next((i for i, token in enumerate(tokens) if token in end), len(tokens))
+    return tokens[: at + 1]

@@ -1,7 +1,7 @@
 """URIs of stores and channels: `scheme:path?option=value`, and sizes such as `10GiB` in them.
 
-    memory   memory:?max_bytes=8GiB   file:features   file:///mnt/features?max_bytes=200GiB
-    scheme://host:port/path           where a scheme has servers
+    file:features   file:///mnt/features?max_bytes=200GiB
+    scheme://host:port/path        where a scheme has servers
 
 The path of a `file:` URI may be relative, which `urllib.parse` cannot say. Options are part of
 the URI, so that one line names a store completely. `?`, `&` and `%` in a path are percent-encoded.
@@ -10,7 +10,6 @@ the URI, so that one line names a store completely. `?`, `&` and `%` in a path a
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import overload
 from urllib.parse import parse_qsl, unquote
 
 from draftcore.errors import UsageError, nearest
@@ -30,33 +29,17 @@ class Uri:
     options: Mapping[str, str]
     host: str = ""  # HOST or HOST:PORT, for schemes that have servers
 
-    @overload
-    def size(self, option: str) -> int | None: ...
-    @overload
-    def size(self, option: str, default: int) -> int: ...
-    def size(self, option: str, default: int | None = None) -> int | None:
-        """Return an option in bytes, or the default where the URI has no such option."""
-        return parse_size(self.options[option]) if option in self.options else default
+    def size(self, option: str) -> int | None:
+        """Return an option in bytes, or None where the URI has no such option."""
+        return parse_size(self.options[option]) if option in self.options else None
 
-    def count(self, option: str, default: int) -> int:
-        """Return an option as a whole number above zero."""
-        text = self.options.get(option, str(default))
-        if not text.isdecimal() or int(text) < 1:
-            raise self._refusal(option, "count", "a whole number", 1024)
-        return int(text)
-
-    def seconds(self, option: str, default: float) -> float:
-        """Return an option as a number of seconds above zero."""
+    def number(self, option: str, default: float) -> float:
+        """Return an option as a number above zero, or the default."""
         text = self.options.get(option, str(default))
         if re.fullmatch(r"\d+(\.\d+)?", text) is None or float(text) == 0:
-            raise self._refusal(option, "time", "seconds", 30)
+            problem = f"{option}={text} in {self.text!r} is not a number above zero"
+            raise UsageError(f"{problem}\n  for example {option}={default:g}")
         return float(text)
-
-    def _refusal(self, option: str, what: str, written: str, example: int) -> UsageError:
-        return UsageError(
-            f"{option}={self.options[option]} in {self.text!r} is not a {what}\n"
-            f"  write {written} above zero, for example {option}={example}"
-        )
 
 
 def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> Uri:
@@ -67,15 +50,13 @@ def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> 
     """
     scheme, _, rest = text.partition(":")
     path, _, query = rest.partition("?")
-    named = ""
-    if path.startswith("//"):
-        named = path[2:].partition("/")[0]
-        if named and not host:
-            raise UsageError(
-                f"{text!r} names the host {named!r}, which {scheme} cannot reach\n"
-                f"  write {scheme}:FOLDER, or {scheme}:///FOLDER with three slashes"
-            )
-        path = path[2 + len(named) :]
+    named = path[2:].partition("/")[0] if path.startswith("//") else ""
+    if named and not host:
+        raise UsageError(
+            f"{text!r} names the host {named!r}, which {scheme} cannot reach\n"
+            f"  write {scheme}:FOLDER, or {scheme}:///FOLDER with three slashes"
+        )
+    path = path.removeprefix(f"//{named}")
     options = dict(parse_qsl(query, keep_blank_values=True))
     for name in options:
         if name not in known:

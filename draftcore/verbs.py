@@ -6,6 +6,7 @@ hands a `Run` to the part of draftcore that does it; torch comes in only then.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -20,8 +21,6 @@ from draftcore.errors import DraftcoreError, UsageError
 
 if TYPE_CHECKING:
     from draftcore.config import RunConfig
-    from draftcore.contracts.runner import PhaseName
-    from draftcore.evaluation.report import Report
     from draftcore.plugins.registry import Registry
     from draftcore.run import DraftRun, Run
 
@@ -30,38 +29,46 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 EXAMPLE = "For example: draftcore {}"
 
 
-def run_command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb its configuration: CONFIG.yaml and any number of KEY=VALUE overrides."""
+def configured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb CONFIG.yaml and any number of KEY=VALUE overrides."""
     function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
     function = click.argument("config", type=click.Path(path_type=Path))(function)
     return click.pass_obj(function)
 
 
-@contextmanager
-def open_run(
-    registry: Registry, config: Path, overrides: Sequence[str], *, role: Role | None = None
-) -> Iterator[Run]:
-    """Open a configured run; without a role it refuses to be started by torchrun."""
-    from draftcore.config import load_config  # pydantic, then torch: only for a verb that works
+def run_command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb its configured run."""
 
-    settings = load_config(config, overrides)
+    @configured
+    @functools.wraps(function)
+    def verb(registry: Registry, config: Path, overrides: Sequence[str], **given: Any) -> None:
+        from draftcore.config import load_config  # pydantic, then torch: only for a verb that works
+
+        with open_run(registry, load_config(config, overrides)) as run:
+            function(run, **given)
+
+    return verb
+
+
+@contextmanager
+def open_run(registry: Registry, settings: RunConfig, *, role: Role | None = None) -> Iterator[Run]:
+    """Open a configured run; without a role it refuses to be started by torchrun."""
     # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
     # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from draftcore.run import Run
-    from draftcore.training.distributed import join, require_one
+    from draftcore.training.distributed import join
 
-    if role in (None, "producer"):
-        require_one()
-    with join(settings.train) as ranks:
-        yield Run(settings, registry, ranks)
+    with join(settings.train, alone=role in (None, "producer")) as ranks:
+        run = Run(settings, registry, ranks)
+        with run.closing:
+            yield run
 
 
-def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a verb say how it would run target and draft, and do nothing else."""
-    return click.option(
-        "--plan", "planned", is_flag=True, help="Print what `runner` comes to, and do nothing."
-    )(function)
+plan_option = click.option(
+    "--plan", "planned", is_flag=True, help="Print what `runner` comes to, and do nothing."
+)
+draft_option = click.option("--draft", "label", help="One of the run's `drafts`; all if not given.")
 
 
 def show_runners(run: Run) -> None:
@@ -73,9 +80,8 @@ def show_runners(run: Run) -> None:
 
 def show_plan(run: Run) -> None:
     lines = [("PHASE", "KEY", "VALUE", "DECIDED BY")]
-    phases: tuple[PhaseName, ...] = ("prefill", "decode")
-    for phase in phases:
-        runner, chosen = run.runner(phase), getattr(run.config.runner, phase)
+    for phase, runner in run.runners.items():
+        chosen = getattr(run.config.runner, phase)
         who = "you" if phase in run.config.runner.model_fields_set else "default"
         lines.append((phase, "runner", chosen.name, who))
         lines += [(phase, *row) for row in runner.plan(run.target)]
@@ -88,23 +94,22 @@ def show_plan(run: Run) -> None:
 @click.command(epilog=EXAMPLE.format("capture run.yaml store=file:features"))
 @run_command
 @plan_option
-def capture(registry: Registry, config: Path, overrides: tuple[str, ...], planned: bool) -> None:
+def capture(run: Run, planned: bool) -> None:
     """Capture the target's features into a durable store.
 
     Stopped or killed, the same command goes on where it was; no sample is captured twice. The
     finished store is all that `train` needs on another host.
     """
-    with open_run(registry, config, overrides) as run:
-        from draftcore.run import capture_all
+    from draftcore.run import capture_all
 
-        if planned:
-            return show_plan(run)
-        click.echo(capture_all(run))
-        show_runners(run)
+    if planned:
+        return show_plan(run)
+    click.echo(capture_all(run))
+    show_runners(run)
 
 
 @click.command(epilog=EXAMPLE.format("train run.yaml train.lr=3e-4 run=runs/higher-rate"))
-@run_command
+@configured
 @click.option("--role", type=click.Choice(["trainer", "producer"]), help="Be this process only.")
 @click.pass_context
 def train(
@@ -116,8 +121,8 @@ def train(
 ) -> None:
     """Train a run's drafts, each from its last checkpoint if any.
 
-    Features come from the store; what it lacks is captured on the way, once for all drafts. Ctrl-C
-    ends the step, writes checkpoints and stops; the same command goes on from there.
+    Features are captured on the way, once for all drafts; with a store that keeps them, what it lacks
+    is captured first. Ctrl-C ends the step, writes checkpoints and stops; the same command goes on.
 
     With `topology`, capture and training are processes of their own, which this command starts and
     keeps alive. On several machines, start one trainer and any number of producers by --role. Ranks
@@ -129,27 +134,27 @@ def train(
     topology = settings.topology
     several = topology.producers > 0 or topology.ranks > 1
     if role is None and several and "WORLD_SIZE" not in os.environ:
-        ctx.exit(supervise(ctx, settings, config, overrides))
+        ctx.exit(launch(ctx, settings, config, overrides))
     if role is None and topology.producers > 0:
         role = "trainer"
-    with open_run(registry, config, overrides, role=role or "both") as run:
+    with open_run(registry, settings, role=role or "both") as run:
         from draftcore.run import produce_features
         from draftcore.run import train as train_run
 
         if role == "producer":
             click.echo(f"waiting for the trainer of {settings.run}", err=True)
-            return click.echo(produce_features(run))
-        reason = train_run(run, role or "both", click.echo)
-        show_runners(run)
+            reason, line = produce_features(run)
+            click.echo(line)
+        else:
+            reason = train_run(run, role or "both", click.echo)
+            show_runners(run)
     if reason == "interrupted":
         raise click.exceptions.Exit(130)
 
 
-def supervise(
-    ctx: click.Context, settings: RunConfig, config: Path, overrides: Sequence[str]
-) -> int:
+def launch(ctx: click.Context, settings: RunConfig, config: Path, overrides: Sequence[str]) -> int:
     """Run the processes of a topology on this machine; returns the trainer's exit status."""
-    from draftcore.launcher import Child, Supervisor, devices
+    from draftcore.launcher import Child, Launcher, devices
 
     topology = settings.topology
     files = [part for file in ctx.find_root().params["plugin"] for part in ("--plugin", str(file))]
@@ -169,7 +174,7 @@ def supervise(
         )
         for number in range(topology.producers)
     ]
-    code = Supervisor(ranks, producers, topology.restarts).run()
+    code = Launcher(ranks, producers, topology.restarts).run()
     return code or require_done(settings)
 
 
@@ -184,13 +189,6 @@ def require_done(settings: RunConfig) -> int:
                 "  start the same command again: the run goes on from its last checkpoint"
             )
     return 0
-
-
-def draft_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a verb name one draft of several; without it the verb does all."""
-    return click.option("--draft", "label", help="One of the run's `drafts`; all if not given.")(
-        function
-    )
 
 
 def only_one(drafts: Sequence[DraftRun], **given: Path | None) -> None:
@@ -217,9 +215,7 @@ def only_one(drafts: Sequence[DraftRun], **given: Path | None) -> None:
     "--json", "as_json", is_flag=True, help="Print the report as JSON; by draft if several."
 )
 def evaluate(
-    registry: Registry,
-    config: Path,
-    overrides: tuple[str, ...],
+    run: Run,
     label: str | None,
     checkpoint: Path | None,
     exported: Path | None,
@@ -232,34 +228,28 @@ def evaluate(
     Greedy output is compared with the target's own generate, token by token; a difference is an
     error, not a statistic.
     """
-    with open_run(registry, config, overrides) as run:
-        from draftcore.export import open_draft
-        from draftcore.run import evaluate_draft
+    from draftcore.export import open_draft
+    from draftcore.run import evaluate_draft
 
-        if planned:
-            return show_plan(run)
-        drafts, reports = run.chosen(label), {}
-        only_one(drafts, checkpoint=checkpoint, export=exported, out=out)
-        for draft in drafts:
-            built, step = open_draft(draft, checkpoint, exported)
-            report = reports[draft.label] = evaluate_draft(draft, built, step)
-            folder = out or draft.folder / "eval"
-            if not as_json:  # first, as decoding took minutes and the disk may be full
-                show_report(draft, report)
-            report.write(folder)
-            if not as_json:
-                show_row("report and plot", str(folder))
+    if planned:
+        return show_plan(run)
+    drafts, reports = run.chosen(label), {}
+    only_one(drafts, checkpoint=checkpoint, export=exported, out=out)
+    for draft in drafts:
+        built, step = open_draft(draft, checkpoint, exported)
+        report = reports[draft.label] = evaluate_draft(draft, built, step)
+        folder = out or draft.folder / "eval"
+        if not as_json:  # first, as decoding took minutes and the disk may be full
+            for name, value in [("draft", draft.label)] * bool(draft.label) + report.lines():
+                show_row(name, value)
+        report.write(folder)
         if not as_json:
-            show_runners(run)
-        else:
-            data = {label: report.to_json() for label, report in reports.items()}
-            click.echo(json.dumps(data.get("", data), indent=1))
-
-
-def show_report(draft: DraftRun, report: Report) -> None:
-    heading = [("draft", draft.label)] if draft.label else []
-    for name, value in [*heading, *report.lines()]:
-        show_row(name, value)
+            show_row("report and plot", str(folder))
+    if not as_json:
+        show_runners(run)
+    else:
+        data = {label: report.to_json() for label, report in reports.items()}
+        click.echo(json.dumps(data.get("", data), indent=1))
 
 
 def show_row(name: str, value: str) -> None:
@@ -273,22 +263,14 @@ def show_row(name: str, value: str) -> None:
 @click.option("--out", type=FOLDER, help="Folder to write; RUN[/DRAFT]/export if not given.")
 @click.option("--layout", default="serving", show_default=True, help="A layout of the algorithm.")
 def export(
-    registry: Registry,
-    config: Path,
-    overrides: tuple[str, ...],
-    label: str | None,
-    checkpoint: Path | None,
-    out: Path | None,
-    layout: str,
+    run: Run, label: str | None, checkpoint: Path | None, out: Path | None, layout: str
 ) -> None:
     """Write a trained draft in the layout that servers load."""
-    with open_run(registry, config, overrides) as run:
-        from draftcore.export import export, find_checkpoint
+    from draftcore.export import export, find_checkpoint
 
-        drafts = run.chosen(label)
-        only_one(drafts, checkpoint=checkpoint, out=out)
-        for draft in drafts:
-            found = find_checkpoint(draft, checkpoint)
-            of = f"{draft.label}: " if draft.label else ""
-            folder = export(draft, found, out or draft.folder / "export", layout)
-            click.echo(f"{of}exported step {found.step} to {folder}")
+    drafts = run.chosen(label)
+    only_one(drafts, checkpoint=checkpoint, out=out)
+    for draft in drafts:
+        found = find_checkpoint(draft, checkpoint)
+        folder = export(draft, found, out or draft.folder / "export", layout)
+        click.echo(f"{draft.of}exported step {found.step} to {folder}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,30 +19,31 @@ def fingerprint(folder: Path) -> str:
     return TransformersTarget(str(folder)).fingerprint
 
 
-def test_a_copy_is_the_same_target_and_a_fine_tune_another(tmp_path: Path) -> None:
-    """A fine-tune whose embedding is the base's, and one of a single other weight."""
+def test_a_copy_is_the_same_target_and_a_change_in_any_file_another(tmp_path: Path) -> None:
+    """Be it a norm, a token, or the last bit of one weight, as in a fine-tune."""
     base = tiny_target(tmp_path / "base")
-    copied = shutil.copytree(base, tmp_path / "copied")
-    assert fingerprint(base) == fingerprint(copied)
-    file = copied / "model.safetensors"
-    weights = load_file(file)
-    name = next(name for name in weights if name.endswith("3.mlp.up_proj.weight"))
-    weights[name].view(-1)[-1] = torch.nextafter(weights[name].view(-1)[-1], torch.tensor(9.0))
-    save_file(weights, file, metadata={"format": "pt"})
-    assert fingerprint(base) != fingerprint(copied)
 
+    def change_weight(file: Path) -> None:
+        weights = load_file(file)
+        name = next(name for name in weights if name.endswith("3.mlp.up_proj.weight"))
+        last = weights[name].view(-1)[-1:]
+        last.copy_(torch.nextafter(last, torch.tensor(9.0)))
+        save_file(weights, file, metadata={"format": "pt"})
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
-def test_another_norm_or_tokenizer_is_another_target(tmp_path: Path, file: str) -> None:
-    base = tiny_target(tmp_path / "base")
-    other = shutil.copytree(base, tmp_path / "other")
-    data = json.loads((other / file).read_text())
-    if file == "config.json":
-        data["rms_norm_eps"] *= 2
-    else:
-        data["model"]["vocab"]["a new token"] = len(data["model"]["vocab"]) + 1000
-    (other / file).write_text(json.dumps(data))
-    assert fingerprint(base) != fingerprint(other)
+    def change_text(file: Path, old: str, new: str) -> None:
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+
+    seen = [fingerprint(base), fingerprint(shutil.copytree(base, tmp_path / "copied"))]
+    assert seen[0] == seen[1]
+    changes: dict[str, Callable[[Path], None]] = {
+        "weight": lambda folder: change_weight(folder / "model.safetensors"),
+        "norm": lambda folder: change_text(folder / "config.json", "1e-06", "2e-06"),
+        "token": lambda folder: change_text(folder / "tokenizer.json", '"!"', '"!!"'),
+    }
+    for name, change in changes.items():
+        change(other := shutil.copytree(base, tmp_path / name))
+        assert fingerprint(other) not in seen, name
 
 
 def test_a_hub_caches_file_is_known_by_its_blobs_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.launcher import INTERRUPTED, Child, Supervisor, devices
+from draftcore.launcher import INTERRUPTED, Child, Launcher, devices
 
 Make = Callable[..., Child]
 TOOLS = """
@@ -51,7 +51,7 @@ if count("rank") == 1:
 """,
     )
     producer = child("producer 0", 'note("producer")')
-    assert Supervisor([rank], [producer], restarts=1).run() == 0
+    assert Launcher([rank], [producer], restarts=1).run() == 0
     assert len(list(tmp_path.glob("producer-*"))) == 1
     assert (rank.restarts, producer.restarts) == (1, 0)
 
@@ -66,7 +66,7 @@ class Hasty(Child):
 
 def test_a_signal_that_comes_while_ranks_start_reaches_them(child: Make) -> None:
     rank = child("rank 0", "time.sleep(5)", Hasty)
-    assert Supervisor([rank], [], restarts=0).run() == INTERRUPTED
+    assert Launcher([rank], [], restarts=0).run() == INTERRUPTED
     assert rank.code == -signal.SIGTERM
 
 
@@ -87,11 +87,11 @@ until(lambda: False)
     )
     producer = child("producer 0", 'until(lambda: count("ready")); sys.exit(1)')
     with pytest.raises(DraftcoreError, match="producer 0 ended with 1, 1 times by now"):
-        Supervisor([rank], [producer], restarts=0).run()
+        Launcher([rank], [producer], restarts=0).run()
     assert list(tmp_path.glob("saved-*"))
 
 
-def test_a_child_whose_supervisor_died_before_it_could_be_told_ends(
+def test_a_child_whose_launcher_died_before_it_could_be_told_ends(
     child: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel signals a parent's death only to who asked for that while the parent lived."""
@@ -108,7 +108,7 @@ def test_a_producer_that_was_refused_is_not_started_again(child: Make, tmp_path:
     rank = child("rank 0", "note('rank'); until(lambda: False)")
     producer = child("producer 0", "note('producer'); sys.exit(2)")
     with pytest.raises(UsageError, match="producer 0 cannot work for this run"):
-        Supervisor([rank], [producer], restarts=3).run()
+        Launcher([rank], [producer], restarts=3).run()
     assert len(list(tmp_path.glob("producer-*"))) == 1
 
 

@@ -34,18 +34,13 @@ def test_layer_ids_are_outputs_and_the_last_hidden_state_is_normed(
 def test_cached_rows_of_different_lengths_equal_one_forward(target: TransformersModel) -> None:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 256, (length,), generator=generator) for length in (5, 12, 8)]
-    state = target.allocate(3, 32)
-    request = FeatureRequest((3,), True, "float32")
-    prompts_BT = torch.zeros(3, 12, dtype=torch.long)
-    for i, row in enumerate(rows):
-        prompts_BT[i, : len(row)] = row
-    target.forward(state, prompts_BT, torch.arange(12).expand(3, -1), 12, request)
+    cache, request = target.allocate(3, 32), FeatureRequest((3,), True, "float32")
+    prompts_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    target.forward(cache, prompts_BT, torch.zeros(3, dtype=torch.long), 12, request)
     lengths_B = torch.tensor([len(row) for row in rows])
-    rejected_BT = torch.randint(0, 256, (3, 4), generator=generator)
-    taken_BT = torch.randint(0, 256, (3, 4), generator=generator)
+    rejected_BT, taken_BT = torch.randint(0, 256, (2, 3, 4), generator=generator)
     for window_BT in (rejected_BT, taken_BT):  # the second overwrites the first
-        positions_BT = lengths_B[:, None] + torch.arange(4)
-        cached = target.forward(state, window_BT, positions_BT, 16, request)
+        cached = target.forward(cache, window_BT, lengths_B, 16, request)
     for i, row in enumerate(rows):
         whole = torch.cat([row, taken_BT[i]])[None]
         alone = target.features(whole, torch.tensor([len(row) + 4]), request)
@@ -58,16 +53,9 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     torch.testing.assert_close(spec.head(), spec.embedding(), rtol=0, atol=0)
 
 
-def test_the_fingerprint_tells_weights_apart(tmp_path: Path, target_folder: Path) -> None:
-    other = tiny_target(tmp_path, seed=1)
-    assert (
-        TransformersTarget(str(other)).fingerprint
-        != TransformersTarget(str(target_folder)).fingerprint
-    )
-
-
-def test_a_head_that_is_not_the_models_prediction_is_refused(target_folder: Path) -> None:
-    target = TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
+def test_a_head_that_is_not_the_models_prediction_is_refused(
+    target: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = target.model.forward
 
     def capped(*args: Any, **kwargs: Any) -> Any:
@@ -75,14 +63,24 @@ def test_a_head_that_is_not_the_models_prediction_is_refused(target_folder: Path
         output.logits = 2.0 * torch.tanh(output.logits / 2.0)
         return output
 
-    target.model.forward = capped
+    monkeypatch.setattr(target.model, "forward", capped)
     with pytest.raises(DraftcoreError, match="not the model's own"):
-        target.check(FeatureRequest((1,), True, "float32"), [1, 2, 3])
+        target.check()
 
 
-def test_a_missing_target_folder_is_named() -> None:
-    with pytest.raises(UsageError, match=r"no target model at './nowhere'"):
-        TransformersTarget("./nowhere")
+def test_a_layer_that_is_not_there_is_refused(target: TransformersModel) -> None:
+    with pytest.raises(UsageError, match=r"layers \[6\] were asked for, .* has layers 0\.\.5"):
+        target.spec.require_layers(FeatureRequest((1, 6), True, "float32"))
+
+
+@pytest.mark.parametrize("config", [None, "{}"])
+def test_what_is_no_target_is_named(tmp_path: Path, config: str | None) -> None:
+    folder = tmp_path / "nowhere"
+    if config is not None:
+        folder.mkdir()
+        (folder / "config.json").write_text(config)
+    with pytest.raises(UsageError, match=r"no target model at '.*nowhere': .*\n  set target.path"):
+        TransformersTarget(str(folder))
 
 
 def test_an_absent_device_is_refused(target_folder: Path) -> None:

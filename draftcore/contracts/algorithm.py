@@ -5,10 +5,9 @@ Shape letters: B rows, T tokens, H width, K drafted tokens, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +41,22 @@ class DataSummary:
     chat_template: str = ""
 
 
+class OnDevice:
+    """A record of tensors, and mappings of them, that move together."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return a copy on a device, which is not waited for."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: moved(one) for name, one in value.items()}
+            return value.to(device, non_blocking=True) if hasattr(value, "to") else value
+
+        return type(self)(*(moved(value) for value in vars(self).values()))
+
+
 @dataclass(frozen=True)
-class Sample:
+class Sample(OnDevice):
     """One sample with its features: token_ids_T int64, loss_mask_T bool, features [T, H] each."""
 
     id: SampleId
@@ -51,17 +64,9 @@ class Sample:
     loss_mask_T: Tensor
     features: Mapping[str, Tensor]
 
-    def to(self, device: torch.device | str) -> Sample:
-        return dataclasses.replace(
-            self,
-            token_ids_T=self.token_ids_T.to(device, non_blocking=True),
-            loss_mask_T=self.loss_mask_T.to(device, non_blocking=True),
-            features={n: v.to(device, non_blocking=True) for n, v in self.features.items()},
-        )
-
 
 @dataclass(frozen=True)
-class DraftBatch:
+class DraftBatch(OnDevice):
     """A collated batch: right-padded rows; masks are true where a token counts."""
 
     ids: tuple[SampleId, ...]
@@ -69,18 +74,6 @@ class DraftBatch:
     loss_mask_BT: Tensor
     attention_mask_BT: Tensor
     features: Mapping[str, Tensor]
-
-    def to(self, device: torch.device | str) -> DraftBatch:
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        return dataclasses.replace(
-            self,
-            token_ids_BT=moved(self.token_ids_BT),
-            loss_mask_BT=moved(self.loss_mask_BT),
-            attention_mask_BT=moved(self.attention_mask_BT),
-            features={name: moved(value) for name, value in self.features.items()},
-        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +140,6 @@ class Drafter(Protocol):
 
     def allocate(self, batch: int, max_len: int) -> Any:
         """Return a state with KV for `batch` rows of up to `max_len` positions."""
-        ...
 
     def prefill(
         self,
@@ -161,13 +153,11 @@ class Drafter(Protocol):
 
         `next_B` is the token that the target generated first; the next proposal goes on from it.
         """
-        ...
 
     def propose(
         self, state: Any, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return tokens_BK and, when sampling, the probabilities_BKV they were drawn from."""
-        ...
 
     def accept(
         self, state: Any, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
@@ -178,8 +168,6 @@ class Drafter(Protocol):
         target's own token) are new; `features` are the target's for the K+1 positions it read
         (the last token of the round before, then the drafts), of which counts_B are valid.
         """
-        ...
 
     def select(self, state: Any, rows_B: Tensor) -> Any:
         """Return a state that keeps only these rows, in this order."""
-        ...

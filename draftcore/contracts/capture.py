@@ -86,7 +86,8 @@ class Capture(Protocol):
     """An open capture backend. A short row raises; it is never returned.
 
     Raises UsageError where it cannot work at all, which ends the process that captures; BadRows for
-    rows that it cannot capture, which are left out; any other error is tried again.
+    rows that it cannot capture, which are left out; any other error is tried again: a DraftcoreError
+    in this process, all else in one begun anew.
     """
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
@@ -94,7 +95,6 @@ class Capture(Protocol):
 
         The device need not be waited for: whoever uses the features checks that they are finite.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -105,10 +105,8 @@ class StoringCapture(Capture, Protocol):
 
     def reaches(self, store: FeatureStore) -> bool:
         """Say whether that process can open this store."""
-        ...
 
     def deliver(
         self, batch: CaptureBatch, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
     ) -> tuple[SampleRef, ...]:
         """Capture a batch and put it, as `put_many` does, with `text` and the provenance `origin`."""
-        ...

@@ -62,11 +62,9 @@ class Service(Protocol):
 
     def answer(self, request: Json) -> Json:
         """Answer a request, which names its `producer`; waits as long as the request says."""
-        ...
 
     def lost(self, producer: str) -> None:
         """Hear that a producer's connection ended: what it had claimed is handed out again."""
-        ...
 
 
 class Client(Protocol):
@@ -78,7 +76,6 @@ class Client(Protocol):
         Connects anew where a connection breaks. Raises ChannelAway where the trainer does not answer
         for as long as the channel is patient.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -88,15 +85,12 @@ class Channel(Protocol):
 
     def serve(self, service: Service) -> str:
         """Answer requests from now on, in threads of its own; returns the address for `connect`."""
-        ...
 
     def connect(self, find: Callable[[], str]) -> Client:
         """Reach the queue. `find` returns the address of now, '' while there is none."""
-        ...
 
     def close(self) -> None:
         """Serve no more; what is being answered is cut off."""
-        ...
 
 
 class ChannelAway(DraftcoreError):  # noqa: N818  a state that producers wait out

@@ -9,6 +9,7 @@ implementations type-checked subclass `Specs` and register an instance.
 Hooks grow by new keyword arguments with defaults; an argument or hook that goes away warns first.
 """
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -54,12 +55,10 @@ class Specs:
     @hookspec
     def describe(self) -> Sequence[Offer]:
         """List what the plugin offers, at most one algorithm. Without it: wrappers and observers."""
-        raise AssertionError
 
     @hookspec
     def commands(self) -> Sequence[click.Command]:
         """Add verbs to the command line."""
-        raise AssertionError
 
     # ------------------------------------------------------------ infrastructure
 
@@ -68,12 +67,10 @@ class Specs:
         self, name: str, target: TargetSpec, request: FeatureRequest, options: Any
     ) -> Capture:
         """Open the capture backend `name`. First result."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def feature_store(self, name: str, uri: str, options: Any) -> FeatureStore:
         """Open the store at `uri`, whose scheme is `name`. First result."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def channel(self, name: str, uri: str, secret: bytes, options: Any) -> Channel:
@@ -81,39 +78,32 @@ class Specs:
 
         `secret` is what both ends of a run know, and nobody else.
         """
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def runner(self, name: str, context: RunnerContext, options: Any) -> Runner:
         """Open the runner `name`, which runs target or draft in one phase. First result."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def graph_backend(self, name: str, options: Any) -> GraphBackend:
         """Open the graph mechanism `name`. First result."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def graph_plugin(self, name: str, options: Any) -> GraphPlugin:
         """Open the cross-cutting graph feature `name`. First result."""
-        raise AssertionError
 
     # ------------------------------------------------------------ an algorithm, in training
 
     @hookspec(firstresult=True)
     def feature_request(self, target: TargetSpec, options: Any) -> FeatureRequest:
         """Say which target features training needs. Called before the target's weights are read."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def build_draft(self, target: TargetSpec, data: DataSummary, options: Any) -> Draft:
         """Build the draft in fp32 on the CPU, initialised; the same seed gives the same bits."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def collate(self, samples: Sequence[Sample], options: Any) -> DraftBatch:
         """Make a batch of samples, on the device where they lie; padding must not change the loss."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
@@ -122,14 +112,12 @@ class Specs:
         An all-masked batch gives numerator 0, never nan. The trainer divides once, over the
         accumulation window and all ranks.
         """
-        raise AssertionError
 
     # ------------------------------------------------------------ an algorithm, being served
 
     @hookspec(firstresult=True)
     def disagg_row(self, shape: DraftShape) -> Sequence[RowField]:
         """Say what a prefill server must send beside the last token. Without it: nothing."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def build_disagg_draft_input(
@@ -141,29 +129,24 @@ class Specs:
         empty batch returns an empty, well-typed input. `future_map` is for reading: the core
         publishes and stashes, once the answer has been checked.
         """
-        raise AssertionError
 
     # ------------------------------------------------------------ an algorithm, after training
 
     @hookspec(firstresult=True)
     def drafter(self, draft: Draft, target: TargetModel, options: Any) -> Drafter:
         """Return the reference decoder that `draftcore eval` decodes with."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def export_draft(self, draft: Draft, folder: Path, layout: str) -> None:
         """Write the draft into an empty folder in the serving layout `layout`."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def import_draft(self, folder: Path, target: TargetSpec, options: Any) -> Draft:
         """Read a draft from a serving layout, our own exports or published ones."""
-        raise AssertionError
 
     @hookspec(firstresult=True)
     def read_export(self, folder: Path, server: str) -> ServedDraft:
         """Read an export by the conventions of `server`, sharing no code with `export_draft`."""
-        raise AssertionError
 
     # ------------------------------------------------------------ observers
 

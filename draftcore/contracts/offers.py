@@ -24,6 +24,10 @@ class Offer:
     capabilities: frozenset[str] = frozenset()
     options: str = ""
 
+    def __str__(self) -> str:
+        has = f" [{', '.join(sorted(self.capabilities))}]" if self.capabilities else ""
+        return f"{self.kind} {self.name}{has}"
+
 
 class Bound(Protocol):
     """An offer that a run has chosen and can call. `hook` holds every hook (`contracts.hooks.Specs`)."""
@@ -38,4 +42,3 @@ class Bound(Protocol):
     def capabilities(self) -> frozenset[str]: ...
     def options(self, data: Mapping[str, Any]) -> Any:
         """Validate options by the offer's model; None for an offer without. Raises UsageError."""
-        ...

@@ -9,13 +9,12 @@ backend never imports a phase, a runner no mechanism. Without a plugin both phas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from draftcore.contracts.algorithm import Drafter
@@ -23,35 +22,33 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 
 PhaseName = Literal["prefill", "decode"]
+Prompts: TypeAlias = Sequence[Sequence[int]]
 
 # ---------------------------------------------------------------- runners
 
 
 class Rows(Protocol):
-    """Rows that are being decoded, one round at a time; `last_B` is the token each goes on from."""
+    """Rows that are being decoded, one round at a time; `last_B` is the token each goes on from.
+
+    `span` bounds the positions that a round or step reads, as in `TargetModel.forward`.
+    """
 
     last_B: Tensor
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
-        ...
 
     def propose(self) -> None:
         """Draft the tokens of a round."""
-        ...
 
     def verify(self, span: int) -> tuple[Tensor, Tensor]:
         """Read the drafts with the target; return tokens_BT and counts_B.
 
         The first counts_B tokens of a row are new: accepted drafts, then one of the target's own.
-
-        `span` bounds the positions that the round reads, as in `TargetModel.forward`.
         """
-        ...
 
     def plain(self, span: int) -> None:
         """Take a step without a draft, to be timed. The rows are of no other use afterwards."""
-        ...
 
 
 class DecodeRunner(Protocol):
@@ -62,18 +59,9 @@ class DecodeRunner(Protocol):
 
     def reserve(self, rows: int, max_len: int) -> None:
         """Expect batches of at most so many rows and positions."""
-        ...
 
-    def start(
-        self,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        max_len: int,
-        temperature: float,
-        generator: torch.Generator,
-    ) -> Rows:
-        """Read right-padded prompts and choose the first token of each."""
-        ...
+    def start(self, prompts: Prompts, max_len: int, temperature: float, seed: int) -> Rows:
+        """Read prompts and choose the first token of each."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +88,18 @@ class Runner(Protocol):
 
     def check(self, target: TargetSpec) -> None:
         """Raise UsageError for what cannot work with this target, before its weights are read."""
-        ...
 
-    def plan(self, target: TargetSpec) -> Iterator[tuple[str, str, str]]:
+    def plan(self, target: TargetSpec) -> Iterable[tuple[str, str, str]]:
         """Yield key, value and who decided it, for `--plan`."""
-        ...
 
     def prefill(self, model: TargetModel) -> PrefillRunner:
         """Return what runs the target for capture: one per model, for all captures of the run."""
-        ...
 
     def decode(self, model: TargetModel, drafter: Drafter, module: nn.Module) -> DecodeRunner:
         """Return what decodes with this draft, whose weights are those of `module`."""
-        ...
 
-    def report(self) -> Iterator[str]:
+    def report(self) -> Iterable[str]:
         """Yield a line for each thing that people should know of what was run, once it was."""
-        ...
 
 
 # ---------------------------------------------------------------- graphs
@@ -195,7 +178,6 @@ class Work(Protocol):
         beginning is the last row of the one that it `ends`, its rest the first row of the one
         that it `begins`, which is called second. The runner's dist says how a row is divided.
         """
-        ...
 
 
 class GraphPlugin(ABC):

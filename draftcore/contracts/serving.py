@@ -130,8 +130,6 @@ class Host:
 
     @classmethod
     def of(cls, target: TargetSpec, device: torch.device | str = "cpu") -> Host:
-        import torch  # 1.6 s: only who reads exports needs it here
-
         text = target.text_config
         rope = dict(getattr(text, "rope_parameters", None) or {})
         return cls(
@@ -140,8 +138,8 @@ class Host:
             int(text.hidden_size),
             dict(rope.get("full_attention") or rope),
             target.tokenizer,
-            target.embedding().to(device, torch.float32),
-            target.head().to(device, torch.float32),
+            target.embedding().to(device).float(),
+            target.head().to(device).float(),
         )
 
 
@@ -178,25 +176,21 @@ class ServedDraft(Protocol):
 
     def captured(self, host: Host) -> tuple[int, ...]:
         """The layers whose outputs the server would feed, in order. Raises UnservableError."""
-        ...
 
     def most(self) -> int | None:
         """How many tokens a round can draft; None where any number."""
-        ...
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
         """Logits [K + 1, V] of the proposals 0..K, those before K being these drafts.
 
         Tokens that the draft cannot propose have -inf. Raises UnservableError.
         """
-        ...
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterable[Suspect]:
         """What may be wrong where this draft is not the trained one, most frequent first.
 
         `trained` is `Draft.config` of that one.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,22 @@
 """The target model as plugins see it: a description to train against, a model to run.
 
-`draftcore.target` implements both through transformers. Shape letters: B batch, T tokens, H hidden,
-V vocabulary.
+`draftcore.target` implements both through transformers. Shape letters: B batch, T tokens, S cache
+slots, H hidden, D head width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from draftcore.contracts.capture import FeatureRequest
+
+# By layer its keys and its values, [B, S, heads, D]: a token's slot is its position in its row.
+TargetCache: TypeAlias = "list[list[Tensor]]"
 
 
 class PrefillRunner(Protocol):
@@ -24,12 +26,12 @@ class PrefillRunner(Protocol):
         self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
     ) -> dict[str, Tensor]:
         """Run right-padded rows once; return [B, T, H] per feature, in the request's dtype."""
-        ...
 
 
 class TargetSpec(Protocol):
-    """A target's config, tokenizer and tensors, read when first needed.
+    """A target's config, tokenizer and tensors; all but the config is read when first needed.
 
+    `text_config` is the language model's part of `config`, the same for a text-only model.
     `prefill_with` makes what runs the model for capture; a run sets it, by its `runner.prefill`.
     """
 
@@ -38,63 +40,40 @@ class TargetSpec(Protocol):
     device: str
     dtype: torch.dtype
     config: Any
+    text_config: Any
+    num_layers: int
+    vocab_size: int
     prefill_with: Callable[[TargetModel], PrefillRunner]
 
     @property
-    def text_config(self) -> Any:
-        """The language model's part of the config; the config itself for a text-only model."""
-        ...
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
     def tokenizer(self) -> Any: ...
     @property
-    def model(self) -> TargetModel:
-        """The running target, loaded once and shared by capture and decoding."""
-        ...
-
-    @property
     def fingerprint(self) -> str:
-        """A digest that tells the weights of this target from another's."""
-        ...
+        """A digest that tells this target from another."""
 
     @property
     def weight_bytes(self) -> int:
         """The size of the stored weights."""
-        ...
+
+    @property
+    def model(self) -> TargetModel:
+        """The running target, loaded once and shared by capture and decoding."""
 
     def require_layers(self, request: FeatureRequest) -> None:
         """Raise UsageError where a request names a layer that the target does not have."""
-        ...
 
     def embedding(self) -> Tensor:
         """Return the token embedding, [V, H], in the stored dtype."""
-        ...
 
     def head(self) -> Tensor:
         """Return the LM head, [V, H]; the embedding where the two are tied."""
-        ...
 
 
-class TargetState(Protocol):
-    """KV slots of a batch: a token's slot is its position in its row."""
-
-    def tensors(self) -> list[Tensor]:
-        """Return all keys and values there are, each with the batch as its first dimension."""
-        ...
-
-    def narrow(self, rows: int) -> TargetState:
-        """Return the first rows only, in the same memory; needs a state that was written to."""
-        ...
-
-
-class TargetModel(Protocol):
+class TargetModel(PrefillRunner, Protocol):
     """The running target, frozen: features for capture, cached forwards for decoding.
 
-    `model` is the whole transformers model; `decoder` its stack of layers with the final norm.
+    `model` is the whole transformers model; `decoder` its stack of `layers` with the final norm.
+    Generation stops at the `end_tokens`.
     """
 
     spec: TargetSpec
@@ -102,63 +81,40 @@ class TargetModel(Protocol):
     dtype: torch.dtype
     model: Any
     decoder: nn.Module
-    head: nn.Module
     layers: nn.ModuleList
+    end_tokens: frozenset[int]
 
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """The token ids at which the target's generation stops."""
-        ...
-
-    def features(
-        self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
-    ) -> dict[str, Tensor]:
-        """Run right-padded rows once, without a cache; return [B, T, H] per requested name."""
-        ...
+    def run(self, request: FeatureRequest, **inputs: Any) -> dict[str, Tensor]:
+        """Run `decoder` on its inputs; return the outputs of the requested layers, and `last_hidden`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head to last hidden states [..., H]; returns [..., V]."""
-        ...
 
-    def allocate(self, batch: int, max_len: int) -> TargetState:
+    def allocate(self, batch: int, max_len: int) -> TargetCache:
         """Return an empty cache for `batch` rows of up to `max_len` tokens."""
-        ...
 
     def forward(
         self,
-        state: Any,
+        cache: TargetCache,
         tokens_BT: Tensor,
-        positions_BT: Tensor,
+        starts_B: Tensor,
         span: int,
         request: FeatureRequest,
     ) -> dict[str, Tensor]:
-        """Read tokens at their positions, keeping their keys and values; return features [B, T, H].
+        """Read tokens from a position of each row on, keeping keys and values; return as `run` does.
 
-        `state` came from `allocate`. `span` bounds the positions (exclusive), known on the host, so
-        attention covers only the slots in use. Row b's query at position p sees its slots 0..p.
+        `span` bounds the positions (exclusive), known on the host, so attention covers only the
+        slots in use. A row's query at position p sees its slots 0..p.
         """
-        ...
-
-    def select(self, state: Any, rows_B: Tensor) -> TargetState:
-        """Keep only these rows, in this order."""
-        ...
-
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Continue prompts greedily by transformers' own `generate`, cut after the first end token."""
-        ...
-
-    def top2_gap(self, tokens: Sequence[int]) -> float:
-        """Return the gap between the two best next-token logits after `tokens`, in a wider type."""
-        ...
-
-    def check(self, request: FeatureRequest, prompt: Sequence[int]) -> None:
-        """Raise unless last hidden x head gives the model's own log-probabilities on a prompt."""
-        ...
-
-    def tapped(self, request: FeatureRequest) -> AbstractContextManager[dict[str, Tensor]]:
-        """Collect the outputs of the requested layers during one forward of `decoder`."""
-        ...
 
     def masks(self, positions_BT: Tensor, span: int) -> Any:
         """Return additive masks [B, 1, T, S]: slots up to the query's position, within its window."""
-        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """Continue prompts greedily by transformers' own `generate`, cut after the first end token."""
+
+    def top2_gap(self, tokens: Sequence[int]) -> float:
+        """Return the gap between the two best next-token logits after `tokens`, in a wider type."""
+
+    def check(self) -> None:
+        """Raise unless last hidden x head gives the model's own log-probabilities on some tokens."""

@@ -11,28 +11,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from draftcore.errors import UsageError, nearest
+from draftcore.errors import DraftcoreError, UsageError, nearest
 
 Message = Mapping[str, Any]
 
 LIST_KEYS = ("messages", "conversations")
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
-HASH_BLOCK = 1 << 22
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+ROLES |= {"developer": "system", "human": "user", "gpt": "assistant", "observation": "tool"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +35,7 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
-@dataclass(frozen=True)
-class BadRow:
+class BadRow(NamedTuple):
     """A row that cannot be used. `reason` is the same text for all rows of one kind."""
 
     where: str
@@ -53,165 +43,120 @@ class BadRow:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}" + (f": {self.detail}" if self.detail else "")
+        return ": ".join(filter(None, self))
+
+
+class RowError(DraftcoreError):
+    """Raised with the `reason` and `detail` of a `BadRow` by what does not know where the row stands."""
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, self.args))
 
 
 def read_conversations(source: str, limit: int | None = None) -> Iterator[Conversation | BadRow]:
-    """Stream a source's rows, at most `limit` of them.
-
-    `source` is a file of JSON lines, a parquet file, a folder saved by `datasets` or holding
-    parquet files, or `hf:org/name?split=train&config=...&revision=...`. Raises `UsageError` at the
-    call, before the first row, when the source cannot be opened.
-    """
-    return conversations(open_source(source), limit)
-
-
-def conversations(source: Source, limit: int | None = None) -> Iterator[Conversation | BadRow]:
-    """Stream an open source's rows; a generator over `source.rows()`."""
-    for where, row in itertools.islice(source.rows(), limit):
-        yield row if isinstance(row, BadRow) else parse_row(where, row)
+    """Stream a source's rows, at most `limit` of them; for sources and errors see `open_source`."""
+    return open_source(source).rows(limit)
 
 
 # ---------------------------------------------------------------- sources
 
 
-class Source(Protocol):
-    """Rows with where they stand, and a key that changes when they do."""
+@dataclass(frozen=True)
+class Source:
+    """The rows of JSON lines or of a table, and a key that changes when they do."""
 
-    def rows(self) -> Iterator[tuple[str, Any]]: ...
-    def key(self) -> str: ...
+    name: str
+    files: Sequence[Path]  # that hold the rows, where they are local
+    table: Any = None  # as `datasets` reads it; None for JSON lines
+
+    def rows(self, limit: int | None = None) -> Iterator[Conversation | BadRow]:
+        """Yield rows, at most `limit`, each with its line from 1, or its place in a table from 0."""
+        for number, row in itertools.islice(self._numbered(), limit):
+            where = f"{self.name}:{number}"
+            try:
+                yield parse_row(where, row)
+            except RowError as error:
+                yield BadRow(where, *error.args)
+
+    def _numbered(self) -> Iterator[tuple[int, Any]]:
+        if self.table is not None:
+            yield from enumerate(self.table)
+            return
+        with self.files[0].open("rb") as file:
+            yield from ((at, line) for at, line in enumerate(file, start=1) if line.strip())
+
+    def key(self) -> str:
+        if not self.files:
+            return str(self.table._fingerprint)
+        digest = hashlib.blake2b(digest_size=16)
+        for path in self.files:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+        return digest.hexdigest()
 
 
 def open_source(source: str) -> Source:
-    """Find out what `source` names; see `read_conversations` for the forms and errors."""
+    """Find out what `source` names, and open it.
+
+    It is a file of JSON lines, a parquet file, a folder saved by `datasets` or holding parquet
+    files, or `hf:org/name?split=train&config=...&revision=...`. Raises `UsageError` for one that
+    cannot be opened, before its first row.
+    """
     name, _, query = source.removeprefix("hf:").partition("?")
-    path = Path(name).expanduser()
-    options = _query_options(source, query)
-    if source.startswith("hf:") and not path.exists():
-        return _hub_table(name, options)
-    if path.is_dir():
-        return _folder_table(path, options)
-    if not path.is_file():
-        raise UsageError(
-            f"no such data: {source}{_sibling(path)}\n"
-            "  give a file of JSON lines, a dataset folder, or hf:org/name?split=train"
-        )
-    if path.suffix == ".parquet":
-        return _parquet_table(path, [path], options)
-    if options:
-        raise UsageError(
-            f"{source}: a file of JSON lines has no split or config\n  leave out ?{query}"
-        )
-    return JsonLines(path)
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    """One JSON object per line; empty lines are passed over but counted as lines."""
-
-    path: Path
-
-    def __post_init__(self) -> None:
-        with self.path.open("rb") as file:
+    path, options = Path(name).expanduser(), dict(parse_qsl(query))
+    lines = path.is_file() and path.suffix != ".parquet"
+    known = () if lines else ("split", "config", "revision")
+    for option in options:
+        if option not in known:
+            raise UsageError(
+                f"{source}: unknown option {option!r}{nearest(option, known)}\n"
+                f"  options: {', '.join(known) or 'none, for a file of JSON lines'}"
+            )
+    if lines:
+        with path.open("rb") as file:
             if file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
                 raise UsageError(
-                    f"{self.path} is one JSON array, not JSON lines\n"
-                    f"  convert it: jq -c '.[]' {self.path} > {self.path.with_suffix('.jsonl')}"
+                    f"{path} is one JSON array, not JSON lines\n"
+                    f"  convert it: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
                 )
-
-    def rows(self) -> Iterator[tuple[str, Any]]:
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"{self.path.name}:{number}"
-                    yield where, _parse_line(where, line)
-
-    def key(self) -> str:
-        return _hash_files([self.path])
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of a Hugging Face dataset, counted from 0 as `datasets` does."""
-
-    name: str
-    table: Any
-    fingerprint: str
-
-    def rows(self) -> Iterator[tuple[str, Any]]:
-        columns = self.table.column_names  # unknown (None) for some streamed files
-        table = self.table
-        if columns is not None:
-            if not set(columns) & set(LIST_KEYS):
-                raise UsageError(
-                    f"{self.name} has no column of conversations\n"
-                    f"  columns: {', '.join(columns)}\n"
-                    f"  one of them has to be called {' or '.join(LIST_KEYS)}"
-                )
-            table = table.select_columns([c for c in columns if c in (*LIST_KEYS, "tools")])
-        for number, row in enumerate(table):
-            yield f"{self.name}:{number}", row
-
-    def key(self) -> str:
-        return self.fingerprint
-
-
-def _hub_table(name: str, options: Mapping[str, str]) -> Table:
-    datasets = _import_datasets(f"hf:{name}")
-    split = options.get("split", "train")
-    try:
-        table = datasets.load_dataset(
-            name, options.get("config"), split=split, revision=options.get("revision")
-        )
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UsageError(
-            f"cannot load the dataset hf:{name}, split {split}\n"
-            f"  {type(error).__name__}: {error}\n"
-            "  check the name, ?split= and &config=; a private one needs `hf auth login`"
-        ) from error
-    return Table(f"{name}[{split}]", table, table._fingerprint)
-
-
-def _folder_table(path: Path, options: Mapping[str, str]) -> Table:
-    """A folder written by `save_to_disk`, or one with parquet files in it."""
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        table = _import_datasets(str(path)).load_from_disk(str(path))
-        if isinstance(table, dict):  # DatasetDict: splits by name
-            split = options.get("split", "train")
-            if split not in table:
-                raise UsageError(
-                    f"{path} has no split {split!r}{nearest(split, table)}\n"
-                    f"  splits: {', '.join(table)}\n"
-                    f"  choose one: {path}?split={next(iter(table))}"
-                )
-            table = table[split]
-        return Table(path.name, table, table._fingerprint)
-    files = sorted(path.rglob("*.parquet"))
-    if files:
-        return _parquet_table(path, files, options)
-    lines = ", ".join(sorted(p.name for p in path.glob("*.jsonl")))
+        return Source(path.name, [path])
+    if path.exists():
+        files = _table_files(path, options.get("split"))
+        # Streamed: loading them would first copy them into a cache.
+        given = {"data_files": list(map(str, files)), "split": "train", "streaming": True}
+        return _table(source, path.name, files, {"path": files[0].suffix[1:], **given})
+    if source.startswith("hf:"):
+        given = {"path": name, "name": options.pop("config", None), "split": "train", **options}
+        return _table(source, f"{name}[{given['split']}]", [], given)
+    near = nearest(path.name, [file.name for file in path.parent.glob("*")])
     raise UsageError(
-        f"{path} is a folder, but no dataset: not saved by `datasets`, and no parquet files in it\n"
-        + (f"  name one of its files instead: {lines}" if lines else "  name a file of JSON lines")
+        f"no such data: {source}{near}\n"
+        "  give a file of JSON lines, a dataset folder, or hf:org/name?split=train"
     )
 
 
-def _parquet_table(path: Path, files: list[Path], options: Mapping[str, str]) -> Table:
-    """Parquet files are streamed: loading them would first copy them into a cache."""
-    datasets = _import_datasets(str(path))
-    split = options.get("split")
-    if split is not None:
-        # Files are named by split: train-00000-of-00002.parquet, or train/0000.parquet.
-        files = [f for f in files if f.name.startswith(split) or f.parent.name == split]
-    if not files:
-        raise UsageError(f"{path} has no parquet file of split {split!r}\n  leave out ?split=")
-    table = datasets.load_dataset(
-        "parquet", data_files=[str(f) for f in files], split="train", streaming=True
-    )
-    return Table(path.name, table, _hash_files(files))
+def _table_files(path: Path, split: str | None) -> list[Path]:
+    """Return the files of a table, or those of its split: train-00000.parquet, train/data-0.arrow."""
+    # What `datasets` saves is called data-*.arrow or dataset.arrow; cache-*.arrow is something else.
+    found = itertools.chain(path.rglob("*.parquet"), path.rglob("data*.arrow"))
+    files = [path] if path.is_file() else sorted(found)
+    if (path / "state.json").is_file():
+        return files  # one saved table, which has no splits
+    if (path / "dataset_dict.json").is_file():
+        split = split or "train"
+    chosen = [f for f in files if not split or f.parent.name == split or f.name.startswith(split)]
+    if not chosen:
+        known = {file.parent.name for file in files} | {file.name.split("-")[0] for file in files}
+        what = (
+            f"split {split!r}{nearest(split, known)}" if split else "dataset or parquet file in it"
+        )
+        there = ", ".join(file.name for file in (*files, *sorted(path.glob("*.jsonl"))))
+        raise UsageError(f"{path} has no {what}\n  name one of its files instead: {there}")
+    return chosen
 
 
-def _import_datasets(source: str) -> Any:
+def _table(source: str, name: str, files: Sequence[Path], options: Mapping[str, Any]) -> Source:
+    """Open what `datasets.load_dataset` reads, and take from it what a conversation needs."""
     try:
         import datasets  # an extra, and a second to import: needed for these sources only
     except ImportError as error:
@@ -219,115 +164,77 @@ def _import_datasets(source: str) -> Any:
             f"reading {source} needs the library `datasets`, which is not installed\n"
             "  pip install 'draftcore[datasets]'"
         ) from error
-    return datasets
-
-
-def _query_options(source: str, query: str) -> dict[str, str]:
-    options = dict(parse_qsl(query))
-    known = ("split", "config", "revision")
-    for name in options:
-        if name not in known:
-            raise UsageError(
-                f"{source}: unknown option {name!r}{nearest(name, known)}\n"
-                f"  options: {', '.join(known)}"
-            )
-    return options
-
-
-def _sibling(path: Path) -> str:
-    """A did-you-mean among the files beside `path`."""
-    folder = path.parent
-    return nearest(path.name, (p.name for p in folder.iterdir())) if folder.is_dir() else ""
-
-
-def _hash_files(paths: Iterable[Path]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for path in paths:
-        digest.update(path.stat().st_size.to_bytes(8, "little"))
-        with path.open("rb") as file:
-            while block := file.read(HASH_BLOCK):
-                digest.update(block)
-    return digest.hexdigest()
+    try:
+        table = datasets.load_dataset(**options)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UsageError(
+            f"cannot load the dataset {source}, split {options['split']}\n"
+            f"  {type(error).__name__}: {error}\n"
+            "  check the name, ?split= and &config=; a private one needs `hf auth login`"
+        ) from error
+    columns = table.column_names
+    if not set(columns) & set(LIST_KEYS):
+        raise UsageError(
+            f"{name} has no column of conversations\n  columns: {', '.join(columns)}\n"
+            f"  one of them has to be called {' or '.join(LIST_KEYS)}"
+        )
+    wanted = [column for column in columns if column in (*LIST_KEYS, "tools")]
+    return Source(name, files, table.select_columns(wanted))
 
 
 # ---------------------------------------------------------------- rows
 
 
-class _UnusableError(Exception):
-    def __init__(self, reason: str, detail: str = "") -> None:
-        self.reason, self.detail = reason, detail
+def parse_row(where: str, row: Any) -> Conversation:
+    """Check a row, which may be a line of JSON, and bring it into the shape {role, content}.
+
+    Raises RowError.
+    """
+    if isinstance(row, bytes):
+        row = _parse_json(row, "not valid JSON")
+    _require(isinstance(row, Mapping), "the row is not an object", type(row).__name__)
+    key = next((key for key in LIST_KEYS if row.get(key) is not None), "")
+    _require(key, f"no {' or '.join(LIST_KEYS)}", "keys " + ", ".join(map(repr, row)))
+    given = row[key]
+    _require(isinstance(given, list), f"{key} is not a list", type(given).__name__)
+    _require(given, "the conversation is empty")
+    messages = tuple(_message(f"message {at}", one) for at, one in enumerate(given, start=1))
+    roles = [message["role"] for message in messages]
+    _require("assistant" in roles, "no assistant turn", f"roles {', '.join(roles)}")
+    tools = row.get("tools") or []
+    if isinstance(tools, str):  # as columnar files keep them
+        tools = _parse_json(tools, "tools is not valid JSON") or []
+    listed = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+    _require(listed, "tools is not a list of objects")
+    return Conversation(where, messages, tuple(tools))
 
 
-def parse_row(where: str, row: Any) -> Conversation | BadRow:
-    """Check one row and bring it into the shape {role, content}."""
-    try:
-        messages = tuple(_message(i, m) for i, m in enumerate(_message_list(row), start=1))
-        if not any(m["role"] == "assistant" for m in messages):
-            raise _UnusableError(
-                "no assistant turn", "roles " + ", ".join(m["role"] for m in messages)
-            )
-        return Conversation(where, messages, _tools(row.get("tools")))
-    except _UnusableError as error:
-        return BadRow(where, error.reason, error.detail)
-
-
-def _parse_line(where: str, line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return BadRow(where, "not UTF-8", f"byte {error.start}")
-    except json.JSONDecodeError as error:
-        return BadRow(where, "not valid JSON", f"{error.msg}, column {error.colno}")
-    except RecursionError:
-        return BadRow(where, "not valid JSON", "nested too deeply")
-
-
-def _message_list(row: Any) -> list[Any]:
-    if not isinstance(row, Mapping):
-        raise _UnusableError("the row is not an object", type(row).__name__)
-    key = next((k for k in LIST_KEYS if row.get(k) is not None), None)
-    if key is None:
-        raise _UnusableError(f"no {' or '.join(LIST_KEYS)}", "keys " + ", ".join(map(repr, row)))
-    messages = row[key]
-    if not isinstance(messages, list):
-        raise _UnusableError(f"{key} is not a list", type(messages).__name__)
-    if not messages:
-        raise _UnusableError("the conversation is empty")
-    return messages
-
-
-def _message(number: int, message: Any) -> Message:
-    if not isinstance(message, Mapping):
-        raise _UnusableError(
-            "a message is not an object", f"message {number}: {type(message).__name__}"
-        )
-    fields = {k: v for k, v in message.items() if v is not None}
+def _message(name: str, message: Any) -> Message:
+    kind = type(message).__name__
+    _require(isinstance(message, Mapping), "a message is not an object", f"{name}: {kind}")
+    fields = {key: value for key, value in message.items() if value is not None}
     role = fields.pop("role", fields.pop("from", None))
     content = fields.pop("content", fields.pop("value", None))
-    if role is None:
-        raise _UnusableError("a message has no role", f"message {number}")
-    if not isinstance(role, str) or role not in ROLES:
-        hint = nearest(role, ROLES) if isinstance(role, str) else ""
-        raise _UnusableError("unknown role", f"message {number}: {role!r}{hint}")
+    _require(role is not None, "a message has no role", name)
+    if str(role) not in ROLES:
+        raise RowError("unknown role", f"{name}: {role!r}{nearest(str(role), ROLES)}")
     if content is None and fields.get("tool_calls"):
         content = ""  # an assistant that only calls tools has null content in OpenAI's shape
-    if content is None:
-        raise _UnusableError("a message has no content", f"message {number} ({role})")
-    if not isinstance(content, str):
-        kind = type(content).__name__
-        raise _UnusableError("content is not text", f"message {number} ({role}): {kind}")
-    return {"role": ROLES[role], "content": content, **fields}
+    name, kind = f"{name} ({role})", type(content).__name__
+    _require(content is not None, "a message has no content", name)
+    _require(isinstance(content, str), "content is not text", f"{name}: {kind}")
+    return {"role": ROLES[str(role)], "content": content, **fields}
 
 
-def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
-    """Tool definitions of a row; columnar files keep them as a JSON string."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise _UnusableError("tools is not valid JSON", error.msg) from error
-    if not tools:
-        return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise _UnusableError("tools is not a list of objects")
-    return tuple(tools)
+def _parse_json(text: str | bytes, reason: str) -> Any:
+    try:
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except json.JSONDecodeError as error:
+        raise RowError(reason, f"{error.msg}, column {error.colno}") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise RowError(reason, str(error)) from None
+
+
+def _require(met: object, reason: str, detail: str = "") -> None:
+    if not met:
+        raise RowError(reason, detail)

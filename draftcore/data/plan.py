@@ -27,8 +27,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from draftcore.errors import UsageError
-
 VERSION = 2
 CUT_WINDOW = 512  # batches whose rows are sorted by length together
 STEP_WINDOW = 64  # steps whose batches are sorted by padded tokens together
@@ -67,11 +65,6 @@ class Plan:
         epochs: int = 1,
         max_steps: int | None = None,
     ) -> None:
-        if not feature_ids:
-            raise UsageError(
-                "nothing to train on: the dataset has no samples left\n"
-                "  check the data path and the filters on length and loss tokens"
-            )
         self.feature_ids, self.lengths = tuple(feature_ids), np.asarray(lengths, dtype=np.int64)
         self.batch, self.accumulate, self.seed = batch, accumulate, seed
         rows = ["draftcore-plan", VERSION, self.feature_ids, self.lengths.tolist(), batch]
@@ -120,31 +113,30 @@ class Plan:
         return sum(sizes[-count:])
 
     def _cut_rows(self) -> tuple[tuple[int, ...], ...]:
-        bits = np.random.PCG64(int(self.cut[:16], 16))
-        shuffled, span = _permutation(bits, len(self.lengths)), CUT_WINDOW * self.batch
-        cut: list[tuple[int, ...]] = []
-        for start in range(0, len(shuffled), span):
-            rows = np.sort(shuffled[start : start + span])
-            rows = rows[np.argsort(self.lengths[rows], kind="stable")]
-            cut += [
-                tuple(rows[at : at + self.batch].tolist()) for at in range(0, len(rows), self.batch)
-            ]
-        return tuple(cut)
+        count = len(self.lengths)
+        shuffled = _permutation(np.random.PCG64(int(self.cut[:16], 16)), count)
+        by = self.lengths * count + np.arange(count)  # rows of one length: in their own order
+        return tuple(tuple(rows.tolist()) for rows in _parts(shuffled, by, self.batch, CUT_WINDOW))
 
     def _order_epoch(self, epoch: int) -> list[NDArray[np.int64]]:
         """Return the batches of each step of an epoch; depends on (seed, epoch) only."""
-        bits, span = np.random.PCG64([self.seed, epoch]), STEP_WINDOW * self.accumulate
+        bits = np.random.PCG64([self.seed, epoch])
         shuffled = _permutation(bits, len(self.batches))
-        steps: list[NDArray[np.int64]] = []
-        for start in range(0, len(shuffled), span):
-            window = shuffled[start : start + span]
-            window = window[np.argsort(self._tokens[window], kind="stable")]
-            steps += [
-                window[at : at + self.accumulate] for at in range(0, len(window), self.accumulate)
-            ]
-        short = [step for step in steps if len(step) < self.accumulate]  # stays last in the epoch
-        whole = [step for step in steps if len(step) == self.accumulate]
-        return [whole[at] for at in _permutation(bits, len(whole))] + short
+        steps = _parts(shuffled, self._tokens, self.accumulate, STEP_WINDOW)
+        whole = len(self.batches) // self.accumulate  # a shorter step stays last in the epoch
+        return [steps[at] for at in _permutation(bits, whole)] + steps[whole:]
+
+
+def _parts(
+    shuffled: NDArray[np.int64], by: NDArray[np.int64], size: int, window: int
+) -> list[NDArray[np.int64]]:
+    """Sort within windows of so many parts, and cut into parts of this size."""
+    parts: list[NDArray[np.int64]] = []
+    for start in range(0, len(shuffled), window * size):
+        some = shuffled[start : start + window * size]
+        some = some[np.argsort(by[some], kind="stable")]
+        parts += [some[at : at + size] for at in range(0, len(some), size)]
+    return parts
 
 
 def _permutation(bits: np.random.PCG64, size: int) -> NDArray[np.int64]:

@@ -20,11 +20,23 @@ from draftcore.files import write_atomic
 
 @dataclass
 class Decoded:
-    """One prompt's continuation; `accepted` holds the accepted drafts of each round."""
+    """A prompt's continuation, with the accepted drafts of each round, and those that could count."""
 
-    tokens: list[int] = field(default_factory=list)
+    prompt: Sequence[int]
+    tokens: list[int]
     accepted: list[int] = field(default_factory=list)
-    room: list[int] = field(default_factory=list)  # drafts of the round that could still count
+    room: list[int] = field(default_factory=list)
+
+    def cut(self, at: int, token: int) -> None:
+        """Put a token in the place of those from position `at` on, the end of a round."""
+        self.tokens[at:] = [token]
+        kept = 1
+        for rounds, accepted in enumerate(self.accepted):
+            if kept + accepted + 1 > at:
+                self.accepted[rounds] = max(0, at - kept)
+                del self.accepted[rounds + 1 :], self.room[rounds + 1 :]
+                return
+            kept += accepted + 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,10 @@ class Tie:
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of one evaluation; times are seconds per round of the whole batch."""
+    """Figures of one evaluation; times are seconds per round of the whole batch.
+
+    `lossless` is None where no output was compared with the target's own.
+    """
 
     prompts: int
     tokens: int
@@ -52,21 +67,10 @@ class Report:
     draft_seconds: float
     verify_seconds: float
     plain_seconds: float
-    break_even_length: float
 
     @classmethod
-    def of(
-        cls,
-        decoded: Sequence[Decoded],
-        *,
-        ties: Sequence[Tie],
-        checked: bool,
-        draft_seconds: float,
-        verify_seconds: float,
-        plain_seconds: float,
-        num_drafts: int,
-    ) -> Report:
-        """Count. `checked` says that every output was compared with the target's own.
+    def of(cls, decoded: Sequence[Decoded], num_drafts: int, **others: Any) -> Report:
+        """Count what was decoded; `others` are the fields that are not counted.
 
         A prompt whose first token ended it has no round. The interval of the length is a
         bootstrap over prompts (2.5th and 97.5th percentile, 1,000 draws, fixed seed).
@@ -89,17 +93,17 @@ class Report:
             acceptance_length=float(_ratio(tokens.sum(), rounds.sum())),
             acceptance_length_95=_interval(_ratio(tokens[draws].sum(1), rounds[draws].sum(1))),
             acceptance_by_position=tuple(by_position.tolist()),
-            acceptance_by_position_95=tuple(_interval(spread[:, k]) for k in range(num_drafts)),
-            lossless=True if checked else None,
-            ties=tuple(ties),
-            draft_seconds=draft_seconds,
-            verify_seconds=verify_seconds,
-            plain_seconds=plain_seconds,
-            break_even_length=(draft_seconds + verify_seconds) / plain_seconds,
+            acceptance_by_position_95=tuple(_interval(spread[:, k]) for k in ks),
+            **others,
         )
 
+    @property
+    def break_even_length(self) -> float:
+        """The acceptance length above which decoding with the draft is faster than without."""
+        return (self.draft_seconds + self.verify_seconds) / self.plain_seconds
+
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "break_even_length": self.break_even_length}
 
     def write(self, folder: Path) -> None:
         """Write report.json and acceptance.png."""
@@ -109,19 +113,19 @@ class Report:
     def lines(self) -> list[tuple[str, str]]:
         """The rows of the table that people read."""
         low, high = self.acceptance_length_95
-        lossless = {True: "yes", None: "not checked (sampling)"}.get(self.lossless, "no")
+        length = f"{self.acceptance_length:.2f}   (95 %: {low:.2f} to {high:.2f})"
+        lossless = "yes" if self.lossless else "not checked (sampling)"
         if self.ties:
             lossless += f", {len(self.ties)} ties resolved"
+        times = (self.draft_seconds, self.verify_seconds, self.plain_seconds)
         return [
-            ("acceptance length", f"{self.acceptance_length:.2f}   (95 %: {low:.2f} to {high:.2f})"),
+            ("acceptance length", length),
             ("break-even length", f"{self.break_even_length:.2f}"),
             ("by position", "  ".join(f"{rate:.2f}" for rate in self.acceptance_by_position)),
             ("lossless", lossless),
             ("prompts", f"{self.prompts} ({self.tokens} tokens in {self.rounds} rounds)"),
-            ("draft / verify / plain step", " / ".join(
-                f"{1e3 * s:.1f}" for s in (self.draft_seconds, self.verify_seconds, self.plain_seconds)
-            ) + " ms"),
-        ]  # fmt: skip
+            ("draft / verify / plain step", " / ".join(f"{1e3 * t:.1f}" for t in times) + " ms"),
+        ]
 
     def plot(self, file: Path) -> None:
         """Draw acceptance by position with its intervals."""
@@ -129,21 +133,16 @@ class Report:
 
         positions = np.arange(1, self.num_drafts + 1)
         rates = np.array(self.acceptance_by_position)
-        bounds = np.array(self.acceptance_by_position_95).T
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        errors = np.abs(np.array(self.acceptance_by_position_95).T - rates)
+        figure = Figure(layout="constrained")
         axes = figure.add_subplot()
-        axes.bar(positions, rates, color="#3b6ea5", width=0.7)
-        errors = np.clip(np.abs(bounds - rates), 0, None)
-        axes.errorbar(positions, rates, yerr=errors, fmt="none", ecolor="#222222", capsize=3, lw=1)
-        for position, rate, high in zip(positions, rates, bounds[1], strict=True):
-            axes.text(float(position), high + 0.02, f"{rate:.2f}", ha="center", fontsize=9)
+        bars = axes.bar(positions, rates, yerr=errors, capsize=3)
+        axes.bar_label(bars, fmt="%.2f")
         axes.set(xlabel="drafted position", ylabel="accepted up to here", ylim=(0, 1))
         axes.set_title(
             f"acceptance length {self.acceptance_length:.2f} "
             f"(break-even {self.break_even_length:.2f}, {self.prompts} prompts)"
         )
-        axes.spines[["top", "right"]].set_visible(False)
-        file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=144)
 
 

@@ -1,10 +1,10 @@
 """The loader: yields a rank's batches in the plan's order, on the device that trains.
 
 Features come from one of three sources: `Captured` here, by this rank's own target; `Stored` in a
-store, where what it lacks is captured here and put; `Queued`, by producers elsewhere. A source that
-captures here works in the thread that trains; on CUDA it launches one batch ahead, on a stream of its
-own, whose kernels fill what a step leaves of the device. The others work ahead in a thread that
-reads, checks and copies to the device; `ahead` batches lie ready at most.
+store that holds them all; `Queued`, by producers elsewhere. What captures here works in the thread that
+trains; on CUDA it launches one batch ahead, on a stream of its own, whose kernels fill what a step
+leaves of the device. The others work ahead in a thread that reads, checks and copies to the device;
+`ahead` batches lie ready at most.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -25,28 +24,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Sample, SampleId
-from draftcore.contracts.capture import (
-    BadRows,
-    Capture,
-    CaptureBatch,
-    CapturedBatch,
-    StoringCapture,
-)
+from draftcore.contracts.capture import BadRows, Capture, CaptureBatch, CapturedBatch
 from draftcore.contracts.channel import RunEnded, Task
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreError
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.samples import Samples
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore.features.producer import (
-    AWAY,
-    SHORT,
-    TEXT,
-    held_refs,
-    put_captured,
-    require_finite,
-    require_whole,
-)
+from draftcore.features.producer import AWAY, SHORT, TEXT, batch_of, require_finite, require_whole
 from draftcore.features.queue import Queue, RemoteQueue
 from draftcore.tensors import largest_magnitude
 
@@ -122,11 +107,10 @@ class Loader:
         if self.thread is not None:
             self.room.release()
             self.thread.join()
-            with suppress(Empty):
-                while True:
-                    found = self.ready.get_nowait()
-                    if isinstance(found, Loaded):
-                        found.close()
+            while not self.ready.empty():
+                found = self.ready.get()
+                if isinstance(found, Loaded):
+                    found.close()
         self.source.close()
 
     def _read_here(self) -> Loaded | None:
@@ -223,7 +207,14 @@ class Captured:
                 if launched.captured is None:
                     return Loaded(planned, [])
                 self._finish(launched, launched.captured)
-                return Loaded(planned, self._samples(planned, launched.captured))
+                batch, features = launched.batch, launched.captured.features
+                loaded = Loaded(planned, [])
+                for at, row in enumerate(batch.rows):
+                    token_ids = torch.as_tensor(batch.token_ids[at], dtype=torch.long)
+                    mask = torch.from_numpy(self.samples.loss_mask(row))
+                    use = SampleId(batch.ids[at], planned.epoch)
+                    loaded.samples.append(Sample(use, token_ids, mask, features[at]))
+                return loaded
             except BadRows as error:
                 self.skipped.add({rows[at]: why for at, why in error.reasons.items()})
                 launched = None
@@ -264,144 +255,31 @@ class Captured:
                 value.record_stream(current)
         return None
 
-    def _samples(
-        self,
-        planned: PlannedBatch,
-        captured: CapturedBatch,
-    ) -> list[Sample]:
-        batch = captured.batch
-        return [
-            Sample(
-                SampleId(one, planned.epoch),
-                torch.as_tensor(ids, dtype=torch.long),
-                torch.from_numpy(self.samples.loss_mask(row)),
-                own,
-            )
-            for one, row, ids, own in zip(
-                batch.ids, batch.rows, batch.token_ids, captured.features, strict=True
-            )
-        ]
-
     def close(self) -> None:
         self.capture.close()
 
 
 class Stored:
-    """Batches that a store holds; what it lacks is captured here, and put by a thread meanwhile.
+    """Batches that a store holds, row by row, whoever cut them."""
 
-    A store that is complete is read row by row, whoever cut its batches. `open_capture` is called at
-    the first batch that is not there.
-    """
+    captures = False
 
     def __init__(
-        self,
-        store: FeatureStore,
-        samples: Samples,
-        plan: Plan,
-        skipped: Skipped,
-        *,
-        names: Sequence[str],
-        provenance: str,
-        complete: bool,
-        keeps: bool,
-        open_capture: Callable[[], Capture],
+        self, store: FeatureStore, plan: Plan, skipped: Skipped, names: Sequence[str]
     ) -> None:
-        self.store, self.samples, self.plan, self.skipped = store, samples, plan, skipped
-        self.names, self.provenance = (*names, *TEXT), provenance
-        self.captures, self.keeps, self.open_capture = not complete, keeps, open_capture
-        self.here: Captured | None = None
-        self.writer = ThreadPoolExecutor(1, "store")
-        self.written: Future[Any] | None = None
+        self.store, self.plan, self.skipped, self.names = store, plan, skipped, (*names, *TEXT)
 
     def read(self, planned: PlannedBatch, stop: Callable[[], bool]) -> Loaded | None:
-        ids = self.plan.feature_ids
-        while True:
-            batch = batch_of(planned, self.samples, ids, self.skipped, tokens=False)
-            self._finish_put()
-            held = self._held(batch)
-            if held is not None:
-                try:
-                    return self._open(planned, held)
-                except StoreAway:
-                    raise
-                except StoreError:
-                    if not self.captures:
-                        raise
-                    for one in batch.ids:  # torn or altered: as if it was not there
-                        self.store.abort(one)
-            loaded = self._capture(planned, batch, stop)
-            if loaded is not None:
-                return loaded
-
-    def _held(self, batch: CaptureBatch) -> tuple[SampleRef, ...] | None:
-        if self.captures:
-            return held_refs(self.store, batch.ids, self.provenance)
-        held = self.store.lookup(batch.ids)
-        for row, one in zip(batch.rows, batch.ids, strict=True):
-            if one not in held:
-                self.samples.tokens(row)  # raises where only the store has the sample
-                raise DraftcoreError(
-                    f"sample {one} is missing from the store {self.store.uri}, whose capture was "
-                    "complete\n  run `draftcore capture` again, or copy the store again"
-                )
-        return tuple(held[one] for one in batch.ids)
-
-    def _open(self, planned: PlannedBatch, refs: Sequence[SampleRef]) -> Loaded:
-        loaded = open_refs(planned, refs, self.store, self.names)
-        if not self.keeps:
-            loaded.handles.callback(lambda: self.store.free(refs))
-        return loaded
-
-    def _capture(
-        self, planned: PlannedBatch, batch: CaptureBatch, stop: Callable[[], bool]
-    ) -> Loaded | None:
-        """Capture a batch and begin to put it; None where it is read from the store, that has it."""
-        if self.here is None:
-            self.here = Captured(self.open_capture(), self.samples, self.plan, self.skipped)
-        capture = self.here.capture
-        if isinstance(capture, StoringCapture) and capture.reaches(self.store):
-            text = [
-                {
-                    "token_ids": torch.from_numpy(self.samples.tokens(row)),
-                    "loss_mask": torch.from_numpy(self.samples.loss_mask(row)),
-                }
-                for row in batch.rows
-            ]
-            tokens = tuple(self.samples.tokens(row).tolist() for row in batch.rows)
-            whole = CaptureBatch(batch.index, batch.rows, batch.ids, tokens)
-            try:
-                capture.deliver(whole, text, self.provenance, self.store)
-            except BadRows as error:
-                self.skipped.add({batch.rows[at]: why for at, why in error.reasons.items()})
-            return None
-        loaded = self.here.read(planned, stop)
-        if loaded is not None and loaded.samples and self.keeps:
-            self.written = self.writer.submit(self._put, loaded)
-        return loaded
-
-    def _put(self, loaded: Loaded) -> None:
-        rows = loaded.samples
-        batch = CaptureBatch(
-            loaded.planned.index,
-            loaded.planned.rows,
-            tuple(one.id.feature_id for one in rows),
-            tuple(one.token_ids_T.tolist() for one in rows),
-        )
-        text = [{"token_ids": one.token_ids_T, "loss_mask": one.loss_mask_T} for one in rows]
-        captured = CapturedBatch(batch, tuple(one.features for one in rows))
-        put_captured(captured, text, self.store, self.provenance)
-
-    def _finish_put(self) -> None:
-        written, self.written = self.written, None
-        if written is not None:
-            written.result()
+        ids = [self.plan.feature_ids[row] for row in planned.rows if row not in self.skipped]
+        held = self.store.lookup(ids)
+        if lacking := [one for one in ids if one not in held]:
+            raise DraftcoreError(
+                f"sample {lacking[0]} is missing from the store {self.store.uri}, which held it\n"
+                "  run `draftcore capture` again, or copy the store again"
+            )
+        return open_refs(planned, [held[one] for one in ids], self.store, self.names)
 
     def close(self) -> None:
-        with suppress(DraftcoreError):
-            self._finish_put()
-        self.writer.shutdown()
-        if self.here is not None:
-            self.here.close()
         self.store.close()
 
 
@@ -473,22 +351,6 @@ def open_refs(
 # ---------------------------------------------------------------- batches and tasks
 
 
-def batch_of(
-    planned: PlannedBatch,
-    samples: Samples,
-    ids: Sequence[str],
-    skipped: Mapping[int, str],
-    *,
-    tokens: bool = True,
-) -> CaptureBatch:
-    """Return a planned batch without skipped rows, with its rows' token ids unless `tokens` is false."""
-    rows = tuple(row for row in planned.rows if row not in skipped)
-    token_ids: tuple[Sequence[int], ...] = ()
-    if tokens:
-        token_ids = tuple(samples.tokens(row).tolist() for row in rows)
-    return CaptureBatch(planned.index, rows, tuple(ids[row] for row in rows), token_ids)
-
-
 def tasks_of(
     uses: Iterator[PlannedBatch], samples: Samples, plan: Plan, token_bytes: int
 ) -> Iterator[Task]:
@@ -502,25 +364,28 @@ def tasks_of(
 
 def misfit(
     task: Task, refs: Sequence[SampleRef], names: Sequence[str], form: tuple[int, str], origin: str
-) -> str:
-    """Say what is wrong with refs from elsewhere; '' for ones that fit. `form` is width and dtype."""
+) -> DraftcoreError | None:
+    """Say what is wrong with refs from elsewhere, by row where rows are to blame.
+
+    `form` is the features' width and dtype.
+    """
     if tuple(ref.feature_id for ref in refs) != task.batch.ids:
-        return f"refs of other samples than those of batch {task.batch.index} were published"
-    for ref, ids in zip(refs, task.batch.token_ids, strict=True):
-        if ref.provenance != origin:
-            return f"sample {ref.feature_id} was captured as {ref.provenance}, not {origin}"
+        return DraftcoreError(
+            f"refs of other samples than those of batch {task.batch.index} were published"
+        )
+    reasons = {}
+    for at, (ref, ids) in enumerate(zip(refs, task.batch.token_ids, strict=True)):
         specs = {spec.name: spec for spec in ref.tensors}
-        if lacking := sorted({*names, *TEXT} - specs.keys()):
-            return f"sample {ref.feature_id} lacks {', '.join(lacking)}"
-        if short := [name for name, spec in specs.items() if spec.shape[:1] != (len(ids),)]:
-            return (
-                f"sample {ref.feature_id} has not {len(ids)} rows of {', '.join(short)}\n  {SHORT}"
-            )
-        wanted = (len(ids), form[0]), form[1]
-        for name in names:
-            if (specs[name].shape, specs[name].dtype) != wanted:
-                return (
-                    f"sample {ref.feature_id} has {name} of shape {list(specs[name].shape)} and "
-                    f"{specs[name].dtype}, not of {list(wanted[0])} and {wanted[1]}"
-                )
-    return ""
+        forms = {(specs[name].shape[1:], specs[name].dtype) for name in names if name in specs}
+        if ref.provenance != origin:
+            why = f"was captured as {ref.provenance}, not {origin}"
+        elif lacking := sorted({*names, *TEXT} - specs.keys()):
+            why = f"lacks {', '.join(lacking)}"
+        elif short := [name for name, spec in specs.items() if spec.shape[:1] != (len(ids),)]:
+            why = f"has not {len(ids)} rows of {', '.join(short)}\n  {SHORT}"
+        elif forms != {((form[0],), form[1])}:
+            why = f"has features of (width, dtype) {sorted(forms)}, not {form}"
+        else:
+            continue
+        reasons[at] = f"sample {ref.feature_id} {why}"
+    return BadRows(reasons) if reasons else None

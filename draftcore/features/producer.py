@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -23,8 +23,11 @@ from draftcore.contracts.capture import (
     CapturedBatch,
     StoringCapture,
 )
-from draftcore.contracts.channel import RunEnded, Task
+from draftcore.contracts.channel import Json, RunEnded, Task
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreError, StoreItem
+from draftcore.data.plan import PlannedBatch
+from draftcore.data.samples import Samples
+from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features.queue import TTL, RemoteQueue
 from draftcore.tensors import all_finite
@@ -38,19 +41,26 @@ TEXT = ("token_ids", "loss_mask")  # stored beside the features, so that a store
 
 def produce(
     queue: RemoteQueue,
-    capture: Capture,
-    provenance: str,
+    prepare: Callable[[Json], tuple[Capture, str]],
     open_store: Callable[[str], FeatureStore],
     stop: Callable[[], bool],
     patience: float,
-) -> str:
-    """Capture until the run ends or `stop` says so; returns a line about it.
+) -> tuple[str, str]:
+    """Capture until the run ends or `stop` says so; returns `finished` or `interrupted`, and a line.
 
+    `prepare` opens the capture by what the queue is about, and says the provenance of its features.
     Raises UsageError where the capture cannot work at all: the trainer is told, and goes on with others.
     """
-    captured, store, ending = 0, None, threading.Event()
-    threading.Thread(target=_beat, args=[queue, ending], name="heartbeat", daemon=True).start()
+    captured, store, capture, ending = 0, None, None, threading.Event()
+
+    def beat() -> None:
+        while not ending.wait(TTL / 4):
+            with suppress(DraftcoreError):
+                queue.heartbeat()
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
     try:
+        capture, provenance = prepare(queue.about())
         while not stop():
             try:
                 tasks, uri = queue.claim(1, WAIT)
@@ -72,17 +82,47 @@ def produce(
                     raise found  # memory or a device may do better in a process begun anew
                 captured += len(found) if taken and isinstance(found, Sequence) else 0
         queue.leave()
-        return f"interrupted; {captured} samples captured here"
+        return "interrupted", f"interrupted; {captured} samples captured here"
     except RunEnded as ended:
-        return f"{ended}; {captured} samples captured here"
+        return ended.state, f"{ended}; {captured} samples captured here"
     except Exception as error:
         with suppress(DraftcoreError):
             queue.leave(str(error) or repr(error))
         raise
     finally:
         ending.set()
-        if store is not None:
-            store.close()
+        for opened in (store, capture):
+            if opened is not None:
+                opened.close()
+
+
+def fill(
+    batches: Iterable[PlannedBatch],
+    capture: Capture,
+    store: FeatureStore,
+    provenance: str,
+    samples: Samples,
+    skipped: Skipped,
+) -> Iterator[None]:
+    """Capture batches into a store, one at each turn of the iterator. Bad rows are skipped."""
+    for planned in batches:
+        while (batch := batch_of(planned, samples, samples.feature_ids, skipped)).rows:
+            masks = [samples.loss_mask(row).tolist() for row in batch.rows]
+            try:
+                put_batch(batch, masks, capture, store, provenance)
+                break
+            except BadRows as error:
+                skipped.add({batch.rows[at]: why for at, why in error.reasons.items()})
+        yield
+
+
+def batch_of(
+    planned: PlannedBatch, samples: Samples, ids: Sequence[str], skipped: Container[int]
+) -> CaptureBatch:
+    """Return a planned batch without skipped rows."""
+    rows = tuple(row for row in planned.rows if row not in skipped)
+    token_ids = tuple(samples.tokens(row).tolist() for row in rows)
+    return CaptureBatch(planned.index, rows, tuple(ids[row] for row in rows), token_ids)
 
 
 def put_batch(
@@ -92,34 +132,21 @@ def put_batch(
     store: FeatureStore,
     provenance: str,
 ) -> tuple[SampleRef, ...]:
-    """Capture a batch and put it. Raises BadRows for features that are not finite."""
-    text = [
-        {
-            "token_ids": torch.as_tensor(ids, dtype=torch.long),
-            "loss_mask": torch.as_tensor(mask, dtype=torch.bool),
-        }
-        for ids, mask in zip(batch.token_ids, loss_masks, strict=True)
-    ]
+    """Capture a batch and put it, each row with its token ids and loss mask.
+
+    Raises BadRows for features that are not finite.
+    """
+    text: list[dict[str, Tensor]] = []
+    for ids, mask in zip(batch.token_ids, loss_masks, strict=True):
+        token_ids, loss_mask = torch.as_tensor(ids, dtype=torch.long), torch.as_tensor(mask)
+        text.append({"token_ids": token_ids, "loss_mask": loss_mask.to(torch.bool)})
     if isinstance(capture, StoringCapture) and capture.reaches(store):
         return capture.deliver(batch, text, provenance, store)
     (captured,) = capture.features([batch])
     require_finite(captured)
-    return put_captured(captured, text, store, provenance)
-
-
-def put_captured(
-    captured: CapturedBatch,
-    text: Sequence[dict[str, Tensor]],
-    store: FeatureStore,
-    provenance: str,
-) -> tuple[SampleRef, ...]:
-    """Put features that were captured, each row with its token ids and loss mask."""
-    rows = zip(captured.batch.ids, captured.features, text, strict=True)
+    rows = zip(batch.ids, captured.features, text, strict=True)
     return store.put_many(
-        [
-            StoreItem(one, {**features, **own}, len(own["token_ids"]), provenance)
-            for one, features, own in rows
-        ]
+        [StoreItem(one, {**own, **t}, len(t["token_ids"]), provenance) for one, own, t in rows]
     )
 
 
@@ -211,9 +238,3 @@ def patiently(attempt: Callable[[], T], patience: float) -> T:
             if time.monotonic() - began > patience:
                 raise
             time.sleep(AWAY)
-
-
-def _beat(queue: RemoteQueue, ending: threading.Event) -> None:
-    while not ending.wait(TTL / 4):
-        with suppress(DraftcoreError):
-            queue.heartbeat()

@@ -17,13 +17,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from draftcore.contracts.capture import BadRows
 from draftcore.contracts.channel import Client, Json, RunEnded, Task
 from draftcore.contracts.store import SampleRef, StoreAway, StoreFull
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
+from draftcore.uris import format_size
 
 logger = logging.getLogger(__name__)
 TTL = 30.0  # seconds of silence after which a producer loses its claims
@@ -56,13 +57,18 @@ class Status:
     captured: int
     nbytes: int
 
+    def __str__(self) -> str:
+        return (
+            f"producers {self.producers}, captured {self.captured}, held {format_size(self.nbytes)}"
+        )
+
 
 class Queue:
     """The queue of one run, on rank 0; every method may be called from any thread.
 
     `ahead` is how many batches from the oldest that is still in use on may be claimed, `limit` the
     store's bytes, None where nothing limits them. `free` lets go of refs. `misfit` says what is wrong
-    with a ref, '' for one that fits.
+    with refs, None for ones that fit.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class Queue:
         limit: int | None,
         skipped: Skipped,
         free: Callable[[Sequence[SampleRef]], None],
-        misfit: Callable[[Task, Sequence[SampleRef]], str],
+        misfit: Callable[[Task, Sequence[SampleRef]], DraftcoreError | None],
         ttl: float = TTL,
     ) -> None:
         self.about, self.ahead, self.limit, self.ttl = about, ahead, limit, ttl
@@ -199,7 +205,7 @@ class Queue:
                 self._failed(entry, found)
             elif wrong := self.misfit(entry.task, found):
                 self._free(found)
-                self._failed(entry, DraftcoreError(wrong))
+                self._failed(entry, wrong, again=True)
             else:
                 entry.refs, entry.refused = tuple(found), False
                 self.captured += len(found)
@@ -214,21 +220,18 @@ class Queue:
     def leave(self, producer: str, error: str = "") -> None:
         """Let a producer go; its claims are handed out again. `error` says why it cannot work."""
         with self.changed:
-            known = self.seen.pop(producer, None) is not None
+            self.seen.pop(producer, None)
             self._lose(producer)
             if error:
                 logger.warning("a producer is out: %s", error)
                 if not self.seen:
                     self.deserted = (time.monotonic(), error)
-            elif known:
-                logger.info("producer %s is gone", producer)
             self.changed.notify_all()
 
     # ------------------------------------------------------------ inside, with the lock held
 
     def _wait(self, deadline: float) -> bool:
-        left = deadline - time.monotonic()
-        if left > 0:
+        if (left := deadline - time.monotonic()) > 0:
             self.changed.wait(min(left, self.ttl / 4))
         return left > 0
 
@@ -259,12 +262,14 @@ class Queue:
             self.upcoming = next(self.tasks, None)
         reserved = sum(one.task.nbytes for one in self.entries.values() if one.reserved)
         refused = False
+        # Two uses of a batch, in two epochs, are not captured at once: they may share what is put.
+        at_work = {one.task.batch.index for one in self.entries.values() if one.producer}
         for _, entry in sorted(self.entries.items()):
             held_up = entry.waits or (refused and not entry.lost)  # what is lost may take up bytes
             refused = refused or entry.refused
             if len(found) == count:
                 break
-            if entry.producer or entry.refs is not None or held_up:
+            if entry.refs is not None or held_up or entry.task.batch.index in at_work:
                 continue
             if not entry.reserved:
                 first, reserved = not reserved, reserved + entry.task.nbytes
@@ -273,6 +278,7 @@ class Queue:
             entry.reserved, entry.producer = True, producer
             entry.alone = entry.refused and self._is_alone(entry)
             entry.task = replace(entry.task, claim=uuid.uuid4().hex)
+            at_work.add(entry.task.batch.index)
             found.append(entry.task)
         return found
 
@@ -280,19 +286,22 @@ class Queue:
         kept = [at for at, row in enumerate(task.batch.rows) if row not in self.skipped]
         return task if len(kept) == len(task.batch.rows) else _only(task, kept)
 
-    def _failed(self, entry: Entry, error: Exception) -> None:
-        """Do what an attempt that failed asks for: make room, leave rows out, or try again."""
+    def _failed(self, entry: Entry, error: Exception, *, again: bool = False) -> None:
+        """Do what an attempt that failed asks for: make room, leave rows out, or try again.
+
+        With `again`, bad rows may be good ones at another attempt.
+        """
         rows = entry.task.batch.rows
         if isinstance(error, StoreFull):
             return self._make_room(entry, error)
-        if isinstance(error, BadRows):
-            reasons = {rows[at]: why for at, why in error.reasons.items() if 0 <= at < len(rows)}
-        if not isinstance(error, BadRows) or not reasons:
+        bad = error.reasons.items() if isinstance(error, BadRows) else ()
+        reasons = {rows[at]: why for at, why in bad if 0 <= at < len(rows)}
+        if again or not reasons:
             entry.attempts += 1
             logger.warning("batch %d was not captured: %s", entry.task.batch.index, error)
             if entry.attempts < ATTEMPTS:
                 return None
-            reasons = dict.fromkeys(rows, str(error))
+            reasons = reasons or dict.fromkeys(rows, str(error))
         try:
             self.skipped.add(reasons)
         except DraftcoreError as failure:
@@ -375,7 +384,7 @@ class QueueService:
 
     def answer(self, request: Json) -> Json:
         try:
-            return self._answer(request)
+            return {"answer": self._answer(request)}
         except RunEnded as ended:
             return {"ended": ended.state}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -386,28 +395,27 @@ class QueueService:
     def lost(self, producer: str) -> None:
         self.queue.leave(producer)
 
-    def _answer(self, request: Json) -> Json:
+    def _answer(self, request: Json) -> Any:
         queue, producer, wait = self.queue, str(request["producer"]), float(request.get("wait", 0))
         match request["call"]:
             case "about":
-                return {"about": queue.about}
+                return queue.about
             case "claim":
                 tasks = queue.claim(producer, int(request["count"]), wait)
-                return {"tasks": [task.to_json() for task in tasks], "store": queue.about["store"]}
+                return [task.to_json() for task in tasks], queue.about["store"]
             case "publish":
-                return {"taken": queue.publish(request["claim"], _outcome(request))}
+                return queue.publish(request["claim"], _outcome(request))
             case "heartbeat":
-                queue.heartbeat(producer)
+                return queue.heartbeat(producer)
             case "leave":
-                queue.leave(producer, str(request["error"]))
+                return queue.leave(producer, str(request["error"]))
             case "receive":
                 refs = queue.receive(int(request["position"]), wait, request.get("released", ()))
-                return {"refs": None if refs is None else [ref.to_json() for ref in refs]}
+                return None if refs is None else [ref.to_json() for ref in refs]
             case "reject":
-                queue.reject(int(request["position"]), str(request["reason"]))
+                return queue.reject(int(request["position"]), str(request["reason"]))
             case other:
                 raise ValueError(other)
-        return {}
 
 
 class RemoteQueue:
@@ -416,33 +424,30 @@ class RemoteQueue:
     def __init__(self, client: Client) -> None:
         self.client, self.producer = client, uuid.uuid4().hex
 
-    def call(self, call: str, **data: Any) -> Json:
+    def call(self, call: str, **data: Any) -> Any:
         """Raises RunEnded once the run is over, DraftcoreError with the trainer's error."""
         reply = self.client.call({"call": call, "producer": self.producer, **data})
         if "ended" in reply:
             raise RunEnded(f"the run has {reply['ended']}", str(reply["ended"]))
         if "error" in reply:
             raise DraftcoreError(str(reply["error"]))
-        return reply
+        return reply["answer"]
 
     def about(self) -> Json:
-        about: Json = self.call("about")["about"]
-        return about
+        return cast(Json, self.call("about"))
 
     def claim(self, count: int, wait: float) -> tuple[list[Task], str]:
         """Return claimed tasks, and the URI of the store that their features go to."""
-        reply = self.call("claim", count=count, wait=wait)
-        return [Task.from_json(one) for one in reply["tasks"]], str(reply["store"])
+        tasks, store = self.call("claim", count=count, wait=wait)
+        return [Task.from_json(one) for one in tasks], str(store)
 
     def publish(self, claim: str, found: Sequence[SampleRef] | Exception) -> bool:
         if not isinstance(found, Exception):
-            return bool(
-                self.call("publish", claim=claim, refs=[r.to_json() for r in found])["taken"]
-            )
+            return bool(self.call("publish", claim=claim, refs=[ref.to_json() for ref in found]))
         failed: Json = {"text": str(found) or repr(found), "full": isinstance(found, StoreFull)}
         if isinstance(found, BadRows):
-            failed["rows"] = [[at, why] for at, why in found.reasons.items()]
-        return bool(self.call("publish", claim=claim, failed=failed)["taken"])
+            failed["rows"] = list(found.reasons.items())
+        return bool(self.call("publish", claim=claim, failed=failed))
 
     def heartbeat(self) -> None:
         self.call("heartbeat")
@@ -453,8 +458,7 @@ class RemoteQueue:
     def receive(
         self, position: int, wait: float, released: Sequence[int] = ()
     ) -> tuple[SampleRef, ...] | None:
-        asked = self.call("receive", position=position, wait=wait, released=list(released))
-        refs = asked["refs"]
+        refs = self.call("receive", position=position, wait=wait, released=list(released))
         return None if refs is None else tuple(map(SampleRef.from_json, refs))
 
     def reject(self, position: int, reason: str) -> None:

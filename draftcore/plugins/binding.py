@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import pluggy
-
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import UsageError
 from draftcore.options import validate
-from draftcore.plugins.registry import HOOKS, Plugin, Registry, owners, register
+from draftcore.plugins.dists import Plugin
+from draftcore.plugins.registry import HOOKS, Registry, owners, register
 
 
 @dataclass(frozen=True)
@@ -26,11 +25,7 @@ class Binding:
 
     plugin: Plugin
     offer: Offer
-    manager: pluggy.PluginManager
-
-    @property
-    def hook(self) -> Specs:
-        return cast(Specs, self.manager.hook)
+    hook: Specs
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -60,7 +55,7 @@ def bind(registry: Registry, kind: Kind, name: str, extras: Sequence[str] = ()) 
                 f"the hook {hook.name!r} has several owners: {' and '.join(rivals)}\n"
                 "  leave one, or make the others wrappers: @hookimpl(wrapper=True)"
             )
-    return Binding(owner, offer, manager)
+    return Binding(owner, offer, cast(Specs, manager.hook))
 
 
 def observers(registry: Registry, extras: Sequence[str] = ()) -> Specs:

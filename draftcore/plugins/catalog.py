@@ -8,17 +8,12 @@ from pathlib import Path
 from draftcore.errors import closest
 
 
-def ours(kind: str, capability: str = "") -> dict[str, str]:
-    """Return our dist of each name of a kind (or `verb`), or of those with a capability."""
+def ours(kind: str) -> dict[str, str]:
+    """Return our dist of each name of a kind, or of each `verb`."""
     import tomllib  # 5 ms, for errors only
 
-    data = tomllib.loads(Path(__file__).with_name("catalog.toml").read_text())
-    return {
-        name: dist
-        for dist, kinds in data.items()
-        for name, has in kinds.get(kind, {}).items()
-        if not capability or capability in has
-    }
+    text = Path(__file__).with_name("catalog.toml").read_text()
+    return dict(tomllib.loads(text).get(kind, {}))
 
 
 def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
@@ -29,10 +24,3 @@ def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
     if near in here or near not in known:
         return hint, "choose one that is there, or install the plugin that offers it"
     return hint, f"pip install {known[near]}" + f"   # for {near!r}" * bool(hint)
-
-
-def lacking(kind: str, capability: str) -> str:
-    """Say that no plugin here offers a kind with a capability, and which of our dists do."""
-    dists = " or ".join(sorted(set(ours(kind, capability).values())))
-    remedy = f"pip install {dists}" if dists else "install a plugin that offers one"
-    return f"no {kind} with the capability {capability!r} is installed\n  {remedy}"

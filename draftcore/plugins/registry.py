@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pluggy
 from importlib_metadata import EntryPoint
@@ -24,7 +24,7 @@ from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import UsageError, nearest
 from draftcore.plugins import catalog, dists
-from draftcore.plugins.dists import BUILT_IN
+from draftcore.plugins.dists import BUILT_IN, Plugin
 
 HOOKS = tuple(name for name in vars(Specs) if not name.startswith("_"))
 NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -40,32 +40,6 @@ DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg
 SEE_HOOKS = "draftcore hooks   # every hook and its arguments"
 
 
-@dataclass(eq=False)
-class Plugin:
-    """A plugin that was found; `problem` says why it is not ready, `fix` how to repair it."""
-
-    name: str
-    dist: str
-    version: str
-    module: str
-    origin: str = ""
-    loose: bool = False
-    requires: tuple[str, ...] = field(default=(), repr=False)
-    state: Literal["found", "ready", "broken", "conflict", "incompatible"] = "ready"
-    problem: str = ""
-    fix: str = ""
-    offers: tuple[Offer, ...] = ()
-    hooks: tuple[str, ...] = ()
-    import_ms: float = 0.0
-    instance: Any = field(default=None, repr=False)
-
-    def offer(self, kind: str, name: str) -> Offer | None:
-        return next((o for o in self.offers if (o.kind, o.name) == (kind, name)), None)
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.dist.strip('()')} {self.version})"
-
-
 class Registry:
     """What `load` found, sorted by plugin name. A plugin is judged when it is first asked for."""
 
@@ -75,11 +49,8 @@ class Registry:
     def judged(self, wanted: Callable[[Plugin], bool] = lambda plugin: True) -> tuple[Plugin, ...]:
         """Judge, and return, the plugins wanted by what their metadata says; by default all."""
         chosen = tuple(plugin for plugin in self._found if wanted(plugin))
-        if new := [plugin for plugin in chosen if plugin.state == "found"]:
-            trial = register(())
-            for plugin in new:
-                with _quarantine(plugin):
-                    _judge(plugin, trial)
+        for plugin in (plugin for plugin in chosen if plugin.state == "found"):
+            _judge(plugin, self._found)
         return chosen
 
     @property
@@ -89,10 +60,6 @@ class Registry:
     @property
     def ready(self) -> tuple[Plugin, ...]:
         return tuple(plugin for plugin in self.plugins if plugin.state == "ready")
-
-    @property
-    def built_in(self) -> tuple[Plugin, ...]:
-        return self.judged(lambda plugin: plugin.dist == BUILT_IN)
 
     def find(self, kind: Kind, name: str) -> Plugin:
         """Return the one plugin that offers (kind, name). Raises UsageError unless it is ready.
@@ -105,11 +72,8 @@ class Registry:
         if len(able) == 1:
             return able[0]
         names = {name, catalog.ours(kind).get(name)}
-        bad = [
-            p
-            for p in self.plugins
-            if p.problem and (p.offer(kind, name) or names & {p.name, p.dist})
-        ]
+        bad = [p for p in self.plugins if p.problem]
+        bad = [p for p in bad if p.offer(kind, name) or names & {p.name, p.dist}]
         raise self._refusal(kind, name, able or bad, sorted(self.offered(kind)))
 
     def named(self, name: str) -> Plugin:
@@ -138,57 +102,46 @@ class Registry:
     ) -> UsageError:
         """Say why those of this name cannot be used; of none, what is here and what to install."""
         if same:
-            lines = [
-                f"  {p} is {'in ' * (p.state == 'conflict')}{p.state}"
-                + f": {p.problem}\n  {p.fix}" * bool(p.fix)
-                for p in same
-            ]
-            remedy = [] if same[0].fix else ["  uninstall all but one; a file: leave out --plugin"]
-            return UsageError("\n".join([f"cannot use the {what} {name!r}", *lines, *remedy]))
-        hint, install = catalog.advice(what, name, known)
-        bad = [f"\n  quarantined: {p}: {p.problem}" for p in self.plugins if p.problem]
-        return UsageError(
-            f"there is no {what} {name!r}{hint}\n"
-            f"  installed: {', '.join(known) or 'none'}{''.join(bad)}\n"
-            f"  {install}"
-        )
+            lines = [f"cannot use the {what} {name!r}"]
+            for plugin in same:
+                state = f"{'in ' * (plugin.state == 'conflict')}{plugin.state}"
+                why = f": {plugin.problem}\n  {plugin.fix}" if plugin.problem else ""
+                lines.append(f"  {plugin} is {state}{why}")
+            if not same[0].problem:
+                lines.append("  uninstall all but one; a file: leave out --plugin")
+        else:
+            hint, install = catalog.advice(what, name, known)
+            bad = [f"  quarantined: {p}: {p.problem}" for p in self.plugins if p.problem]
+            here = f"  installed: {', '.join(known) or 'none'}"
+            lines = [f"there is no {what} {name!r}{hint}", here, *bad, f"  {install}"]
+        return UsageError("\n".join(lines))
 
     def manifest(self, plugins: Iterable[Plugin]) -> list[dict[str, str]]:
         """Describe the plugins of a run, for its checkpoints and exports."""
         keys = ("name", "dist", "version", "origin")
         return [{key: getattr(plugin, key) for key in keys} for plugin in plugins]
 
-    def missing(self, manifest: Collection[Mapping[str, str]]) -> str:
-        """Say which plugins of a manifest are not here in any version; '' when all are."""
+    def missing(self, manifest: Sequence[Mapping[str, str]]) -> str:
+        """Say what brings back the plugins of a manifest that are here in no version, '' for none."""
         names = {entry["name"] for entry in manifest}
-        here = self.judged(lambda plugin: plugin.name in names)
-        return dists.missing(manifest, [plugin.name for plugin in here if not plugin.problem])
+        here = {p.name for p in self.judged(lambda p: p.name in names) if not p.problem}
+        lines = ["this was made with plugins that are not here:"]
+        for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in manifest):
+            if name not in here:
+                file = version.startswith("sha256:")
+                get = f"--plugin {dist}" if file else dists.install(f"{dist}=={version}")
+                lines.append(f"  {name} {version}: {get}")
+        return "\n".join(lines) if lines[1:] else ""
 
 
-def load(
-    group: str = "draftcore", files: Iterable[Path] = (), path: Sequence[str] | None = None
-) -> Registry:
+def load(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Registry:
     """Find the plugins installed on `path` (default: `sys.path`) and the one-file plugins `files`.
 
     Raises UsageError for a file that is not there, and nothing for a plugin, however bad.
     """
-    found = list(dists.entry_points(group, sys.path if path is None else path))
-    core = next((dist.version for _, dist in found if dist.name == "draftcore"), "")
-    for file in dict.fromkeys(file.resolve() for file in files):
-        found.append((EntryPoint(file.stem, file.stem, group), dists.loose(file)))
-    plugins: list[Plugin] = []
-    for entry, dist in sorted(found, key=lambda pair: (pair[0].name, pair[1].name)):
-        shown = BUILT_IN if dist.name == "draftcore" else dist.name
-        rest = (dist.version, entry.value, dist.origin, dist.loose, dist.requires)
-        plugin = Plugin(entry.name, shown, *rest, state="found")
-        with _quarantine(plugin):
-            _check_metadata(plugin, [d.name for e, d in found if e.name == entry.name], core)
-            twins = [p.name for p in plugins if p.module == entry.value and not p.problem]
-            if twins:
-                problem = f"its module is the plugin {twins[0]!r} already"
-                raise _UnusableError(problem, "keep one of the names")
-        plugins.append(plugin)
-    return Registry(plugins)
+    found = dists.installed(sys.path if path is None else path)
+    found += map(dists.loose, dict.fromkeys(file.resolve() for file in files))
+    return Registry(sorted(found, key=lambda plugin: (plugin.name, plugin.dist)))
 
 
 def register(plugins: Iterable[Plugin]) -> pluggy.PluginManager:
@@ -211,78 +164,80 @@ def _usable(plugins: Iterable[Plugin], kind: str, name: str) -> list[Plugin]:
 
 
 class _UnusableError(Exception):
-    """The first check that failed: problem, fix and, unless it is `broken`, the state."""
+    """A check that failed: the plugin's problem, fix and state."""
+
+    def __init__(self, problem: str, fix: str = SEE_HOOKS, state: str = "broken") -> None:
+        super().__init__(problem, fix, state)
 
 
-@contextlib.contextmanager
-def _quarantine(plugin: Plugin) -> Iterator[None]:
-    """Keep the first problem with a plugin, and what was learnt of it before."""
+def _judge(plugin: Plugin, found: Iterable[Plugin]) -> None:
+    """Check a plugin's metadata, import it and check its hooks and offers; keep the first problem."""
     try:
-        yield
+        _check_metadata(plugin, found)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout may be read by a program
+            _check_code(plugin)
+        plugin.state = "ready"
     except _UnusableError as error:
-        plugin.problem, plugin.fix, plugin.state = (*error.args, "broken")[:3]
+        plugin.problem, plugin.fix, plugin.state = error.args
+    except pluggy.PluginValidationError as error:
+        plugin.problem, plugin.fix, plugin.state = str(error), SEE_HOOKS, "broken"
+    except (Exception, SystemExit) as error:  # the plugin's own code may raise, or exit
+        plugin.problem, plugin.state = f"{type(error).__name__}: {error}", "broken"
+        plugin.fix = dists.remedy(error, plugin)
 
 
-def _check_metadata(plugin: Plugin, same: Sequence[str], core: str) -> None:
+def _check_metadata(plugin: Plugin, found: Iterable[Plugin]) -> None:
+    same = [other.dist for other in found if other.name == plugin.name]
+    core = next((other.version for other in found if other.dist == BUILT_IN), "")
     if len(same) > 1:
         fix = "uninstall all but one of these, or rename it if it is a file"
         raise _UnusableError(f"{' and '.join(same)} have a plugin of this name", fix, "conflict")
-    if not plugin.version:
-        fix = f"pip install --force-reinstall {dists.pip_name(plugin.dist)}"
-        raise _UnusableError(f"the metadata of {plugin.dist} cannot be read", fix)
-    for need in dists.refused(plugin.requires, "draftcore", core) if core else ():
-        problem, fix = f"requires {need}, and this is draftcore {core}", dists.install([need])
+    on_core = [need for need in plugin.requires if re.match(r"draftcore(?![\w.-])", need, re.I)]
+    unclear = [need for need in on_core if core and not _plainly_met(need, core)]
+    for need in dists.unmet(unclear, lambda _: core) if unclear else ():
+        problem, fix = f"requires {need}, and this is draftcore {core}", dists.install(need)
         raise _UnusableError(problem, fix, "incompatible")
 
 
-def _judge(plugin: Plugin, trial: pluggy.PluginManager) -> None:
-    """Import a plugin, register it on trial and check what it offers."""
+def _plainly_met(need: str, core: str) -> bool:
+    """Say that `draftcore<0.2,>=0.1` admits release 0.1.5: `packaging`, which knows all, takes 30 ms."""
+    bounds = r"draftcore<(\d+)\.(\d+),>=(\d+)\.(\d+) (\d+)\.(\d+)\.\d+"
+    found = re.fullmatch(bounds, f"{need} {core}", re.I)
+    numbers = [int(number) for number in found.groups()] if found else []
+    return bool(found) and numbers[2:4] <= numbers[4:] < numbers[:2]
+
+
+def _check_code(plugin: Plugin) -> None:
+    """Import a plugin, register it on trial and check what it implements and offers."""
     started = time.perf_counter()
-    instance = plugin.instance = _call(plugin, EntryPoint(plugin.name, plugin.module, "").load)
+    instance = plugin.instance = EntryPoint(plugin.name, plugin.module, "draftcore").load()
     plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
     if inspect.isclass(instance):
         fix = f"there: plugin = {instance.__name__}(); in the entry point: module:plugin"
         raise _UnusableError(f"{plugin.module} is a class, not a module or an instance", fix)
     if plugin.loose and instance.__file__ != plugin.dist:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
-    try:
-        _register(plugin, trial)
-        plugin.offers = _call(plugin, lambda: _describe(trial))
-        for offer in plugin.offers:
-            needed = NEEDED[offer.kind] + DISAGG * ("disagg" in offer.capabilities)
-            if lacking := [name for name in needed if not owners(getattr(trial.hook, name))]:
-                problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(lacking)}"
-                raise _UnusableError(problem + _unmarked(instance, lacking), SEE_HOOKS)
-    finally:
-        if trial.has_plugin(plugin.name):
-            trial.unregister(name=plugin.name)
-    plugin.state = "ready"
-
-
-def _call(plugin: Plugin, function: Callable[[], Any]) -> Any:
-    """Run a plugin's code, which may raise or exit; what it prints must stay out of --json."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            return function()
-    except (Exception, SystemExit) as error:
-        fix = dists.remedy(error, plugin.module, plugin.dist, plugin.requires)
-        raise _UnusableError(f"{type(error).__name__}: {error}", fix) from None
-
-
-def _register(plugin: Plugin, trial: pluggy.PluginManager) -> None:
-    """Register the plugin; pluggy checks arguments, we check what it lets pass."""
-    try:
-        trial.register(plugin.instance, plugin.name)
-    except Exception as error:  # nearly always PluginValidationError
-        raise _UnusableError(str(error), SEE_HOOKS) from None
-    hooks = trial.get_hookcallers(plugin.instance) or ()
+    manager = register([plugin])  # pluggy checks arguments, we check what it lets pass
+    hooks = manager.get_hookcallers(instance) or []
     for hook in hooks:
         if not (hook.has_spec() or all(impl.optionalhook for impl in hook.get_hookimpls())):
-            problem = f"unknown hook {hook.name!r}{nearest(hook.name, HOOKS)}"
-            raise _UnusableError(problem, SEE_HOOKS)
+            raise _UnusableError(f"unknown hook {hook.name!r}{nearest(hook.name, HOOKS)}")
     if not hooks:
-        raise _UnusableError(f"registers no hook{_unmarked(plugin.instance, HOOKS)}", SEE_HOOKS)
+        raise _UnusableError(f"registers no hook{_unmarked(instance, HOOKS)}")
     plugin.hooks = tuple(name for name in HOOKS if name in {hook.name for hook in hooks})
+    answers = manager.hook.describe()
+    offers = tuple(offer for answer in answers for offer in answer)
+    good = all(isinstance(offer, Offer) and offer.kind in NEEDED for offer in offers)
+    if not good or len(answers) < len(owners(manager.hook.describe)):  # pluggy drops a None
+        raise TypeError(f"describe() must return Offers of {', '.join(NEEDED)}, not {offers}")
+    if sum(offer.kind == "algorithm" for offer in offers) > 1:
+        raise TypeError("describe() returned several algorithms; a plugin offers one at most")
+    plugin.offers = offers
+    for offer in offers:
+        needed = NEEDED[offer.kind] + DISAGG * ("disagg" in offer.capabilities)
+        if lacking := [name for name in needed if not owners(getattr(manager.hook, name))]:
+            problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(lacking)}"
+            raise _UnusableError(problem + _unmarked(instance, lacking))
 
 
 def _unmarked(instance: Any, names: Iterable[str]) -> str:
@@ -290,14 +245,3 @@ def _unmarked(instance: Any, names: Iterable[str]) -> str:
     own = vars(instance if inspect.ismodule(instance) else type(instance))
     forgotten = ", ".join(name for name in names if callable(own.get(name)))
     return f"; put @hookimpl above {forgotten}" if forgotten else ""
-
-
-def _describe(trial: pluggy.PluginManager) -> tuple[Offer, ...]:
-    answers = trial.hook.describe()
-    offers = tuple(offer for answer in answers for offer in answer)
-    good = all(isinstance(offer, Offer) and offer.kind in NEEDED for offer in offers)
-    if not good or len(answers) < len(owners(trial.hook.describe)):  # pluggy drops a None
-        raise TypeError(f"describe() must return Offers of {', '.join(NEEDED)}, not {offers}")
-    if sum(offer.kind == "algorithm" for offer in offers) > 1:
-        raise TypeError("describe() returned several algorithms; a plugin offers one at most")
-    return offers

@@ -9,10 +9,10 @@ a file that differs from its digest is not read. Tensors are safetensors, the re
 from __future__ import annotations
 
 import dataclasses
-import functools
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import sync, write_atomic
-from draftcore.training.distributed import ALONE, Forward, Ranks
+from draftcore.training.distributed import ALONE, Ranks
 
 MARK = "COMPLETE"
 FORMAT = 2
-OPTIMIZER = "optimizer.safetensors"
+Tensors = dict[str, Tensor]
+DRAFT, OPTIMIZER, STATE = "draft.safetensors", "optimizer.safetensors", "state.json"
 
 
 @dataclass(frozen=True)
@@ -47,54 +48,50 @@ class Checkpoint:
 
     def load_draft(self, draft: Draft) -> None:
         """Load the trained tensors; raises DraftcoreError where they do not fit the draft."""
-        tensors = self.ranks.spread(lambda: _read(self.folder / "draft.safetensors"))
-        wanted = {
-            name: t for name, t in draft.module.state_dict().items() if name not in draft.frozen
-        }
-        differing = [
-            name
-            for name in sorted({*tensors, *wanted})
-            if name not in tensors
-            or name not in wanted
-            or tensors[name].shape != wanted[name].shape
-        ]
-        if differing:
+        tensors = self._read(DRAFT)
+        theirs = {name: tensor.shape for name, tensor in tensors.items()}
+        state = draft.module.state_dict().items()
+        ours = {name: tensor.shape for name, tensor in state if name not in draft.frozen}
+        if differing := sorted({name for name, _ in ours.items() ^ theirs.items()}):
             raise UsageError(
                 f"checkpoint {self.folder} does not fit the configured draft: {', '.join(differing[:4])}"
                 "\n  use the algorithm options it was trained with (its state.json holds them)"
             )
         draft.module.load_state_dict(tensors, strict=False)
 
-    def load_optimizer(
-        self, optimizer: torch.optim.Optimizer, module: nn.Module, forward: Forward
-    ) -> None:
-        """Restore the optimizer's moments, to the bit, as `forward` places the weights."""
-        for name, parameter in module.named_parameters():
-            prefix = f"{name}/"
-            found = {k[len(prefix) :]: t for k, t in self._kept.items() if k.startswith(prefix)}
-            if found:
-                on_cpu = {"step"} if not parameter.is_cuda else set()
-                optimizer.state[parameter] = {
-                    key: value if key in on_cpu else forward.place(value, parameter)
-                    for key, value in found.items()
-                }
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> Tensors:
+        """Restore the optimizer's moments, to the bit, each placed and sharded as its weight is.
 
-    def random_state(self) -> dict[str, Tensor]:
-        """The random states of this rank; none if the run that saved had fewer ranks."""
-        return self.ranks.pick(self._kept)
+        Returns the random states of this rank; none if the run that saved had fewer ranks.
+        """
+        kept = self._read(OPTIMIZER)
+        weights: dict[str, Any] = dict(module.named_parameters())
+        for name, weight in weights.items():
+            for key in [key for key in kept if key.startswith(f"{name}/")]:
+                value = kept[key].to(weight.device)
+                if hasattr(weight, "placements") and value.shape == weight.shape:
+                    from torch.distributed.tensor import distribute_tensor
 
-    @functools.cached_property
-    def _kept(self) -> dict[str, Tensor]:
-        return self.ranks.spread(lambda: _read(self.folder / OPTIMIZER))
+                    mesh, placements = weight.device_mesh, weight.placements
+                    value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+                optimizer.state[weight][key.removeprefix(f"{name}/")] = value
+        tail = f".{self.ranks.rank}" if self.ranks.rank else ""
+        return {name: kept[name + tail] for name in ("rng.cpu", "rng.cuda") if name + tail in kept}
+
+    def _read(self, name: str) -> Tensors:
+        held: Tensors = {}
+
+        def read() -> Tensors:
+            _require_whole(self.folder / name)
+            held.update(load_file(self.folder / name))
+            return {name: tensor.to("meta") for name, tensor in held.items()}
+
+        for key, like in self.ranks.first(read).items():
+            self.ranks.broadcast(held.setdefault(key, torch.empty_like(like, device="cpu")))
+        return held
 
 
-def save(
-    root: Path,
-    weights: dict[str, Tensor],
-    kept: dict[str, Tensor],
-    state: Mapping[str, Any],
-    keep: int,
-) -> Path:
+def save(root: Path, weights: Tensors, kept: Tensors, state: Mapping[str, Any], keep: int) -> Path:
     """Write the checkpoint of `state['step']` and drop all but the newest `keep`.
 
     `weights` are the draft's, `kept` the optimizer's moments and the random states. Raises
@@ -105,14 +102,16 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write(partial / "draft.safetensors", weights)
-        _write(partial / OPTIMIZER, kept)
-        (partial / "state.json").write_text(json.dumps(state, indent=1))
-        sync(partial / "state.json")
-        digests = {file.name: _digest(file) for file in sorted(partial.iterdir())}
+        save_file(weights, partial / DRAFT)
+        save_file(kept, partial / OPTIMIZER)
+        (partial / STATE).write_text(json.dumps(state, indent=1))
+        files = sorted(partial.iterdir())
+        for file in files:
+            sync(file)
+        manifest = {"format": FORMAT, "files": {file.name: _digest(file) for file in files}}
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        write_atomic(folder / MARK, json.dumps({"format": FORMAT, "files": digests}, indent=1))
+        write_atomic(folder / MARK, json.dumps(manifest, indent=1))
         sync(root)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -125,40 +124,28 @@ def save(
     return folder
 
 
-def latest(
-    root: Path, ranks: Ranks = ALONE, check: Callable[[Checkpoint], None] = lambda found: None
-) -> Checkpoint | None:
-    """Return the newest complete checkpoint under `root`, or None; `check` may refuse it."""
-
-    def find() -> Checkpoint | None:
-        folders = _complete(root)
-        found = open_checkpoint(folders[-1]) if folders else None
-        if found is not None:
-            check(found)
-        return found
-
-    found = ranks.first(find, pack=_packed, unpack=_unpacked)
+def latest(root: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
+    """Return the newest complete checkpoint under `root`, which rank 0 finds for all, or None."""
+    found = ranks.first(lambda: next(map(open_checkpoint, reversed(_complete(root))), None))
     return dataclasses.replace(found, ranks=ranks) if found else None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a checkpoint folder; raises UsageError where it is none or was not finished."""
     if not (folder / MARK).exists():
-        there = "is not complete" if (folder / "state.json").exists() else "is no checkpoint"
+        there = "is not complete" if (folder / STATE).exists() else "is no checkpoint"
         raise UsageError(f"{folder} {there}\n  choose a step-* folder that holds a file {MARK}")
-    _require_whole(folder / "state.json")
-    return Checkpoint(folder, json.loads((folder / "state.json").read_text()))
+    _require_whole(folder / STATE)
+    return Checkpoint(folder, json.loads((folder / STATE).read_text()))
 
 
-def trained_tensors(draft: Draft, rank: int = 0) -> dict[str, Tensor]:
+def trained_tensors(draft: Draft, rank: int = 0) -> Tensors:
     """The draft's state without what it copied from the target, whole, on the CPU of rank 0."""
     state = draft.module.state_dict()
     return _whole(((name, t) for name, t in state.items() if name not in draft.frozen), rank)
 
 
-def optimizer_tensors(
-    module: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0
-) -> dict[str, Tensor]:
+def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Tensors:
     """The moments of each parameter, whole, on the CPU of rank 0."""
     moments = (
         (f"{name}/{key}", value)
@@ -168,76 +155,44 @@ def optimizer_tensors(
     return _whole(moments, rank)
 
 
-def _whole(tensors: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, Tensor]:
-    """Return tensors whole, on the CPU of rank 0; all ranks put the shards together."""
+def _whole(tensors: Iterable[tuple[str, Tensor]], rank: int) -> Tensors:
+    """Copy tensors whole to the CPU of rank 0; all ranks put the shards together.
+
+    A weight of two names is copied twice, as safetensors refuses shared memory.
+    """
     found = {}
     for name, tensor in tensors:
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if rank == 0:
-            found[name] = full.detach().cpu().contiguous()
+            found[name] = full.detach().to("cpu", copy=True).contiguous()
     return found
 
 
 def _require_whole(file: Path) -> None:
     """Raise UsageError for a checkpoint of another format, DraftcoreError for an altered file."""
-    mark = file.parent / MARK
+    damaged = file.parent / MARK
     try:
-        manifest = json.loads(mark.read_text() or "{}")
-        found = manifest.get("format")
-    except (ValueError, AttributeError) as error:
-        raise DraftcoreError(_damaged(mark, error)) from None
-    if found != FORMAT:
-        raise UsageError(
-            f"{file.parent} has the format {found or 'of the first edition'}, and this draftcore "
-            f"reads {FORMAT}\n  go on with the version that wrote it, or set another run folder to "
-            "start anew"
-        )
-    try:
+        manifest = json.loads(damaged.read_text() or "{}")
+        if (found := manifest.get("format")) != FORMAT:
+            raise UsageError(
+                f"{file.parent} has the format {found or 'of the first edition'}, and this draftcore "
+                f"reads {FORMAT}\n  go on with the version that wrote it, or set another run folder "
+                "to start anew"
+            )
+        damaged = file
         if manifest["files"].get(file.name) != _digest(file):
             raise ValueError("its digest is not the manifest's")
-    except (OSError, ValueError) as error:
-        raise DraftcoreError(_damaged(file, error)) from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise DraftcoreError(
+            f"cannot read {damaged}: {error}\n"
+            "  the file is damaged; delete its folder to go on from the checkpoint before"
+        ) from None
 
 
 def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_128()
     with file.open("rb") as stream:
-        while piece := stream.read(16 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _damaged(file: Path, error: Exception) -> str:
-    return (
-        f"cannot read {file}: {error}\n"
-        "  the file is damaged; delete its folder to go on from the checkpoint before"
-    )
-
-
-def _packed(found: Checkpoint | None) -> list[Any] | None:
-    return [str(found.folder), found.state] if found else None
-
-
-def _unpacked(data: list[Any] | None) -> Checkpoint | None:
-    return Checkpoint(Path(data[0]), data[1]) if data else None
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def _complete(root: Path) -> list[Path]:
     return sorted(folder for folder in root.glob("step-*") if (folder / MARK).exists())
-
-
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors. safetensors refuses shared memory, so a weight of two names is written twice."""
-    written: dict[int, str] = {t.untyped_storage().data_ptr(): name for name, t in tensors.items()}
-    owners = set(written.values())
-    save_file({name: t if name in owners else t.clone() for name, t in tensors.items()}, file)
-    sync(file)
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    _require_whole(file)
-    try:
-        tensors: dict[str, Tensor] = load_file(file)
-        return tensors
-    except (OSError, SafetensorError) as error:
-        raise DraftcoreError(_damaged(file, error)) from None

@@ -3,62 +3,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftcore.contracts.algorithm import StepOutput
+from draftcore.errors import DraftcoreError
 
-def totals(counts: Iterable[Mapping[str, tuple[Tensor, Tensor]]]) -> tuple[list[str], Tensor]:
-    """Add up numerators and denominators of each metric; returns names and a table [names, 2]."""
-    sums: dict[str, list[Tensor]] = {}
-    for one in counts:
-        for name, (numerator, denominator) in one.items():
-            have = sums.setdefault(
-                name, [torch.zeros_like(numerator), torch.zeros_like(denominator)]
-            )
-            have[0], have[1] = have[0] + numerator, have[1] + denominator
-    names = sorted(sums)
-    if not names:
-        return [], torch.zeros(0, 2, dtype=torch.double)
-    return names, torch.stack([torch.stack([t.double() for t in sums[name]]) for name in names])
+Sums = dict[str, list[float]]  # of each metric its numerator and denominator
 
 
-def ratios(names: Sequence[str], table: Tensor) -> dict[str, float]:
-    """Divide what `totals` added up: never a mean of means."""
-    rows = table.tolist()  # one transfer for all metrics instead of two per metric
-    return {name: top / bottom for name, (top, bottom) in zip(names, rows, strict=True) if bottom}
+def totals(outputs: Iterable[StepOutput]) -> Sums:
+    """Add up numerators and denominators of the loss and of each metric over batches."""
+    sums: dict[str, Tensor] = {}
+    for output in outputs:
+        loss = output.numerator.detach(), output.denominator
+        for name, pair in {**output.counts, "loss": loss}.items():
+            pair_2 = torch.stack([part.double() for part in pair])
+            sums[name] = sums[name] + pair_2 if name in sums else pair_2
+    table = torch.stack(list(sums.values())).tolist() if sums else []  # one transfer for all
+    return dict(zip(sums, table, strict=True))
+
+
+def joined(parts: Iterable[Sums]) -> Sums:
+    """Add up what the ranks summed."""
+    found: Sums = {}
+    for part in parts:
+        for name, (top, bottom) in part.items():
+            have = found.get(name, [0.0, 0.0])
+            found[name] = [have[0] + top, have[1] + bottom]
+    return found
+
+
+def ratios(sums: Sums) -> dict[str, float]:
+    """Divide what was added up: never a mean of means."""
+    return {name: top / bottom for name, (top, bottom) in sorted(sums.items()) if bottom}
 
 
 class MetricsLog:
-    """metrics.jsonl: a line per `every` steps; lines past a resumed step are dropped first."""
+    """metrics.jsonl: lines of a step each; those past a resumed step are dropped first."""
 
-    def __init__(self, file: Path, step: int, every: int) -> None:
-        self.file, self.every = file, every
+    def __init__(self, file: Path, step: int) -> None:
+        self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(file) if line["step"] <= step]
-        file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        kept = []
+        for line in file.read_text().splitlines() if file.exists() else []:
+            with suppress(json.JSONDecodeError):  # of a last one, half written
+                if json.loads(line)["step"] <= step:
+                    kept.append(f"{line}\n")
+        file.write_text("".join(kept))
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step % self.every == 0 or step == 1:
-            self._append({"step": step, **metrics})
-
-    def evaluation(self, step: int, report: Mapping[str, Any]) -> None:
-        self._append({"step": step, "evaluation": dict(report)})
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with self.file.open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; a half-written last one is dropped."""
-    lines = []
-    for text in file.read_text().splitlines() if file.exists() else []:
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append a line. Raises DraftcoreError where the disk is full."""
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
+            with self.file.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise DraftcoreError(
+                f"cannot write {self.file}: {error}\n"
+                "  checkpoints are intact; free space and run the same command to go on"
+            ) from None

@@ -8,20 +8,17 @@ rate is a little above the peak; we keep that, since published recipes were tune
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+Schedule = Literal["cosine", "constant"]
+
 
 def learning_rate(
-    step: int,
-    total_steps: int,
-    *,
-    peak: float,
-    warmup_ratio: float,
-    schedule: Literal["cosine", "constant"],
+    step: int, total_steps: int, *, peak: float, warmup_ratio: float, schedule: Schedule
 ) -> float:
     """Return the rate of 0-based `step`: linear warm-up, then cosine to 0 or constant."""
     warmup = int(warmup_ratio * total_steps)
@@ -50,22 +47,17 @@ def build_optimizer(
 
 
 @torch.no_grad()
-def scale_and_clip(
-    parameters: Iterable[Tensor],
-    denominator: Tensor,
-    max_norm: float,
-    join_norms: Callable[[Tensor], Tensor] = lambda norm: norm,
-) -> Tensor:
+def scale_and_clip(parameters: Iterable[Tensor], denominator: Tensor, max_norm: float) -> Tensor:
     """Divide summed gradients by `denominator`, clip by global norm, return the norm before clipping.
 
     Factor min(1, max / (norm + 1e-6)), one pass over the gradients for both. Of sharded gradients
-    each rank scales its own part, and `join_norms` makes one norm of theirs.
+    each rank scales its own part, and the norm is that of the whole.
     """
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
-    norms = torch.stack(torch._foreach_norm(grads))
-    norm: Tensor = join_norms(torch.linalg.vector_norm(norms)) / denominator
+    grads = [p.grad for p in parameters if p.grad is not None]
+    total = torch.nn.utils.get_total_norm(grads)
+    norm: Tensor = getattr(total, "full_tensor", lambda: total)() / denominator
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / denominator
-    torch._foreach_mul_(grads, factor)
+    torch._foreach_mul_([local(grad) for grad in grads], factor)
     return norm
 
 

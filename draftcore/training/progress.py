@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
@@ -29,7 +21,7 @@ class Beside(ProgressColumn):
         return Text(self.ask())
 
 
-class Progress:
+class Progress(RichProgress):
     """A progress bar on standard error: live on a terminal, a final line elsewhere."""
 
     def __init__(
@@ -41,28 +33,19 @@ class Progress:
         shown: bool = True,
         beside: Callable[[], str] = str,
     ) -> None:
-        self.bar = RichProgress(
-            TextColumn("{task.description}"),
+        super().__init__(
+            "{task.description}",
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            "{task.fields[note]}",
             Beside(beside),
             console=Console(stderr=True),
             disable=not shown,
         )
-        self.task = self.bar.add_task(verb, total=total, completed=done, note="")
+        self.task = self.add_task(verb, total=total, completed=done, note="")
 
-    def update(self, done: int, metrics: Mapping[str, Mapping[str, float]] | None = None) -> None:
+    def show(self, done: int, metrics: Mapping[str, Mapping[str, float]] | None = None) -> None:
         """Show how far the work is, and the loss of each draft by its label."""
-        shown = [
-            f"{label} loss {m['loss']:.4g}".strip() for label, m in (metrics or {}).items() if m
-        ]
-        self.bar.update(self.task, completed=done, note="  ".join(shown))
-
-    def __enter__(self) -> Progress:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.bar.stop()
+        losses = [f"{label} loss {m['loss']:.4g}".strip() for label, m in (metrics or {}).items()]
+        self.update(self.task, completed=done, note="  ".join(losses))

@@ -12,51 +12,35 @@ supervised token, a loss must call the same wrap units and carry a gradient to t
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
 from draftcore.errors import DraftcoreError
 from draftcore.training.checkpoint import trained_tensors
-from draftcore.training.distributed import Forward, Group, Loss
-
-Output = tuple[Tensor, Tensor, Mapping[str, tuple[Tensor, Tensor]]]
+from draftcore.training.distributed import Ranks
 
 
-class _Root(nn.Module):
-    """The module whose forward is the loss."""
+class Sharded(nn.Module):
+    """FSDP's root, whose forward is the loss; the draft's parameters are sharded in place."""
 
-    def __init__(self, module: nn.Module, loss: Loss) -> None:
+    def __init__(self, hook: Any, draft: Draft, ranks: Ranks, *, evaluated: bool) -> None:
         super().__init__()
-        self.module, self.loss = module, loss
-
-    def forward(self, batch: DraftBatch, context: StepContext) -> Output:
-        output = self.loss(batch, context)
-        return output.numerator, output.denominator, output.counts
-
-
-class ShardedForward(Forward):
-    """Shards a draft's parameters in place, the wrap units first, and calls it through FSDP."""
-
-    every_rank = True  # as FSDP gathers weights in the forward
-
-    def __init__(self, ranks: Group, draft: Draft, loss: Loss, *, evaluated: bool) -> None:
-        super().__init__(ranks, draft, loss)
-        self.copied = _copy(draft) if evaluated and ranks.rank == 0 else draft
-        module = draft.module
+        self.hook, self.draft, self.ranks, self.copied = hook, draft, ranks, draft
+        module = self.module = draft.module
+        if evaluated and ranks.rank == 0:  # with parameters of its own; buffers are the target's
+            shared: dict[int, object] = {id(buffer): buffer for buffer in module.buffers()}
+            self.copied = copy.deepcopy(draft, shared)
         require_shardable(draft)
         before = dict(module.named_parameters(remove_duplicate=False))
         names = {parameter: name for name, parameter in before.items()}
         frozen = {before[name] for name in draft.frozen if name in before}
-        self.root = _Root(module, loss)
-        mesh = DeviceMesh.from_group(ranks.work, ranks.device("auto").type)
-        for part in (*map(module.get_submodule, draft.wrap_units), self.root):
+        device = next(iter(names)).device
+        mesh = DeviceMesh.from_group(ranks.work, device.type)  # type: ignore[arg-type]
+        for part in (*map(module.get_submodule, draft.wrap_units), self):
             sharded = fully_shard(part, mesh=mesh, ignored_params=frozen)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -66,11 +50,16 @@ class ShardedForward(Forward):
             for group in draft.parameter_groups
         ]
 
-    def __call__(self, batch: DraftBatch, context: StepContext, *, last: bool) -> StepOutput:
-        root = cast(FSDPModule, self.root)
+    def forward(self, batch: DraftBatch, context: StepContext) -> tuple[Any, ...]:
+        output = self.hook.forward_loss(draft=self.draft, batch=batch, context=context)
+        return output.numerator, output.denominator, output.counts
+
+    def loss(self, batch: DraftBatch, context: StepContext, *, last: bool) -> StepOutput:
+        """Return a batch's loss; `last` is true where its backward ends the step's gradient."""
+        root = cast(FSDPModule, self)
         root.set_requires_gradient_sync(last)
         root.set_is_last_backward(last)
-        output = StepOutput(*self.root(batch, context))
+        output = StepOutput(*self(batch, context))
         if not output.numerator.requires_grad:
             raise DraftcoreError(
                 "the loss of a batch does not depend on the draft's weights, so that ranks would wait "
@@ -78,45 +67,20 @@ class ShardedForward(Forward):
             )
         return output
 
-    def add_up(self, parameters: Sequence[Tensor], scalars: Tensor) -> Tensor:
-        """FSDP summed the gradients in the last backward; the scalars are left."""
-        return self.ranks.sum(scalars)
-
-    def clear(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=True)
-
-    def join_norms(self, norm: Tensor) -> Tensor:
-        return self.ranks.sum(norm.double().square()).sqrt().to(norm.dtype)
-
-    def place(self, value: Tensor, like: Tensor) -> Tensor:
-        value = value.to(like.device)
-        if not isinstance(like, DTensor) or value.shape != like.shape:
-            return value
-        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-
     def whole(self) -> Draft:
+        """The draft with its present weights, for evaluation on rank 0; all ranks take part."""
         weights = trained_tensors(self.draft, self.ranks.rank)
         if self.ranks.rank == 0:
             self.copied.module.load_state_dict(weights, strict=False)
         return self.copied
 
 
-def _copy(draft: Draft) -> Draft:
-    """A copy of a draft with parameters of its own; buffers, which hold the target's, are shared."""
-    return copy.deepcopy(draft, {id(buffer): buffer for buffer in draft.module.buffers()})
-
-
 def require_shardable(draft: Draft) -> None:
-    """Raise DraftcoreError for weights that FSDP cannot shard, before it does so in its own words."""
+    """Raise DraftcoreError for weights that FSDP cannot shard: it unties shared ones without a word."""
     units: dict[Tensor, set[str]] = {}
     for name, parameter in draft.module.named_parameters(remove_duplicate=False):
         around = [unit for unit in draft.wrap_units if name.startswith(f"{unit}.")]
         units.setdefault(parameter, set()).add(max(around, key=len, default=""))
-        if parameter.ndim == 0:
-            raise DraftcoreError(
-                f"parameter {name} has no dimension and cannot be sharded over ranks\n"
-                "  give it one, of length 1, in the algorithm's module"
-            )
     if shared := [sorted(names) for names in units.values() if len(names) > 1]:
         raise DraftcoreError(
             f"a weight is shared by the wrap units {' and '.join(map(repr, shared[0]))}\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = (
-    *("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
-    *("<s>", "</s>", "[INST]", "[/INST]"),
-    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    *("<|user|>", "<|assistant|>", "<|end|>", "<|call|>"),
+    "<|im_start|> <|im_end|> <|endoftext|> <s> </s> [INST] [/INST] <|begin_of_text|> <|user|> <|end|>"
+    " <|start_header_id|> <|end_header_id|> <|eot_id|> <|assistant|> <|call|>"
 )
 CORPUS = ("Hello there, what is the sum?", "The answer is four.\n\nWhy?", "user\n assistant\n\n")
 
@@ -36,7 +34,7 @@ def backend() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         min_frequency=1,
-        special_tokens=list(SPECIAL),
+        special_tokens=SPECIAL.split(),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -59,13 +57,13 @@ def chatml(make_tokenizer: MakeTokenizer) -> PreTrainedTokenizerFast:
     return make_tokenizer(CHATML)
 
 
-def write_lines(path: Path, rows: Sequence[Any]) -> str:
-    """Write rows as JSON lines (a string stands for a raw line) and return the path."""
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(line + "\n" for line in lines))
-    return str(path)
-
-
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., str]:
-    return lambda *rows, name="train.jsonl": write_lines(tmp_path / name, rows)
+    """Writes rows as JSON lines (a string stands for a raw line) and returns the path."""
+
+    def write(*rows: Any, name: str = "train.jsonl") -> str:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / name).write_text("".join(line + "\n" for line in lines))
+        return str(tmp_path / name)
+
+    return write

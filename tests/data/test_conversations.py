@@ -17,75 +17,63 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def saying(role: str, content: Any) -> dict[str, Any]:
+    return {"messages": [*CHAT, {"role": role, "content": content}]}
+
+
+def test_both_shapes_and_their_mixtures_read_alike(jsonl: Jsonl) -> None:
+    source = jsonl(
         {"messages": CHAT},
         {"conversations": SHAREGPT},
         {"id": "x", "conversations": CHAT},
         {"messages": None, "conversations": SHAREGPT},
-    ],
-)
-def test_both_shapes_and_their_mixtures_read_alike(jsonl: Jsonl, row: dict[str, Any]) -> None:
-    assert list(read_conversations(jsonl(row))) == [Conversation("train.jsonl:1", tuple(CHAT))]
+    )
+    expected = [Conversation(f"train.jsonl:{line}", tuple(CHAT)) for line in (1, 2, 3, 4)]
+    assert list(read_conversations(source)) == expected
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("{broken", "train.jsonl:1: not valid JSON: Expecting property name"),
-        ("[" * 100_000, "train.jsonl:1: not valid JSON: nested too deeply"),
-        ("7", "train.jsonl:1: the row is not an object: int"),
-        ({"text": "x"}, "train.jsonl:1: no messages or conversations: keys 'text'"),
-        ({"messages": "x"}, "train.jsonl:1: messages is not a list: str"),
-        ({"messages": []}, "train.jsonl:1: the conversation is empty"),
-        ({"messages": ["x"]}, "train.jsonl:1: a message is not an object: message 1: str"),
-        ({"messages": [{"content": "x"}]}, "train.jsonl:1: a message has no role: message 1"),
+        ("{broken", "not valid JSON: Expecting property name"),
+        ('{"messages": ' + "[" * 100_000, "not valid JSON: maximum recursion"),
+        ("7", "the row is not an object: int"),
+        ({"text": "x"}, "no messages or conversations: keys 'text'"),
+        ({"messages": "x"}, "messages is not a list: str"),
+        ({"messages": []}, "the conversation is empty"),
+        ({"messages": ["x"]}, "a message is not an object: message 1: str"),
+        ({"messages": [{"content": "x"}]}, "a message has no role: message 1"),
         (
-            {"messages": [{"role": "asistant", "content": "x"}]},
-            "train.jsonl:1: unknown role: message 1: 'asistant' (did you mean 'assistant'?)",
+            saying("asistant", "x"),
+            "unknown role: message 3: 'asistant' (did you mean 'assistant'?)",
         ),
-        (
-            {"messages": [*CHAT, {"role": "assistant", "content": None}]},
-            "train.jsonl:1: a message has no content: message 3 (assistant)",
-        ),
-        (
-            {"messages": [{"role": "user", "content": ["x"]}]},
-            "train.jsonl:1: content is not text: message 1 (user): list",
-        ),
-        ({"messages": CHAT[:1]}, "train.jsonl:1: no assistant turn: roles user"),
-        ({"messages": CHAT, "tools": [3]}, "train.jsonl:1: tools is not a list of objects"),
+        (saying("assistant", None), "a message has no content: message 3 (assistant)"),
+        (saying("user", ["x"]), "content is not text: message 3 (user): list"),
+        ({"messages": CHAT[:1]}, "no assistant turn: roles user"),
+        ({"messages": CHAT, "tools": [3]}, "tools is not a list of objects"),
+        ({"messages": CHAT, "tools": "[3"}, "tools is not valid JSON: Expecting ',' delimiter"),
     ],
 )
-def test_a_bad_row_says_where_and_why(tmp_path: Path, jsonl: Jsonl, row: Any, reason: str) -> None:
-    if isinstance(row, str) and row.startswith("["):
-        row = '{"messages": ' + row  # a file that starts with [ is refused as a whole
-    (bad,) = read_conversations(jsonl(row))
+def test_a_bad_row_says_where_and_why(jsonl: Jsonl, row: Any, reason: str) -> None:
+    _, bad, _ = read_conversations(jsonl({"messages": CHAT}, row, {"messages": CHAT}))
     assert isinstance(bad, BadRow)
-    assert str(bad).startswith(reason)
+    assert str(bad).startswith(f"train.jsonl:2: {reason}")
 
 
 def test_bad_bytes_and_empty_lines_keep_the_line_numbers_right(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     good = b'{"messages": [{"role": "gpt", "content": "x"}]}'
     path.write_bytes(b"\xef\xbb\xbf" + good + b"\n\n\xff\n" + good)
-    first, bad, last = read_conversations(str(path))
-    assert (first.where, bad.where, last.where) == (
-        "train.jsonl:1",
-        "train.jsonl:3",
-        "train.jsonl:4",
-    )
-    assert isinstance(first, Conversation)
-    assert isinstance(bad, BadRow)
-    assert bad.reason == "not UTF-8"
+    rows = list(read_conversations(str(path)))
+    assert [row.where for row in rows] == [f"train.jsonl:{line}" for line in (1, 3, 4)]
+    assert [isinstance(row, BadRow) for row in rows] == [False, True, False]
+    assert "can't decode byte 0xff" in str(rows[1])
 
 
 def test_tool_calls_need_no_content_and_other_fields_pass_through(jsonl: Jsonl) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
-    rows = jsonl(
-        {"messages": [CHAT[0], call], "tools": [{"name": "add"}]},
-        {"messages": [CHAT[0], call], "tools": '[{"name": "add"}]'},
-    )
+    tools = ([{"name": "add"}], '[{"name": "add"}]')
+    rows = jsonl(*[{"messages": [CHAT[0], call], "tools": one} for one in tools])
     for row in read_conversations(rows):
         assert isinstance(row, Conversation)
         assert row.messages[1] == {**call, "content": ""}
@@ -105,20 +93,23 @@ def test_reading_is_a_stream_and_the_limit_counts_rows(tmp_path: Path) -> None:
     assert len(list(read_conversations(str(path), limit=2))) == 2
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{folder}/trian.jsonl", r"did you mean 'train\.jsonl'"),
+        ("{folder}", r"name one of its files instead: array\.jsonl, train\.jsonl"),
+        ("{folder}/train.jsonl?split=train", "unknown option 'split'"),
+        ("hf:some/name?splt=train", "did you mean 'split'"),
+        ("{folder}/array.jsonl", "one JSON array"),
+    ],
+)
 def test_an_unreadable_source_is_an_error_before_the_first_row(
-    tmp_path: Path, jsonl: Jsonl
+    tmp_path: Path, jsonl: Jsonl, source: str, says: str
 ) -> None:
-    path = jsonl({"messages": CHAT})
-    with pytest.raises(UsageError, match=r"did you mean 'train\.jsonl'"):
-        read_conversations(str(tmp_path / "trian.jsonl"))
-    with pytest.raises(UsageError, match=r"name one of its files instead: train\.jsonl"):
-        read_conversations(str(tmp_path))
-    with pytest.raises(UsageError, match="has no split"):
-        read_conversations(path + "?split=train")
-    with pytest.raises(UsageError, match="did you mean 'split'"):
-        read_conversations("hf:some/name?splt=train")
-    with pytest.raises(UsageError, match="one JSON array"):
-        read_conversations(jsonl("[{}]", name="array.json"))
+    jsonl({"messages": CHAT})
+    jsonl("[{}]", name="array.jsonl")
+    with pytest.raises(UsageError, match=says):
+        read_conversations(source.format(folder=tmp_path))
 
 
 # ---------------------------------------------------------------- Hugging Face datasets
@@ -138,54 +129,40 @@ def datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_saved_folders_and_parquet_files_read_alike(datasets: Any, tmp_path: Path) -> None:
     table = datasets.Dataset.from_list([{"conversations": SHAREGPT, "id": i} for i in range(3)])
     table.save_to_disk(tmp_path / "saved")
+    datasets.load_from_disk(tmp_path / "saved").map(lambda row: row)  # leaves a cache file there
     datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "splits")
     (tmp_path / "parquet" / "data").mkdir(parents=True)
     table.to_parquet(tmp_path / "parquet" / "data" / "train-00000.parquet")
     table.select([0]).to_parquet(tmp_path / "parquet" / "data" / "test-00000.parquet")
 
-    for name in ("saved", "splits", "parquet?split=train", "parquet/data/train-00000.parquet"):
-        rows = list(read_conversations(str(tmp_path / name)))
-        assert [row.where.rpartition(":")[2] for row in rows] == ["0", "1", "2"]
-        assert all(isinstance(row, Conversation) and row.messages == tuple(CHAT) for row in rows)
-    for name in ("splits", "parquet"):
-        assert len(list(read_conversations(f"hf:{tmp_path / name}?split=test"))) == 1
-
-
-def test_the_key_of_a_source_follows_its_content(
-    datasets: Any, tmp_path: Path, jsonl: Jsonl
-) -> None:
     keys = set()
-    for count in (1, 2):
-        rows = [{"messages": CHAT}] * count
-        table = datasets.Dataset.from_list(rows)
-        table.save_to_disk(tmp_path / f"saved{count}")
-        table.to_parquet(tmp_path / f"{count}.parquet")
-        sources = [jsonl(*rows), tmp_path / f"saved{count}", tmp_path / f"{count}.parquet"]
-        found = [open_source(str(source)).key() for source in sources]
-        assert found == [open_source(str(source)).key() for source in sources]
-        keys.update(found)
-    assert len(keys) == 6
-
-
-def test_a_dataset_of_another_kind_or_split_is_an_error(datasets: Any, tmp_path: Path) -> None:
-    table = datasets.Dataset.from_list([{"text": "x"}])
-    datasets.DatasetDict(train=table).save_to_disk(tmp_path / "splits")
-    with pytest.raises(UsageError, match="columns: text"):
-        list(read_conversations(str(tmp_path / "splits")))
+    for name, count in {
+        "saved": 3,
+        "saved?split=train": 3,
+        "splits": 3,
+        "splits?split=test": 1,
+        "parquet": 4,
+        "parquet?split=train": 3,
+        "parquet/data/test-00000.parquet": 1,
+    }.items():
+        for prefix in ("", "hf:"):
+            keys.add(open_source(f"{prefix}{tmp_path / name}").key())
+            rows = list(read_conversations(f"{prefix}{tmp_path / name}"))
+            assert [row.where.rpartition(":")[2] for row in rows] == list(map(str, range(count)))
+            assert all(isinstance(r, Conversation) and r.messages == tuple(CHAT) for r in rows)
+    assert len(keys) == 5, "the key follows the content of the files"
     with pytest.raises(UsageError, match=r"no split 'trian' \(did you mean 'train'\?\)"):
         read_conversations(f"{tmp_path / 'splits'}?split=trian")
 
 
-def test_a_dataset_of_the_hub_that_cannot_be_loaded_says_what_to_check(datasets: Any) -> None:
-    with pytest.raises(
-        UsageError, match=r"hf:draftcore-tests/none, split train(.|\n)*check the name"
-    ):
-        read_conversations("hf:draftcore-tests/none")
-
-
-def test_without_the_library_the_error_names_the_pip_line(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_table_that_cannot_be_read_says_what_to_check(
+    datasets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UsageError, match="columns: text"):
+        read_conversations(str(tmp_path / "saved"))
+    with pytest.raises(UsageError, match=r"hf:org/none, split train(.|\n)*check the name"):
+        read_conversations("hf:org/none")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UsageError, match=r"pip install 'draftcore\[datasets\]'"):
-        read_conversations("hf:org/name?split=train")
+        read_conversations("hf:org/none")

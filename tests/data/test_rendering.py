@@ -6,7 +6,7 @@ literal: the assistant's words and its end-of-turn token, nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftcore.data.conversations import Conversation
-from draftcore.data.rendering import Rendered, Renderer, RenderError
+from draftcore.data.conversations import BadRow, Conversation
+from draftcore.data.rendering import Rendered, Renderer
 from draftcore.errors import UsageError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -58,12 +58,6 @@ R1 = (
     "{% else %}<|assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
-REASONING_FIELD = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think></think>{% endif %}"
-)
 PHI = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
@@ -73,8 +67,8 @@ VICUNA = (
     "{% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-# Old ChatML templates know no add_generation_prompt.
-HEADER_WITHOUT_PROMPT = CHATML.split("{% if add_generation_prompt")[0]
+# Old templates know no add_generation_prompt.
+CHATML_ALONE, VICUNA_ALONE = (one.split("{% if add_gen")[0] for one in (CHATML, VICUNA))
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
@@ -93,279 +87,183 @@ TOOLS = (
 )
 
 
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
+def talk(*said: str, **fields: Any) -> list[dict[str, Any]]:
+    """A conversation that the user begins; the fields are those of the last turn."""
+    roles = ("user", "assistant") * len(said)
+    turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+    return [*turns[:-1], {**turns[-1], **fields}]
 
 
-def assistant(content: str, **fields: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **fields}
+TWO_TURNS = talk("What is 2+2?", "Four.", "Why?", "It is the sum.")
+CALL = {"tool_calls": [{"name": "add"}]}
 
 
-TWO_TURNS = [user("What is 2+2?"), assistant("Four."), user("Why?"), assistant("It is the sum.")]
+def render(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Any], *tools: Any, **options: Any
+) -> Any:
+    row = Conversation("train.jsonl:1", tuple(messages), tools)
+    (result,) = Renderer(tokenizer, **options).render([row])
+    return result
 
 
-def learned(tokenizer: PreTrainedTokenizerFast, rendered: Rendered) -> list[str]:
+def learned(tokenizer: PreTrainedTokenizerFast, rendered: Any) -> list[str]:
     """The text of each unbroken run of masked-in tokens."""
-    pairs = zip(rendered.token_ids, rendered.loss_mask, strict=True)
+    assert isinstance(rendered, Rendered), rendered
+    pairs = zip(rendered.token_ids.tolist(), rendered.loss_mask, strict=True)
     runs = [[i for i, _ in run] for keep, run in groupby(pairs, key=lambda p: p[1]) if keep]
     return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "expected"),
-    [
-        pytest.param(
-            CHATML, TWO_TURNS, ["Four.<|im_end|>", "It is the sum.<|im_end|>"], id="chatml"
-        ),
-        pytest.param(
-            CHATML,
-            [{"role": "system", "content": "Be brief."}, user("Hi"), assistant("Hé, 日本!\n")],
-            ["Hé, 日本!\n<|im_end|>"],
-            id="chatml-system-unicode-newline",
-        ),
-        pytest.param(
-            CHATML,
-            [user("Hi"), assistant("say <|im_end|>\nor not"), user("Hi"), assistant("no")],
-            ["say <|im_end|>\nor not<|im_end|>", "no<|im_end|>"],
-            id="content-with-an-end-of-turn-in-it",
-        ),
-        pytest.param(
-            CHATML,
-            [assistant("Welcome!"), user("Hi"), assistant("Yes?")],
-            ["Welcome!<|im_end|>", "Yes?<|im_end|>"],
-            id="assistant-speaks-first",
-        ),
-        pytest.param(
-            CHATML,
-            [user("Hi"), assistant(""), user("Hm"), assistant("ok"), user("bye")],
-            ["<|im_end|>", "ok<|im_end|>"],
-            id="empty-answer-and-a-last-question",
-        ),
-        pytest.param(
-            LLAMA3, TWO_TURNS, ["Four.<|eot_id|>", "It is the sum.<|eot_id|>"], id="llama3"
-        ),
-        pytest.param(
-            LLAMA3,
-            [user("Hi"), assistant("  Four. \n"), user("?"), assistant("\nsum ")],
-            ["Four.<|eot_id|>", "sum<|eot_id|>"],
-            id="content-is-trimmed",
-        ),
-        pytest.param(MISTRAL, TWO_TURNS, [" Four.</s>", " It is the sum.</s>"], id="mistral"),
-        pytest.param(
-            QWEN3_THINKING,
-            TWO_TURNS,
-            ["Four.<|im_end|>", "<think>\n\n</think>\n\nIt is the sum.<|im_end|>"],
-            id="qwen3-writes-an-empty-think-block",
-        ),
-        pytest.param(
-            QWEN3_THINKING,
-            [
-                user("What is 2+2?"),
-                assistant("<think>\nadd\n</think>\n\nFour.\n"),
-                user("Why?"),
-                assistant("<think>\nhm\n</think>\n\nIt is."),
-            ],
-            ["Four.\n<|im_end|>", "<think>\nhm\n</think>\n\nIt is.<|im_end|>"],
-            id="qwen3-strips-reasoning-from-history",
-        ),
-        pytest.param(
-            QWEN3_NO_THINKING,
-            TWO_TURNS,
-            ["Four.<|im_end|>", "It is the sum.<|im_end|>"],
-            id="the-generation-prompt-has-an-empty-think-block",
-        ),
-        pytest.param(
-            QWEN3_NO_THINKING,
-            [user("a tag?"), assistant("<think> is a tag"), user("Why?"), assistant("It is.")],
-            ["<think> is a tag<|im_end|>", "It is.<|im_end|>"],
-            id="an-answer-that-begins-as-the-dropped-block-does",
-        ),
-        pytest.param(
-            CHATML.replace("m.content }}", "m.content.replace('2', 'two') }}"),
-            [user("2?"), assistant("2+2"), user("?"), assistant("2")],
-            ["two+two<|im_end|>", "two<|im_end|>"],
-            id="content-is-rewritten-in-place",
-        ),
-        pytest.param(
-            R1,
-            [user("2+2?"), assistant("<think>\nadd\n</think>\n\nFour.")],
-            ["\n\nFour.</s>"],
-            id="r1-strips-reasoning-after-its-prompt-opened-it",
-        ),
-        pytest.param(PHI, TWO_TURNS, ["Four.<|end|>", "It is the sum.<|end|>"], id="phi-final-eos"),
-        pytest.param(
-            VICUNA, TWO_TURNS, [" Four.</s>", " It is the sum.</s>"], id="header-without-newline"
-        ),
-        pytest.param(
-            VICUNA.split("{% if add_generation_prompt")[0],
-            TWO_TURNS,
-            [" Four.</s>", " It is the sum.</s>"],
-            id="header-with-a-space-and-no-generation-prompt",
-        ),
-        pytest.param(
-            VICUNA.replace("ASSISTANT:{% endif", "ASSISTANT: {% endif"),
-            [user("Hi"), assistant("\nFour.")],
-            ["\nFour.</s>"],
-            id="the-space-at-the-end-of-a-header-is-not-learned",
-        ),
-        pytest.param(
-            CHATML.replace("m.content }}", "m.content.rstrip() }}"),
-            [user("Hi"), assistant(" Four. \n"), user("?"), assistant("sum")],
-            [" Four.<|im_end|>", "sum<|im_end|>"],
-            id="content-is-trimmed-on-the-right",
-        ),
-        pytest.param(
-            HEADER_WITHOUT_PROMPT,
-            TWO_TURNS,
-            ["Four.<|im_end|>", "It is the sum.<|im_end|>"],
-            id="no-generation-prompt",
-        ),
-        pytest.param(
-            MARKED, TWO_TURNS, ["Four.<|im_end|>", "It is the sum.<|im_end|>"], id="marked"
-        ),
-        pytest.param(
-            NO_END_OF_TURN, TWO_TURNS, ["Four.", "It is the sum."], id="no-end-of-turn-token"
-        ),
-        pytest.param(
-            TOOLS,
-            [
-                user("2+2?"),
-                assistant("Well.", tool_calls=[{"name": "add"}]),
-                {"role": "tool", "content": "4"},
-                assistant("Four."),
-            ],
-            ["Well.<tool_call>add</tool_call><|end|>", "Four.<|end|>"],
-            id="tool-calls-belong-to-the-answer",
-        ),
-    ],
-)
+def replaced(old: str, new: str, template: str = CHATML) -> str:
+    assert old in template
+    return template.replace(old, new)
+
+
+def ending(end: str, *answers: str) -> list[str]:
+    return [answer + end for answer in answers]
+
+
+END, THOUGHT, NONE = "<|im_end|>", "<think>\nhm\n</think>\n\n", "<think>\n\n</think>\n\n"
+BOTH = ("Four.", "It is the sum.")
+SYSTEM, TOOL = ({"role": role, "content": "4"} for role in ("system", "tool"))
+LEARNED: dict[str, tuple[str, list[Any], list[str]]] = {
+    "chatml": (CHATML, TWO_TURNS, ending(END, *BOTH)),
+    "mistral": (MISTRAL, TWO_TURNS, ending("</s>", " Four.", " It is the sum.")),
+    "phi-final-eos": (PHI, TWO_TURNS, ending("<|end|>", *BOTH)),
+    "marked": (MARKED, TWO_TURNS, ending(END, *BOTH)),
+    "no-end-of-turn-token": (NO_END_OF_TURN, TWO_TURNS, [*BOTH]),
+    "no-generation-prompt": (CHATML_ALONE, TWO_TURNS, ending(END, *BOTH)),
+    "header-without-newline": (VICUNA, TWO_TURNS, ending("</s>", " Four.", " It is the sum.")),
+    "header-with-a-space": (VICUNA_ALONE, TWO_TURNS, ending("</s>", " Four.", " It is the sum.")),
+    "space-at-the-end-of-a-header": (
+        replaced("ASSISTANT:{% endif", "ASSISTANT: {% endif", VICUNA),
+        talk("Hi", "\nFour."),
+        ["\nFour.</s>"],
+    ),
+    "empty-think-block-in-the-prompt": (QWEN3_NO_THINKING, TWO_TURNS, ending(END, *BOTH)),
+    "empty-think-block-in-an-answer": (
+        QWEN3_THINKING,
+        TWO_TURNS,
+        ending(END, "Four.", f"{NONE}It is the sum."),
+    ),
+    "reasoning-is-stripped-from-history": (
+        QWEN3_THINKING,
+        talk("2+2?", f"{THOUGHT}Four.\n", "Why?", f"{THOUGHT}It is."),
+        ending(END, "Four.\n", f"{THOUGHT}It is."),
+    ),
+    "an-answer-that-begins-as-the-dropped-block-does": (
+        QWEN3_NO_THINKING,
+        talk("a tag?", "<think> is a tag", "Why?", "It is."),
+        ending(END, "<think> is a tag", "It is."),
+    ),
+    "reasoning-that-the-prompt-opened": (R1, talk("?", f"{THOUGHT}Four."), ["\n\nFour.</s>"]),
+    "system-unicode-and-an-end-of-turn-in-content": (
+        CHATML,
+        [SYSTEM, *talk("Hi", f"Hé, 日本!\n{END}", "Hi", "no")],
+        ending(END, f"Hé, 日本!\n{END}", "no"),
+    ),
+    # The header's newline and the answer's first merge into one token, which is the prompt's.
+    "token-over-the-edge": (CHATML, talk("Hi", "\n\nFour."), ["\nFour.<|im_end|>"]),
+    "assistant-first-user-last": (CHATML, talk("", "Hm!", "Hi", "", "?")[1:], ["Hm!" + END, END]),
+    "llama3-trims-content": (
+        LLAMA3,
+        talk("Hi", "  Four. \n", "?", "\nsum "),
+        ending("<|eot_id|>", "Four.", "sum"),
+    ),
+    "content-is-trimmed-on-the-right": (
+        replaced("m.content }}", "m.content.rstrip() }}"),
+        talk("Hi", " Four. \n", "?", "sum"),
+        ending(END, " Four.", "sum"),
+    ),
+    "content-is-rewritten-in-place": (
+        replaced("m.content }}", "m.content.replace('2', 'two') }}"),
+        talk("2?", "2+2", "?", "2"),
+        ending(END, "two+two", "two"),
+    ),
+    "tool-calls-belong-to-the-answer": (
+        TOOLS,
+        [*talk("2+2?", "Well.", **CALL), TOOL, *talk("", "Four.")[1:]],
+        ending("<|end|>", "Well.<tool_call>add</tool_call>", "Four."),
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "messages", "expected"), LEARNED.values(), ids=LEARNED)
 def test_what_is_learned_is_what_the_assistant_wrote(
     make_tokenizer: MakeTokenizer, template: str, messages: list[Any], expected: list[str]
 ) -> None:
     tokenizer = make_tokenizer(template, bos_token="<s>", eos_token="</s>")
-    rendered = Renderer(tokenizer).render(messages)
-    assert learned(tokenizer, rendered) == expected
-    last_only = Renderer(tokenizer, last_turn_only=True).render(messages)
-    assert learned(tokenizer, last_only) == expected[-1:]
     theirs = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert rendered.token_ids == last_only.token_ids == theirs
+    for last_turn_only, wanted in ((False, expected), (True, expected[-1:])):
+        rendered = render(tokenizer, messages, last_turn_only=last_turn_only)
+        assert learned(tokenizer, rendered) == wanted
+        assert rendered.token_ids.tolist() == theirs
 
 
-def test_a_token_over_the_edge_of_the_header_is_not_learned(
-    make_tokenizer: MakeTokenizer,
-) -> None:
-    """The header's newline and the answer's first merge into one token, which is the prompt's."""
-    tokenizer = make_tokenizer(CHATML)
-    merged = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
-    assert len(merged) == 1
-    rendered = Renderer(tokenizer).render([user("Hi"), assistant("\n\nFour.")])
-    assert merged[0] in rendered.token_ids
-    assert learned(tokenizer, rendered) == ["\nFour.<|im_end|>"]
-
-
-def test_offsets_survive_normalizers_and_metaspace(make_tokenizer: MakeTokenizer) -> None:
+def test_offsets_survive_normalizers_and_metaspace() -> None:
     """A SentencePiece-like tokenizer prepends and replaces characters before it counts them."""
     words = ["▁Hi", "▁user", "▁assistant", "▁Four.", "▁", "\n", "<unk>"]
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "<unk>"))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    changes = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(changes)
     backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     backend.add_special_tokens(["[INST]", "[/INST]", "</s>"])
+    template = replaced(" [/INST]", "[/INST]", MISTRAL)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="<unk>",
-        eos_token="</s>",
-        chat_template="{% for m in messages %}{% if m.role == 'user' %}"
-        "[INST] {{ m.content }}[/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
+        tokenizer_object=backend, unk_token="<unk>", eos_token="</s>", chat_template=template
     )
-    rendered = Renderer(tokenizer).render([user("Hi"), assistant("Four."), user("Hi")])
-    kept = [i for i, keep in zip(rendered.token_ids, rendered.loss_mask, strict=True) if keep]
-    assert tokenizer.convert_ids_to_tokens(kept)[-2:] == ["▁Four.", "</s>"]
-    assert "▁Hi" not in tokenizer.convert_ids_to_tokens(kept)
+    (kept,) = learned(tokenizer, render(tokenizer, talk("Hi", "Four.", "Hi")))
+    assert "Four." in kept
+    assert kept.endswith("</s>")
+    assert "Hi" not in kept
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "reason"),
-    [
-        pytest.param(MISTRAL, [user("a"), user("b"), assistant("c")], "alternate", id="refused"),
-        pytest.param(
-            QWEN3_NO_THINKING,
-            [user("a"), assistant("<think>\nhm\n</think>\n\nb")],
-            "not the generation prompt",
-            id="reasoning-against-a-closed-think-block",
-        ),
-        pytest.param(
-            CHATML.replace("m.content }}", "m.content[:8] }}"),
-            [user("a"), assistant("longer than eight"), user("b"), assistant("c")],
-            "rewrites",
-            id="content-is-cut",
-        ),
-        pytest.param(
-            CHATML.replace("m.content }}", "m.content }} ({{ m.content | length }})"),
-            [user("a"), assistant("longer than the probe")],
-            "rewrites",
-            id="what-follows-depends-on-the-content",
-        ),
-        pytest.param(
-            REASONING_FIELD,
-            [user("a"), assistant("b", reasoning_content="hm")],
-            "not the generation prompt",
-            id="a-reasoning-field-against-a-closed-think-block",
-        ),
-        pytest.param(
-            TOOLS.replace("if m.tool_calls", "if m.tool_calls and loop.last"),
-            [user("a"), assistant("b", tool_calls=[{"name": "add"}]), assistant("c")],
-            "later turns change",
-            id="tool-calls-vanish-from-history",
-        ),
-        pytest.param(
-            TOOLS.replace("<|end|>", ""),
-            [user("a"), assistant("b", tool_calls=[{"name": "add"}])],
-            "no end-of-turn token",
-            id="tool-calls-without-an-end",
-        ),
-        pytest.param(CHATML, [user("a"), assistant("\ud800")], "Unicode", id="half-a-surrogate"),
-    ],
-)
-def test_a_turn_that_cannot_be_placed_is_an_error_not_a_guess(
+REASONING_FIELD = replaced("{{ m.content", "<think>{{ m.reasoning_content }}</think>{{ m.content")
+CLOSED_THINK_BLOCK = replaced("assistant\n", "assistant\n<think></think>", REASONING_FIELD)
+REWRITES, NO_PROMPT = "rewrites its content", "not the generation prompt"
+LONGER_THAN_PROBE = talk("a", "longer than eight", "b", "c")
+TWO_ANSWERS = [*talk("a", "b", **CALL), *talk("", "c")[1:]]
+REFUSED: dict[str, tuple[str, list[Any], str]] = {
+    "refused": (MISTRAL, [*talk("a"), *talk("b", "c")], "alternate"),
+    "half-a-surrogate": (CHATML, talk("a", "\ud800"), "Unicode"),
+    "closed-think-block": (QWEN3_NO_THINKING, talk("a", f"{THOUGHT}b"), NO_PROMPT),
+    "reasoning-field": (CLOSED_THINK_BLOCK, talk("a", "b", reasoning_content="hm"), NO_PROMPT),
+    "content-is-cut": (replaced("m.content", "m.content[:8]"), LONGER_THAN_PROBE, REWRITES),
+    "content-is-counted": (
+        replaced("m.content }}", "m.content }} ({{ m.content | length }})"),
+        LONGER_THAN_PROBE,
+        REWRITES,
+    ),
+    "tool-calls-vanish-from-history": (
+        replaced("if m.tool_calls", "if m.tool_calls and loop.last", TOOLS),
+        TWO_ANSWERS,
+        "later turns change",
+    ),
+    "tool-calls-without-an-end": (replaced("<|end|>", "", TOOLS), TWO_ANSWERS, "no end-of-turn"),
+}
+
+
+@pytest.mark.parametrize(("template", "messages", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_turn_that_cannot_be_placed_is_a_bad_row_not_a_guess(
     make_tokenizer: MakeTokenizer, template: str, messages: list[Any], reason: str
 ) -> None:
-    tokenizer = make_tokenizer(template, bos_token="<s>", eos_token="</s>")
-    with pytest.raises(RenderError, match=reason):
-        Renderer(tokenizer).render(messages)
+    bad = render(make_tokenizer(template, bos_token="<s>", eos_token="</s>"), messages)
+    assert isinstance(bad, BadRow)
+    assert str(bad).startswith("train.jsonl:1: ")
+    assert reason in str(bad)
 
 
-def test_an_error_in_one_conversation_leaves_the_others_of_its_chunk(
-    make_tokenizer: MakeTokenizer,
-) -> None:
-    tokenizer = make_tokenizer(MISTRAL, bos_token="<s>", eos_token="</s>")
-    rows = [
-        Conversation("1", (user("a"), assistant("one"))),
-        Conversation("2", (user("a"), user("b"), assistant("two"))),
-        Conversation("3", (user("a"), assistant("three"))),
-    ]
-    first, second, third = Renderer(tokenizer).render_many(rows)
-    assert isinstance(first, Rendered)
-    assert learned(tokenizer, first) == [" one</s>"]
-    assert isinstance(second, RenderError)
-    assert isinstance(third, Rendered)
-    assert learned(tokenizer, third) == [" three</s>"]
+CHATML_PROMPT = (
+    "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
+    "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+)
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (
-            CHATML,
-            "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
-            "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
-        ),
-        (
-            HEADER_WITHOUT_PROMPT,
-            "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
-            "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
-        ),
+        (CHATML, CHATML_PROMPT),
+        (CHATML_ALONE, CHATML_PROMPT),
         (MISTRAL, "<s>[INST] What is 2+2? [/INST] Four.</s>[INST] Why? [/INST]"),
         (R1, "<s><|user|>What is 2+2?<|assistant|>Four.</s><|user|>Why?<|assistant|><think>\n"),
     ],
@@ -374,22 +272,14 @@ def test_a_prompt_ends_where_the_last_answer_would_begin(
     make_tokenizer: MakeTokenizer, template: str, expected: str
 ) -> None:
     tokenizer = make_tokenizer(template, bos_token="<s>", eos_token="</s>")
-    ids = Renderer(tokenizer).prompt([*TWO_TURNS, user("never seen")])
+    ids = Renderer(tokenizer).prompt([*TWO_TURNS, *talk("never seen")])
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
 def test_tools_of_a_row_reach_the_template(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(TOOLS)
-    layout = Renderer(tokenizer).layout([user("Hi"), assistant("Four.")], [{"name": "add"}])
-    assert layout.text == "TOOL add\n<|user|>Hi<|end|>\n<|assistant|>Four.<|end|>\n"
-
-
-def test_the_identity_follows_template_and_options(make_tokenizer: MakeTokenizer) -> None:
-    tokenizer = make_tokenizer(CHATML)
-    identity = Renderer(tokenizer).identity
-    assert identity == Renderer(make_tokenizer(CHATML)).identity
-    assert identity != Renderer(make_tokenizer(PHI, eos_token="</s>")).identity
-    assert identity != Renderer(tokenizer, last_turn_only=True).identity
+    rendered = render(tokenizer, talk("Hi", "Four."), {"name": "add"})
+    assert tokenizer.decode(rendered.token_ids).startswith("TOOL add\n<|user|>Hi<|end|>\n")
 
 
 @pytest.mark.parametrize(
@@ -398,7 +288,7 @@ def test_the_identity_follows_template_and_options(make_tokenizer: MakeTokenizer
         (None, "has no chat template"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", "does not write"),
         ("{{ raise_exception('never') }}", "never"),
-        ({"a": CHATML, "b": CHATML}, "none is the default"),
+        ({"a": CHATML, "b": CHATML}, "is called default, but a, b"),
     ],
 )
 def test_a_tokenizer_that_cannot_render_is_refused_when_made(

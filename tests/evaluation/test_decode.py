@@ -5,8 +5,8 @@ it needs no training; what is tested is the target's cache, the verifier and the
 """
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from draftcore.config import EvalConfig
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.errors import DraftcoreError
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.evaluation import decode
 from draftcore.evaluation.decode import (
-    Clock,
     EagerRunner,
     evaluate_prompts,
     resolve_ties,
@@ -28,11 +28,7 @@ from draftcore.evaluation.decode import (
 from draftcore.evaluation.report import Decoded, Report
 from draftcore.target import TransformersModel, TransformersTarget
 
-
-@dataclass
-class Bigrams:
-    table_BV: Tensor  # what followed each token in this row
-    last_B: Tensor
+State = dict[str, Tensor]
 
 
 class BigramDrafter:
@@ -42,58 +38,57 @@ class BigramDrafter:
         self.vocabulary, self.num_drafts = vocabulary, num_drafts
         self.request = FeatureRequest((1,), True, "float32")
 
-    def allocate(self, batch: int, max_len: int) -> Bigrams:
-        return Bigrams(
-            torch.zeros(batch, self.vocabulary, dtype=torch.long), torch.zeros(batch).long()
-        )
+    def allocate(self, batch: int, max_len: int) -> State:
+        followed_BV = torch.zeros(batch, self.vocabulary, dtype=torch.long)
+        return {"followed": followed_BV, "last": torch.zeros(batch, dtype=torch.long)}
 
     def prefill(
-        self,
-        state: Bigrams,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        features: Mapping[str, Tensor],
-        next_B: Tensor,
-    ) -> None:
+        self, state: State, tokens_BT: Tensor, lengths_B: Tensor,
+        features: Mapping[str, Tensor], next_B: Tensor,
+    ) -> None:  # fmt: skip
         assert features["hidden.1"].shape[:2] == tokens_BT.shape
         for row, length in enumerate(lengths_B.tolist()):
-            known = [*tokens_BT[row, :length].tolist(), int(next_B[row])]
-            for a, b in itertools.pairwise(known):
-                state.table_BV[row, a] = b
-        state.last_B = next_B.clone()
+            self.learn(state, row, [*tokens_BT[row, :length].tolist(), int(next_B[row])])
+
+    def learn(self, state: State, row: int, known: list[int]) -> None:
+        for token, after in itertools.pairwise(known):
+            state["followed"][row, token] = after
+        state["last"][row] = known[-1]
 
     def propose(
-        self, state: Bigrams, temperature: float = 0.0, generator: torch.Generator | None = None
+        self, state: State, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        rows, token_B, drafts, probs = torch.arange(len(state.last_B)), state.last_B, [], []
+        token_B, drafts, probs = state["last"], [], []
+        rows = torch.arange(len(token_B))
         for _ in range(self.num_drafts):
-            guess_B = state.table_BV[rows, token_B]
+            guess_B = state["followed"][rows, token_B]
             q_BV = torch.full((len(rows), self.vocabulary), 0.5 / self.vocabulary)
             q_BV[rows, guess_B] += 0.5
-            token_B = (
-                torch.multinomial(q_BV, 1, generator=generator)[:, 0] if temperature else guess_B
-            )
+            drawn_B = torch.multinomial(q_BV, 1, generator=generator)[:, 0]
+            token_B = drawn_B if temperature else guess_B
             drafts.append(token_B)
             probs.append(q_BV)
         return torch.stack(drafts, 1), torch.stack(probs, 1) if temperature else None
 
     def accept(
-        self, state: Bigrams, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
+        self, state: State, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
     ) -> None:
         assert features["hidden.1"].shape[1] == self.num_drafts + 1
         for row, count in enumerate(counts_B.tolist()):
-            known = [int(state.last_B[row]), *tokens_BK[row, :count].tolist()]
-            for a, b in itertools.pairwise(known):
-                state.table_BV[row, a] = b
-            state.last_B[row] = known[-1]
+            known = [int(state["last"][row]), *tokens_BK[row, :count].tolist()]
+            self.learn(state, row, known)
 
-    def select(self, state: Bigrams, rows_B: Tensor) -> Bigrams:
-        return Bigrams(state.table_BV[rows_B], state.last_B[rows_B])
+    def select(self, state: State, rows_B: Tensor) -> State:
+        return {name: value[rows_B] for name, value in state.items()}
 
 
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> TransformersModel:
     return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
+
+
+def eager(target: TransformersModel, num_drafts: int = 4) -> EagerRunner:
+    return EagerRunner(target, BigramDrafter(target.spec.vocab_size, num_drafts))
 
 
 PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
@@ -103,62 +98,49 @@ PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 1
 def test_greedy_output_is_the_targets_own_for_every_prompt_and_batch(
     target: TransformersModel, batch: int
 ) -> None:
-    drafter = BigramDrafter(target.spec.vocab_size)
-    report = evaluate_prompts(
-        EagerRunner(target, drafter), PROMPTS, EvalConfig(max_new_tokens=24, batch=batch)
-    )
-    assert report.lossless is True
-    assert report.prompts == 4
-    assert report.acceptance_length >= 1
+    report = evaluate_prompts(eager(target), PROMPTS, EvalConfig(max_new_tokens=24, batch=batch))
+    assert (report.lossless, report.prompts) == (True, 4)
+    assert report.acceptance_length > 1.5
 
 
 def test_a_sliding_window_target_decodes_losslessly(tmp_path: Path) -> None:
     layers = ["sliding_attention", "full_attention"] * 3
     folder = tiny_target(tmp_path, layer_types=layers, use_sliding_window=True, sliding_window=8)
     target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
-    drafter = BigramDrafter(target.spec.vocab_size)
-    report = evaluate_prompts(
-        EagerRunner(target, drafter), PROMPTS, EvalConfig(max_new_tokens=30, batch=4)
-    )
+    report = evaluate_prompts(eager(target), PROMPTS, EvalConfig(max_new_tokens=30, batch=4))
     assert report.lossless is True
 
 
 def test_a_verifier_that_accepts_everything_is_caught(
     target: TransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gullible(
-        logits_BTV: Tensor,
-        drafts_BK: Tensor,
-        draft_probs_BKV: Tensor | None,
-        temperature: float,
-        generator: torch.Generator | None,
-    ) -> tuple[Tensor, Tensor]:
+    def gullible(logits_BTV: Tensor, drafts_BK: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         counts_B = torch.full((len(drafts_BK),), drafts_BK.shape[1] + 1)
         return torch.cat([drafts_BK, logits_BTV[:, -1:].argmax(-1)], 1), counts_B
 
-    monkeypatch.setattr("draftcore.evaluation.decode.verify", gullible)
-    runner = EagerRunner(target, BigramDrafter(target.spec.vocab_size))
+    monkeypatch.setattr(decode, "verify", gullible)
     with pytest.raises(DraftcoreError, match="not lossless"):
-        evaluate_prompts(runner, PROMPTS, EvalConfig(max_new_tokens=16))
+        evaluate_prompts(eager(target), PROMPTS, EvalConfig(max_new_tokens=16))
 
 
 def test_in_half_precision_a_tie_is_settled_by_the_targets_own_token(target_folder: Path) -> None:
     """The draft's output is altered at one token; with a bound above the gap that is a tie."""
     spec = TransformersTarget(str(target_folder), dtype="bfloat16", device="cpu")
-    target = TransformersModel(spec)
-    drafter, config = BigramDrafter(spec.vocab_size), EvalConfig(max_new_tokens=12, tie_bound=100.0)
-    (reference,) = target.generate([PROMPTS[0]], 12)
-    wrong = Decoded(
-        [*reference[:5], (reference[5] + 1) % 256, *reference[6:]], [2, 3, 4], [4, 4, 4]
-    )
-    ties = resolve_ties(EagerRunner(target, drafter), PROMPTS[0], wrong, reference, config, Clock())
+    runner, config = eager(TransformersModel(spec)), EvalConfig(max_new_tokens=12, tie_bound=100.0)
+    (reference,) = runner.target.generate([PROMPTS[0]], 12)
+    altered = [*reference[:5], (reference[5] + 1) % 256, *reference[6:]]
+    wrong = Decoded(PROMPTS[0], altered, [2, 3, 4], [4, 4, 4])
+    ties = resolve_ties(runner, wrong, reference, config)
     assert next(tie.position for tie in ties) == 5
     assert wrong.tokens == reference
     assert sum(wrong.accepted) + len(wrong.accepted) >= len(reference) - 2
     strict = config.model_copy(update={"tie_bound": 1e-9})
-    wrong = Decoded([*reference[:5], (reference[5] + 1) % 256], [2, 2], [4, 4])
     with pytest.raises(DraftcoreError, match="not lossless"):
-        resolve_ties(EagerRunner(target, drafter), PROMPTS[0], wrong, reference, strict, Clock())
+        resolve_ties(runner, Decoded(PROMPTS[0], altered[:6], [2, 2], [4, 4]), reference, strict)
+
+
+def chi_square(observed: Tensor, expected: Tensor) -> float:
+    return float(((observed - expected) ** 2 / expected).sum())
 
 
 def test_rejection_sampling_keeps_the_targets_distribution() -> None:
@@ -173,53 +155,49 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
         logits_V.expand(draws, 2, V), drafts_BK, q_V.expand(draws, 1, V), 0.7, generator
     )
     observed_V = torch.bincount(tokens_BT[:, 0], minlength=V).double()
-    chi_square = float(((observed_V - draws * p_V) ** 2 / (draws * p_V)).sum())
-    assert chi_square < 22.46  # 0.999 quantile with 6 degrees of freedom
-    wrong = float(((draws * q_V - draws * p_V) ** 2 / (draws * p_V)).sum())
-    assert wrong > 1000  # what unverified drafts would give
+    assert chi_square(observed_V, draws * p_V) < 22.46  # 0.999 quantile, 6 degrees of freedom
+    assert chi_square(draws * q_V, draws * p_V) > 1000  # what unverified drafts would give
 
 
 def test_sampled_decoding_follows_the_target_end_to_end(target: TransformersModel) -> None:
     """Second tokens of many sampled runs against the exact distribution, chi-square."""
-    drafter, config = (
-        BigramDrafter(target.spec.vocab_size, 2),
-        EvalConfig(max_new_tokens=3, temperature=0.3),
-    )
+    config = EvalConfig(max_new_tokens=3, temperature=0.3, seed=3)
     prompt, draws = PROMPTS[1], 3000
-    decoded = speculate(EagerRunner(target, drafter), [prompt] * draws, config, Clock(), seed=3)
-    firsts = torch.tensor([one.tokens[0] for one in decoded])
-    first = int(firsts.mode().values)
-    seconds = torch.tensor(
-        [one.tokens[1] for one in decoded if one.tokens[0] == first and len(one.tokens) > 1]
-    )
+    decoded = [one.tokens for one in speculate(eager(target, 2), [prompt] * draws, config)]
+    first = int(torch.tensor([tokens[0] for tokens in decoded]).mode().values)
+    seconds = torch.tensor([tokens[1] for tokens in decoded if tokens[0] == first and tokens[1:]])
     logits_V = target.model(input_ids=torch.tensor([[*prompt, first]])).logits[0, -1]
-    p_V = torch.softmax(logits_V / 0.3, -1)
-    likely = (p_V * len(seconds) > 8).nonzero()[:, 0]
-    expected = torch.cat([p_V[likely], 1 - p_V[likely].sum(0, keepdim=True)]).double() * len(
-        seconds
-    )
+    p_V, many = torch.softmax(logits_V / 0.3, -1), len(seconds)
+    likely = (p_V * many > 8).nonzero()[:, 0]
+    expected = torch.cat([p_V[likely], 1 - p_V[likely].sum(0, keepdim=True)]).double() * many
     counts = torch.bincount(seconds, minlength=len(p_V))[likely].double()
-    observed = torch.cat([counts, (len(seconds) - counts.sum())[None]])
-    chi_square = float(((observed - expected) ** 2 / expected.clamp(min=1)).sum())
+    observed = torch.cat([counts, (many - counts.sum())[None]])
     degrees = len(likely)
     assert degrees >= 3
-    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5 + 8  # beyond the 0.9999 quantile
+    # beyond the 0.9999 quantile
+    assert chi_square(observed, expected.clamp(min=1)) < degrees + 4 * (2 * degrees) ** 0.5 + 8
+
+
+def test_sampling_refuses_a_draft_without_probabilities(
+    target: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafts cannot be judged: they would be decoded greedily, and the report would be wrong."""
+    runner = eager(target)
+    propose = runner.drafter.propose
+    monkeypatch.setattr(runner.drafter, "propose", lambda *given: (propose(*given)[0], None))
+    with pytest.raises(UsageError, match=r"probabilities .*\n.*eval.temperature=0"):
+        evaluate_prompts(runner, PROMPTS, EvalConfig(max_new_tokens=4, temperature=0.7))
+
+
+def report_of(*decoded: tuple[Sequence[int], list[int], list[int]], num_drafts: int) -> Report:
+    return Report.of(
+        [Decoded([], list(tokens), accepted, room) for tokens, accepted, room in decoded],
+        num_drafts, lossless=True, ties=(), draft_seconds=1, verify_seconds=2, plain_seconds=1.5,
+    )  # fmt: skip
 
 
 def test_acceptance_counts_only_tokens_that_are_kept() -> None:
-    decoded = [
-        Decoded(tokens=[1, 2, 3, 4, 5], accepted=[2, 0], room=[3, 3]),
-        Decoded(tokens=[1, 2, 3], accepted=[1], room=[2]),
-    ]
-    report = Report.of(
-        decoded,
-        ties=[],
-        checked=True,
-        draft_seconds=1,
-        verify_seconds=2,
-        plain_seconds=1.5,
-        num_drafts=3,
-    )
+    report = report_of((range(5), [2, 0], [3, 3]), (range(3), [1], [2]), num_drafts=3)
     assert report.acceptance_length == pytest.approx(6 / 3)
     assert report.acceptance_by_position == pytest.approx((2 / 3, 1 / 3, 0.0))
     assert report.break_even_length == pytest.approx(2.0)
@@ -228,10 +206,7 @@ def test_acceptance_counts_only_tokens_that_are_kept() -> None:
 
 
 def test_the_report_is_written_as_json_and_as_a_picture(tmp_path: Path) -> None:
-    report = Report.of(
-        [Decoded([1, 2, 3], [1], [2])],
-        ties=[], checked=True, draft_seconds=1, verify_seconds=1, plain_seconds=1, num_drafts=2,
-    )  # fmt: skip
-    report.write(tmp_path)
+    report_of((range(3), [1], [2]), num_drafts=2).write(tmp_path)
     assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
-    assert '"acceptance_length": 2.0' in (tmp_path / "report.json").read_text()
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert (data["acceptance_length"], data["break_even_length"]) == (2.0, 2.0)

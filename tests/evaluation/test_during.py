@@ -23,11 +23,12 @@ from draftcore.contracts.algorithm import (
     StepOutput,
     TrainingDefaults,
 )
-from draftcore.contracts.capture import CaptureBatch, CapturedBatch
+from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.data.dataset import Dataset
 from draftcore.errors import UsageError
 from draftcore.evaluation import during
 from draftcore.evaluation.during import HeldOut, Probe
+from draftcore.training.loop import DraftSetup
 
 NAME, ROWS = "hidden.0", 7
 
@@ -77,7 +78,7 @@ class Algorithm:
         self.modes: list[tuple[bool, bool]] = []
         self.steps: list[StepContext] = []
 
-    def collate(self, samples: Sequence[Sample], device: torch.device) -> DraftBatch:
+    def collate(self, samples: Sequence[Sample], options: Any) -> DraftBatch:
         def pad(parts: list[Tensor]) -> Tensor:
             return nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
@@ -110,9 +111,8 @@ class Setting:
             train=TrainConfig.model_validate({"batch": 2, "eval_prompts": 0, "seed": 5, **train}),
         )
         self.capture, self.algorithm = Capture(), Algorithm()
-        self.held_out = HeldOut(
-            self.config, byte_tokenizer(), cast(Dataset, Data()), self.capture.open
-        )
+        data, opener = cast(Dataset, Data()), self.capture.open
+        self.held_out = HeldOut(self.config, byte_tokenizer(), data, opener)
         self.decoders: list[Draft] = []
         self.draft = self.new_draft()
 
@@ -127,10 +127,9 @@ class Setting:
         return SimpleNamespace(draft=draft)
 
     def probe(self) -> Probe:
-        return Probe(
-            self.held_out, self.config, self.algorithm, self.algorithm.collate, self.decoder,
-            torch.device("cpu"),
-        )  # fmt: skip
+        request = FeatureRequest((0,), False, "float32")
+        setup = DraftSetup("", self.config.run, self.config, self.algorithm, None, request, {})
+        return Probe(self.held_out, setup, self.decoder, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -145,24 +144,23 @@ def by_hand() -> tuple[float, float]:
     return float(tokens.mean()), float((tokens % 2).mean())
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("batch", [1, 2, 7, 50])
 def test_the_loss_is_one_ratio_over_all_held_out_rows(tmp_path: Path, batch: int) -> None:
-    """Never a mean of the batches' means, however they are cut."""
-    mean, odd = by_hand()
-    report = Setting(tmp_path, batch=batch).probe().evaluate(Setting(tmp_path).draft, 1, 9)
+    """Never a mean of the batches' means, however they are cut; without prompts it is all there is."""
+    (mean, odd), setting = by_hand(), Setting(tmp_path, batch=batch)
+    report = setting.probe().evaluate(setting.draft, 1, 9)
     assert report == {"loss": pytest.approx(2 * mean), "odd": pytest.approx(odd)}
+    assert setting.decoders == []
 
 
 def test_it_is_measured_with_the_weights_of_now(setting: Setting) -> None:
     probe, mean = setting.probe(), by_hand()[0]
     assert probe.evaluate(setting.draft, 1, 9)["loss"] == pytest.approx(2 * mean)
     with torch.no_grad():
-        cast(nn.Linear, setting.draft.module[0]).weight.fill_(3.0)  # type: ignore[index]
+        next(setting.draft.module.parameters()).fill_(3.0)
     assert probe.evaluate(setting.draft, 2, 9)["loss"] == pytest.approx(3 * mean)
-    assert {(one.step, one.total_steps, one.seed) for one in setting.algorithm.steps} == {
-        (1, 9, 5),
-        (2, 9, 5),
-    }
+    contexts = {(one.step, one.total_steps, one.seed) for one in setting.algorithm.steps}
+    assert contexts == {(1, 9, 5), (2, 9, 5)}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -179,7 +177,9 @@ def test_it_leaves_no_trace(setting: Setting, training: bool) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_held_out_features_are_captured_once_for_all_drafts_and_steps(setting: Setting) -> None:
+def test_held_out_rows_are_captured_once_for_all_drafts_and_steps_and_stay_whole(
+    setting: Setting,
+) -> None:
     assert setting.capture.opened == 0, "not before they are needed"
     for probe in (setting.probe(), setting.probe()):
         for step in (1, 2):
@@ -187,79 +187,46 @@ def test_held_out_features_are_captured_once_for_all_drafts_and_steps(setting: S
     assert (setting.capture.opened, setting.capture.closed) == (1, 1)
     assert sorted(row for rows in setting.capture.batches for row in rows) == list(range(ROWS))
     assert {len(rows) for rows in setting.capture.batches} == {1, 2}
-
-
-def test_held_out_samples_are_whole_and_in_the_order_of_the_data(setting: Setting) -> None:
-    data, samples = Data(), setting.held_out.samples()
+    data, samples = Data(), setting.held_out.samples
     assert [one.id.feature_id for one in samples] == list(data.feature_ids)
     for row, one in enumerate(samples):
-        assert one.token_ids_T.tolist() == data.tokens(row).tolist()
+        tokens = data.tokens(row).tolist()
+        assert (one.token_ids_T.tolist(), one.features[NAME].flatten().tolist()) == (tokens, tokens)
         assert one.loss_mask_T.tolist() == data.loss_mask(row).tolist()
-        assert one.features[NAME].flatten().tolist() == data.tokens(row).tolist()
 
 
 def test_a_held_out_feature_that_is_not_finite_is_refused_and_its_row_named(
     setting: Setting,
 ) -> None:
     setting.capture.broken = 3
-    with pytest.raises(UsageError, match=r"row 3 of .*eval.jsonl holds inf or nan") as caught:
+    wanted = r"row 3 of .*eval.jsonl holds inf or nan\n.*capture.dtype=float32"
+    with pytest.raises(UsageError, match=wanted):
         setting.probe().evaluate(setting.draft, 1, 9)
-    assert "capture.dtype=float32" in str(caught.value)
     assert setting.capture.closed == 1
 
 
-class Decoding:
-    """Stands for decoding, which moves random numbers, and keeps what it was given."""
-
-    def __init__(self) -> None:
-        self.runners: list[Any] = []
-        self.prompts: list[list[list[int]]] = []
-        self.modes: list[bool] = []
-
-    def __call__(self, runner: Any, prompts: list[list[int]], config: Any) -> Any:
-        torch.rand(5)
-        self.runners.append(runner)
-        self.prompts.append(prompts)
-        self.modes.append(runner.draft.module.training)
-        return SimpleNamespace(acceptance_length=2.5)
-
-
-@pytest.fixture
-def decoding(monkeypatch: pytest.MonkeyPatch) -> Decoding:
-    found = Decoding()
-    monkeypatch.setattr(during, "evaluate_prompts", found)
-    return found
-
-
-def test_prompts_are_decoded_by_one_runner_as_long_as_the_draft_is_the_same(
-    tmp_path: Path, decoding: Decoding
+def test_the_first_prompts_are_decoded_by_one_runner_as_long_as_the_draft_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has recorded reads the weights where they are; another draft's lie elsewhere."""
+    given: list[tuple[Any, list[list[int]], bool]] = []
+
+    def decode(runner: Any, prompts: list[list[int]], config: Any) -> Any:
+        torch.rand(5)
+        given.append((runner, prompts, runner.draft.module.training))
+        return SimpleNamespace(acceptance_length=2.5)
+
+    monkeypatch.setattr(during, "evaluate_prompts", decode)
     setting = Setting(tmp_path, eval_prompts=3)
-    other = setting.new_draft()
-    probe, before = setting.probe(), torch.get_rng_state()
+    other, probe, before = setting.new_draft(), setting.probe(), torch.get_rng_state()
     assert probe.evaluate(setting.draft, 1, 9)["acceptance_length"] == 2.5
     probe.evaluate(setting.draft, 2, 9)
     assert setting.decoders == [setting.draft]
     probe.evaluate(other, 3, 9)
     assert [id(one) for one in setting.decoders] == [id(setting.draft), id(other)]
-    assert len({id(runner) for runner in decoding.runners}) == 2
+    assert len({id(runner) for runner, _, _ in given}) == 2
     assert torch.equal(torch.get_rng_state(), before)
-    assert decoding.modes == [False] * 3
-
-
-def test_the_prompts_are_the_first_ones_of_the_eval_data(
-    tmp_path: Path, decoding: Decoding
-) -> None:
-    setting = Setting(tmp_path, eval_prompts=3)
-    setting.probe().evaluate(setting.draft, 1, 9)
-    (prompts,) = decoding.prompts
-    texts = [setting.held_out.tokenizer.decode(prompt) for prompt in prompts]
+    assert not any(training for _, _, training in given)
+    texts = [setting.held_out.tokenizer.decode(prompt) for prompt in given[0][1]]
     assert [f"q{at}?" in text for at, text in enumerate(texts)] == [True] * 3
     assert all(text.endswith("<|im_start|>assistant\n") for text in texts)
-
-
-def test_without_prompts_nothing_is_decoded(setting: Setting, decoding: Decoding) -> None:
-    report = setting.probe().evaluate(setting.draft, 1, 9)
-    assert "acceptance_length" not in report
-    assert (decoding.runners, setting.decoders) == ([], [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,9 +16,12 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from draftcore_sdk.loopback import only_loopback
 from draftcore_sdk.targets import conversations
 from safetensors.torch import load_file
+
+from draftcore.cli import main
 
 HERE = Path(__file__).parent
 EPOCHS, SAMPLES = 2, 48
@@ -95,7 +97,7 @@ class Run:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
             states = [(pid, self.command(pid)) for pid in self.processes()]
-            self.kill_all()
+            self.kill(*self.processes())
             process.wait()
             pytest.fail(f"it hangs; alive: {states}\n{self.output()}")
 
@@ -113,19 +115,11 @@ class Run:
 
     def processes(self) -> list[int]:
         """Return all processes of this run, found by the file in their command."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            if str(self.yaml) in self.command(int(folder.name)):
-                found.append(int(folder.name))
-        return sorted(found)
+        return find_processes("cmdline", str(self.yaml))
 
     def descendants(self) -> list[int]:
         """Return all other processes that this run's started, found by what they inherit."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if f"FAULT_MARKS={self.marks}\0".encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
+        found = find_processes("environ", f"FAULT_MARKS={self.marks}\0")
         return sorted(set(found) - set(self.processes()))
 
     def producers(self) -> list[int]:
@@ -141,12 +135,16 @@ class Run:
         except OSError:
             return ""
 
-    def kill_all(self, number: int = signal.SIGKILL) -> None:
-        for pid in self.processes():
-            try:
+    @staticmethod
+    def kill(*pids: int, number: int = signal.SIGKILL) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                continue
+
+    def freeze(self, *pids: int, seconds: float) -> None:
+        self.kill(*pids, number=signal.SIGSTOP)
+        time.sleep(seconds)
+        self.kill(*pids, number=signal.SIGCONT)
 
     def until(self, condition: Callable[[], Any], process: Any = None, seconds: float = 300) -> Any:
         deadline = time.monotonic() + seconds
@@ -180,11 +178,23 @@ class Run:
         state: dict[str, Any] = json.loads((self.last() / "state.json").read_text())
         return state
 
-    def require_done(self, without: frozenset[int] = frozenset()) -> None:
-        """Every sample was used once per epoch, and the run left nothing behind."""
+    def require_done(
+        self, losses: dict[int, float] | None = None, without: frozenset[int] = frozenset()
+    ) -> None:
+        """Every sample was used once per epoch, the losses are these, and nothing was left behind."""
         found = self.uses()
         wrong = {row: n for row, n in found.items() if n != (0 if row in without else EPOCHS)}
         assert not wrong, f"uses by row: {wrong}"
+        assert losses is None or self.losses() == losses
+        self.require_clean()
+
+    def require_nothing_trained(self) -> None:
+        """There is nothing to export, and the run left nothing behind."""
+        command = ["--plugin", str(HERE / "usecount.py"), "export", str(self.yaml)]
+        refused = CliRunner().invoke(main, command)
+        assert refused.exit_code == 2
+        assert "no finished checkpoint" in refused.output
+        assert not (self.run / "export").exists()
         self.require_clean()
 
     def require_clean(self) -> None:
@@ -195,6 +205,16 @@ class Run:
             left += [path.name for path in Path("/dev/shm").iterdir() if run_id in path.name]
         assert not left, f"left behind: {left}"
         assert not (self.run / "queue.json").exists(), "the address of a queue that is gone"
+
+
+def find_processes(file: str, part: str) -> list[int]:
+    """Return the processes in whose `cmdline` or `environ` there is this."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if part.encode() in (folder / file).read_bytes():
+                found.append(int(folder.name))
+    return sorted(found)
 
 
 class Server:
@@ -220,18 +240,10 @@ class Server:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def kill(self, *, forget: bool = False) -> None:
+    def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-        if forget:
-            shutil.rmtree(self.folder)
-
-    def freeze(self, seconds: float) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        self.process.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -275,9 +287,7 @@ def make_run(tmp_path: Path, target_folder: Path) -> Iterator[Callable[..., Run]
 
     yield make
     for one in made:
-        one.kill_all(signal.SIGKILL)
-        for pid in one.descendants():
-            os.kill(pid, signal.SIGKILL)
+        one.kill(*one.processes(), *one.descendants())
 
 
 @pytest.fixture(scope="session")

@@ -208,14 +208,19 @@ class Channel(Around):
         return Caller(self.inner.connect(find))
 
 
+def handed_out(request: Json, reply: Json) -> bool:
+    """Whether a reply brings tasks."""
+    return request["call"] == "claim" and bool(reply.get("answer", [[]])[0])
+
+
 class Served(Around):
     """The queue, in the trainer."""
 
     def answer(self, request: Json) -> Json:
         reply: Json = self.inner.answer(request)
-        if reply.get("tasks"):
+        if handed_out(request, reply):
             reach("handed")
-        if "taken" in reply:
+        if request["call"] == "publish":
             reach("taken")
         return reply
 
@@ -233,7 +238,7 @@ class Caller(Around):
             self.inner.call(request)
         if publishes:
             reach("reported")
-        if reply.get("tasks"):
+        if handed_out(request, reply):
             reach("claimed")
         return reply
 

@@ -25,8 +25,7 @@ def test_a_process_may_be_killed_at_any_named_point(
     run.faults = " ".join(f"kill:{point}" for point in POINTS)
     run.finish()
     assert {mark.name for mark in run.marks.iterdir()} == {f"kill-{point}" for point in POINTS}
-    run.require_done()
-    assert run.losses() == undisturbed
+    run.require_done(undisturbed)
 
 
 def test_the_same_command_goes_on_whatever_ended_it(
@@ -42,7 +41,7 @@ def test_the_same_command_goes_on_whatever_ended_it(
 
     launcher = run.start()
     run.until(lambda: run.steps() >= 8, launcher)
-    run.kill_all()
+    run.kill(*run.processes())
     launcher.wait()
 
     launcher = run.start()
@@ -55,8 +54,7 @@ def test_the_same_command_goes_on_whatever_ended_it(
 
     run.faults = ""
     assert "resuming from step" in run.finish("topology.producers=2")
-    run.require_done()
-    assert run.losses() == undisturbed
+    run.require_done(undisturbed)
 
 
 def test_processes_may_freeze_for_longer_than_the_others_wait(
@@ -74,8 +72,7 @@ def test_processes_may_freeze_for_longer_than_the_others_wait(
             os.kill(int((run.marks / f"frozen-{point}").read_text()), signal.SIGCONT)
             waiting.remove(point)
     assert run.wait(launcher) == 0, run.output()
-    run.require_done()
-    assert run.losses() == undisturbed
+    run.require_done(undisturbed)
 
 
 @pytest.mark.long
@@ -94,15 +91,10 @@ def test_a_producer_a_trainer_or_all_processes_may_freeze_for_45_seconds(
     for run, launcher in zip(runs[1:], launchers[1:], strict=True):
         run.until(lambda run=run: run.steps() >= 3, launcher)
     frozen += [*runs[1].trainers(), *runs[2].processes()]
-    for pid in frozen[1:]:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(45)
-    for pid in frozen:
-        os.kill(pid, signal.SIGCONT)
+    runs[0].freeze(*frozen, seconds=45)
     for run, launcher in zip(runs, launchers, strict=True):
         assert run.wait(launcher) == 0, run.output()
-        run.require_done()
-        assert run.losses() == undisturbed
+        run.require_done(undisturbed)
 
 
 @pytest.mark.long
@@ -123,24 +115,17 @@ def test_random_processes_are_killed_or_frozen_at_random_moments(
         victim = chance.choice(run.processes() or [launcher.pid])
         how = chance.choice(["kill", "kill", "freeze"])
         print(f"{how} {run.command(victim)[-60:]!r} at step {run.steps()}")
-        harm(run, victim, how)
+        if how == "freeze":
+            run.freeze(victim, seconds=3)
+        else:
+            run.kill(victim)
+            time.sleep(0.5)
         if launcher.poll() is not None:
             run.until(lambda: not run.processes())
             launcher = run.start()
     if run.wait(launcher) != 0:
         run.finish()
-    run.require_done()
-    assert run.losses() == undisturbed
-
-
-def harm(run: Any, victim: int, how: str) -> None:
-    try:
-        os.kill(victim, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        time.sleep(0.5 if how == "kill" else 3)
-        if how == "freeze":
-            os.kill(victim, signal.SIGCONT)
-    except ProcessLookupError:
-        return
+    run.require_done(undisturbed)
 
 
 @pytest.mark.long

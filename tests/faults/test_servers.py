@@ -1,10 +1,7 @@
 """A store's server that dies, freezes and forgets, alone and together with processes of the run."""
 
-import os
-import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -12,12 +9,6 @@ from urllib.request import urlopen
 import pytest
 
 MakeRun = Callable[..., Any]
-
-
-def kill(*victims: int) -> None:
-    for pid in victims:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def masters(run: Any) -> list[int]:
@@ -35,18 +26,18 @@ def test_a_master_of_ones_own_may_die_beside_any_other_process(make_run: MakeRun
     run.faults = "ttl:2 pace:0.1"
     launcher = run.start()
     run.until(lambda: run.steps() >= 3, launcher)
-    kill(*masters(run))
+    run.kill(*masters(run))
     run.until(lambda: run.steps() >= 6, launcher)
-    kill(*run.trainers())  # its master goes with it: producers follow to another one
+    run.kill(*run.trainers())  # its master goes with it: producers follow to another one
     run.until(lambda: run.steps() >= 10, launcher)
-    kill(launcher.pid, *run.producers())
+    run.kill(launcher.pid, *run.producers())
     launcher.wait()
     run.until(lambda: not run.processes() and not run.descendants())
     resumed = run.state()["step"]
 
     launcher = run.start("topology.ranks=2")  # both read what lies in the first one's memory
     run.until(lambda: run.steps() >= resumed + 3, launcher)
-    kill(*masters(run), run.producers()[0])
+    run.kill(*masters(run), run.producers()[0])
     assert run.wait(launcher) == 0, run.output()
     assert run.output().count("another one is started") == 2
     run.require_done()
@@ -70,18 +61,15 @@ def test_a_master_and_a_trainer_may_die_forget_freeze_and_stay_away_alone_and_to
     time.sleep(2)
     master.start()
     run.until(lambda: run.steps() >= 5, launcher)
-    kill(*run.trainers())
+    run.kill(*run.trainers())
     run.until(lambda: run.steps() >= 8, launcher)
     master.kill()
-    kill(run.producers()[0], *run.trainers())
+    run.kill(run.producers()[0], *run.trainers())
     master.start()
     run.until(lambda: run.steps() >= 10, launcher)
-    (trainer,) = run.trainers()
-    os.kill(trainer, signal.SIGSTOP)  # longer than its producers may be silent
-    time.sleep(4)
-    os.kill(trainer, signal.SIGCONT)
+    run.freeze(*run.trainers(), seconds=4)  # longer than its producers may be silent
     run.until(lambda: run.steps() >= 12, launcher)
-    master.freeze(5)  # longer than its TTL
+    run.freeze(master.process.pid, seconds=5)  # longer than its TTL
     run.until(lambda: run.steps() >= 14, launcher)
     master.kill()  # and stays away
     said = f"error: no Mooncake master at 127.0.0.1:{master.port}"
@@ -90,7 +78,6 @@ def test_a_master_and_a_trainer_may_die_forget_freeze_and_stay_away_alone_and_to
     assert run.wait(launcher) == 1
     run.require_clean()
     assert "resuming from step" in run.finish()
-    run.require_done()
-    assert run.losses() == undisturbed
+    run.require_done(undisturbed)
     with urlopen(f"http://127.0.0.1:{master.metrics}/get_all_keys") as keys:
         assert keys.read().split() == []

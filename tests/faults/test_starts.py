@@ -1,9 +1,6 @@
 """Who may take part in a run, and runs that must not end well: done means done."""
 
-import os
-import signal
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +18,13 @@ def test_two_runs_of_one_folder_do_not_harm_each_other(
     run.faults = "pace:0.5"
     first = run.start()
     run.until(lambda: run.steps() >= 2, first)
-    producers = run.producers()
+    (trainer,), producers = run.trainers(), run.producers()
     said = run.finish(code=1)
+    assert f"process {trainer} on" in said
     assert "wait for it to end, or set another run folder" in said
-    for pid in producers:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    run.kill(*producers)
     assert run.wait(first) == 0, run.output()
-    run.require_done()
-    assert run.losses() == undisturbed
+    run.require_done(undisturbed)
 
 
 def test_a_producer_with_another_target_is_turned_away(
@@ -44,8 +39,7 @@ def test_a_producer_with_another_target_is_turned_away(
     producer = run.start("--role", "producer")
     assert run.wait(trainer) == 0
     assert run.wait(producer) == 0
-    run.require_done()
-    assert run.losses() == undisturbed
+    run.require_done(undisturbed)
 
 
 def test_a_producer_needs_target_and_plugins_and_neither_data_nor_the_runs_folder(
@@ -65,8 +59,7 @@ def test_a_producer_needs_target_and_plugins_and_neither_data_nor_the_runs_folde
     assert run.wait(trainer) == 0
     assert run.wait(producer) == 0
     assert not list(elsewhere.rglob("*"))
-    run.require_done()
-    assert run.losses() == undisturbed
+    run.require_done(undisturbed)
 
 
 def scaled_target(folder: Path) -> Path:
@@ -97,7 +90,7 @@ def test_a_target_that_the_captures_own_check_refuses_ends_the_run_with_that_err
     run = make_run(producers=producers)
     said = run.finish(f"target.path={scaled_target(tmp_path / 'scaled')}", code=2)
     assert "models that scale or cap their logits are not supported as targets" in said
-    require_nothing_trained(run)
+    run.require_nothing_trained()
 
 
 def test_a_capture_without_its_server_ends_the_run_with_that_error(
@@ -106,7 +99,7 @@ def test_a_capture_without_its_server_ends_the_run_with_that_error(
     options = {"servers": [f"http://127.0.0.1:{port}"], "patience": 1, "self_test": False}
     run = make_run(producers=1, capture={"name": "sglang-server", "options": options})
     assert f"sglang server http://127.0.0.1:{port} does not answer" in run.finish(code=2)
-    require_nothing_trained(run)
+    run.require_nothing_trained()
 
 
 @pytest.mark.parametrize("rate", [".inf", "3e38"])
@@ -114,11 +107,4 @@ def test_weights_that_are_not_finite_are_no_draft(make_run: MakeRun, rate: str) 
     """The second rate is finite, and twice it is not."""
     run = make_run()
     run.finish(f"train.lr={rate}", code=None)
-    require_nothing_trained(run)
-
-
-def require_nothing_trained(run: Any) -> None:
-    """There is nothing to export, and the run left nothing behind."""
-    assert "no finished checkpoint" in run.finish(verb="export", code=2)
-    assert not (run.run / "export").exists()
-    run.require_clean()
+    run.require_nothing_trained()

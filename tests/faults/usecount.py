@@ -36,7 +36,7 @@ ROWS = 512  # more than any run here has: the table does not depend on the data
 
 
 def use_counts(tokenizer: Any) -> torch.nn.Module:
-    """Return the module; made here, as the supervisor loads this file too and has no use for torch."""
+    """Return the module; made here, as the launcher loads this file too and has no use for torch."""
     import torch
 
     class UseCounts(torch.nn.Module):

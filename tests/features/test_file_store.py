@@ -1,10 +1,11 @@
-"""The store `file`: the conformance suite, crashes at any byte, full disks, and its folder."""
+"""The store `file`: the conformance suite, several writers, crashes, full disks, and its folder."""
 
-import json
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
-import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,13 @@ from draftcore_sdk.stores import StoreSuite, numbered
 from draftcore_sdk.suite import child_environment
 from safetensors.torch import load_file
 
-from draftcore.contracts.store import StoreError, StoreFull, StoreItem
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.contracts.store import StoreError, StoreItem
+from draftcore.errors import UsageError
 from draftcore.features.stores.file import FileStore
 
 
 class TestFileStore(StoreSuite):
     plugin, name = "draftcore.builtin", "file"
-
-    @pytest.fixture
-    def store_uri(self, tmp_path: Path) -> str:
-        return f"file:{tmp_path / 'features'}"
 
     def alter(self, uri: str) -> None:
         for shard in shards(Path(uri.removeprefix("file:"))):
@@ -49,11 +46,9 @@ def flip_byte(path: Path, at: int) -> None:
 
 
 def test_one_put_is_one_shard_that_any_safetensors_reader_opens(folder: Path) -> None:
-    store = FileStore(folder)
-    store.put_many([numbered("a", 1), numbered("b", 2)])
+    FileStore(folder).put_many([numbered("a", 1), numbered("b", 2)])
     (shard,) = shards(folder)
     assert sorted(int(tensor[0]) for tensor in load_file(shard).values()) == [1, 2]
-    assert len((folder / "index.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_shard_goes_with_the_last_sample_that_needs_it(folder: Path) -> None:
@@ -71,11 +66,8 @@ def test_a_shard_goes_with_the_last_sample_that_needs_it(folder: Path) -> None:
 def test_a_reader_creates_and_removes_nothing(folder: Path) -> None:
     assert FileStore(folder).lookup(["a"]) == {}
     assert not folder.exists()
-    writer = FileStore(folder)
-    ref = writer.put(numbered("a", 1))
-    writer.close()
+    ref = FileStore(folder).put(numbered("a", 1))
     (folder / "shard-dead.tmp").touch()
-    (folder / ".lock").unlink()
     before = sorted(folder.iterdir())
     reader = FileStore(folder)
     reader.get(ref).close()
@@ -85,12 +77,21 @@ def test_a_reader_creates_and_removes_nothing(folder: Path) -> None:
 
 
 def test_a_moved_folder_serves_the_refs_of_the_old_place(folder: Path) -> None:
-    store = FileStore(folder)
-    ref = store.put(numbered("a", 1))
-    store.close()
+    ref = FileStore(folder).put(numbered("a", 1))
     folder.rename(folder.with_name("moved"))
     with FileStore(folder.with_name("moved")).get(ref) as handle:
         assert int(handle.tensors["x"][0]) == 1
+
+
+def test_what_is_known_or_told_by_a_ref_is_read_without_a_look_at_all_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands of them, and a mount may list the newest late."""
+    ref = FileStore(folder).put(numbered("a", 1))
+    reader = FileStore(folder)
+    monkeypatch.setattr(os, "listdir", lambda _: [])
+    reader.get(ref).close()
+    assert reader.lookup(["a"]) == {"a": ref}
 
 
 def test_only_the_tensors_asked_for_are_read(folder: Path) -> None:
@@ -99,7 +100,7 @@ def test_only_the_tensors_asked_for_are_read(folder: Path) -> None:
     ref = store.put(StoreItem("a", {"x": torch.ones(4), "last": torch.ones(4)}, 4))
     flip_byte(shards(folder)[0], -1)
     store.get(ref, names=["x"]).close()
-    with pytest.raises(StoreError, match="'last' is torn or altered"):
+    with pytest.raises(StoreError, match="tensor 'last' of sample 'a' is torn or altered"):
         store.get(ref, names=["last"])
     assert store.stats().open_handles == 0
 
@@ -113,91 +114,108 @@ def test_each_tensor_lies_aligned_to_its_type(folder: Path) -> None:
             assert tensor.data_ptr() % tensor.element_size() == 0
 
 
-def test_an_unknown_dtype_is_named_and_leaves_nothing(folder: Path) -> None:
+def test_a_put_that_cannot_be_says_why_and_leaves_nothing(folder: Path) -> None:
     store = FileStore(folder)
     with pytest.raises(StoreError, match=r"'x' has dtype torch\.complex64"):
         store.put(StoreItem("a", {"x": torch.ones(4, dtype=torch.complex64)}, 4))
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "index.jsonl"]
+    with pytest.raises(StoreError, match="600 samples in one put\n  put 512 at most"):
+        store.put_many([numbered(str(at), at) for at in range(600)])
+    assert shards(folder) == []
+    folder.touch()
+    with pytest.raises(UsageError, match="is not a folder"):
+        FileStore(folder)
+    with pytest.raises(StoreError, match="cannot write to the store"):
+        store.put(numbered("a", 1))
 
 
-# ---------------------------------------------------------------- one writer
+# ---------------------------------------------------------------- several processes
 
 
-def test_a_second_writer_is_refused_by_name_until_the_first_closes(folder: Path) -> None:
-    first, second = FileStore(folder), FileStore(folder)
-    ref = first.put(numbered("a", 1))
-    with pytest.raises(
-        DraftcoreError, match=rf"process \d+ on .* is writing to the store {folder}"
-    ):
-        second.put(numbered("b", 2))
-    second.get(ref).close()
-    first.close()
-    second.put(numbered("b", 2))
-    assert set(second.lookup(["a", "b"])) == {"a", "b"}
-
-
-def test_a_reader_follows_frees_and_puts_of_the_writer(folder: Path) -> None:
-    reader, writer = FileStore(folder), FileStore(folder)
-    old = writer.put(numbered("a", 1))
-    handle = reader.get(old)
-    new = writer.put(numbered("a", 2))
+def test_each_of_several_writers_supersedes_and_frees_what_another_put(folder: Path) -> None:
+    one, other = FileStore(folder), FileStore(folder)
+    old, kept = one.put_many([numbered("a", 1), numbered("b", 2)])
+    handle = other.get(old)
+    new = other.put(numbered("a", 3))
     with pytest.raises(StoreError, match="put again since"):
-        reader.get(old)
-    assert int(handle.tensors["x"][0]) == 1  # the mapping outlives the removed file
-    writer.free([new])
-    assert reader.lookup(["a"]) == {}
+        one.get(old)
+    assert int(handle.tensors["x"][0]) == 1  # the mapping outlives the file
+    assert one.lookup(["a", "b"]) == {"a": new, "b": kept}
+    one.free([new])
+    assert other.lookup(["a", "b"]) == {"b": kept}
+    other.abort("b")
+    assert one.stats().samples == len(shards(folder)) == 0
+
+
+def test_two_writers_free_one_batch_side_by_side(folder: Path) -> None:
+    """Each knows the file by a name that the other one changes."""
+    one, other = FileStore(folder), FileStore(folder)
+    refs = one.put_many([numbered(name, at) for at, name in enumerate("abc")])
+    assert one.lookup("abc") == other.lookup("abc")
+    one.free(refs[:1])
+    with other.get(refs[1]) as handle:
+        assert int(handle.tensors["x"][0]) == 1
+    with pytest.raises(StoreError, match="is not held"):
+        other.get(refs[0])
+    other.free(refs[1:2])
+    assert one.lookup("abc") == FileStore(folder).lookup("abc") == {"c": refs[2]}
+    one.free(refs)
+    assert shards(folder) == []
 
 
 # ---------------------------------------------------------------- crashes
 
 
-def test_a_crash_at_any_byte_of_the_index_loses_the_last_put_only(folder: Path) -> None:
+def test_what_a_killed_writer_left_is_removed_by_the_next_put(folder: Path) -> None:
     store = FileStore(folder)
     store.put(numbered("a", 1))
-    whole = (folder / "index.jsonl").stat().st_size
-    store.put(numbered("b", 2))
-    store.close()
-    index = (folder / "index.jsonl").read_bytes()
-    for size in {*range(whole, len(index), 7), len(index) - 1}:
-        broken = folder.with_name(f"broken-{size}")
-        shutil.copytree(folder, broken)
-        (broken / "index.jsonl").write_bytes(index[:size])
-        reader, writer = FileStore(broken), FileStore(broken)
-        assert set(reader.lookup(["a", "b"])) == {"a"}
-        writer.put(numbered("c", 3))
-        assert set(reader.lookup(["a", "b", "c"])) == {"a", "c"}
-        assert len(shards(broken)) == 2  # b's, which nothing names, was collected
-        writer.close()
-        assert set(FileStore(broken).lookup(["a", "b", "c"])) == {"a", "c"}
-        shutil.rmtree(broken)
+    whole = shards(folder)[0].read_bytes()
+    left, others = folder / "shard-1.tmp", folder / "notes.tmp"
+    for size in (0, 100, len(whole)):
+        left.write_bytes(whole[:size])
+        assert store.stats().samples == 1
+        with open(left) as writing:
+            fcntl.flock(writing, fcntl.LOCK_EX)  # as who writes it does
+            store.put(numbered("a", 2))
+            assert left.exists()
+        store.put(numbered("a", 2))
+        assert not left.exists()
+    others.touch()
+    store.put(numbered("a", 3))
+    assert sorted(folder.iterdir()) == [others, *shards(folder)]
 
 
-def test_a_writer_collects_what_a_killed_one_left(folder: Path) -> None:
+def test_a_crash_before_the_old_sample_is_dropped_leaves_the_new_one(folder: Path) -> None:
     store = FileStore(folder)
-    store.put(numbered("a", 1))
-    store.close()
-    left = [folder / "shard-1.tmp", folder / "shard-2.safetensors"]
-    others = folder / "notes.tmp"
-    for path in [*left, others]:
-        path.write_bytes(b"half")
-    FileStore(folder).put(numbered("b", 2))
-    assert not any(path.exists() for path in left)
-    assert others.exists()
-    assert len(shards(folder)) == 2
+    old = store.put(numbered("a", 1))
+    before = {path.name: path.read_bytes() for path in shards(folder)}
+    new = store.put(numbered("a", 2))
+    for name, data in before.items():
+        (folder / name).write_bytes(data)
+    again = FileStore(folder)
+    assert again.lookup(["a"]) == {"a": new}
+    with pytest.raises(StoreError, match="put again since"):
+        again.get(old)
+    again.free([new])
+    assert FileStore(folder).lookup(["a"]) == {}
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.02, 0.5, 0.999])
-def test_a_shard_cut_short_raises_with_file_and_sample(folder: Path, keep: float) -> None:
-    store = FileStore(folder)
-    ref = store.put(numbered("a", 1, numbers=1000))
+def test_a_shard_cut_short_raises_and_names_the_file(folder: Path, keep: float) -> None:
+    ref = FileStore(folder).put(numbered("a", 1, numbers=1000))
     (shard,) = shards(folder)
     shard.write_bytes(shard.read_bytes()[: int(keep * shard.stat().st_size)])
-    with pytest.raises(StoreError, match=f"sample 'a' cannot be read from {shard}"):
-        store.get(ref)
+    store = FileStore(folder)
+    for use in (lambda: store.get(ref), lambda: store.lookup(["a"])):
+        with pytest.raises(
+            StoreError, match=f"{shard} cannot be read.*\n  remove it and run again"
+        ):
+            use()
+    shard.unlink()
+    assert store.lookup(["a"]) == {}
 
 
 def test_no_altered_byte_of_a_shard_is_ever_served(folder: Path) -> None:
-    """Each byte in turn: length, header and data. Padding and metadata may change unnoticed."""
+    """Each byte in turn: length, header and data. Padding may change unnoticed."""
     store = FileStore(folder)
     item = StoreItem("a", {"x": torch.tensor([1, 2], dtype=torch.int16)}, 2)
     ref = store.put(item)
@@ -209,28 +227,26 @@ def test_no_altered_byte_of_a_shard_is_ever_served(folder: Path) -> None:
             with store.get(ref) as handle:
                 assert handle.tensors["x"].tolist() == [1, 2]
                 assert handle.tensors["x"].dtype is torch.int16
+            assert FileStore(folder).lookup(["a"]) == {"a": ref}
         except StoreError:
             noticed += 1
         flip_byte(shard, at)
-    assert noticed > 100
+    assert noticed > 300
     assert store.stats().open_handles == 0
 
 
 def test_a_shard_the_user_removed_is_captured_again(folder: Path) -> None:
     store = FileStore(folder)
-    gone, kept = store.put(numbered("a", 1)), store.put(numbered("b", 2))
-    store.close()
-    (folder / f"shard-{gone.generation}.safetensors").unlink()
-    again = FileStore(folder)
-    assert again.lookup(["a", "b"]) == {"b": kept}
-    assert again.stats().samples == 1
+    _, kept = store.put(numbered("a", 1)), store.put(numbered("b", 2))
+    assert set(store.lookup(["a", "b"])) == {"a", "b"}
+    shards(folder)[0].unlink()
+    assert store.lookup(["a", "b"]) == {"b": kept}
 
 
-def test_a_damaged_line_of_the_index_is_an_error(folder: Path) -> None:
-    FileStore(folder).put(numbered("a", 1))
-    index = folder / "index.jsonl"
-    index.write_bytes(b"{oops\n" + index.read_bytes())
-    with pytest.raises(StoreError, match=r"index\.jsonl is damaged at byte 0"):
+def test_a_store_of_an_earlier_edition_is_refused(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "index.jsonl").touch()
+    with pytest.raises(UsageError, match="earlier edition of draftcore\n  capture again"):
         FileStore(folder)
 
 
@@ -246,6 +262,7 @@ from draftcore_sdk.stores import numbered
 folder = Path(sys.argv[1])
 store = FileStore(folder / "features")
 refs = [store.put(numbered(f"held/{at}", at, numbers=32768)) for at in range(6)]
+pair = store.put_many([numbered("one", 1), numbered("two", 2)])
 before = sorted(path.name for path in store.folder.iterdir())
 for _ in range(3):
     try:
@@ -258,30 +275,19 @@ for _ in range(3):
         raise AssertionError("the disk was not full")
     assert sorted(path.name for path in store.folder.iterdir()) == before
 
+for at, ref in enumerate(refs):
+    with store.get(ref) as handle:
+        assert handle.tensors["x"].tolist() == [at] * 32768
 with open(folder / "ballast", "wb", buffering=0) as ballast:
     try:
         while ballast.write(b"x" * 4096):
             pass
     except OSError:
-        ballast.truncate(ballast.tell() // 4096 * 4096 - 4096)
-index = store.folder / "index.jsonl"
-lines = index.read_bytes()
-try:
-    store.put(numbered("long" * 5000, 1, numbers=1))  # the shard fits, its line does only in part
-except StoreFull:
-    assert index.read_bytes() == lines
-else:
-    raise AssertionError("the index fitted")
-assert sorted(path.name for path in store.folder.iterdir()) == before
-(folder / "ballast").unlink()
-for at, ref in enumerate(refs):
-    with store.get(ref) as handle:
-        assert handle.tensors["x"].tolist() == [at] * 32768
-store.free(refs[:3])
-more = store.put(numbered("more", 9, numbers=98304))
-store.close()
+        pass
+store.free([pair[0], *refs[:3]])
+more = store.put(numbered("more", 9, numbers=90000))
 again = FileStore(folder / "features")
-assert again.lookup(["more", "held/0", "held/5"]) == {"more": more, "held/5": refs[5]}
+assert again.lookup(["more", "one", "two", "held/0"]) == {"more": more, "two": pair[1]}
 again.get(more).close()
 print("recovered")
 """
@@ -291,7 +297,7 @@ def test_a_full_disk_pushes_back_and_the_store_stays_whole(tmp_path: Path) -> No
     """On a real file system of 2 MiB that fills up."""
     small, program = tmp_path / "small", tmp_path / "program.py"
     small.mkdir()
-    program.write_text(textwrap.dedent(FULL_DISK))
+    program.write_text(FULL_DISK)
     mount = f"mount -t tmpfs -o size=2M tmpfs {small}"
     alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if shutil.which("unshare") is None or subprocess.run([*alone, mount]).returncode:
@@ -305,51 +311,74 @@ def test_a_full_disk_pushes_back_and_the_store_stays_whole(tmp_path: Path) -> No
     assert done.stdout == "recovered\n", done.stderr
 
 
-def test_a_failed_put_leaves_no_file(folder: Path) -> None:
-    store = FileStore(folder, max_bytes=1000)
-    kept = store.put(numbered("a", 1))
-    with pytest.raises(StoreFull, match="raise max_bytes"):
-        store.put(numbered("b", 2, numbers=500))
-    assert len(shards(folder)) == 1
-    assert FileStore(folder).lookup(["a", "b"]) == {"a": kept}
+# ---------------------------------------------------------------- volatile stores
 
 
-def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="is not a folder"):
-        FileStore(tmp_path / "file")
-    store = FileStore(tmp_path / "later" / "features")
-    (tmp_path / "later").touch()
-    with pytest.raises(StoreError, match="cannot write to the store"):
-        store.put(numbered("a", 1))
+def test_a_volatile_store_goes_with_the_last_process_that_has_it_open(folder: Path) -> None:
+    one = FileStore.open(f"file:{folder}?volatile=yes&max_bytes=1MiB")
+    ref = one.put(numbered("a", 1))
+    other = FileStore.open(one.uri)
+    one.close()
+    with other.get(ref) as handle:
+        other.close()
+        other.close()
+        assert int(handle.tensors["x"][0]) == 1
+    assert not folder.exists()
+
+
+LEFT = """
+import sys, time
+from draftcore.features.stores.file import FileStore
+from draftcore_sdk.stores import numbered
+FileStore.open(sys.argv[1]).put(numbered("a", 1))
+print("put", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def user(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that uses a volatile store in the folder, to which it has put a sample."""
+    command = [sys.executable, "-c", LEFT, f"file:{folder}?volatile=yes"]
+    pipe, env = subprocess.PIPE, child_environment()
+    with subprocess.Popen(command, stdout=pipe, text=True, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "put\n"
+        yield process
+        process.kill()
+
+
+def test_a_volatile_store_that_killed_processes_left_is_removed_by_the_next(
+    folder: Path, user: "subprocess.Popen[str]"
+) -> None:
+    def open_beside() -> None:
+        FileStore.open(f"file:{folder.with_name('other')}?volatile=yes").close()
+
+    lasting = FileStore(folder.with_name("lasting"))
+    lasting.put(numbered("a", 1))
+    open_beside()
+    assert set(FileStore(folder).lookup(["a"])) == {"a"}
+    user.kill()
+    user.wait()
+    open_beside()
+    assert not folder.exists()
+    assert lasting.stats().samples == 1
 
 
 # ---------------------------------------------------------------- manifest and URI
 
 
-def test_the_manifest_comes_back_in_another_process(folder: Path) -> None:
+def test_the_manifest_comes_back_and_one_that_cannot_be_written_leaves_the_old(
+    folder: Path,
+) -> None:
     store = FileStore(folder)
     assert store.read_manifest() is None
     store.write_manifest({"fingerprint": "f", "lengths": [3, 4]})
     store.write_manifest({"fingerprint": "g", "complete": True})
-    store.close()
-    assert FileStore(folder).read_manifest() == {"fingerprint": "g", "complete": True}
-    assert not list(folder.glob("*.tmp"))
-
-
-def test_a_manifest_that_cannot_be_written_leaves_the_old_one(folder: Path) -> None:
-    store = FileStore(folder)
-    store.write_manifest({"fingerprint": "f"})
     with pytest.raises(TypeError):
         store.write_manifest({"fingerprint": object()})
-    assert store.read_manifest() == {"fingerprint": "f"}
-
-
-def test_the_manifest_needs_the_writers_lock(folder: Path) -> None:
-    first = FileStore(folder)
-    first.write_manifest({})
-    with pytest.raises(DraftcoreError, match="is writing to the store"):
-        FileStore(folder).write_manifest({})
+    assert FileStore(folder).read_manifest() == {"fingerprint": "g", "complete": True}
+    assert [path.name for path in folder.iterdir()] == ["manifest.json"]
 
 
 def test_the_uri_names_a_relative_or_absolute_folder_and_a_limit(
@@ -363,11 +392,3 @@ def test_the_uri_names_a_relative_or_absolute_folder_and_a_limit(
     assert FileStore.open(store.uri).folder == store.folder
     with pytest.raises(UsageError, match="names no folder"):
         FileStore.open("file:")
-
-
-def test_index_lines_hold_metadata_only(folder: Path) -> None:
-    """A line per put, whatever the features weigh: the index in memory is as small."""
-    FileStore(folder).put(numbered("a", 1, numbers=100_000))
-    line = (folder / "index.jsonl").read_text()
-    assert len(line) < 400
-    assert json.loads(line)["samples"][0]["nbytes"] == 800_000

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch
+from draftcore.contracts.capture import CaptureBatch, CapturedBatch
 from draftcore.contracts.channel import Json, Task
 from draftcore.contracts.store import (
     FeatureStore,
@@ -25,12 +24,10 @@ from draftcore.contracts.store import (
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features import producer as module
-from draftcore.features.producer import held_refs, produce, put_batch
+from draftcore.features.producer import produce, put_batch
 from draftcore.features.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
 from draftcore.features.stores.file import FileStore
-
-SOON = 60.0  # seconds in which what must happen does, however slow the machine
-LENGTH = 3
+from tests.features.conftest import LENGTH, SOON, Loopback, task
 
 
 class Counting:
@@ -88,20 +85,25 @@ class Trainer:
         )  # fmt: skip
         self.queue.offer(iter([task(0), task(1)]), 0)
         self.patience, self.stopped = SOON, False
-        self.client = Client(self.queue)
+        self.client = Loopback(self.queue)
 
-    def misfit(self, task: Task, refs: Sequence[SampleRef]) -> str:
+    def misfit(self, task: Task, refs: Sequence[SampleRef]) -> None:
         """Note what was published; the last batch ends the run."""
         self.published.append(task.position)
         if task.position == 1:
             self.queue.end("finished")
-        return ""
 
     def produce(self) -> str:
         opened = self.opened
-        return produce(
-            RemoteQueue(self.client), self.capture, "p", opened, lambda: self.stopped, self.patience
+        reason, line = produce(
+            RemoteQueue(self.client),
+            lambda _: (self.capture, "p"),
+            opened,
+            lambda: self.stopped,
+            self.patience,
         )
+        assert reason == ("interrupted" if self.stopped else "finished")
+        return line
 
     def produce_until_failure(self) -> None:
         """Work in another thread until the queue has failed; raises its error."""
@@ -119,39 +121,10 @@ class Trainer:
         return self.store
 
 
-class Client:
-    """A channel's client in the same process, which notes what is asked."""
-
-    def __init__(self, queue: Queue) -> None:
-        self.service = QueueService(queue)
-        self.said: list[Json] = []
-
-    def call(self, request: Json) -> Json:
-        self.said.append(request)
-        return self.service.answer(request)
-
-    def close(self) -> None: ...
-
-    def of(self, call: str) -> list[Json]:
-        return [one for one in self.said if one["call"] == call]
-
-
-def task(position: int) -> Task:
-    rows = (2 * position, 2 * position + 1)
-    ids, tokens = tuple(f"s{row}" for row in rows), tuple([row] * LENGTH for row in rows)
-    return Task(position, CaptureBatch(position, rows, ids, tokens), ([True, False, True],) * 2, 96)
-
-
 @pytest.fixture
 def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     monkeypatch.setattr(module, "AWAY", 0.01)
     return Trainer(tmp_path)
-
-
-@pytest.fixture
-def beside() -> Iterator[Callable[[Callable[[], Any]], Future[Any]]]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool.submit
 
 
 def put(trainer: Trainer, position: int, origin: str = "p") -> tuple[SampleRef, ...]:
@@ -171,17 +144,6 @@ def test_a_producer_puts_what_it_is_asked_for_with_its_text_until_the_run_ends(
     assert trainer.queue.status().producers == 0
 
 
-def test_what_is_put_holds_features_tokens_and_mask(trainer: Trainer) -> None:
-    for ref in put(trainer, 1):
-        row = int(ref.feature_id[1:])
-        assert (ref.provenance, ref.tokens) == ("p", LENGTH)
-        with trainer.store.get(ref) as handle:
-            assert handle.tensors["hidden.1"].tolist() == [[float(row)] * 4] * LENGTH
-            assert handle.tensors["token_ids"].tolist() == [row] * LENGTH
-            assert handle.tensors["loss_mask"].tolist() == [True, False, True]
-            assert handle.tensors["loss_mask"].dtype == torch.bool
-
-
 def test_what_the_store_holds_is_published_without_a_capture(trainer: Trainer) -> None:
     """A producer that died after its put has not worked in vain."""
     put(trainer, 0)
@@ -190,88 +152,32 @@ def test_what_the_store_holds_is_published_without_a_capture(trainer: Trainer) -
     assert trainer.published == [0, 1]
 
 
-def test_half_a_batch_is_not_enough(trainer: Trainer) -> None:
-    """Its other half is captured with it, as the plan's batch says."""
-    trainer.store.free(put(trainer, 0)[1:])
+@pytest.mark.parametrize("way", ["half", "another target", "torn", "torn index"])
+def test_what_is_held_in_part_or_torn_or_made_in_another_way_is_captured_again(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Of what is torn every producer would publish it anew, and its rows be skipped in the end."""
+    refs = put(trainer, 0, way if way == "another target" else "p")
+    match way:
+        case "half":
+            trainer.store.free(refs[1:])
+        case "torn":
+            (shard,) = (trainer.folder / "features").glob("shard-*.safetensors")
+            data = bytearray(shard.read_bytes())
+            data[-1] ^= 1
+            shard.write_bytes(data)
+        case "torn index":
+            lookup = trainer.store.lookup
+
+            def torn(feature_ids: Sequence[str]) -> dict[str, SampleRef]:
+                if len(feature_ids) > 1:
+                    raise StoreError("torn or altered")
+                return lookup(feature_ids)
+
+            monkeypatch.setattr(trainer.store, "lookup", torn)
     trainer.produce()
     assert trainer.capture.captured == [0, 1]
-
-
-def test_what_was_captured_in_another_way_is_captured_again(trainer: Trainer) -> None:
-    put(trainer, 0, "another target")
-    trainer.produce()
-    assert trainer.capture.captured == [0, 1]
-    assert held_refs(trainer.store, ["s0", "s1"], "another target") is None
-
-
-def test_what_is_held_but_torn_is_captured_again(trainer: Trainer) -> None:
-    """Else every producer would publish it anew, and its rows be skipped in the end."""
-    old = put(trainer, 0)
-    (shard,) = (trainer.folder / "features").glob("shard-*.safetensors")
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    trainer.queue.end = lambda state: None  # type: ignore[method-assign]
-    found: list[SampleRef] = []
-
-    def keep(task: Task, refs: Sequence[SampleRef]) -> str:
-        found.extend(refs)
-        trainer.stopped = task.position == 1
-        return ""
-
-    trainer.queue.misfit = keep
-    trainer.produce()
-    assert trainer.capture.captured == [0, 1]
-    assert [ref.feature_id for ref in found] == ["s0", "s1", "s2", "s3"]
-    for ref in found:
-        trainer.store.get(ref).close()
-    with pytest.raises(StoreError):
-        trainer.store.get(old[0])
-
-
-def test_what_a_lookup_finds_torn_is_as_if_it_was_not_there(trainer: Trainer) -> None:
-    put(trainer, 0)
-    aborted: list[str] = []
-
-    def lookup(feature_ids: Sequence[str]) -> dict[str, SampleRef]:
-        raise StoreError("torn or altered")
-
-    trainer.store.lookup = lookup  # type: ignore[method-assign]
-    trainer.store.abort = aborted.append  # type: ignore[method-assign, assignment]
-    assert held_refs(trainer.store, ["s0", "s1"], "p") is None
-    assert aborted == ["s0", "s1"]
-
-
-class Elsewhere(Counting):
-    """A capture that runs where it can put into the store by itself, if it is the right one."""
-
-    def __init__(self, near: bool) -> None:
-        super().__init__()
-        self.near = near
-        self.origins: list[str] = []
-
-    def reaches(self, store: FeatureStore) -> bool:
-        return self.near
-
-    def deliver(
-        self, batch: CaptureBatch, text: Sequence[dict[str, Tensor]], origin: str, to: FeatureStore
-    ) -> tuple[SampleRef, ...]:
-        self.origins.append(origin)
-        (captured,) = self.features([batch])
-        rows = zip(batch.ids, captured.features, text, strict=True)
-        return to.put_many([StoreItem(one, {**f, **own}, LENGTH, origin) for one, f, own in rows])
-
-
-@pytest.mark.parametrize("near", [True, False])
-def test_a_capture_that_reaches_the_store_puts_there_itself(trainer: Trainer, near: bool) -> None:
-    """Either way the store holds the same."""
-    capture, one = Elsewhere(near), task(1)
-    refs = put_batch(one.batch, one.loss_masks, capture, trainer.store, "p")
-    assert capture.origins == (["p"] if near else [])
-    for ref in refs:
-        with trainer.store.get(ref) as handle:
-            assert set(handle.tensors) == {"hidden.1", "token_ids", "loss_mask"}
-            assert handle.tensors["token_ids"].tolist() == [int(ref.feature_id[1:])] * LENGTH
+    assert trainer.published == [0, 1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -321,16 +227,6 @@ def test_a_capture_that_fails_now_and_then_is_tried_again(trainer: Trainer) -> N
     trainer.capture.wrong = fail
     assert "4 samples" in trainer.produce()
     assert not trainer.skipped
-
-
-def test_bad_rows_are_told_by_their_numbers(trainer: Trainer) -> None:
-    def fail(batch: CaptureBatch) -> None:
-        if 3 in batch.rows:
-            raise BadRows({batch.rows.index(3): "row 3 is too odd"})
-
-    trainer.capture.wrong = fail
-    assert "3 samples" in trainer.produce()
-    assert dict(trainer.skipped) == {3: "row 3 is too odd"}
 
 
 def test_a_full_store_is_told_as_what_it_is(trainer: Trainer) -> None:
@@ -466,9 +362,7 @@ def test_a_trainer_that_begins_again_may_name_another_store(trainer: Trainer) ->
     assert (trainer.store.closings, second.closings) == (1, 1)
 
 
-def test_a_run_that_failed_may_go_on_with_its_producers(
-    trainer: Trainer, beside: Callable[[Callable[[], Any]], Future[Any]]
-) -> None:
+def test_a_run_that_failed_may_go_on_with_its_producers(trainer: Trainer) -> None:
     heard, answer = threading.Event(), trainer.client.service.answer
 
     def hear(request: Json) -> Json:
@@ -479,13 +373,14 @@ def test_a_run_that_failed_may_go_on_with_its_producers(
 
     trainer.client.service.answer = hear  # type: ignore[method-assign]
     trainer.queue.end("failed")
-    running = beside(trainer.produce)
-    assert heard.wait(SOON)
-    again = Trainer(trainer.folder / "again")
-    again.store = trainer.store
-    again.queue.about["store"] = trainer.store.uri
-    trainer.client.service = QueueService(again.queue)
-    assert "4 samples" in running.result(SOON)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(trainer.produce)
+        assert heard.wait(SOON)
+        again = Trainer(trainer.folder / "again")
+        again.store = trainer.store
+        again.queue.about["store"] = trainer.store.uri
+        trainer.client.service = QueueService(again.queue)
+        assert "4 samples" in running.result(SOON)
 
 
 def test_a_long_capture_keeps_its_claim_by_heartbeats(

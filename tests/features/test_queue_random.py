@@ -10,7 +10,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
@@ -32,9 +32,8 @@ class Ring:
 
     def __init__(self, size: int) -> None:
         self.size, self.numbers, self.mutex = size, count(), threading.RLock()
-        self.at: dict[
-            Key, tuple[int, int]
-        ] = {}  # where each generation lies, also one freed but open
+        # Where each generation lies, also one that is freed but open.
+        self.at: dict[Key, tuple[int, int]] = {}
         self.current: dict[str, SampleRef] = {}
         self.open: dict[Key, int] = {}
 
@@ -147,7 +146,7 @@ class Play:
             self.limit = size // 2
         self.queue = Queue(
             {}, ahead=self.held, limit=self.limit, skipped=self.skipped, free=self.ring.free,
-            misfit=lambda task, refs: "",
+            misfit=lambda task, refs: None,
         )  # fmt: skip
         self.queue.offer(map(self.task, count(), order), 0)
         steps = [
@@ -388,23 +387,3 @@ def test_so_it_is_with_threads_that_wait_for_each_other(seed: int) -> None:
     ]
     assert received == wanted
     assert ring.nbytes == 0
-
-
-def test_the_model_of_a_store_fragments() -> None:
-    """Else the claims above would say little."""
-    ring = Ring(10)
-    refs = [ring.put([str(at)], [2])[0] for at in range(5)]
-    ring.free(refs[1::2])
-    assert ring.nbytes == 6
-    with pytest.raises(StoreFull):
-        ring.put(["x"], [3])
-    ring.get(refs[0])
-    ring.free(refs[:1])
-    with pytest.raises(StoreFull):
-        ring.put(["x"], [3])
-    ring.close(refs[0])
-    (new,) = ring.put(["x"], [3])
-    assert ring.put(["x"], [1]) != (new,)
-    with pytest.raises(StoreError):
-        ring.get(new)
-    assert replace(new) == new

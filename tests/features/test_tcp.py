@@ -15,22 +15,19 @@ from draftcore.contracts.channel import ChannelAway, Json, RunEnded
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features import tcp
 from draftcore.features.tcp import FRAME, MAGIC, Broken, Link, TcpChannel, TcpClient
+from tests.features.conftest import SOON
 
 SECRET = b"the run's secret"
-SOON = 60.0  # seconds in which what must happen does, however slow the machine
 
 
 class Echo:
-    """Answers a request with itself; a request may ask it to wait."""
+    """Answers a request with itself."""
 
     def __init__(self) -> None:
         self.gone: list[str] = []
         self.changed = threading.Condition()
-        self.open = threading.Event()
 
     def answer(self, request: Json) -> Json:
-        if request.get("wait"):
-            assert self.open.wait(SOON)
         return {
             "of": request["producer"],
             "number": request.get("number"),
@@ -57,7 +54,6 @@ def channel(echo: Echo) -> Iterator[TcpChannel]:
     found = TcpChannel.open("tcp", SECRET, patience=SOON)
     found.address = found.serve(echo)  # type: ignore[attr-defined]
     yield found
-    echo.open.set()
     found.close()
 
 
@@ -149,50 +145,6 @@ REQUEST = b'{"producer":"liar","number":1}'
 
 
 # ---------------------------------------------------------------- what works
-
-
-def test_requests_of_any_size_are_answered_in_order(connect: Connect) -> None:
-    client = connect()
-    for number, size in enumerate([0, 1, 65535, 65536, 3 << 20]):
-        reply = client.call({"producer": "p", "number": number, "text": "é" * size})
-        assert reply == {"of": "p", "number": number, "text": "é" * size}
-
-
-def test_the_clients_of_64_producers_are_served_while_others_wait(
-    connect: Connect, echo: Echo
-) -> None:
-    clients = [connect() for _ in range(64)]
-    for number, client in enumerate(clients):
-        assert client.call({"producer": f"p{number}"})["of"] == f"p{number}"
-    waiting = [
-        threading.Thread(target=client.call, args=[{"producer": "w", "wait": True}])
-        for client in clients[:32]
-    ]
-    for thread in waiting:
-        thread.start()
-    for number, client in enumerate(clients[32:]):
-        assert client.call({"producer": f"q{number}", "number": 7})["number"] == 7
-    echo.open.set()
-    for thread in waiting:
-        thread.join(SOON)
-        assert not thread.is_alive()
-
-
-def test_calls_of_several_threads_on_one_client_are_made_one_by_one(connect: Connect) -> None:
-    client, wrong = connect(), []
-
-    def work(name: str) -> None:
-        for number in range(50):
-            reply = client.call({"producer": name, "number": number})
-            if (reply["of"], reply["number"]) != (name, number):
-                wrong.append(reply)
-
-    threads = [threading.Thread(target=work, args=[f"t{at}"]) for at in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    assert not wrong
 
 
 def test_a_message_that_is_too_long_is_refused_where_it_is_sent(connect: Connect) -> None:
@@ -292,22 +244,19 @@ def test_a_stranger_that_sends_a_byte_at_a_time_is_not_waited_for(
     assert time.monotonic() - began < SOON
 
 
+@pytest.mark.parametrize(("count", "limit"), [(200, tcp.CONNECTIONS), (30, 8)])
 def test_a_flood_of_connections_keeps_no_producer_out(
-    stranger: Callable[[], socket.socket], connect: Connect, monkeypatch: pytest.MonkeyPatch
+    stranger: Callable[[], socket.socket],
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    limit: int,
 ) -> None:
-    monkeypatch.setattr(tcp, "HANDSHAKE", 1.0)
-    flood = [stranger() for _ in range(200)]
-    assert connect().call({"producer": "new", "number": 5})["number"] == 5
-    assert all(closed(sock) for sock in flood)
-
-
-def test_connections_beyond_a_limit_are_closed_at_once_and_their_places_come_back(
-    stranger: Callable[[], socket.socket], connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp, "HANDSHAKE", 1.0)
-    monkeypatch.setattr(tcp, "CONNECTIONS", 8)
+    """Those beyond a limit are closed at once, and the places of the others come back."""
+    monkeypatch.setattr(tcp, "HANDSHAKE", 0.5)
+    monkeypatch.setattr(tcp, "CONNECTIONS", limit)
     monkeypatch.setattr(tcp, "AWAY", 0.05)
-    flood = [stranger() for _ in range(30)]
+    flood = [stranger() for _ in range(count)]
     assert connect().call({"producer": "new", "number": 5})["number"] == 5
     assert all(closed(sock) for sock in flood)
 
@@ -451,36 +400,6 @@ def test_a_client_asks_again_where_a_reply_is_broken(
 # ---------------------------------------------------------------- coming and going
 
 
-def test_a_client_finds_the_trainer_that_came_back_at_another_port(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tcp, "AWAY", 0.01)
-    known, looked = [""], threading.Event()
-
-    def find() -> str:
-        looked.set()
-        return known[0]
-
-    first = TcpChannel.open("tcp", SECRET, patience=SOON)
-    client = first.connect(find)
-    known[0] = first.serve(Echo())
-    assert client.call({"producer": "p"})["of"] == "p"
-    first.close()
-    second = TcpChannel.open("tcp", SECRET, patience=SOON)
-    replies: list[Json] = []
-    thread = threading.Thread(
-        target=lambda: replies.append(client.call({"producer": "p", "number": 2}))
-    )
-    looked.clear()
-    thread.start()
-    assert looked.wait(SOON)
-    known[0] = second.serve(Echo())
-    thread.join(SOON)
-    assert [reply["number"] for reply in replies] == [2]
-    client.close()
-    second.close()
-
-
 def test_an_error_of_whoever_looks_for_the_address_ends_the_call() -> None:
     def find() -> str:
         raise RunEnded("asked to stop", "interrupted")
@@ -490,46 +409,18 @@ def test_an_error_of_whoever_looks_for_the_address_ends_the_call() -> None:
         client.call({"producer": "p"})
 
 
-def test_without_a_trainer_a_client_waits_as_long_as_it_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    for find in (lambda: "", lambda: f"127.0.0.1:{port}"):
-        client = TcpChannel.open("tcp", SECRET, patience=0).connect(find)
-        with pytest.raises(ChannelAway, match="start the trainer"):
-            client.call({"producer": "p"})
-
-
-def test_a_client_that_is_closed_ends_a_call_under_way(connect: Connect, echo: Echo) -> None:
-    client, caught = connect(), []
-
-    def call() -> None:
-        try:
-            client.call({"producer": "p", "wait": True})
-        except ChannelAway as error:
-            caught.append(error)
-
-    client.call({"producer": "p"})
-    thread = threading.Thread(target=call)
-    thread.start()
-    client.close()
-    thread.join(SOON)
-    assert not thread.is_alive()
-    assert len(caught) == 1
-    echo.open.set()
-
-
-def test_a_port_that_is_taken_is_refused_with_a_remedy(
+def test_a_port_that_is_taken_and_a_host_that_is_not_here_are_refused(
     address: tuple[str, int], echo: Echo
 ) -> None:
-    again = TcpChannel.open(f"tcp://127.0.0.1:{address[1]}", SECRET)
-    with pytest.raises(UsageError, match="choose another port"):
-        again.serve(echo)
-    again.close()
-
-
-def test_a_host_that_is_not_here_is_refused(echo: Echo) -> None:
-    with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1"):
-        TcpChannel.open("tcp://192.0.2.1:0", SECRET).serve(echo)
+    places = {
+        f"127.0.0.1:{address[1]}": "choose another port",
+        "192.0.2.1:0": "cannot listen on 192",
+    }
+    for place, says in places.items():
+        channel = TcpChannel.open(f"tcp://{place}", SECRET)
+        with pytest.raises(UsageError, match=says):
+            channel.serve(echo)
+        channel.close()
 
 
 @pytest.mark.parametrize(
@@ -551,16 +442,3 @@ def test_an_address_in_the_uri_is_where_clients_go(echo: Echo) -> None:
     client.close()
     trainer.close()
     assert TcpChannel.open("tcp://[::1]:80", SECRET).host == "::1"
-
-
-def test_a_channel_that_was_closed_lets_nobody_in_and_ends_who_is_there(
-    connect: Connect, stranger: Callable[[], socket.socket]
-) -> None:
-    other = TcpChannel.open("tcp", SECRET, patience=0)
-    found = other.serve(Echo())
-    client = TcpClient(lambda: found, SECRET, 0)
-    client.call({"producer": "p"})
-    other.close()
-    other.close()
-    with pytest.raises(ChannelAway):
-        client.call({"producer": "p"})

@@ -9,7 +9,8 @@ from textwrap import dedent
 
 import pytest
 
-from draftcore.plugins.registry import Plugin, Registry, load
+from draftcore.plugins.dists import Plugin
+from draftcore.plugins.registry import Registry, load
 
 HEADER = "from draftcore import hookimpl\nfrom draftcore.contracts.offers import Offer\n"
 STORE = """
@@ -29,11 +30,15 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def module(self, name: str, source: str) -> Path:
+    def module(self, name: str, source: str, folder: Path | None = None) -> Path:
         """Write a module; hookimpl and Offer are imported for it."""
-        file = self.folder / f"{name}.py"
+        file = (folder or self.folder) / f"{name}.py"
         file.write_text(HEADER + dedent(source))
         return file
+
+    def loose(self, name: str, source: str) -> Path:
+        """Write a one-file plugin beside the site."""
+        return self.module(name, source, self.folder.parent)
 
     def metadata(
         self,

@@ -37,14 +37,8 @@ KERNEL = ("contracts", "plugins", "cli", "listing", "config", "options", "uris",
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "yaml")
 # Ordinary words, and a place of every Linux: what they name is found by the import test above.
 WORDS = {"graphs", "sdk", "tools", "shm"}
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
+CORE_LINES, KERNEL_LINES, TEST_LINES = 6350, 1354, 29000  # may fall, never rise
 
 
 @cache
@@ -77,8 +71,8 @@ def code_lines(file: Path) -> int:
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             docs |= set(range(value.lineno, (value.end_lineno or value.lineno) + 1))
     tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
-    code = {n for t in tokens if t.type not in NO_CODE for n in range(t.start[0], t.end[0] + 1)}
-    return len(code - docs)
+    code = (token for token in tokens if tokenize.tok_name[token.type] not in NO_CODE)
+    return len({n for token in code for n in range(token.start[0], token.end[0] + 1)} - docs)
 
 
 def room(module: str) -> str:
@@ -114,65 +108,62 @@ def test_no_module_imports_itself_by_way_of_others(package: Path) -> None:
     TopologicalSorter(arrows).prepare()
 
 
-def test_the_core_has_at_most_7800_lines_of_code() -> None:
+def test_core_kernel_and_tests_stay_small() -> None:
     lines = {module: code_lines(file) for module, file in FILES.items()}
-    assert sum(lines.values()) <= 7800, lines
+    assert sum(lines.values()) <= CORE_LINES, lines
+    kernel = {module: count for module, count in lines.items() if room(module) in KERNEL}
+    assert sum(kernel.values()) <= KERNEL_LINES, kernel
+    places = ("tests/**/*.py", "plugins/*/tests/**/*.py", "plugins/draftcore-sdk/**/*.py")
+    files = {file for place in places for file in ROOT.glob(place)}
+    assert sum(file.read_text().count("\n") for file in files) <= TEST_LINES
 
 
-def test_the_kernel_has_at_most_1600_lines_of_code_and_no_torch() -> None:
-    kernel = {module: file for module, file in FILES.items() if room(module) in KERNEL}
-    lines = {module: code_lines(file) for module, file in kernel.items()}
-    assert sum(lines.values()) <= 1600, lines
-    for file in kernel.values():
+def test_the_kernel_imports_no_torch() -> None:
+    for file in (file for module, file in FILES.items() if room(module) in KERNEL):
         for node in parsed(file).body:  # at import; what a function imports, its caller pays for
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             assert "torch" not in {name.partition(".")[0] for name in names}, file
 
 
-def private_names(tree: ast.AST) -> Iterator[str]:
-    """Yield the names with one leading underscore that a tree reads of others, or imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
-            yield node.attr
+def private_names(file: Path, reached: bool) -> set[str]:
+    """Return the names with one leading underscore that a file makes, or reaches for in others."""
+    names = set()
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Attribute):
+            of_others = ast.unparse(node.value) not in ("self", "cls")
+            if (reached and of_others) or (not reached and isinstance(node.ctx, ast.Store)):
+                names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names if reached}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and not reached:
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not reached:
+            names.add(node.id)
+    return {name for name in names if re.match("_[a-z]", name)} - {"_replace"}  # a namedtuple's
 
 
 def test_no_test_knows_a_private_name_of_ours() -> None:
-    ours: set[str] = set()
-    for file in [*FILES.values(), *ROOT.glob("plugins/*/draftcore_*/**/*.py")]:
-        for node in ast.walk(parsed(file)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                ours.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                ours.add(node.attr)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                ours.add(node.id)
-    ours = {name for name in ours if re.match("_[a-z]", name)} - {"_replace"}  # a namedtuple's
+    places = (*FILES.values(), *ROOT.glob("plugins/*/draftcore_*/**/*.py"))
+    ours = set().union(*(private_names(file, reached=False) for file in places))
     tests = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("plugins/*/tests/**/*.py")]
-    reached = {
-        f"{file.relative_to(ROOT)}: {name}"
+    known = {
+        str(file.relative_to(ROOT)): names
         for file in tests
-        for name in private_names(parsed(file))
-        if name in ours
+        if (names := ours & private_names(file, reached=True))
     }
-    assert not reached, "\n".join(sorted(reached))
+    assert known == {}
 
 
-def plugin_names() -> set[str]:
-    """The names of our own plugins, entry points and offers alike, read from their metadata."""
+def test_no_plugins_name_occurs_in_the_core() -> None:
+    """Not that of a dist, of its package or of an entry point."""
     names: set[str] = set()
     for file in ROOT.glob("plugins/*/pyproject.toml"):
         project = tomllib.loads(file.read_text())["project"]
         names |= {project["name"], project["name"].replace("-", "_")}
         names |= project["entry-points"]["draftcore"].keys()
-    return names - WORDS
-
-
-def test_no_plugins_name_occurs_in_the_core() -> None:
-    names = "|".join(sorted(map(re.escape, plugin_names())))
-    pattern = re.compile(rf"(?<![a-z0-9])({names})(?![a-z0-9])", re.IGNORECASE)
+    either = "|".join(sorted(map(re.escape, names - WORDS)))
+    pattern = re.compile(rf"(?<![a-z0-9])({either})(?![a-z0-9])", re.IGNORECASE)
     found = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
         for file in FILES.values()

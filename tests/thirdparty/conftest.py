@@ -6,7 +6,6 @@ tree is on the path of what runs here, and every verb is a process of its own.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from draftcore_sdk.targets import conversations
 
 ROOT = Path(__file__).parents[2]
+OFFLINE = ("--no-deps", "--no-index")
 WHEELS = "DRAFTCORE_WHEELS"  # the folders of wheels under test, joined as in PATH
 
 
@@ -52,10 +53,7 @@ class Environment:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         venv.create(folder, symlinks=True)
-        torch = importlib.util.find_spec("torch")
-        assert torch is not None
-        assert torch.origin is not None
-        (self.packages / "base.pth").write_text(f"{Path(torch.origin).parents[1]}\n")
+        (self.packages / "base.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
 
     @property
     def packages(self) -> Path:
@@ -70,17 +68,13 @@ class Environment:
 
     def install(self, *dists: str) -> None:
         """Install the wheels of these dists, without what they require."""
-        self.pip("install", *(str(self.wheel(dist)) for dist in dists))
+        self.pip("install", *OFFLINE, *(str(self.wheel(dist)) for dist in dists))
 
     def install_editable(self, project: Path) -> None:
-        self.pip("install", "--no-build-isolation", "-e", str(project))
+        self.pip("install", *OFFLINE, "--no-build-isolation", "-e", str(project))
 
-    def uninstall(self, dist: str) -> None:
-        self.run("python", "-m", "pip", "uninstall", "-q", "-y", dist)
-
-    def pip(self, verb: str, *arguments: str) -> None:
-        offline = ("-q", "--no-deps", "--no-index", "--disable-pip-version-check")
-        self.run("python", "-m", "pip", verb, *offline, *arguments)
+    def pip(self, *arguments: str) -> None:
+        self.run("python", "-m", "pip", "-q", "--disable-pip-version-check", *arguments)
 
     def draftcore(self, verb: str, *arguments: object) -> str:
         """Run a verb that must succeed; return what it prints."""

@@ -44,7 +44,7 @@ def test_domino_comes_and_goes_and_dflash_notices_nothing(
     assert same_bits(before, after)
     assert not same_bits(before, domino)
 
-    here.uninstall("draftcore-domino")
+    here.pip("uninstall", "-y", "draftcore-domino")
     assert here.plugins() == listed
     for verb in ("eval", "export"):
         assert "domino 0.1.0: pip install draftcore-domino==0.1.0" in here.refusal(

@@ -37,5 +37,7 @@ def test_they_do_the_main_job_and_ask_for_no_other_dist(
         here.draftcore("eval", run.yaml, "--export", run.folder / "export", "--json")
     )
     assert again["acceptance_length"] == report["acceptance_length"]
+    elsewhere = ("topology.producers=1", f"run={run.folder}-elsewhere")
+    assert "complete: step 2 of 2" in here.draftcore("train", run.yaml, *elsewhere)
     imported = set((here.folder / "imported.txt").read_text().split())
     assert imported == {"draftcore", "draftcore_eagle3"}

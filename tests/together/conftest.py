@@ -18,6 +18,14 @@ from draftcore_sdk.targets import conversations
 
 from draftcore.cli import main
 
+BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
+# Of every algorithm of ours, options that make a draft small.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3},
+    "dflash": BLOCKS,
+    "domino": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8},
+}
+
 
 @dataclass
 class Project:
@@ -102,15 +110,7 @@ def make_project(folder: Path, target_folder: Path, samples: int = 24, **changes
         "run": str(folder / "run"),
         "target": {"path": str(target_folder), "dtype": "float32", "device": "cpu"},
         "data": {"train": str(train), "eval": str(held_out), "max_length": 256},
-        "algorithm": {
-            "name": "eagle3",
-            "options": {
-                "layers": [1, 2, 4],
-                "draft_vocab_size": 240,
-                "ttt_length": 2,
-                "num_drafts": 3,
-            },
-        },
+        "algorithm": {"name": "eagle3", "options": OPTIONS["eagle3"]},
         "store": f"file:{folder / 'features'}",
         "train": {"batch": 4, "lr": 0.003, "log_every": 1, "checkpoint_every": 2, "device": "cpu"},
         "eval": {"max_new_tokens": 16, "batch": 2},

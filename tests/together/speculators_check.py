@@ -7,7 +7,8 @@ vocabulary mapping and the default layers.
 
 Tolerance: both sides compute in fp32, in different orders (we split q/k/v into halves and use a
 fused softmax). That is rounding of some 1e-7 of the largest logit per operation, measured at most
-2e-6 in all after three steps. The limit is 1e-5, and a damaged export is off by 1e-3 at least.
+2e-6 in all after three steps. The limit is 1e-5; `speculators_verify_check` shows that a damaged export
+is off by 1e-3 at least.
 
 Three things its converter does not take from an export, found on the way:
 - captured layers: they are passed as an argument, in its convention, which is that of our
@@ -18,7 +19,6 @@ Three things its converter does not take from an export, found on the way:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from draftcore_eagle3 import plugin
 from draftcore_eagle3.loss import Rows
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
-from draftcore_sdk.exports import change, config_of
+from draftcore_sdk.exports import config_of
 from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel
@@ -62,10 +62,6 @@ class Exported(NamedTuple):
     @property
     def config(self) -> dict[str, Any]:
         return config_of(self.folder)
-
-    def change(self, edit: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> None:
-        """Edit config.json's content and the tensors of the export in place."""
-        change(self.folder, edit)
 
 
 def export(folder: Path, shape: dict[str, Any], **options: Any) -> Exported:
@@ -229,49 +225,3 @@ def test_layer_ids_mean_the_same(tmp_path: Path) -> None:
     chosen = export(tmp_path / "chosen", {}, layers=[0, 2, 6])
     model = convert(chosen, chosen.config["eagle_aux_hidden_state_layer_ids"])
     assert model.target_layer_ids == [1, 3, 7]
-
-
-# ------------------------------------------------------------ the check can fail
-
-
-def swap(one: str, other: str) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
-    def edit(_: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        tensors[one], tensors[other] = tensors[other], tensors[one]
-
-    return edit
-
-
-def roll(name: str, by: int) -> Callable[[dict[str, Any], dict[str, Tensor]], None]:
-    return lambda _, tensors: tensors.update({name: tensors[name].roll(by, dims=1)})
-
-
-DAMAGES: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], Any]] = {
-    "gate for up": swap("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"),
-    "norms": swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"),
-    "hidden before embedding": roll("midlayer.self_attn.q_proj.weight", 48),
-    "layers in another order": roll("fc.weight", 48),
-    "transposed": lambda _, t: t.update({
-        "midlayer.self_attn.o_proj.weight": t["midlayer.self_attn.o_proj.weight"].mT.contiguous()
-    }),
-    "rope_theta": lambda config, _: config.update(rope_theta=2e4),
-    "rms_norm_eps": lambda config, _: config.update(rms_norm_eps=1e-2),
-    "norm_output": lambda config, _: config.update(norm_output=True),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_export_is_noticed(damage: str, tmp_path: Path) -> None:
-    exported = export(tmp_path, {"head_dim": 12}, draft_vocab_size=TOKENS)  # o_proj is square
-    exported.change(DAMAGES[damage])
-    found = difference(exported, convert(exported))
-    print(f"{damage}: logits differ by {found:.1e} of the largest")
-    assert found > 100 * LIMIT
-
-
-def test_ids_in_place_of_offsets_are_noticed(tmp_path: Path) -> None:
-    exported = export(tmp_path, {}, draft_vocab_size=TOKENS)
-    exported.change(lambda _, tensors: tensors.update(d2t=tensors["d2t"] + torch.arange(TOKENS)))
-    model = convert(exported)
-    token_ids = exported.module.token_ids()
-    assert token_ids is not None
-    assert not torch.equal(torch.arange(TOKENS) + model.d2t, token_ids)

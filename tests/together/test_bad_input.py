@@ -31,44 +31,35 @@ def refused(
     return result.output
 
 
-def test_an_unknown_key_names_the_near_one(project: Project) -> None:
-    refused(project, "train", "train.epoch=3", says=["train.epoch", "epochs"])
-
-
-def test_a_value_of_the_wrong_kind_is_named(project: Project) -> None:
-    refused(project, "train", "train.batch=lots", says=["train.batch", "lots"])
-
-
-def test_an_unknown_plugin_option_names_the_near_one(project: Project) -> None:
-    refused(
-        project,
-        "train",
-        "algorithm.options.tt_length=3",
-        says=["tt_length", "ttt_length", "eagle3"],
-    )
-
-
-def test_an_unknown_algorithm_lists_what_is_there(project: Project) -> None:
-    refused(project, "train", "algorithm.name=eagle", says=["eagle", "eagle3"])
-
-
-def test_an_unknown_store_lists_what_is_there(project: Project) -> None:
-    refused(project, "train", "store=s3:bucket", says=["s3", "file"])
+# ------------------------------------------------------------ the configuration
 
 
 @pytest.mark.parametrize(
-    ("key", "near"),
+    ("arguments", "says"),
     [
-        ("capture.name=hff", "hf"),
-        ("runner.prefill.name=graps", "graphs"),
-        ("channel=tpc", "tcp"),
+        ("train train.epoch=3", ["train.epoch: unknown key (did you mean 'epochs'?)"]),
+        ("train algorithm.options.tt_length=3", ["tt_length", "'ttt_length'", "eagle3"]),
+        ("train algorithm.options.layers=[1,2,9]", ["9", "0"]),
+        ("train algorithm.options.draft_vocab_size=9999", ["9999", "259"]),
+        ("train algorithm.name=eagle", ["(did you mean 'eagle3'?)", "installed: "]),
+        ("train store=s3:bucket", ["s3", "file"]),
+        ("train capture.name=hff", ["(did you mean 'hf'?)", "installed: "]),
+        ("train runner.prefill.name=graps", ["(did you mean 'graphs'?)", "installed: "]),
+        ("train channel=tpc", ["(did you mean 'tcp'?)", "installed: "]),
+        ("train train.device=gpu", ["'gpu'", "cuda:N"]),
+        ("train target.device=gpu", ["'gpu'", "cuda:N"]),
+        ("train target.path=./nowhere", ["./nowhere", "target.path"]),
+        ("train data.train=nowhere.jsonl", ["nowhere.jsonl"]),
+        ("capture store=auto", ["file:"]),
+        ("eval", ["draftcore train"]),
+        ("eval --draft mine", ["no draft 'mine'", "--draft", "leave"]),
     ],
 )
-def test_what_is_not_installed_is_refused_before_any_work(
-    project: Project, key: str, near: str
+def test_what_cannot_be_done_is_refused_before_any_work_with_what_there_is(
+    project: Project, arguments: str, says: list[str]
 ) -> None:
-    refused(project, "train", key, says=[f"(did you mean {near!r}?)", "installed: "])
-    assert not (project.run / "data").exists()
+    refused(project, *arguments.split(), says=says)
+    assert not (project.run / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("key", ["channel", "store"])
@@ -81,61 +72,100 @@ def test_a_password_in_a_uri_is_refused_and_neither_shown_nor_kept(
     assert not any("hunter2" in text for text in (output, *(f.read_text() for f in files)))
 
 
-def test_a_missing_configuration_file_is_named(project: Project) -> None:
-    project.yaml.rename(project.folder / "other.yaml")
-    refused(project, "train", says=["run.yaml", "other.yaml"])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", ["is empty", "at least run"]),
+        ("- a\n- b\n", ["holds a list", "at least run"]),
+        ("run: x\n  y: [\n", ["is not YAML", 'run.yaml", line 2', "correct it"]),
+        ("run: \xff", ["cannot read", "UTF-8"]),
+        (None, ["cannot read", "other.yaml"]),
+    ],
+)
+def test_a_configuration_that_is_no_mapping_is_named(
+    project: Project, text: str | None, says: list[str]
+) -> None:
+    if text is None:
+        project.yaml.rename(project.folder / "other.yaml")
+    else:
+        project.yaml.write_bytes(text.encode("latin-1"))
+    refused(project, "train", says=["run.yaml", *says])
 
 
-def test_a_missing_data_file_is_named(project: Project) -> None:
-    refused(project, "train", "data.train=nowhere.jsonl", says=["nowhere.jsonl"])
+# ------------------------------------------------------------ the target and the data
 
 
-def test_a_missing_target_is_named(project: Project) -> None:
-    refused(project, "train", "target.path=./nowhere", says=["./nowhere", "target.path"])
+def test_a_target_that_cannot_serve_says_what_it_lacks(project: Project, tmp_path: Path) -> None:
+    plain = tiny_target(tmp_path / "plain", chat_template=None)
+    refused(project, "train", f"target.path={plain}", says=["chat template"])
+    shallow = tiny_target(tmp_path / "shallow", num_hidden_layers=3)
+    unset = "algorithm.options.layers=null"
+    refused(project, "train", f"target.path={shallow}", unset, says=["layers"])
 
 
-def test_a_tokenizer_without_chat_template(project: Project, tmp_path: Path) -> None:
-    folder = tiny_target(tmp_path / "plain", chat_template=None)
-    refused(project, "train", f"target.path={folder}", says=["chat template"])
+def test_a_model_id_that_nobody_has_is_told_apart_from_a_broken_folder(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    gone = refused(project, "train", "target.path=nobody/nothing", says=["'nobody/nothing'"])
+    target = project.folder / "empty"
+    target.mkdir()
+    broken = refused(project, "train", f"target.path={target}", says=[str(target)])
+    assert "huggingface.co" in gone
+    assert "huggingface.co" not in broken
 
 
-def test_a_target_with_too_few_layers_proposes_layers(project: Project, tmp_path: Path) -> None:
-    folder = tiny_target(tmp_path / "shallow", num_hidden_layers=3)
-    refused(
-        project, "train", f"target.path={folder}", "algorithm.options.layers=null", says=["layers"]
-    )
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("", "train.jsonl"), ('{"messages": [{"role": "user", "content": "hello"}]}\n', "assistant")],
+)
+def test_data_without_anything_to_learn_is_refused(project: Project, text: str, says: str) -> None:
+    (project.folder / "train.jsonl").write_text(text)
+    refused(project, "train", says=[says])
 
 
-def test_a_layer_out_of_range_names_the_range(project: Project) -> None:
-    refused(project, "train", "algorithm.options.layers=[1,2,9]", says=["9", "0"])
-
-
-def test_a_draft_vocabulary_larger_than_the_targets(project: Project) -> None:
-    refused(project, "train", "algorithm.options.draft_vocab_size=9999", says=["9999", "259"])
-
-
-def test_an_empty_dataset(project: Project) -> None:
-    (project.folder / "train.jsonl").write_text("")
-    refused(project, "train", says=["train.jsonl"])
-
-
-def test_a_dataset_without_an_assistant_token(project: Project) -> None:
-    row = {"messages": [{"role": "user", "content": "hello"}]}
-    (project.folder / "train.jsonl").write_text(json.dumps(row) + "\n")
-    refused(project, "train", says=["assistant"])
-
-
-def test_bad_rows_are_refused_where_the_policy_says_so(project: Project) -> None:
+def test_bad_rows_are_named_by_line_and_skipped_or_refused(project: Project) -> None:
     with (project.folder / "train.jsonl").open("a") as stream:
         stream.write("{not json\n")
     refused(project, "train", "data.bad_rows=refuse", says=["train.jsonl:25"])
+    assert "train.jsonl:25" in project.cli("train", "train.max_steps=1").stderr
 
 
-def test_bad_rows_are_reported_by_line_number_where_they_are_skipped(project: Project) -> None:
-    with (project.folder / "train.jsonl").open("a") as stream:
-        stream.write("{not json\n")
-    result = project.cli("train", "train.max_steps=1")
-    assert "train.jsonl:25" in result.stderr
+def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(
+    project: Project, tmp_path: Path
+) -> None:
+    """One sample's loss turns nan; the run stops before the update, and the others are innocent."""
+    plugin = tmp_path / "poison.py"
+    plugin.write_text(
+        "from draftcore import hookimpl\n"
+        "@hookimpl(wrapper=True)\n"
+        "def forward_loss(draft, batch, context):\n"
+        "    output = yield\n"
+        "    import dataclasses\n"
+        "    factor = float('nan') if batch.token_ids_BT.shape[1] > 150 else 1.0\n"
+        "    return dataclasses.replace(output, numerator=output.numerator * factor)\n"
+    )
+    conversations(project.folder / "train.jsonl", ["one", "two", "long " * 30, "four"])
+    result = project.cli("train", ok=False, plugin=plugin)
+    assert result.exit_code == 1, result.output
+    assert "row 2 (sample" in result.output
+    assert "row 1" not in result.output
+
+
+# ------------------------------------------------------------ stores and disks
+
+
+def test_a_store_of_other_features_or_data_is_refused(project: Project) -> None:
+    project.cli("capture")
+    refused(project, "train", "algorithm.options.layers=[0,2,4]", says=["hidden.1", "hidden.0"])
+    conversations(project.folder / "train.jsonl", 30)
+    refused(project, "train", says=["other data"])
+
+
+def test_an_incomplete_capture_without_data_is_refused(project: Project) -> None:
+    project.cli("train", "train.max_steps=1")
+    shutil.rmtree(project.run)
+    refused(project, "train", "data.train=null", says=["data.train"])
 
 
 def test_a_full_store_loses_nothing_and_goes_on_when_there_is_room(project: Project) -> None:
@@ -168,10 +198,7 @@ def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(project: Projec
     assert "Traceback" not in done.stderr
 
 
-def test_a_checkpoint_of_another_algorithm(project: Project) -> None:
-    project.cli("train", "train.max_steps=1")
-    other = ("algorithm.name=dflash", "algorithm.options={}")
-    refused(project, "eval", *other, says=["dflash", "eagle3"])
+# ------------------------------------------------------------ a run that was begun
 
 
 @pytest.mark.parametrize(
@@ -199,27 +226,16 @@ def test_an_old_newer_or_damaged_checkpoint_says_what_of_it_is_wrong(
     refused(project, "train", code=code, says=says)
 
 
-@pytest.mark.parametrize("key", ["train.device", "target.device"])
-def test_a_device_that_does_not_exist_is_named(project: Project, key: str) -> None:
-    refused(project, "train", f"{key}=gpu", says=["'gpu'", "cuda:N"])
-
-
-def test_a_model_id_that_nobody_has_is_told_apart_from_a_broken_folder(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(
-        project, "train", "target.path=nobody/nothing", says=["nobody/nothing", "no folder here"]
-    )
-    target = project.folder / "empty"
-    target.mkdir()
-    refused(project, "train", f"target.path={target}", says=["cannot read", "config.json"])
-
-
-def test_a_checkpoint_of_another_target(project: Project, tmp_path: Path) -> None:
+def test_a_run_goes_on_only_as_it_was_begun(project: Project, tmp_path: Path) -> None:
     project.cli("train", "train.max_steps=1")
-    other = tiny_target(tmp_path / "other", seed=5)
-    refused(project, "eval", f"target.path={other}", says=["another target"])
+    other = ("algorithm.name=dflash", "algorithm.options={}")
+    refused(project, "eval", *other, says=["dflash", "eagle3"])
+    other_target = f"target.path={tiny_target(tmp_path / 'other', seed=5)}"
+    refused(project, "eval", other_target, says=["another target"])
+    refused(project, "train", "train.lr=0.1", says=["train.lr", "0.003", "0.1"])
+    for text in ("", "{}", "[]"):
+        (project.run / "run.json").write_text(text)
+        refused(project, "train", says=["run.json", "delete it", "another run folder"])
 
 
 def test_a_checkpoint_of_a_plugin_that_is_gone_names_the_pip_line(project: Project) -> None:
@@ -237,115 +253,19 @@ def test_a_checkpoint_of_a_plugin_that_is_gone_names_the_pip_line(project: Proje
     refused(project, "eval", says=["pip install", "draftcore-gone"])
 
 
-def test_resuming_with_another_learning_rate_names_the_change(project: Project) -> None:
-    project.cli("train", "train.max_steps=4")
-    said = refused(
-        project, "train", "train.max_steps=4", "train.lr=0.1", says=["train.lr", "0.003"]
-    )
-    assert "0.1" in said
-
-
-def test_a_store_of_other_features_is_refused(project: Project) -> None:
-    project.cli("capture")
-    refused(project, "train", "algorithm.options.layers=[0,2,4]", says=["hidden.1", "hidden.0"])
-
-
-def test_a_store_of_other_data_is_refused(project: Project) -> None:
-    project.cli("capture")
-    conversations(project.folder / "train.jsonl", 30)
-    refused(project, "train", says=["other data"])
-
-
-def test_an_incomplete_capture_without_data_is_refused(project: Project) -> None:
-    project.cli("train", "train.max_steps=1")
-    shutil.rmtree(project.run)
-    refused(project, "train", "data.train=null", says=["data.train"])
-
-
-def test_evaluating_before_training_says_what_to_run(project: Project) -> None:
-    refused(project, "eval", says=["draftcore train"])
-
-
-def test_exporting_over_something_is_refused(project: Project) -> None:
-    project.cli("train", "train.max_steps=1")
-    project.cli("export", "train.max_steps=1")
-    refused(project, "export", says=["not empty"])
-
-
-def test_an_unknown_layout_lists_what_is_there(project: Project) -> None:
-    project.cli("train", "train.max_steps=1")
-    refused(project, "export", "--layout", "onnx", says=["onnx", "serving"])
-
-
-def test_a_folder_that_is_no_export(project: Project) -> None:
-    project.cli("train", "train.max_steps=1")
-    refused(project, "eval", "--export", project.folder, says=["config.json"])
-
-
-def test_capturing_without_a_store_is_refused(project: Project) -> None:
-    refused(project, "capture", "store=auto", says=["file:"])
-
-
-def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(
-    project: Project, tmp_path: Path
-) -> None:
-    """One sample's loss turns nan; the run stops before the update, and the others are innocent."""
-    plugin = tmp_path / "poison.py"
-    plugin.write_text(
-        "from draftcore import hookimpl\n"
-        "@hookimpl(wrapper=True)\n"
-        "def forward_loss(draft, batch, context):\n"
-        "    output = yield\n"
-        "    import dataclasses\n"
-        "    factor = float('nan') if batch.token_ids_BT.shape[1] > 150 else 1.0\n"
-        "    return dataclasses.replace(output, numerator=output.numerator * factor)\n"
-    )
-    conversations(project.folder / "train.jsonl", ["one", "two", "long " * 30, "four"])
-    result = project.cli("train", ok=False, plugin=plugin)
-    assert result.exit_code == 1, result.output
-    assert "row 2 (sample" in result.output
-    assert "row 1" not in result.output
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", ["is empty", "at least run"]),
-        ("- a\n- b\n", ["holds a list", "at least run"]),
-        ("run: x\n  y: [\n", ["is not YAML", 'run.yaml", line 2', "correct it"]),
-        ("run: \xff", ["cannot read", "UTF-8"]),
-    ],
-)
-def test_a_configuration_that_is_no_mapping_is_named(
-    project: Project, text: str, says: list[str]
-) -> None:
-    project.yaml.write_bytes(text.encode("latin-1"))
-    refused(project, "train", says=["run.yaml", *says])
-
-
 def test_a_run_folder_that_is_a_file_is_named(project: Project) -> None:
     project.run.write_text("")
     refused(project, "train", code=1, says=[str(project.run), "exists", "check the path"])
 
 
-def test_a_damaged_run_id_names_its_file_and_two_ways_out(project: Project) -> None:
+def test_an_export_is_of_a_known_layout_in_an_empty_folder_and_read_from_one(
+    project: Project,
+) -> None:
     project.cli("train", "train.max_steps=1")
-    for text in ("", "{}", "[]"):
-        (project.run / "run.json").write_text(text)
-        refused(project, "train", says=["run.json", "delete it", "another run folder"])
-
-
-def test_a_draft_that_is_not_there_says_how_to_name_one(project: Project) -> None:
-    refused(project, "eval", "--draft", "mine", says=["no draft 'mine'", "--draft", "leave"])
-
-
-def test_a_file_that_no_module_can_be_named_after_is_refused(project: Project) -> None:
-    loose = project.folder / "my idea.py"
-    loose.write_text("")
-    result = project.cli("train", plugin=loose, ok=False)
-    assert result.exit_code == 2
-    assert "my idea.py cannot be imported" in result.output
-    assert "rename it" in result.output
+    refused(project, "export", "--layout", "onnx", says=["onnx", "serving"])
+    project.cli("export", "train.max_steps=1")
+    refused(project, "export", says=["not empty"])
+    refused(project, "eval", "--export", project.folder, says=["config.json"])
 
 
 def test_an_export_that_finds_no_room_leaves_nothing(project: Project) -> None:

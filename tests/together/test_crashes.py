@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -64,27 +63,6 @@ def test_a_stopped_run_resumes_to_the_same_bits(
     assert project.losses() == straight
 
 
-def test_a_checkpoint_without_its_mark_does_not_exist(
-    tmp_path: Path, new_project: NewProject, straight: dict[int, float]
-) -> None:
-    project = new_project(tmp_path / "marked", samples=48)
-    project.cli("train")
-    newest = project.run / "checkpoints" / "step-00000012"
-    (newest / "COMPLETE").unlink()
-    assert "resuming from step 10 of 12" in project.cli("train").output
-    assert project.losses() == straight
-
-
-def test_a_damaged_checkpoint_is_named(project: Project) -> None:
-    project.cli("train", "train.max_steps=2")
-    file = project.run / "checkpoints" / "step-00000002" / "draft.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
-    result = project.cli("eval", ok=False)
-    assert result.exit_code == 1
-    assert "cannot read" in result.output
-    assert "draft.safetensors" in result.output
-
-
 def test_a_killed_capture_goes_on_without_doing_a_sample_twice(
     tmp_path: Path, new_project: NewProject
 ) -> None:
@@ -109,43 +87,3 @@ def test_a_killed_capture_goes_on_without_doing_a_sample_twice(
 def sample_ids(shard: Path) -> set[str]:
     with safe_open(shard, framework="pt") as tensors:
         return {name.rsplit("/", 1)[0] for name in tensors.keys()}  # noqa: SIM118
-
-
-def test_features_are_read_from_the_store_and_not_captured_again(project: Project) -> None:
-    project.cli("capture")
-    shards = {p: p.stat().st_mtime_ns for p in (project.folder / "features").glob("shard-*")}
-    project.cli("train")
-    assert {
-        p: p.stat().st_mtime_ns for p in (project.folder / "features").glob("shard-*")
-    } == shards
-
-
-def test_a_second_trainer_of_a_folder_is_turned_away(
-    tmp_path: Path, new_project: NewProject
-) -> None:
-    project = new_project(tmp_path / "both", samples=400)
-    first = project.start("train", "train.checkpoint_every=1")
-    wait_for(lambda: bool(list(project.run.glob("checkpoints/step-*/COMPLETE"))), first)
-    result = project.cli("train", ok=False)
-    assert result.exit_code == 1
-    for words in (f"process {first.pid} on", "trains in", "another run folder"):
-        assert words in result.output
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate()
-    assert "resuming" in project.cli("train", "train.max_steps=30").output
-
-
-def test_metrics_of_steps_after_the_checkpoint_are_written_once(
-    tmp_path: Path, new_project: NewProject
-) -> None:
-    project = new_project(tmp_path / "once", samples=48)
-    process = project.start("train", "train.checkpoint_every=4")
-    wait_for(lambda: steps(project) >= 6, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    project.cli("train", "train.checkpoint_every=4")
-    lines = [
-        json.loads(line)["step"]
-        for line in (project.run / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert lines == list(range(1, 13))

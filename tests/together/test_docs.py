@@ -1,44 +1,90 @@
-"""What README, CONTRIBUTING and docs say is so: sessions and files exist, YAML is valid, output is output."""
+"""What README, CONTRIBUTING, docs and the plugins' READMEs say is so.
 
+Sessions, verbs, files and extras exist, YAML is a run with options that its plugins take, tables list
+the options that there are, shown output is what is printed. What needs a server or a GPU is not run.
+"""
+
+from __future__ import annotations
+
+import importlib
 import re
 import runpy
-from collections.abc import Collection
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
 from draftcore.cli import main
-from draftcore.config import RunConfig
+from draftcore.config import Choice, RunConfig
+from draftcore.contracts.offers import Kind
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+READMES = {path.parent.name: path for path in sorted(ROOT.glob("plugins/*/README.md"))}
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {path: path.read_text(encoding="utf-8") for path in [*DOCS, *READMES.values()]}
 CONFIGS = [*ROOT.glob("examples/quickstart/*.yaml"), *ROOT.glob("benchmarks/*.yaml")]
-TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
+INVENTED = ("echo", "lens", "shelf", "auto")  # offers of nobody, in examples for authors; any store
+OWN_TEST = "writing-a-plugin.md"  # its commands build on each other: test_writing_a_plugin.py
+# The models whose options a README's tables list, where they are not those of a URI.
+MODELS = {
+    "draftcore-eagle3": ["draftcore_eagle3.options:Eagle3Options"],
+    "draftcore-dflash": ["draftcore_dflash.options:DFlashOptions"],
+    "draftcore-sglang": [
+        "draftcore_sglang.options:SglangOptions",
+        "draftcore_sglang.options:ServerOptions",
+    ],
+}
+VERB = re.compile(r"(?:^|^\$ |`)draftcore ([a-z][a-z-]+)", re.MULTILINE)
+FOLDERS = r"draftcore(?!_echo)\w*|docs|tests|benchmarks|examples|plugins|internals"
+FILE = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`")
 # An entry of the glossary, and a place that it names: identifiers in a file.
 ENTRY = re.compile(r"^- \*\*(.+?)\*\*: (.+?)(?=^- \*\*|^#|\Z)", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"((?:`[\w ]+`(?: and )?)+)\s+in\s+`([\w./-]+)`")
 
-OWN_TEST = {"writing-a-plugin.md"}  # its commands build on each other: test_writing_a_plugin.py
 
-
-def blocks(language: str, skipped: Collection[str] = ()) -> list[str]:
+def blocks(page: Path, language: str) -> list[str]:
     fence = re.compile(rf"^```{language}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-    texts = [text for page, text in TEXT.items() if page.name not in skipped]
-    return [block for text in texts for block in fence.findall(text)]
+    return fence.findall(TEXT[page])
 
 
-@pytest.mark.parametrize("block", [*blocks("yaml"), *(file.read_text() for file in CONFIGS)])
-def test_every_yaml_is_a_valid_configuration(block: str) -> None:
-    config = RunConfig.model_validate(yaml.safe_load(block))
-    for choice in (config.runner.prefill, config.runner.decode):
-        bind(load(), "runner", choice.name).options(choice.options)
+YAML = [
+    *((page.parent.name, text) for page in TEXT for text in blocks(page, "yaml")),
+    *((file.name, file.read_text()) for file in CONFIGS),
+]
 
 
-@pytest.mark.parametrize("block", blocks("console", OWN_TEST))
+@pytest.mark.parametrize(("name", "text"), YAML, ids=[name for name, _ in YAML])
+def test_every_yaml_is_a_whole_run_with_options_that_its_plugins_take(name: str, text: str) -> None:
+    config, registry = RunConfig.model_validate(yaml.safe_load(text)), load()
+    chosen: list[tuple[Kind, Choice | None]] = [
+        ("algorithm", config.algorithm),
+        *(("algorithm", draft.algorithm) for draft in config.drafts.values()),
+        ("capture", config.capture),
+        ("runner", config.runner.prefill),
+        ("runner", config.runner.decode),
+        ("store", Choice(name=config.store.partition(":")[0])),
+        ("channel", Choice(name=config.channel.partition(":")[0])),
+    ]
+    for kind, choice in chosen:
+        if choice and choice.name not in INVENTED:
+            options = bind(registry, kind, choice.name).options(choice.options)
+            if choice.name == "graphs":
+                if options.backend not in ("eager", "auto"):
+                    bind(registry, "graph", options.backend).options(options.options)
+                for plugin, its in options.plugins.items():
+                    bind(registry, "graph-plugin", plugin).options(its)
+
+
+SHOWN = [text for page in DOCS if page.name != OWN_TEST for text in blocks(page, "console")]
+
+
+@pytest.mark.parametrize("block", SHOWN)
 def test_every_shown_output_is_what_the_command_prints(block: str) -> None:
     command, expected = block.split("\n", 1)
     result = CliRunner().invoke(main, command.removeprefix("$ draftcore ").split())
@@ -47,26 +93,80 @@ def test_every_shown_output_is_what_the_command_prints(block: str) -> None:
     assert [line.split() for line in shown] == [line.split() for line in expected.splitlines()]
 
 
-def test_every_session_named_in_the_docs_exists() -> None:
-    named = {name for text in TEXT.values() for name in re.findall(r'nox -s "?([\w-]+)', text)}
+def test_sessions_verbs_and_files_that_are_named_exist() -> None:
     noxfile = (ROOT / "noxfile.py").read_text()
-    assert named >= {"quickstart", "tests", "gpu"}
-    there = {name for name in named if f"def {name.replace('-', '_')}(session" in noxfile}
-    assert named == there
-
-
-def test_every_verb_named_in_the_readme_exists() -> None:
-    verbs = set(re.findall(r"`draftcore ([a-z-]+)", TEXT[ROOT / "README.md"]))
-    listed = CliRunner().invoke(main, ["--help"]).output
-    assert {"capture", "train", "eval", "export", "list-plugins"} <= verbs
-    assert {verb for verb in verbs if verb not in listed} == set()
-
-
-def test_every_file_named_in_the_docs_exists() -> None:
-    folders = "draftcore|docs|benchmarks|examples|plugins|tests"
+    verbs = CliRunner().invoke(main, ["--help"]).output
     for page, text in TEXT.items():
-        for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
-            assert (ROOT / name).exists(), f"{page.name} names {name}"
+        for session in re.findall(r"nox -s \"?([\w-]+)", text):
+            function = session.replace("-", "_")
+            assert f"def {function}(session" in noxfile or f'name="{session}"' in noxfile, session
+        for verb in VERB.findall(text):
+            assert f"  {verb} " in verbs, (page, verb)
+        for file in FILE.findall(text):
+            assert any((root / file).exists() for root in (ROOT, page.parent)), (page, file)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_a_readme_opens_with_what_it_is_and_how_to_have_it(name: str) -> None:
+    """The title, a paragraph that fills its lines, the pip line, and something to begin with."""
+    text = TEXT[READMES[name]]
+    title, paragraph, *rest = text.split("\n\n")
+    assert title == f"# {name}"
+    lines = paragraph.splitlines()
+    assert all(len(line) > 85 for line in lines[:-1]), "a ragged paragraph"
+    assert all(len(line) <= 110 for line in lines)
+    assert re.search(rf"^pip install '?{name}\b", "\n\n".join(rest[:4]), re.MULTILINE)
+    begin = re.search(r"^```yaml|^\$ draftcore ", text, re.MULTILINE)
+    assert begin is not None
+    assert text[: begin.start()].count("\n") < 40
+    project = tomllib.loads((READMES[name].parent / "pyproject.toml").read_text())["project"]
+    extras = re.findall(rf"pip install '?{name}\[(\w+)\]", text)
+    assert set(extras) <= set(project.get("optional-dependencies", {}))
+
+
+def option_rows(name: str) -> Iterator[tuple[list[str], str]]:
+    """Yield the names and the defaults in each row of a README's tables of options."""
+    inside = False
+    for line in TEXT[READMES[name]].splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
+        if not line.startswith("|"):
+            inside = False
+        elif cells[0] in ("option", "under `capture.options`"):
+            inside = True
+        elif inside and not cells[0].startswith("---"):
+            yield re.findall(r"`(\w+)`", cells[0]), cells[1]
+
+
+def fields_of(path: str) -> dict[str, Any]:
+    """Return the default of each option of the model at `module:Class`."""
+    module, _, name = path.partition(":")
+    fields = getattr(importlib.import_module(module), name).model_fields
+    return {key: info.get_default(call_default_factory=True) for key, info in fields.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tables_list_the_options_that_there_are_and_their_defaults(name: str) -> None:
+    """Where a default is a number or a switch; what depends on the target is said in words."""
+    fields = [field for path in MODELS[name] for field in fields_of(path).items()]
+    assert sorted(n for names, _ in option_rows(name) for n in names) == sorted(
+        n for n, _ in fields
+    )
+    checked = 0
+    for names, said in option_rows(name):
+        given = [part.strip("` ") for part in said.split(",")]
+        for pair in zip(names, given, strict=False):
+            if len(names) == len(given) and re.fullmatch(r"[\d.]+(e-?\d+)?|true|false", pair[1]):
+                assert (pair[0], yaml.safe_load(pair[1])) in fields
+                checked += 1
+    assert checked > 3
+
+
+def test_what_the_readme_of_domino_adds_is_what_domino_has_more() -> None:
+    listed = {name for names, _ in option_rows("draftcore-domino") for name in names}
+    domino = set(fields_of("draftcore_domino.options:DominoOptions"))
+    dflash = set(fields_of("draftcore_dflash.options:DFlashOptions"))
+    assert listed == domino - dflash
+    assert dflash - domino == {"loss", "dpace_alpha"}
 
 
 def test_the_glossary_has_one_entry_a_word_and_says_where_it_lives() -> None:

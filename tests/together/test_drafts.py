@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.together.conftest import BLOCKS, OPTIONS
+
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
 
@@ -22,17 +24,12 @@ if TYPE_CHECKING:
 Drafts = dict[str, dict[str, Any]]
 Make = Callable[..., "Project"]
 Weights = dict[str, torch.Tensor]
-BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
-EAGLE3 = {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3}
 DRAFTS: Drafts = {
-    "eagle": {"algorithm": {"name": "eagle3", "options": EAGLE3}},
+    "eagle": {"algorithm": {"name": "eagle3", "options": OPTIONS["eagle3"]}},
     "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}, "train": {"lr": 0.002}},
     "wide": {"algorithm": {"name": "dflash", "options": {**BLOCKS, "loss": "dpace"}}},
     "domino": {
-        "algorithm": {
-            "name": "domino",
-            "options": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8},
-        },
+        "algorithm": {"name": "domino", "options": OPTIONS["domino"]},
         "train": {"clip": 0.3, "schedule": "constant"},
     },
 }

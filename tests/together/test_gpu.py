@@ -12,6 +12,7 @@ import torch
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.target import TransformersModel, TransformersTarget
+from tests.together.conftest import OPTIONS
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
@@ -21,14 +22,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = ("target.device=cuda", "train.device=cuda")
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
-DRAFTS = {
-    "eagle": {"algorithm": {"name": "eagle3", "options": {"layers": [1, 2, 3], "ttt_length": 2}}},
-    "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}},
-    "domino": {
-        "algorithm": {"name": "domino", "options": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8}}
-    },
-}
+DRAFTS = {name: {"algorithm": {"name": name, "options": given}} for name, given in OPTIONS.items()}
 
 
 @pytest.mark.parametrize("store", ["file", "auto"])
@@ -80,8 +74,10 @@ def test_two_devices_give_the_update_of_one(tmp_path: Path, new_project: NewProj
     one.cli("train", *CUDA)
     two = new_project(tmp_path / "two", **changes, train=train)
     two.torchrun(*CUDA, "train.max_steps=2")
-    assert "eagle: resuming from step 2 of 3" in two.cli("train", *CUDA, "train.max_steps=3").output
-    assert "eagle: complete: step 5 of 5, 26 samples" in two.torchrun(*CUDA)
+    assert (
+        "eagle3: resuming from step 2 of 3" in two.cli("train", *CUDA, "train.max_steps=3").output
+    )
+    assert "eagle3: complete: step 5 of 5, 26 samples" in two.torchrun(*CUDA)
     for label in DRAFTS:
         ours, theirs = two.losses(two.run / label), one.losses(one.run / label)
         assert ours == pytest.approx(theirs, rel=1e-4)

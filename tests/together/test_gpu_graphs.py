@@ -8,18 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.together.conftest import OPTIONS
+
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
 
 gpu = pytest.mark.gpu
 
 CUDA = ("target.device=cuda", "train.device=cuda")
-BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
-ALGORITHMS = {
-    "eagle3": None,
-    "dflash": {"name": "dflash", "options": BLOCKS},
-    "domino": {"name": "domino", "options": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8}},
-}
 
 
 def graphs(phase: str, backend: str) -> str:
@@ -28,13 +24,13 @@ def graphs(phase: str, backend: str) -> str:
 
 
 @gpu
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", OPTIONS)
 def test_decoding_through_graphs_is_that_of_eager(
     tmp_path: Path, new_project: NewProject, algorithm: str
 ) -> None:
     """Lossless, and with the same drafts accepted; fp32."""
-    chosen = ALGORITHMS[algorithm]
-    project = new_project(tmp_path, **({"algorithm": chosen} if chosen else {}))
+    chosen = {"name": algorithm, "options": OPTIONS[algorithm]}
+    project = new_project(tmp_path, algorithm=chosen)
     project.cli("train", *CUDA)
     found = {}
     for backend in ("eager", "full", "breakable"):

@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_options_that_change_no_feature_alone(
     scaled.cli("train", "store=auto", "train.max_steps=2", plugin=plugin)
     more = ("store=auto", "train.max_steps=4")
     refused = scaled.cli("train", *more, "capture.options.scale=3", plugin=plugin, ok=False)
-    assert "capture.options: {'scale': 2.0} then, {'scale': 3.0} now" in refused.output
+    assert 'capture.options: {"scale": 3.0} here, {"scale": 2.0} then' in refused.output
     scaled.cli("train", *more, "capture.options.patience=9", plugin=plugin)
     assert list(scaled.losses()) == [1, 2, 3, 4]
 

@@ -38,20 +38,13 @@ class Author:
     def run(self, line: str) -> str:
         """Run a command as its author would; pip takes nothing from an index."""
         program, *arguments = shlex.split(line)
-        start = {
-            "draftcore": ["-m", "draftcore"],
-            "pip": ["-m", "pip", "-q", "--disable-pip-version-check"],
-            "python": [],
-        }[program]
+        start = [] if program == "python" else ["-m", program]
         if program == "pip":
-            arguments[1:1] = ["--no-deps", "--no-build-isolation"]
+            arguments += ["-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
         done = subprocess.run(
-            [self.python, *start, *arguments],
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
+            [self.python, *start, *arguments], cwd=self.folder, capture_output=True, text=True,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        )
+        )  # fmt: skip
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from draftcore.config import Choice, RunConfig, TargetConfig, TrainConfig
+from draftcore.config import Choice, DataConfig, RunConfig, TargetConfig, TrainConfig
 from draftcore.contracts.algorithm import (
-    DataSummary,
     Draft,
     DraftBatch,
     Sample,
@@ -35,8 +34,8 @@ NAME, WIDTH = "hidden.0", 4
 
 @dataclass
 class Options:
-    dropout: float = 0.0
-    dtype: torch.dtype = torch.float32
+    dropout: float
+    dtype: torch.dtype
 
 
 class Module(nn.Module):
@@ -62,11 +61,10 @@ class Algorithm:
 
     def __init__(self) -> None:
         self.wrong: Callable[[DraftBatch, StepContext, Tensor], Tensor] = lambda b, c, loss: loss
-        self.modes: list[bool] = []
 
     def collate(self, samples: Sequence[Sample], options: Options) -> DraftBatch:
-        def pad(parts: Sequence[Tensor]) -> Tensor:
-            return nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+        def pad(parts: list[Tensor]) -> Tensor:
+            return nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
         return DraftBatch(
             tuple(sample.id for sample in samples),
@@ -78,7 +76,6 @@ class Algorithm:
 
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
         """Squared error of a number per token."""
-        self.modes.append(draft.module.training)
         guess_BT = draft.module(batch.features[NAME])
         error_BT = (guess_BT - batch.token_ids_BT) ** 2 * batch.loss_mask_BT
         loss, count = self.wrong(batch, context, error_BT.sum()), batch.loss_mask_BT.sum()
@@ -117,17 +114,20 @@ class Run:
         rows: int = 13,
         accumulate: int = 2,
         labels: Sequence[str] = ("",),
-        options: Options | None = None,
+        dropout: float = 0.0,
+        double: bool = False,
         ranks: Ranks = ALONE,
-        evaluator: Any = None,
+        evaluate: Any = None,
         skipped: dict[int, str] | None = None,
         **settings: Any,
     ) -> None:
-        self.folder, self.ranks, self.options = folder, ranks, options or Options()
+        self.folder, self.ranks = folder, ranks
+        self.options = Options(dropout, torch.float64 if double else torch.float32)
         self.rows, self.accumulate, self.labels = rows, accumulate, labels
         chosen = {"batch": 2, "lr": 0.05, "device": "cpu", "log_every": 1, "warmup_ratio": 0.0}
         self.config = RunConfig(
             run=folder, target=TargetConfig(path="none"), algorithm=Choice(name="toy"),
+            data=DataConfig(eval="none"),
             train=TrainConfig.model_validate({**chosen, **settings}),
         )  # fmt: skip
         self.skipped = Skipped(skipped or {}, rows=rows, share=1)
@@ -137,12 +137,12 @@ class Run:
             batch=train.batch, accumulate=accumulate, seed=train.seed, epochs=train.epochs,
             max_steps=train.max_steps,
         )  # fmt: skip
-        self.observers, self.evaluator = Observers(), evaluator
+        self.observers, self.evaluate = Observers(), evaluate
         self.algorithms = {label: Algorithm() for label in labels}
         self.masked, self.bad = set[int](), dict[int, str]()  # rows without loss; that turn out bad
         self.stop_after = self.dry_after = 10**9  # batches, of this rank
         self.read = self.let_gone = 0
-        self.finished: list[int] = []
+        self.finished, self.trainers = list[int](), list[Trainer]()
 
     def length(self, row: int) -> int:
         return 2 + row % 5
@@ -172,8 +172,6 @@ class Run:
         """Build the drafts and load their checkpoints."""
         request = FeatureRequest((0,), False, "float32")
         about = {"target": "none", "width": WIDTH, "plugins": [], "features": "made up"}
-        summary = DataSummary("f", self.rows, 1, 1, 6, {})
-        self.trainers = []
         for label in self.labels:
             setup = DraftSetup(
                 label, self.folder / label, self.config, self.algorithms[label], self.options,
@@ -182,38 +180,30 @@ class Run:
             last = self.found(label)
             if last is not None:
                 self.skipped |= {int(row): why for row, why in last.state["skipped"]}
-            self.trainers.append(
-                Trainer(
-                    setup,
-                    self.draft(),
-                    self.ranks,
-                    summary,
-                    last,
-                    plan=self.plan,
-                    skipped=self.skipped,
-                    observers=self.observers,
-                    evaluator=self.evaluator,
-                )
-            )
+            trainer = Trainer(
+                setup, self.draft(), self.ranks, self.plan, self.skipped,
+                self.observers, self.evaluate, last,
+            )  # fmt: skip
+            self.trainers.append(trainer)
         self.uses = self.plan.uses(
             min(trainer.step for trainer in self.trainers), self.ranks.rank, self.ranks.size
         )
         return self
 
     def train(self) -> tuple[str, dict[str, Exception]]:
-        if not hasattr(self, "trainers"):
+        if not self.trainers:
             self.build()
         return train(
             self.plan, self.trainers, self, ranks=self.ranks, skipped=self.skipped,
             stop=lambda: self.read >= self.stop_after, finished=self.finished.append,
-            observers=self.observers, beside=str,
+            let_go=self.let_go, beside=str,
         )  # fmt: skip
 
     def step_on(self, rows: Sequence[int]) -> None:
         """Take the first step, on these rows as its only batch."""
         batch = Batch(self.plan.step(0)[0], [self.sample(row, 0) for row in rows])
-        self.trainers[0].accumulate(batch, last=True)
-        assert self.trainers[0].update(0, False)
+        self.trainers[0].accumulate(0, batch, last=True)
+        self.trainers[0].update([self.trainers[0].sums()])
 
     # ------------------------------------------------------------ as a loader
 
@@ -259,10 +249,7 @@ NewRun = Callable[..., Run]
 def new_run(tmp_path: Path) -> NewRun:
     """Make a run in a folder of this name."""
 
-    def new_run(
-        name: str = "run", *, dropout: float = 0.0, double: bool = False, **kwargs: Any
-    ) -> Run:
-        options = Options(dropout, torch.float64 if double else torch.float32)
-        return Run(tmp_path / name, options=options, **kwargs)
+    def new_run(name: str = "run", **kwargs: Any) -> Run:
+        return Run(tmp_path / name, **kwargs)
 
     return new_run

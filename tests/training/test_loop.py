@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,13 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
 
 
-def poison(*rows: int, step: int = 0, by: float = math.inf) -> Any:
-    """Make the loss of some rows at a step as large as it can be."""
+def poison(*rows: int, step: int = 0) -> Any:
+    """Make the loss of some rows at a step infinite."""
     ids = {f"s{row}" for row in rows}
 
     def wrong(batch: DraftBatch, context: StepContext, loss: Tensor) -> Tensor:
         hit = context.step == step and ids & {one.feature_id for one in batch.ids}
-        return loss * by if hit else loss
+        return loss * torch.inf if hit else loss
 
     return wrong
 
@@ -37,23 +37,8 @@ def poison(*rows: int, step: int = 0, by: float = math.inf) -> Any:
 # ---------------------------------------------------------------- the update
 
 
-def test_a_step_of_two_batches_is_a_step_of_one_with_all_their_rows(new_run: NewRun) -> None:
-    """Though they have different numbers of tokens: a loss is one ratio, divided once."""
-    two = new_run("two", double=True, rows=8, accumulate=2, max_steps=1).build()
-    one = new_run("one", double=True, rows=8, accumulate=1, batch=4, max_steps=1).build()
-    one.step_on([row for planned in two.plan.step(0) for row in planned.rows])
-    two.train()
-    assert two.losses()[0] == pytest.approx(one.trainers[0].metrics["loss"], rel=1e-6)
-    norms = two.trainers[0].metrics["grad_norm"], one.trainers[0].metrics["grad_norm"]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
-    for name, weight in one.weights().items():
-        torch.testing.assert_close(two.weights()[name], weight, rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(two.moments(), one.moments(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
-
-
 def test_the_gradient_is_that_of_the_mean_over_all_supervised_tokens(new_run: NewRun) -> None:
-    """By hand, for plain rows one after the other, without collation or padding."""
+    """However it is cut into batches: by hand, for rows one after the other, without padding."""
     run = new_run(double=True, rows=6, accumulate=3, max_steps=1, clip=1e9).build()
     draft, total, tokens = run.draft(), torch.zeros((), dtype=torch.float64), 0
     for row in range(6):
@@ -67,6 +52,9 @@ def test_the_gradient_is_that_of_the_mean_over_all_supervised_tokens(new_run: Ne
     run.train()
     assert run.trainers[0].metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-12)
     assert run.losses() == pytest.approx([float(total.detach() / tokens)], rel=1e-6)
+    (line,) = run.lines()
+    assert line["error"] == pytest.approx(line["loss"], rel=1e-6), "metrics are ratios of sums too"
+    assert {"lr", "grad_norm", "seconds", "fetch_seconds"} <= line.keys()
     first = [0.1 * grad for grad in grads]  # what AdamW keeps of a first gradient
     for ours, theirs in zip(run.moments()[::3], first, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
@@ -82,14 +70,6 @@ def test_all_steps_are_trained_in_the_plans_order_and_each_batch_is_let_go(new_r
     assert run.losses()[-1] < run.losses()[0]
     assert ("saved", "", total) in run.observers.said
     assert next(run.uses, None) is None
-
-
-def test_metrics_are_ratios_over_the_whole_step(new_run: NewRun) -> None:
-    run = new_run(rows=6, accumulate=3, max_steps=1)
-    run.train()
-    (line,) = run.lines()
-    assert line["error"] == pytest.approx(line["loss"], rel=1e-6)
-    assert {"lr", "grad_norm", "seconds", "fetch_seconds"} <= line.keys()
 
 
 # ---------------------------------------------------------------- steps that change nothing
@@ -148,16 +128,15 @@ def test_rows_that_turn_out_bad_are_left_out_and_kept_in_the_checkpoint(new_run:
 # ---------------------------------------------------------------- gradients that are not finite
 
 
-@pytest.mark.parametrize("by", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_names_its_row_and_leaves_the_weights(
-    new_run: NewRun, by: float
+    new_run: NewRun,
 ) -> None:
     straight = new_run("straight").build()
     straight.stop_after = 3
     straight.train()
     run = new_run().build()
     row = run.plan.step(2)[-1].rows[-1]
-    run.algorithms[""].wrong = poison(row, step=2, by=by)
+    run.algorithms[""].wrong = poison(row, step=2)
     with pytest.raises(DraftcoreError, match="gradient of step 2 is not finite") as caught:
         run.train()
     text = str(caught.value)
@@ -171,16 +150,12 @@ def test_a_gradient_that_is_not_finite_names_its_row_and_leaves_the_weights(
     assert run.found() is None, "no checkpoint is written of it"
 
 
-def test_a_row_of_an_earlier_batch_of_the_step_is_at_least_in_what_is_named(
-    new_run: NewRun,
-) -> None:
+def test_a_row_of_an_earlier_batch_of_the_step_is_in_what_is_named(new_run: NewRun) -> None:
     run = new_run(accumulate=3).build()
     planned = run.plan.step(0)[0]
     run.algorithms[""].wrong = poison(planned.rows[0])
-    with pytest.raises(DraftcoreError) as caught:
+    with pytest.raises(DraftcoreError, match=re.escape(str(list(planned.rows)))):
         run.train()
-    assert str(list(planned.rows)) in str(caught.value)
-    assert "none of them alone" not in str(caught.value)
 
 
 def test_one_of_several_drafts_that_fails_leaves_the_others_as_if_it_was_not_there(
@@ -202,16 +177,6 @@ def test_one_of_several_drafts_that_fails_leaves_the_others_as_if_it_was_not_the
     assert run.found("b") is None
 
 
-def test_drafts_that_train_side_by_side_do_not_move_each_others_random_numbers(
-    new_run: NewRun,
-) -> None:
-    both = new_run(labels=("a", "b"), dropout=0.5)
-    both.train()
-    alone = new_run("alone", dropout=0.5)
-    alone.train()
-    assert both.losses("a") == both.losses("b") == alone.losses()
-
-
 # ---------------------------------------------------------------- being stopped
 
 
@@ -225,20 +190,16 @@ def test_a_run_that_is_asked_to_stop_ends_its_step_and_saves(new_run: NewRun) ->
     assert run.read == 4
 
 
-@pytest.mark.parametrize(
-    "dropout",
-    [0.0, 0.5],
-)
-def test_a_step_whose_batch_does_not_come_is_not_taken(new_run: NewRun, dropout: float) -> None:
+def test_a_step_whose_batch_does_not_come_is_not_taken(new_run: NewRun) -> None:
     """What it had of the others is forgotten, random numbers too: a resumed run has them again."""
-    straight = new_run("straight", dropout=dropout)
+    straight = new_run("straight", dropout=0.5)
     straight.train()
-    run = new_run(dropout=dropout).build()
+    run = new_run(dropout=0.5).build()
     run.dry_after = 3
     assert run.train() == ("interrupted", {})
     assert run.trainers[0].step == 1
     assert run.finished == [2]
-    again = new_run(dropout=dropout)
+    again = new_run(dropout=0.5)
     assert again.train() == ("complete", {})
     assert again.losses() == straight.losses()
     assert same(again.weights(), straight.weights())
@@ -251,20 +212,6 @@ def test_a_run_that_is_complete_takes_no_step(new_run: NewRun) -> None:
     assert again.train() == ("complete", {})
     assert again.read == 0
     assert same(again.weights(), before)
-
-
-def test_a_draft_that_is_behind_catches_up_while_the_others_wait(new_run: NewRun) -> None:
-    """As one that failed, and was mended, beside others that went on."""
-    run = new_run(labels=("a", "b"), checkpoint_every=1).build()
-    run.algorithms["b"].wrong = poison(*range(13), step=2)
-    run.stop_after = 6
-    run.train()
-    assert [trainer.step for trainer in run.trainers] == [3, 2]
-    again = new_run(labels=("a", "b"), checkpoint_every=1)
-    assert again.train() == ("complete", {})
-    alone = new_run("alone")
-    alone.train()
-    assert again.losses("a") == again.losses("b") == alone.losses()
 
 
 def test_a_first_signal_is_noted_and_a_second_one_acts() -> None:
@@ -284,23 +231,18 @@ def test_a_first_signal_is_noted_and_a_second_one_acts() -> None:
 
 
 def test_checkpoints_and_lines_are_written_as_often_as_is_asked(new_run: NewRun) -> None:
-    run = new_run(rows=20, accumulate=1, checkpoint_every=3, keep_checkpoints=2, log_every=4)
+    run = new_run(rows=20, accumulate=1, checkpoint_every=3, log_every=4)
     run.train()
     saved = [at for kind, _, at in run.observers.said if kind == "saved"]
     assert saved == [3, 6, 9, 10]
-    assert sorted(p.name for p in (run.folder / "checkpoints").glob("step-*")) == [
-        "step-00000009",
-        "step-00000010",
-    ]
     assert [line["step"] for line in run.lines()] == [1, 4, 8]
 
 
 def test_an_evaluation_is_written_beside_the_steps(new_run: NewRun) -> None:
-    class Evaluator:
-        def evaluate(self, built: Draft, step: int, total_steps: int) -> dict[str, Any]:
-            return {"loss": step / total_steps, "trained": built.module.training}
+    def evaluate(built: Draft, step: int, total_steps: int) -> dict[str, Any]:
+        return {"loss": step / total_steps, "trained": built.module.training}
 
-    run = new_run(eval_every=2, evaluator=Evaluator())
+    run = new_run(eval_every=2, evaluate=evaluate)
     run.train()
     found = {line["step"]: line["evaluation"] for line in run.lines() if "evaluation" in line}
     assert list(found) == [2, 4]
@@ -309,6 +251,17 @@ def test_an_evaluation_is_written_beside_the_steps(new_run: NewRun) -> None:
         ("evaluated", "", 2),
         ("evaluated", "", 4),
     ]
+
+
+def test_a_disk_that_is_full_of_metrics_says_that_the_run_goes_on_with_room(
+    new_run: NewRun,
+) -> None:
+    run = new_run().build()
+    file = run.folder / "metrics.jsonl"
+    file.unlink()
+    file.symlink_to("/dev/full")
+    with pytest.raises(DraftcoreError, match=r"(?s)metrics.jsonl.*No space left.*free space"):
+        run.train()
 
 
 def test_lines_past_the_step_that_is_resumed_are_dropped(new_run: NewRun) -> None:

@@ -1,15 +1,28 @@
-"""The pieces that every store needs: refs, handles, and which bytes may be reclaimed.
+"""What every store does alike: describe what is put, know what is held, and who reads it.
 
-The contract is in `contracts.store`. Freeing is logical at once and physical when the last open handle
-closes; `Ledger` keeps count of that.
+The contract is in `contracts.store`. A new store is a `BaseStore` that says how bytes are written,
+read and given back.
 """
 
+import contextlib
+import errno
+import shutil
+import threading
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftcore.contracts.store import SampleRef, StoreError, StoreFull, StoreItem, TensorSpec
+from draftcore.contracts.store import (
+    SampleRef,
+    StoreError,
+    StoreFull,
+    StoreItem,
+    StoreStats,
+    TensorSpec,
+)
 from draftcore.errors import nearest
 from draftcore.uris import format_size
 
@@ -19,25 +32,182 @@ if TYPE_CHECKING:
 Key = tuple[str, str]
 
 
-def require_room(
-    uri: str, refs: Sequence[SampleRef], *, held_bytes: int, max_bytes: int | None
-) -> None:
-    """Raise StoreFull unless a store that holds `held_bytes` may take these samples as well."""
-    needed = sum(ref.nbytes for ref in refs)
-    if max_bytes is not None and held_bytes + needed > max_bytes:
-        raise StoreFull(
-            uri,
-            needed=needed,
-            samples=len(refs),
-            free=max_bytes - held_bytes,
-            limit=f"max_bytes={format_size(max_bytes)}",
-            remedy="free samples, or raise max_bytes in the store's URI",
-        )
+class OpenHandle:
+    """An open read; see `contracts.store.Handle`. Closing twice is harmless."""
+
+    def __init__(
+        self, ref: SampleRef, tensors: Mapping[str, "Tensor"], on_close: Callable[[SampleRef], None]
+    ) -> None:
+        self.ref = ref
+        self.tensors = tensors
+        self._on_close: Callable[[SampleRef], None] | None = on_close
+
+    def close(self) -> None:
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            self.tensors = {}
+            on_close(self.ref)
+
+    def __enter__(self) -> "OpenHandle":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
-def new_generation() -> str:
-    """Return a name that no other put has, in this process or any other."""
-    return uuid.uuid4().hex
+class BaseStore:
+    """What every store does alike. A new store says how its medium does five things:
+
+    `_write` keeps the bytes of a put, `_find` says what is held, `_read` returns tensors, `_drop` ends
+    that samples are held, and `_usage` counts. One whose readers need the bytes of a dropped sample in
+    place gives them back in `_reclaim`. Methods are called with `_mutex` held, but for those that move
+    bytes: `_write` and `_read`.
+    """
+
+    def __init__(self, uri: str, max_bytes: int | None = None) -> None:
+        self.uri, self.max_bytes = uri, max_bytes
+        self._readers: Counter[Key] = Counter()
+        self._leaving: dict[Key, SampleRef] = {}  # dropped, and still read here
+        self._closed = False
+        self._mutex = threading.RLock()
+        self._puts = threading.Lock()  # one put at a time
+
+    # ------------------------------------------------------------ what a store writes
+
+    def _write(self, refs: Sequence[SampleRef], items: Sequence[StoreItem]) -> None:
+        """Keep the tensors of one put, all or none. Raises StoreFull where the medium is full."""
+        raise NotImplementedError
+
+    def _find(self, ids: Sequence[str], refs: Sequence[SampleRef] = ()) -> Mapping[str, SampleRef]:
+        """Return the current ref of each id that is held; `refs` are what the caller knows of them."""
+        raise NotImplementedError
+
+    def _read(
+        self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]], device: str
+    ) -> Sequence[Mapping[str, "Tensor"]]:
+        """Return these tensors of each sample. Raises StoreError for what is not whole."""
+        raise NotImplementedError
+
+    def _drop(self, refs: Sequence[SampleRef]) -> None:
+        """Hold these generations no more; their handles here may still be open."""
+        raise NotImplementedError
+
+    def _usage(self) -> tuple[int, int, int | None]:
+        """Return samples held, bytes taken up, and bytes free on the medium where that is known."""
+        raise NotImplementedError
+
+    def _reclaim(self, ref: SampleRef) -> None:
+        """Give back the bytes of a dropped sample that nobody reads here any more."""
+
+    # ------------------------------------------------------------ the contract
+
+    def put(self, item: StoreItem) -> SampleRef:
+        return self.put_many([item])[0]
+
+    def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        with self._puts:
+            with self._mutex:
+                self._require_open()
+                older = list(self._find([item.feature_id for item in items]).values())
+                refs = describe_items(items, new_generation(older), self.uri)
+                if self.max_bytes is not None:
+                    held_bytes = self._usage()[1]
+                    require_room(self.uri, refs, held_bytes=held_bytes, max_bytes=self.max_bytes)
+            if refs:
+                self._write(refs, items)
+            with self._mutex:
+                self._let_go(older)
+        return refs
+
+    def get(
+        self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None
+    ) -> OpenHandle:
+        return self.get_many([ref], device, names)[0]
+
+    def get_many(
+        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
+    ) -> tuple[OpenHandle, ...]:
+        wanted = [select_names(ref, names) for ref in refs]
+        pinned = self._pin(refs)
+        try:
+            found = self._read(pinned, wanted, device)
+        except BaseException:
+            for ref in pinned:
+                self._unpin(ref)
+            raise
+        pairs = zip(pinned, found, strict=True)
+        return tuple(OpenHandle(ref, tensors, self._unpin) for ref, tensors in pairs)
+
+    def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
+        with self._mutex:
+            self._require_open()
+            return dict(self._find(feature_ids))
+
+    def free(self, refs: Iterable[SampleRef]) -> None:
+        with self._mutex:
+            self._require_open()
+            unique = {ref.key: ref for ref in refs}
+            found = self._find([one for one, _ in unique], list(unique.values()))
+            self._let_go([ref for ref in found.values() if ref.key in unique])
+
+    def abort(self, feature_id: str) -> None:
+        self.free(self.lookup([feature_id]).values())
+
+    def stats(self) -> StoreStats:
+        with self._mutex:
+            samples, nbytes, free = self._usage()
+            return StoreStats(samples, nbytes, self.max_bytes, self._readers.total(), free)
+
+    def close(self) -> None:
+        """Refuse further calls; tensors of open handles stay valid. Closing twice is harmless."""
+        self._closed = True
+
+    # ------------------------------------------------------------ who reads
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"the store {self.uri} is closed\n  open it again")
+
+    def _pin(self, refs: Sequence[SampleRef]) -> list[SampleRef]:
+        """Keep samples until each is unpinned. Raises StoreError for one that is not held."""
+        with self._mutex:
+            self._require_open()
+            held = self._require_held(refs)
+            self._readers.update(ref.key for ref in held)
+            return held
+
+    def _unpin(self, ref: SampleRef) -> None:
+        with self._mutex:
+            self._readers[ref.key] -= 1
+            if not self._readers[ref.key]:
+                del self._readers[ref.key]
+                if ref.key in self._leaving:
+                    self._reclaim(self._leaving.pop(ref.key))
+
+    def _require_held(self, refs: Sequence[SampleRef]) -> list[SampleRef]:
+        held = self._find([ref.feature_id for ref in refs], refs)
+        for ref in refs:
+            if ref.feature_id not in held or held[ref.feature_id].key != ref.key:
+                raise not_held(ref, superseded=ref.feature_id in held)
+        return [held[ref.feature_id] for ref in refs]
+
+    def _let_go(self, refs: Sequence[SampleRef]) -> None:
+        """Drop samples; their bytes go now, or when their last handle here closes."""
+        self._drop(refs)
+        for ref in refs:
+            if self._readers[ref.key]:
+                self._leaving[ref.key] = ref
+            else:
+                self._reclaim(ref)
+
+
+# ---------------------------------------------------------------- pieces
+
+
+def new_generation(older: Sequence[SampleRef] = ()) -> str:
+    """Return a name that no other put has, in any process, and that sorts behind `older` ones."""
+    after = max((int(ref.generation[:16], 16) for ref in older), default=0)
+    return f"{max(time.time_ns(), after + 1):016x}{uuid.uuid4().hex[:16]}"
 
 
 def describe_items(items: Sequence[StoreItem], generation: str, uri: str) -> tuple[SampleRef, ...]:
@@ -54,7 +224,7 @@ def describe_items(items: Sequence[StoreItem], generation: str, uri: str) -> tup
             TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in item.tensors.items()
         )
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in item.tensors.values())
+        nbytes = sum(tensor.nbytes for tensor in item.tensors.values())
         refs.append(
             SampleRef(item.feature_id, generation, uri, specs, item.tokens, nbytes, item.provenance)
         )
@@ -82,80 +252,37 @@ def not_held(ref: SampleRef, *, superseded: bool) -> StoreError:
     )
 
 
-class OpenHandle:
-    """An open read; see `contracts.store.Handle`. Closing twice is harmless."""
-
-    def __init__(
-        self, ref: SampleRef, tensors: Mapping[str, "Tensor"], on_close: Callable[[SampleRef], None]
-    ) -> None:
-        self.ref = ref
-        self.tensors = tensors
-        self._on_close: Callable[[SampleRef], None] | None = on_close
-
-    def close(self) -> None:
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            self.tensors = {}
-            on_close(self.ref)
-
-    def __enter__(self) -> "OpenHandle":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+def require_room(
+    uri: str, refs: Sequence[SampleRef], *, held_bytes: int, max_bytes: int | None
+) -> None:
+    """Raise StoreFull unless a store that holds `held_bytes` may take these samples as well."""
+    if max_bytes is not None and held_bytes + sum(ref.nbytes for ref in refs) > max_bytes:
+        raise StoreFull(
+            uri,
+            needed=sum(ref.nbytes for ref in refs),
+            samples=len(refs),
+            free=max_bytes - held_bytes,
+            limit=f"max_bytes={format_size(max_bytes)}",
+            remedy="free samples, or raise max_bytes in the store's URI",
+        )
 
 
-class Ledger:
-    """Which samples are held, which are being read, and when bytes may be reclaimed.
-
-    `reclaim(ref)` is called once per sample: when it is dropped or superseded and no handle is
-    open any more. Not thread-safe: a store holds its own lock around each call.
-    """
-
-    def __init__(self, reclaim: Callable[[SampleRef], None]) -> None:
-        self.held: dict[str, SampleRef] = {}
-        self._readers: Counter[Key] = Counter()
-        self._leaving: dict[Key, SampleRef] = {}
-        self._reclaim = reclaim
-
-    @property
-    def open_handles(self) -> int:
-        return self._readers.total()
-
-    def add(self, ref: SampleRef) -> None:
-        """Hold a sample; what was held under its id is superseded."""
-        superseded = self.held.get(ref.feature_id)
-        if superseded is not None:
-            self.drop(superseded)
-        self.held[ref.feature_id] = ref
-
-    def holds(self, ref: SampleRef) -> bool:
-        held = self.held.get(ref.feature_id)
-        return held is not None and held.generation == ref.generation
-
-    def require(self, ref: SampleRef) -> None:
-        """Raise StoreError unless the store holds just this generation of the sample."""
-        if not self.holds(ref):
-            raise not_held(ref, superseded=ref.feature_id in self.held)
-
-    def drop(self, ref: SampleRef) -> None:
-        """Let a sample go. Harmless when it is gone or has a newer generation."""
-        if not self.holds(ref):
-            return
-        held = self.held.pop(ref.feature_id)
-        if self._readers[held.key]:
-            self._leaving[held.key] = held
-        else:
-            self._reclaim(held)
-
-    def open(self, ref: SampleRef) -> None:
-        self._readers[ref.key] += 1
-
-    def close(self, ref: SampleRef) -> None:
-        """End one read; the last one of a sample that was dropped reclaims it."""
-        key = ref.key
-        self._readers[key] -= 1
-        if not self._readers[key]:
-            del self._readers[key]
-            if key in self._leaving:
-                self._reclaim(self._leaving.pop(key))
+@contextlib.contextmanager
+def writing(uri: str, folder: Path, refs: Sequence[SampleRef] = ()) -> Iterator[None]:
+    """Turn a full disk into StoreFull, and what else the disk says into a StoreError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreError(
+                f"cannot write to the store {folder}: {error}\n"
+                "  check that the folder exists and may be written to"
+            ) from error
+        raise StoreFull(
+            uri,
+            needed=sum(ref.nbytes for ref in refs),
+            samples=len(refs),
+            free=shutil.disk_usage(folder).free,
+            limit=f"the disk or its quota ({error.strerror})",
+            remedy="free samples or disk space, then go on; what is stored stays readable",
+        ) from error

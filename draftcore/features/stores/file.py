@@ -1,482 +1,375 @@
-"""Store `file`: safetensors shards in a folder, and an index of JSON lines that says what counts.
+"""Store `file`: safetensors files in a folder, whose names say what is held.
 
-    DIR/shard-<generation>.safetensors   one put: a capture group, in a file any tool can read
-    DIR/index.jsonl                      {"put": generation, "samples": [...], "xxh3": [...]}
-                                         {"free": [[feature id, generation], ...]}
-    DIR/manifest.json                    what a training host needs to know of the features
-    DIR/.lock                            held by the one writer
+    DIR/shard-<generation>.safetensors        one put: a batch, in a file that any tool can read
+    DIR/shard-<generation>-<freed>.safetensors    the same, once some of its samples were freed
+    DIR/manifest.json                         what a training host needs to know of the features
+    DIR/.volatile                             of a volatile store: locked by who has it open
 
-A shard is written under another name, fsync'd and renamed; then one fsync'd line in the index makes it count.
-So a crash at any byte loses at most the put it interrupted: a last line without its end is
-ignored, and the next writer removes it together with shards that no line names. Lines are only
-ever appended, so readers need no lock, follow a writer in another process, and work on a
-read-only mount.
+A shard's metadata hold its samples' refs and the xxh3 digest of each tensor. It is written under
+another name, fsync'd and renamed, so a crash at any byte loses at most the put it interrupted. `freed`
+is a number in hexadecimal with one bit per sample; a shard of which nothing is held is removed. A put
+again supersedes: of two samples of one id the younger generation counts. So there is no index and no
+lock. Any number of processes write, and those that read need no more than to list the folder.
 
-Tensors are memory-mapped, not loaded; each one's xxh3 digest is checked at every get (9 GB/s from
-the page cache). Shards are written by hand: safetensors' writer refuses views of one padded batch,
-which is what a capture yields, and hides ENOSPC in a message.
+Tensors are memory-mapped, not loaded; each one's digest is checked at every get (9 GB/s from the page
+cache). Who reads keeps the bytes of a file that is removed. Shards are written by hand: safetensors'
+writer refuses views of one padded batch, which is what a capture yields, and hides ENOSPC in a message.
+
+A volatile store (`?volatile=yes`) is for memory: nothing is fsync'd, who closes it last removes the
+folder, and who opens one removes those beside it that killed processes left.
 """
 
 import contextlib
-import errno
+import fcntl
 import json
 import os
+import re
 import shutil
 import struct
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftcore.contracts.store import SampleRef, StoreError, StoreFull, StoreItem, StoreStats
-from draftcore.errors import DraftcoreError, UsageError
-from draftcore.features.stores.base import (
-    Key,
-    Ledger,
-    OpenHandle,
-    describe_items,
-    new_generation,
-    require_room,
-    select_names,
-)
+from draftcore.contracts.store import SampleRef, StoreError, StoreItem
+from draftcore.errors import UsageError
+from draftcore.features.stores.base import BaseStore, writing
 from draftcore.features.stores.seals import bytes_of
-from draftcore.files import hold, sync, write_atomic
+from draftcore.files import sync, write_atomic
 from draftcore.uris import parse_uri
 
-SAFETENSORS = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
+# The types that are stored, as torch and as safetensors name them.
+TORCH = (
+    "bool uint8 int8 int16 int32 int64 float8_e4m3fn float8_e5m2 float16 bfloat16 float32 float64"
+)
+SAFETENSORS = "BOOL U8 I8 I16 I32 I64 F8_E4M3 F8_E5M2 F16 BF16 F32 F64"
+DTYPES = dict(zip(TORCH.split(), SAFETENSORS.split(), strict=True))
+SHARD = re.compile(r"shard-([0-9a-f]{32})(?:-([0-9a-f]+))?\.safetensors")
+MOST = 512  # samples in a put: a bit each in the name of a file
+MARK = ".volatile"
 
 
 @dataclass
 class _Shard:
-    """How many of a shard's samples are still needed, and the bytes of all it was written with."""
+    """A file by name, and the samples that were put into it."""
 
-    samples: int
-    nbytes: int
+    name: str
+    refs: Sequence[SampleRef]
 
-
-@dataclass(frozen=True)
-class _Place:
-    """A sample's position in its shard, and its tensors' digests in the order of its ref."""
-
-    position: int
-    digests: tuple[str, ...]
+    def __post_init__(self) -> None:
+        self.nbytes = sum(ref.nbytes for ref in self.refs)
 
 
-class FileStore:
-    """Features in a folder, at most `max_bytes` of them; they outlive the process.
+class FileStore(BaseStore):
+    """Features in a folder, at most `max_bytes` of them; they outlive the process unless volatile.
 
-    Any number of readers and one writer, in any processes that see the folder. A store becomes the
-    writer with its first put, free of a held sample, or manifest, and stays it until `close`.
+    Any number of readers and writers, in any processes that see the folder.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int | None = None) -> None:
-        self.folder = folder.absolute()
-        self.uri = f"file:{quote(str(self.folder))}"
-        self.max_bytes = max_bytes
-        self._ledger = Ledger(self._reclaim)
-        self._places: dict[Key, _Place] = {}
-        self._shards: dict[str, _Shard] = {}
-        self._nbytes = 0  # of the shards that are not reclaimed
-        self._index = self.folder / "index.jsonl"
-        self._index_bytes = 0  # of the index's whole lines, which are all applied
-        self._lock_fd: int | None = None
-        self._closed = False
-        self._mutex = threading.RLock()  # guards the ledger and the index, not the moving of bytes
-        self._put_mutex = threading.Lock()
+    def __init__(
+        self, folder: Path, *, max_bytes: int | None = None, volatile: bool = False
+    ) -> None:
+        self.folder, self.volatile = folder.absolute(), volatile
+        uri = f"file:{quote(str(self.folder))}{'?volatile=yes' if volatile else ''}"
+        super().__init__(uri, max_bytes)
+        self._shards: dict[str, _Shard] = {}  # by generation
+        self._held: dict[str, SampleRef] = {}  # the newest of each id
+        self._stale: set[str] = set()  # generations whose file does not say yet what was superseded
+        self._partial: list[Path] = []  # files that are being written, or were by a killed process
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"the store {self.folder} is not a folder\n  name another one")
-        self._refresh()
-        self._drop_removed_shards()
+        if (self.folder / "index.jsonl").exists():
+            raise UsageError(
+                f"the store {self.folder} was written by an earlier edition of draftcore\n"
+                "  capture again into an empty folder"
+            )
+        with writing(uri, self.folder):
+            self._mark = _join(self.folder) if volatile else None
 
     @classmethod
     def open(cls, uri: str) -> "FileStore":
-        """Open `file:FOLDER`, relative or absolute, or `file:FOLDER?max_bytes=200GiB`."""
-        parsed = parse_uri(uri, known=["max_bytes"])
+        """Open `file:FOLDER`, relative or absolute; options are `max_bytes=200GiB`, `volatile=yes`."""
+        parsed = parse_uri(uri, known=["max_bytes", "volatile"])
         if not parsed.path:
             raise UsageError(f"the store {uri!r} names no folder\n  write file:FOLDER")
-        return cls(Path(parsed.path).expanduser(), max_bytes=parsed.size("max_bytes"))
-
-    # ------------------------------------------------------------ writing
-
-    def put(self, item: StoreItem) -> SampleRef:
-        return self.put_many([item])[0]
-
-    def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
-        """Write one shard. Raises StoreFull when the limit or the disk is reached."""
-        generation = new_generation()
-        refs = describe_items(items, generation, self.uri)
-        if not refs:
-            return ()
-        shard = self._shard_path(generation)
-        partial = shard.with_suffix(".tmp")
-        with self._put_mutex, self._explain_os_errors(refs):
-            with self._mutex:
-                self._become_writer()
-                require_room(self.uri, refs, held_bytes=self._nbytes, max_bytes=self.max_bytes)
-            try:
-                digests = _write_shard(partial, generation, items)
-                partial.rename(shard)
-                sync(self.folder)
-                with self._mutex:
-                    self._append(_put_record(generation, refs, digests))
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                shard.unlink(missing_ok=True)
-                raise
-        return refs
-
-    def free(self, refs: Iterable[SampleRef]) -> None:
-        with self._mutex, self._explain_os_errors([]):
-            self._require_open()
-            self._refresh()
-            held = [ref for ref in refs if self._ledger.holds(ref)]
-            if held:
-                self._become_writer()
-                self._append({"free": [ref.key for ref in held]})
-
-    def abort(self, feature_id: str) -> None:
-        self.free(self.lookup([feature_id]).values())
+        return cls(
+            Path(parsed.path).expanduser(),
+            max_bytes=parsed.size("max_bytes"),
+            volatile=parsed.options.get("volatile", "no") != "no",
+        )
 
     def write_manifest(self, data: Mapping[str, Any]) -> None:
         """Replace the manifest: JSON data for whoever trains from this folder."""
-        with self._mutex, self._explain_os_errors([]):
-            self._become_writer()
-            write_atomic(self._manifest, json.dumps(dict(data), indent=1))
-
-    # ------------------------------------------------------------ reading
-
-    def get(
-        self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None
-    ) -> OpenHandle:
-        return self.get_many([ref], device, names)[0]
-
-    def get_many(
-        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
-    ) -> tuple[OpenHandle, ...]:
-        with self._mutex:
-            self._require_open()
-            self._refresh()
-            for ref in refs:
-                self._ledger.require(ref)
-            held = [self._ledger.held[ref.feature_id] for ref in refs]
-            places = [self._places[ref.key] for ref in held]
-            wanted = [select_names(ref, names) for ref in held]
-            for ref in held:
-                self._ledger.open(ref)
-        try:
-            tensors = self._read(held, places, wanted, device)
-        except BaseException:
-            for ref in held:
-                self._close_handle(ref)
-            raise
-        return tuple(
-            OpenHandle(ref, found, self._close_handle)
-            for ref, found in zip(held, tensors, strict=True)
-        )
-
-    def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
-        with self._mutex:
-            self._require_open()
-            self._refresh()
-            held = self._ledger.held
-            return {
-                feature_id: held[feature_id] for feature_id in feature_ids if feature_id in held
-            }
+        self._require_open()
+        with writing(self.uri, self.folder):
+            write_atomic(self.folder / "manifest.json", json.dumps(dict(data), indent=1))
 
     def read_manifest(self) -> dict[str, Any] | None:
         """Return what `write_manifest` wrote last, or None."""
+        file = self.folder / "manifest.json"
         try:
-            data: dict[str, Any] = json.loads(self._manifest.read_text(encoding="utf-8"))
+            data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise StoreError(
-                f"{self._manifest} is not what this store wrote: {error}\n"
+                f"{file} is not what this store wrote: {error}\n"
                 "  copy the store again, or capture again into an empty folder"
             ) from error
         return data
 
-    def stats(self) -> StoreStats:
-        """Bytes are those of the shards on disk: a shard goes when its last sample does."""
-        with self._mutex:
-            self._refresh()
-            handles = self._ledger.open_handles
-            place = next(f for f in (self.folder, *self.folder.parents) if f.exists())
-            free = shutil.disk_usage(place).free
-            return StoreStats(len(self._ledger.held), self._nbytes, self.max_bytes, handles, free)
-
     def close(self) -> None:
-        """Let another writer in. Tensors of open handles stay valid."""
-        with self._put_mutex, self._mutex:
-            self._closed = True
-            if self._lock_fd is not None:
-                os.close(self._lock_fd)
-                self._lock_fd = None
+        """Refuse further calls; tensors of open handles stay valid."""
+        super().close()
+        if self._mark is not None:
+            os.close(self._mark)
+            self._mark = None
+            _remove_unused(self.folder / MARK)
 
-    # ------------------------------------------------------------ the writer's part
+    # ------------------------------------------------------------ the folder
 
-    def _become_writer(self) -> None:
-        """Take the lock, once, and remove what a killed writer left."""
-        self._require_open()
-        if self._lock_fd is not None:
+    def _find(self, ids: Sequence[str], refs: Sequence[SampleRef] = ()) -> dict[str, SampleRef]:
+        """List the folder unless all is known without, and still there."""
+        for generation in {ref.generation for ref in refs} - self._shards.keys():
+            self._admit(_name(generation), {})  # which a mount may list late
+        held = {one: self._held[one] for one in ids if one in self._held}
+        files = {self._shards[ref.generation].name for ref in held.values()}
+        if (
+            not held.keys() >= set(ids)
+            or any(held[ref.feature_id].key != ref.key for ref in refs)
+            or not all((self.folder / name).exists() for name in files)
+        ):
+            self._scan()
+        return {one: self._held[one] for one in ids if one in self._held}
+
+    def _scan(self) -> None:
+        """Take over what the names in the folder say."""
+        names = set[str]()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names.update(os.listdir(self.folder))
+        known, cache = {shard.name for shard in self._shards.values()}, self._shards
+        if not known <= names:  # some are gone: begin anew, with the files that were read before
+            known, self._shards, self._held, self._stale = set(), {}, {}, set()
+        for name in sorted(names - known):
+            self._admit(name, cache)
+        self._partial = [self.folder / name for name in names - known if name.endswith(".tmp")]
+
+    def _admit(self, name: str, cache: Mapping[str, _Shard]) -> None:
+        """Hold what the name of a file says is held of it; nothing if the file is gone."""
+        if (match := SHARD.fullmatch(name)) is None:
             return
+        generation, freed = match[1], int(match[2] or "0", 16)
         try:
-            lock_fd = hold(
-                self.folder / ".lock",
-                f"is writing to the store {self.folder}",
-                "a file store has one writer: wait for it to end, or use another folder",
-            )
-        except DraftcoreError as error:
-            raise UsageError(str(error)) from None  # no batch is at fault, and no later try helps
-        try:
-            self._refresh()
-            self._index.touch()
-            os.truncate(self._index, self._index_bytes)
-            for path in self.folder.glob("shard-*.tmp"):
-                path.unlink()
-            for path in self.folder.glob("shard-*.safetensors"):
-                if path.stem.removeprefix("shard-") not in self._shards:
-                    path.unlink()
-            sync(self.folder)
-        except BaseException:
-            os.close(lock_fd)
-            raise
-        self._lock_fd = lock_fd
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        """Make a record count: all of its line is on the disk, or none of it."""
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        with open(self._index, "ab", buffering=0) as file:
-            try:
-                written = 0
-                while written < len(line):
-                    written += file.write(line[written:])
-                os.fsync(file.fileno())
-            except BaseException:
-                file.truncate(self._index_bytes)
+            if generation in cache:
+                refs = cache[generation].refs
+            else:
+                with self._opened(name, generation) as (_, samples):
+                    refs = [ref for ref, _ in samples]
+        except StoreError:
+            if (self.folder / name).exists():
                 raise
-        self._index_bytes += len(line)
-        self._apply(record)
-
-    def _reclaim(self, ref: SampleRef) -> None:
-        del self._places[ref.key]
-        shard = self._shards[ref.generation]
-        shard.samples -= 1
-        if not shard.samples:
-            del self._shards[ref.generation]
-            self._nbytes -= shard.nbytes
-            if self._lock_fd is not None:  # else the next writer removes it
-                self._shard_path(ref.generation).unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _explain_os_errors(self, refs: Sequence[SampleRef]) -> Iterator[None]:
-        """Turn a full disk into StoreFull, and what else the disk says into a StoreError."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise StoreError(
-                    f"cannot write to the store {self.folder}: {error}\n"
-                    "  check that the folder exists and may be written to"
-                ) from error
-            raise StoreFull(
-                self.uri,
-                needed=sum(ref.nbytes for ref in refs),
-                samples=len(refs),
-                free=shutil.disk_usage(self.folder).free,
-                limit=f"the disk or its quota ({error.strerror})",
-                remedy="free samples or disk space, then go on; what is stored stays readable",
-            ) from error
-
-    # ------------------------------------------------------------ the index
-
-    def _refresh(self) -> None:
-        """Apply the lines that were added to the index since; a last line without end waits."""
-        try:
-            size = self._index.stat().st_size
-        except FileNotFoundError:
-            size = 0
-        if size < self._index_bytes:
-            raise StoreError(
-                f"{self._index} was replaced while this store was open\n  open the store again"
-            )
-        if size == self._index_bytes:
             return
-        with open(self._index, "rb") as file:
-            file.seek(self._index_bytes)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self._apply(self._parse(line))
-                    self._index_bytes += len(line)
+        self._shards[generation] = _Shard(name, refs)
+        for at, ref in enumerate(refs):
+            if not freed >> at & 1:
+                other = self._held.get(ref.feature_id)
+                if other is None or other.generation < generation:
+                    self._held[ref.feature_id] = ref
+                if other is not None:
+                    self._stale.add(min(other.generation, generation))
 
-    def _parse(self, line: bytes) -> dict[str, Any]:
-        try:
-            record: dict[str, Any] = json.loads(line)
-        except ValueError as error:
-            raise StoreError(
-                f"{self._index} is damaged at byte {self._index_bytes}: {error}\n"
-                "  copy the store again, or capture again into an empty folder"
-            ) from error
-        return record
-
-    def _apply(self, record: Mapping[str, Any]) -> None:
-        for feature_id, generation in record.get("free", ()):
-            held = self._ledger.held.get(feature_id)
-            if held is not None and held.generation == generation:
-                self._ledger.drop(held)
-        if "put" not in record:
+    def _drop(self, refs: Sequence[SampleRef]) -> None:
+        """Let the names of the files say what is held of them, and remove those of nothing."""
+        gone, todo = {ref.key for ref in refs}, {ref.generation for ref in refs} | self._stale
+        if not todo:
             return
-        place = {"generation": record["put"], "uri": self.uri}
-        refs = [SampleRef.from_json({**sample, **place}) for sample in record["samples"]]
-        shard = _Shard(len(refs), sum(ref.nbytes for ref in refs))
-        self._shards[record["put"]] = shard
-        self._nbytes += shard.nbytes
-        for position, (ref, digests) in enumerate(zip(refs, record["xxh3"], strict=True)):
-            self._places[ref.key] = _Place(position, tuple(digests))
-            self._ledger.add(ref)
+        self._scan()
+        with writing(self.uri, self.folder):
+            for generation in self._shards.keys() & todo:
+                shard, freed = self._shards[generation], 0
+                for at, ref in enumerate(shard.refs):
+                    if ref.key in gone or self._held.get(ref.feature_id) != ref:
+                        freed |= 1 << at
+                path = self.folder / shard.name
+                with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                    if freed + 1 == 1 << len(shard.refs):
+                        path.unlink()
+                    else:
+                        path.rename(self.folder / _name(generation, freed))
+            self._sync()
+        self._scan()
 
-    def _drop_removed_shards(self) -> None:
-        """Forget samples whose file the user removed, so that they are captured again."""
-        present = {path.stem for path in self.folder.glob("shard-*.safetensors")}
-        for ref in list(self._ledger.held.values()):
-            if self._shard_path(ref.generation).stem not in present:
-                self._ledger.drop(ref)
+    def _usage(self) -> tuple[int, int, int]:
+        """Bytes are those of all files: one stays as long as one of its samples."""
+        self._scan()
+        removed = [ref for ref in self._leaving.values() if ref.generation not in self._shards]
+        nbytes = sum(shard.nbytes for shard in self._shards.values())
+        nbytes += sum(ref.nbytes for ref in removed)
+        place = next(f for f in (self.folder, *self.folder.parents) if f.exists())
+        return len(self._held), nbytes, shutil.disk_usage(place).free
+
+    def _sync(self) -> None:
+        if not self.volatile:
+            sync(self.folder)
 
     # ------------------------------------------------------------ tensors
 
-    def _read(
-        self,
-        refs: Sequence[SampleRef],
-        places: Sequence[_Place],
-        wanted: Sequence[Sequence[str]],
-        device: str,
-    ) -> list[dict[str, Tensor]]:
-        """Read samples, opening each shard once."""
-        found: list[dict[str, Tensor]] = [{} for _ in refs]
-        by_shard = sorted(range(len(refs)), key=lambda at: refs[at].generation)
-        for generation, group in groupby(by_shard, key=lambda at: refs[at].generation):
-            path = self._shard_path(generation)
-            members = list(group)
-            at = members[0]
+    def _write(self, refs: Sequence[SampleRef], items: Sequence[StoreItem]) -> None:
+        parts, generation = _safetensors(refs, items), refs[0].generation
+        path = self.folder / _name(generation)
+        partial = path.with_suffix(".tmp")
+        with writing(self.uri, self.folder, refs):
+            for left in self._partial:
+                _remove_unused(left)
+            locked = _lock(partial, fcntl.LOCK_EX, 0o600 if self.volatile else 0o666)
             try:
-                with safe_open(path, framework="pt") as shard:
-                    for at in members:
-                        tensors = _checked(shard, refs[at], places[at], wanted[at])
-                        found[at] = {name: value.to(device) for name, value in tensors}
-            except (SafetensorError, OSError, ValueError) as error:
-                raise StoreError(
-                    f"sample {refs[at].feature_id!r} cannot be read from {path}: {error}\n"
-                    "  remove that file and run again; its samples are then captured again"
-                ) from error
+                with open(locked, "wb") as file:
+                    file.writelines(parts)
+                    file.flush()
+                    if not self.volatile:
+                        os.fsync(file.fileno())
+                    partial.rename(path)
+                self._sync()
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+                raise
+
+    def _read(
+        self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]], device: str
+    ) -> list[dict[str, Tensor]]:
+        files = self._files(refs)
+        try:
+            found = self._tensors(files, refs, names)
+        except StoreError:
+            now = self._files(refs)  # raises another one for what was just freed
+            if now == files:
+                raise
+            found = self._tensors(now, refs, names)
+        return [{name: one.to(device) for name, one in tensors.items()} for tensors in found]
+
+    def _files(self, refs: Sequence[SampleRef]) -> dict[str, str]:
+        with self._mutex:
+            held = self._require_held(refs)
+            return {ref.generation: self._shards[ref.generation].name for ref in held}
+
+    def _tensors(
+        self, files: Mapping[str, str], refs: Sequence[SampleRef], names: Sequence[Sequence[str]]
+    ) -> list[dict[str, Tensor]]:
+        found: list[dict[str, Tensor]] = [{} for _ in refs]
+        for generation, name in files.items():
+            with self._opened(name, generation) as (file, samples):
+                places = {ref.key: (at, digests) for at, (ref, digests) in enumerate(samples)}
+                for tensors, ref, wanted in zip(found, refs, names, strict=True):
+                    for one in wanted if ref.generation == generation else ():
+                        tensors[one] = _checked(file, ref, one, *places[ref.key])
         return found
 
-    def _close_handle(self, ref: SampleRef) -> None:
-        with self._mutex:
-            self._ledger.close(ref)
-
-    def _shard_path(self, generation: str) -> Path:
-        return self.folder / f"shard-{generation}.safetensors"
-
-    @property
-    def _manifest(self) -> Path:
-        return self.folder / "manifest.json"
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise StoreError(f"the store {self.uri} is closed\n  open it again")
-
-
-def _write_shard(path: Path, generation: str, items: Sequence[StoreItem]) -> list[dict[str, str]]:
-    """Write a durable safetensors file tensor by tensor; return each one's xxh3 by its name."""
-    entries = [
-        (position, name, tensor)
-        for position, item in enumerate(items)
-        for name, tensor in item.tensors.items()
-    ]
-    entries.sort(key=lambda entry: -entry[2].element_size())  # so that each one lies aligned
-    digests: list[dict[str, str]] = [{} for _ in items]
-    header = _header(generation, entries)
-    with open(path, "xb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        for position, name, tensor in entries:
-            data = bytes_of(tensor.detach().cpu().contiguous())
-            digests[position][name] = xxhash.xxh3_64_hexdigest(data)
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return digests
-
-
-def _header(generation: str, entries: Sequence[tuple[int, str, Tensor]]) -> bytes:
-    """Return the JSON header of a safetensors file, padded to 8 bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for position, name, tensor in entries:
-        if tensor.dtype not in SAFETENSORS:
+    @contextlib.contextmanager
+    def _opened(
+        self, name: str, generation: str
+    ) -> Iterator[tuple[Any, list[tuple[SampleRef, dict[str, str]]]]]:
+        """Open a shard; yield it and its samples. Raises StoreError where it is not what was put."""
+        path, common = self.folder / name, {"generation": generation, "uri": self.uri}
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                text = metadata.get("samples", "")
+                if xxhash.xxh3_64_hexdigest(text.encode()) != metadata.get("xxh3"):
+                    raise ValueError("its description is torn or altered")
+                samples = [
+                    (SampleRef.from_json(one | common), sums) for one, sums in json.loads(text)
+                ]
+                yield file, samples
+        except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
             raise StoreError(
-                f"tensor {name!r} has dtype {tensor.dtype}, which a file store cannot hold\n"
-                f"  it holds: {', '.join(str(dtype) for dtype in SAFETENSORS)}"
-            )
-        end = offset + tensor.numel() * tensor.element_size()
-        header[_inner_name(generation, position, name)] = {
-            "dtype": SAFETENSORS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header).encode()
-    return text + b" " * (-len(text) % 8)
+                f"{path} cannot be read: {error}\n"
+                "  remove it and run again; its samples are then captured again"
+            ) from error
 
 
-def _inner_name(generation: str, position: int, name: str) -> str:
-    """Name a tensor inside its shard. A feature id would not do: it may hold slashes."""
-    return f"{generation}/{position}/{name}"
+def _name(generation: str, freed: int = 0) -> str:
+    return f"shard-{generation}{f'-{freed:x}' if freed else ''}.safetensors"
 
 
-def _put_record(
-    generation: str, refs: Sequence[SampleRef], digests: Sequence[Mapping[str, str]]
-) -> dict[str, Any]:
-    samples = [ref.to_json() for ref in refs]
-    for sample in samples:
-        del sample["generation"], sample["uri"]  # the line's, and wherever the folder is mounted
-    sums = [
-        [digest[spec.name] for spec in ref.tensors]
-        for ref, digest in zip(refs, digests, strict=True)
-    ]
-    return {"put": generation, "samples": samples, "xxh3": sums}
+def _safetensors(refs: Sequence[SampleRef], items: Sequence[StoreItem]) -> list[bytes | memoryview]:
+    """Return the parts of a safetensors file, the header first."""
+    if len(refs) > MOST:
+        raise StoreError(f"{len(refs)} samples in one put\n  put {MOST} at most: lower train.batch")
+    entries, samples = [], []
+    for at, (ref, item) in enumerate(zip(refs, items, strict=True)):
+        digests = {}
+        for spec, tensor in zip(ref.tensors, item.tensors.values(), strict=True):
+            if spec.dtype not in DTYPES:
+                raise StoreError(
+                    f"tensor {spec.name!r} has dtype {tensor.dtype}, which a file store cannot hold\n"
+                    f"  it holds: {', '.join(DTYPES)}"
+                )
+            data = bytes_of(tensor.detach().cpu().contiguous())
+            digests[spec.name] = xxhash.xxh3_64_hexdigest(data)
+            entries.append((tensor.element_size(), _inner_name(ref, at, spec.name), spec, data))
+        described = ref.to_json()
+        del described["uri"], described["generation"]  # the folder's and the file's
+        samples.append([described, digests])
+    entries.sort(key=lambda entry: -entry[0])  # so that each one lies aligned
+    text, start = json.dumps(samples), 0
+    metadata = {"format": "pt", "xxh3": xxhash.xxh3_64_hexdigest(text.encode()), "samples": text}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    for _, name, spec, data in entries:
+        place = {"data_offsets": [start, start + len(data)]}
+        header[name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), **place}
+        start += len(data)
+    text = json.dumps(header)
+    text += " " * (-len(text) % 8)
+    return [struct.pack("<Q", len(text)) + text.encode(), *(data for *_, data in entries)]
 
 
-def _checked(
-    shard: Any, ref: SampleRef, place: _Place, wanted: Sequence[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a sample's tensors. Raises ValueError for one that is not what was put."""
-    sums = dict(zip((spec.name for spec in ref.tensors), place.digests, strict=True))
-    specs = {spec.name: spec for spec in ref.tensors}
-    for name in wanted:
-        tensor: Tensor = shard.get_tensor(_inner_name(ref.generation, place.position, name))
-        spec = specs[name]
-        same = (tuple(tensor.shape), str(tensor.dtype)) == (spec.shape, f"torch.{spec.dtype}")
-        if not same or xxhash.xxh3_64_hexdigest(bytes_of(tensor)) != sums[name]:
-            raise ValueError(f"tensor {name!r} is torn or altered")
-        yield name, tensor
+def _checked(file: Any, ref: SampleRef, name: str, at: int, digests: Mapping[str, str]) -> Tensor:
+    """Return a tensor of a shard's sample `at`. Raises ValueError if it is not what was put."""
+    (spec,) = (spec for spec in ref.tensors if spec.name == name)
+    tensor: Tensor = file.get_tensor(_inner_name(ref, at, name))
+    same = tensor.shape == spec.shape and str(tensor.dtype) == f"torch.{spec.dtype}"
+    if not same or xxhash.xxh3_64_hexdigest(bytes_of(tensor)) != digests[name]:
+        raise ValueError(f"tensor {name!r} of sample {ref.feature_id!r} is torn or altered")
+    return tensor
+
+
+def _inner_name(ref: SampleRef, at: int, name: str) -> str:
+    """Name a tensor inside its file. A feature id would not do: it may hold slashes."""
+    return f"{ref.generation}/{at}/{name}"
+
+
+# ---------------------------------------------------------------- what killed processes leave
+
+
+def _lock(path: Path, kind: int, mode: int) -> int:
+    """Open a file and lock it, which says that it is in use: nothing of a killed process is."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the folder was just removed as unused
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+            fcntl.flock(fd, kind)
+            if os.fstat(fd).st_nlink:
+                return fd
+            os.close(fd)  # and so was the file
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a file that nobody has locked, and the whole folder with its mark."""
+    with contextlib.suppress(OSError), open(path, "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.name == MARK:
+            shutil.rmtree(path.parent)
+        path.unlink(missing_ok=True)
+
+
+def _join(folder: Path) -> int:
+    """Say that a volatile folder is in use, and remove those beside it that are not."""
+    for mark in folder.parent.glob(f"*/{MARK}"):
+        _remove_unused(mark)
+    return _lock(folder / MARK, fcntl.LOCK_SH, 0o600)

@@ -1,82 +1,70 @@
-"""Exports reload exactly, say what servers read, and damaged drafts are refused by name."""
+"""Exports reload exactly, say what servers read, and damaged drafts are refused by name.
 
-import json
+What is said of vLLM is read from its source of August 2026 (`qwen3_dflash.py`, its loader, and the
+code that chooses captured layers); no test runs it.
+"""
+
 from pathlib import Path
 from typing import Any
 
+import draftcore_dflash
 import pytest
 import torch
 from draftcore_dflash import plugin
 from draftcore_dflash.options import DFlashOptions
-from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples, MakeTarget, Refusals, drop, put
-from draftcore_sdk.exports import GONE, change_config, change_tensors, config_of
+from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft, MakeTarget, Refusals, drop, put
+from draftcore_sdk.algorithm_training import require_same_bits
+from draftcore_sdk.exports import (
+    GONE,
+    ROPES,
+    change_config,
+    change_tensors,
+    config_of,
+    imports_of_ours,
+    largest_gap,
+)
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
-from draftcore.contracts.algorithm import DataSummary, Draft, StepContext
+from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.serving import Host, Round, UnservableError
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 
-NOTHING = DataSummary("", 0, 0, 0, 0, {})
-SLIDING = "sliding_attention"
-LAYER_TENSORS = {
-    "input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "self_attn.q_norm", "self_attn.k_norm",
-}  # fmt: skip
+OPTIONS = DFlashOptions()
+MIXED = ("full_attention", "sliding_attention")
 
 
 @pytest.fixture
-def exported(make_draft: MakeDraft, folder: Path) -> tuple[Draft, Path]:
-    draft = make_draft(dtype=torch.float32)
+def draft(make_draft: MakeDraft) -> Draft:
+    return make_draft(dtype=torch.float32)
+
+
+@pytest.fixture
+def exported(draft: Draft, folder: Path) -> Path:
     plugin.export_draft(draft, folder, "serving")
-    return draft, folder
+    return folder
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sliding_window": 3},
-        {"sliding_window": 3, "is_causal": False},
-        {"sliding_window": 5, "layer_types": ("full_attention", SLIDING), "num_key_value_heads": 1},
-        {"num_layers": 1, "layers": (4, 1), "head_dim": 12, "mask_token_id": 3},
-    ],
-    ids=str,
-)
-def test_an_export_reloads_bit_for_bit(
-    options: dict[str, Any],
-    make_draft: MakeDraft,
-    folder: Path,
-    target: TargetSpec,
-    make_samples: MakeSamples,
-) -> None:
-    draft = make_draft(dtype=torch.float32, **options)
-    plugin.export_draft(draft, folder, "serving")
-    again = plugin.import_draft(folder, target, DFlashOptions(num_anchors=5))
-    for name, tensor in draft.module.state_dict().items():
-        assert torch.equal(tensor, again.module.state_dict()[name]), name
-    samples = make_samples(9, 5)
-    batch, context = plugin.collate(samples, DFlashOptions()), StepContext(0, 1, 0)
-    one, other = (plugin.forward_loss(d, batch, context).numerator for d in (draft, again))
-    assert torch.equal(one, other)
+class TestRefusals(Refusals):
+    pass
 
 
-def test_tensors_bear_the_names_servers_know(exported: tuple[Draft, Path]) -> None:
-    """No embedding and no head: the server has the target's."""
-    tensors = load_file(exported[1] / "model.safetensors")
-    names = {f"layers.{i}.{name}.weight" for i in range(2) for name in LAYER_TENSORS}
-    assert set(tensors) == names | {"fc.weight", "hidden_norm.weight", "norm.weight"}
-    assert tensors["fc.weight"].shape == (32, 96)
+# ------------------------------------------------------------ what is written
 
 
-def test_config_says_what_servers_read(exported: tuple[Draft, Path]) -> None:
-    data = config_of(exported[1])
+def test_config_says_what_servers_read(exported: Path) -> None:
+    data = config_of(exported)
     assert data["architectures"] == ["DFlashDraftModel"]
     assert data["model_type"] == "qwen3"
-    assert data["dflash_config"]["target_layer_ids"] == [1, 3, 4]
+    assert data["dflash_config"]["target_layer_ids"] == [1, 3, 4]  # outputs: vLLM adds one
     assert data["dflash_config"]["mask_token_id"] == 259
     assert (data["block_size"], data["num_hidden_layers"], data["num_target_layers"]) == (4, 2, 8)
+    # vLLM would prefer the first to target_layer_ids, and for the others look for more tensors.
+    assert not {"eagle_aux_hidden_state_layer_ids", "draft_vocab_size"} & data.keys()
+    assert "use_swa" not in data["dflash_config"]
+    wide = load_file(exported / "model.safetensors")["fc.weight"].shape[1]
+    assert wide == 3 * (data.get("target_hidden_size") or data["hidden_size"])
     qwen = Qwen3Config.from_dict(data)
     assert (qwen.head_dim, qwen.num_key_value_heads, qwen.vocab_size) == (8, 2, 270)
 
@@ -84,72 +72,57 @@ def test_config_says_what_servers_read(exported: tuple[Draft, Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "stated"),
     [
-        ({}, False),
+        ({"num_layers": 1, "layers": (4, 1), "head_dim": 12, "mask_token_id": 3}, False),
         ({"sliding_window": 3}, True),
         ({"sliding_window": 3, "is_causal": False}, False),
-        ({"sliding_window": 3, "layer_types": ("full_attention", SLIDING)}, None),
-        (
-            {
-                "sliding_window": 3,
-                "layer_types": ("full_attention", SLIDING),
-                "is_causal": False,
-            },
-            False,
-        ),
+        ({"sliding_window": 3, "layer_types": MIXED, "num_key_value_heads": 1}, None),
+        ({"sliding_window": 3, "layer_types": MIXED, "is_causal": False}, False),
     ],
     ids=str,
 )
-def test_causality_is_stated_where_one_value_is_true_of_all_layers(
-    options: dict[str, Any], stated: bool | None, make_draft: MakeDraft, folder: Path
+def test_a_shape_is_kept_and_causality_stated_where_one_value_is_true_of_all_layers(
+    options: dict[str, Any],
+    stated: bool | None,
+    make_draft: MakeDraft,
+    folder: Path,
+    target: TargetSpec,
 ) -> None:
     """Servers take full layers for bidirectional, sliding ones for causal, unless it is stated."""
-    plugin.export_draft(make_draft(**options), folder, "serving")
+    draft = make_draft(dtype=torch.float32, **options)
+    plugin.export_draft(draft, folder, "serving")
     data = config_of(folder)
     assert data.get("is_causal") is stated
     assert data["sliding_window"] == options.get("sliding_window")
     assert data["use_sliding_window"] is ("sliding_window" in options)
+    again = plugin.import_draft(folder, target, OPTIONS)
+    require_same_bits(again.module.state_dict(), draft.module.state_dict())
+    meant = {"is_causal": None}  # is stated, or follows from the layers' types
+    assert {**again.config, **meant} == {**draft.config, **meant}
 
 
-ROPES = {
-    "default": {"rope_type": "default", "rope_theta": 7e5},
-    "partial": {"rope_type": "default", "rope_theta": 7e5, "partial_rotary_factor": 0.5},
-    "linear": {"rope_type": "linear", "rope_theta": 7e5, "factor": 4.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 7e5,
-        "factor": 2.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-
-
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
+@pytest.mark.parametrize("gone", [["rope_parameters"], ["rope_theta", "rope_scaling"]], ids=str)
+@pytest.mark.parametrize("rope", ROPES)
 def test_rope_survives_in_either_spelling(
-    rope: dict[str, Any],
-    make_target: MakeTarget,
-    make_draft: MakeDraft,
-    folder: Path,
+    rope: str, gone: list[str], make_target: MakeTarget, make_draft: MakeDraft, folder: Path
 ) -> None:
-    target = make_target(rope_parameters=rope)
+    target = make_target(rope_parameters=ROPES[rope])
     draft = make_draft(of=target)
     plugin.export_draft(draft, folder, "serving")
-    frequency = draft.module.get_buffer("rotary.inverse_frequency")
-    assert len(frequency) == (2 if "partial_rotary_factor" in rope else 4)
-    data = config_of(folder)
-    assert data["rope_parameters"].get("rope_dim") == (
-        4 if "partial_rotary_factor" in rope else None
-    )
-    for gone in (["rope_parameters"], ["rope_theta", "rope_scaling"]):
-        part = {name: value for name, value in data.items() if name not in gone}
-        (folder / "config.json").write_text(json.dumps(part))
-        again = plugin.import_draft(folder, target, DFlashOptions())
-        rotary = again.module.get_buffer("rotary.inverse_frequency")
-        torch.testing.assert_close(rotary.double(), frequency, rtol=1e-6, atol=0)
+    dim = config_of(folder)["rope_parameters"].get("rope_dim")
+    assert dim == (4 if rope == "partial" else None)  # sglang's name for it
+    change_config(folder, **dict.fromkeys(gone, GONE))
+    ours, theirs = draft.module.rotary, plugin.import_draft(folder, target, OPTIONS).module.rotary
+    assert len(ours.inverse_frequency) == (2 if rope == "partial" else 4)
+    found = theirs.inverse_frequency.double()
+    torch.testing.assert_close(found, ours.inverse_frequency, rtol=1e-6, atol=0)
+    assert theirs.scale == ours.scale
 
 
-def test_published_spellings_are_read(exported: tuple[Draft, Path], target: TargetSpec) -> None:
+# ------------------------------------------------------------ what is read
+
+
+def test_published_spellings_are_read(draft: Draft, exported: Path, target: TargetSpec) -> None:
     """A prefix, another writer's names, block_size in dflash_config, and fields left out."""
-    draft, folder = exported
 
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
@@ -157,13 +130,12 @@ def test_published_spellings_are_read(exported: tuple[Draft, Path], target: Targ
         for name in list(tensors):
             tensors[f"model.{name}"] = tensors.pop(name)
 
-    change_tensors(folder, rename)
+    change_tensors(exported, rename)
     left_out = ("block_size", "is_causal", "layer_types", "sliding_window", "target_hidden_size")
-    change_config(folder, **dict.fromkeys(left_out, GONE))
-    again = plugin.import_draft(folder, target, DFlashOptions())
+    change_config(exported, **dict.fromkeys(left_out, GONE))
+    again = plugin.import_draft(exported, target, OPTIONS)
     assert again.module.config.block_size == 4
-    for name, tensor in draft.module.state_dict().items():
-        assert torch.equal(tensor, again.module.state_dict()[name]), name
+    require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
 
 def test_layers_and_mask_token_left_out_are_the_default_ones(
@@ -192,12 +164,12 @@ REFUSED_CONFIGS = {
 
 @pytest.mark.parametrize("field", REFUSED_CONFIGS)
 def test_a_config_we_would_compute_differently_is_refused(
-    field: str, exported: tuple[Draft, Path], target: TargetSpec
+    field: str, exported: Path, target: TargetSpec
 ) -> None:
     value, message = REFUSED_CONFIGS[field]
-    change_config(exported[1], **{field: value})
+    change_config(exported, **{field: value})
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported[1], target, DFlashOptions())
+        plugin.import_draft(exported, target, OPTIONS)
 
 
 REFUSED_TENSORS = {
@@ -208,20 +180,11 @@ REFUSED_TENSORS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_TENSORS)
-def test_damaged_tensors_are_refused_by_name(
-    case: str, exported: tuple[Draft, Path], target: TargetSpec
-) -> None:
+def test_damaged_tensors_are_refused_by_name(case: str, exported: Path, target: TargetSpec) -> None:
     change, message = REFUSED_TENSORS[case]
-    change_tensors(exported[1], change)
+    change_tensors(exported, change)
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported[1], target, DFlashOptions())
-
-
-class TestRefusals(Refusals):
-    pass
-
-
-# ------------------------------------------------------------ warm start
+        plugin.import_draft(exported, target, OPTIONS)
 
 
 def test_a_warm_start_takes_over_weights_layers_and_mask_token(
@@ -231,18 +194,75 @@ def test_a_warm_start_takes_over_weights_layers_and_mask_token(
     plugin.export_draft(draft, folder, "serving")
     options = DFlashOptions(warm_start=str(folder), loss="dpace")
     assert plugin.feature_request(target, options).layers == (0, 2, 6)
-    again = plugin.build_draft(target, NOTHING, options)
+    again = plugin.build_draft(target, NO_DATA, options)
     assert again.module.config.mask_token_id == 3
-    for name, tensor in draft.module.state_dict().items():
-        assert torch.equal(tensor, again.module.state_dict()[name]), name
+    require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
 
 @pytest.mark.parametrize(
     "option", [{"block_size": 8}, {"layers": (0, 1, 2)}, {"num_layers": 3}], ids=str
 )
 def test_options_against_a_warm_start_are_refused(
-    option: dict[str, Any], exported: tuple[Draft, Path], target: TargetSpec
+    option: dict[str, Any], exported: Path, target: TargetSpec
 ) -> None:
-    options = DFlashOptions(warm_start=str(exported[1]), **option)
+    options = DFlashOptions(warm_start=str(exported), **option)
     with pytest.raises(UsageError, match=f"option {next(iter(option))} is"):
         plugin.feature_request(target, options)
+
+
+# ------------------------------------------------------------ as servers read it
+
+
+def test_the_servers_reader_shares_no_code_with_what_it_checks() -> None:
+    package = Path(draftcore_dflash.__file__).parent
+    shared = {"draftcore_tools.served", "draftcore.contracts.serving"}
+    assert imports_of_ours(package / "served.py") == shared
+
+
+@pytest.mark.parametrize("server", ["sglang", "vllm"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_rope_is_read_as_it_was_trained(rope: str, server: str, tmp_path: Path) -> None:
+    options = DFlashOptions(num_layers=2, block_size=4)
+    assert largest_gap("draftcore_dflash.plugin", options, rope, server, tmp_path) < 1e-3
+
+
+def test_servers_read_no_unknown_kind_of_draft(exported: Path) -> None:
+    change_config(exported, architectures=["SomeDraftModel"])
+    with pytest.raises(UnservableError, match="DFlashDraftModel"):
+        plugin.read_export(exported, "sglang")
+
+
+def test_without_layer_ids_each_server_has_a_default_of_its_own(
+    make_draft: MakeDraft, folder: Path, target: TargetSpec
+) -> None:
+    host, drafts = Host.of(target), {"two": {"num_layers": 2, "layers": (1, 5)}, "three": {}}
+    for name, options in drafts.items():
+        plugin.export_draft(make_draft(**{"num_layers": 3, **options}), folder / name, "serving")
+        change_config(folder / name, "dflash_config", target_layer_ids=GONE)
+    assert plugin.read_export(folder / "two", "sglang").captured(host) == (1, 5)
+    with pytest.raises(UnservableError, match="three layers then, and makes fc for 2"):
+        plugin.read_export(folder / "two", "vllm").captured(host)
+    assert plugin.read_export(folder / "three", "sglang").captured(host) == (1, 3, 5)
+    assert plugin.read_export(folder / "three", "vllm").captured(host) == (1, 3, 4)
+
+
+def test_vllm_looks_for_the_mask_token_in_one_place(exported: Path, target: TargetSpec) -> None:
+    change_config(exported, "dflash_config", mask_token_id=GONE)
+    change_config(exported, mask_token_id=259)
+    host, tokens_T = Host.of(target), torch.arange(5)
+    at = Round(host, tokens_T, 7, 3 * (torch.zeros(5, 32),), torch.zeros(5, 32))
+    none = torch.zeros(0, dtype=torch.long)
+    assert plugin.read_export(exported, "sglang").logits(at, none).shape == (1, 270)
+    with pytest.raises(UnservableError, match=r"no dflash_config\.mask_token_id, and vLLM"):
+        plugin.read_export(exported, "vllm").logits(at, none)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.extra.weight"])
+def test_a_tensor_of_no_dflash_draft_is_unread_by_sglang_and_not_by_vllm(
+    name: str, exported: Path
+) -> None:
+    """A head of the draft's own vLLM would use, and nothing of ours has one."""
+    change_tensors(exported, put(name, torch.ones(2, 32)))
+    assert plugin.read_export(exported, "sglang").ignored == (name.removeprefix("model."),)
+    with pytest.raises(UnservableError, match=f"no place for: {name}"):
+        plugin.read_export(exported, "vllm")

@@ -1,8 +1,9 @@
-"""Domino passes the algorithm suite, with shifted labels and without."""
+"""Domino passes the algorithm suite, with shifted labels and without, and its plugin its own."""
 
 from typing import Any, ClassVar
 
 from draftcore_sdk.algorithms import AlgorithmSuite
+from draftcore_sdk.plugins import PluginSuite
 
 # Nine anchors are all of a learned answer, and a choice in the suite's long sample.
 SMALL: dict[str, Any] = {
@@ -13,6 +14,10 @@ SMALL: dict[str, Any] = {
     "gru_hidden_dim": 32,
     "emb_dim": 24,
 }
+
+
+class TestPlugin(PluginSuite):
+    plugin = "draftcore_domino.plugin"
 
 
 class TestDomino(AlgorithmSuite):

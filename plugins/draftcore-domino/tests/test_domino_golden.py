@@ -25,7 +25,7 @@ from draftcore_domino.options import DominoOptions
 from draftcore_domino.serving import head_fields
 from safetensors.torch import load_file
 
-from draftcore.contracts.algorithm import DraftBatch, Sample, SampleId, StepContext, StepOutput
+from draftcore.contracts.algorithm import Sample, SampleId, StepContext, StepOutput
 
 OWN = Path(__file__).parents[3] / "tests" / "goldens"
 FOLDER = Path(os.environ.get("DRAFTCORE_GOLDENS", OWN))
@@ -54,10 +54,9 @@ class Golden:
         self.config = DominoConfig(**config_fields(config, FOLDER), **head_fields(config, FOLDER))
         given = self.data["lambda_schedule"]
         self.schedule = Schedule(given["start"], given["ratio"])
-        self.context = StepContext(given["step"], given["total"], seed=0)
+        self.share = self.schedule.base_share(StepContext(given["step"], given["total"], seed=0))
 
-    def draft(self, **changes: Any) -> DominoDraft:
-        gamma = changes.get("gamma", self.data["loss_decay_gamma"])
+    def draft(self, gamma: float | None) -> DominoDraft:
         draft = DominoDraft(
             self.config,
             Sampling(self.data["num_anchors"], gamma),
@@ -69,7 +68,7 @@ class Golden:
         draft.load_state_dict(weights, strict=True)
         return draft
 
-    def batch(self) -> DraftBatch:
+    def run(self, draft: DominoDraft, share: float) -> StepOutput:
         count = sum(name.endswith(".input_ids") for name in self.tensors if name[:4] == "raw.")
         samples = []
         for index in range(count):
@@ -79,14 +78,8 @@ class Golden:
             features = {f"hidden.{layer}": part for layer, part in parts}
             identity, mask = SampleId(str(index), 0), raw["loss_mask"].bool()
             samples.append(Sample(identity, raw["input_ids"], mask, features))
-        return dflash.collate(samples, DominoOptions())
-
-    def blocks(self) -> Blocks:
-        return Blocks.of(self.tensors["anchors"], self.tensors["anchor_keep"].bool())
-
-    def run(self, draft: DominoDraft, share: float | None = None) -> StepOutput:
-        share = self.schedule.base_share(self.context) if share is None else share
-        return draft.loss(self.batch(), self.blocks(), share)
+        blocks = Blocks.of(self.tensors["anchors"], self.tensors["anchor_keep"].bool())
+        return draft.loss(dflash.collate(samples, DominoOptions()), blocks, share)
 
 
 @pytest.fixture(params=NAMES)
@@ -105,55 +98,31 @@ def check_values(golden: Golden, output: StepOutput, expected: Mapping[str, Any]
 
 
 def check_gradients(golden: Golden, draft: DominoDraft, norms: Mapping[str, float]) -> None:
-    assert set(norms) == {name for name, _ in draft.named_parameters()}
-    for name, parameter in draft.named_parameters():
-        found = float(parameter.grad.norm())  # type: ignore[union-attr]
-        assert found == pytest.approx(norms[name], rel=golden.grad_rtol, abs=golden.grad_atol), name
-
-
-def test_golden_batch_is_collated_alike(golden: Golden) -> None:
-    batch, tensors = golden.batch(), golden.tensors
-    assert torch.equal(batch.token_ids_BT, tensors["batch.input_ids"])
-    assert torch.equal(batch.loss_mask_BT, tensors["batch.loss_mask"].bool())
-    hidden = torch.cat([batch.features[f"hidden.{layer}"] for layer in golden.config.layers], -1)
-    assert torch.equal(hidden, tensors["batch.hidden_states"])
+    found = {name: float(p.grad.norm()) for name, p in draft.named_parameters()}  # type: ignore[union-attr]
+    assert found == pytest.approx(norms, rel=golden.grad_rtol, abs=golden.grad_atol)
 
 
 def test_golden_loss_metrics_and_every_gradient(golden: Golden) -> None:
-    draft = golden.draft()
-    output = golden.run(draft)
+    draft = golden.draft(golden.data["loss_decay_gamma"])
+    output = golden.run(draft, golden.share)
     check_values(golden, output, golden.data["expected"])
     (output.numerator / output.denominator).backward()
+    bounds = {"rtol": golden.grad_rtol, "atol": golden.grad_atol}
     for name, parameter in draft.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad,
-            golden.tensors[f"grad.{name}"],
-            rtol=golden.grad_rtol,
-            atol=golden.grad_atol,
-        )
+        torch.testing.assert_close(parameter.grad, golden.tensors[f"grad.{name}"], **bounds)
     check_gradients(golden, draft, golden.data["grad_norms"])
 
 
-def test_golden_base_and_final_logits(golden: Golden) -> None:
-    draft, batch, blocks = golden.draft(), golden.batch(), golden.blocks()
-    assert golden.config.first_corrected_row == golden.data["suffix_start"]
-    with torch.no_grad():
-        hidden = draft.block_hidden(batch, blocks)
-        base = hidden @ draft.head.T
-        correction = draft.up(draft.low_rank(hidden, draft.prefix_states(batch, blocks)))
-        correction[:, : golden.config.first_corrected_row] = 0.0
-    # States of rows past the end of the batch are nobody's: nothing is learned there.
-    inside = blocks.positions(golden.config.block_size) < batch.token_ids_BT.shape[1]
-    for name, found in (("base", base), ("final", base + correction)):
-        expected = golden.tensors[f"expected.{name}_logits"].flatten(0, 1)[blocks.slot_M]
-        torch.testing.assert_close(
-            found[inside], expected[inside], rtol=golden.grad_rtol, atol=1e-5
-        )
-
-
 def test_golden_alternatives_on_the_same_inputs(golden: Golden) -> None:
+    """They change gamma or lambda; memory and kernel variants change no number."""
+    known = r"no_decay|lambda_.*|(eager|sdpa|flex)_backend.*|(un)?chunked.*|chunk.*"
     for name, expected in golden.data["alternatives_same_inputs_and_anchors"].items():
-        draft = golden.draft(**alternative(name))
+        gamma = None if name == "no_decay" else golden.data["loss_decay_gamma"]
+        if found := re.fullmatch(r"gamma_([\d.e-]+)", name):
+            gamma = float(found[1])
+        else:
+            assert re.fullmatch(known, name), f"unknown alternative {name}"
+        draft = golden.draft(gamma)
         output = golden.run(draft, expected["lambda_base"])
         check_values(golden, output, expected)
         if expected.get("grad_norms"):
@@ -161,29 +130,13 @@ def test_golden_alternatives_on_the_same_inputs(golden: Golden) -> None:
             check_gradients(golden, draft, expected["grad_norms"])
 
 
-def alternative(name: str) -> dict[str, Any]:
-    """What a golden's alternative changes besides lambda; memory variants change no number."""
-    if found := re.fullmatch(r"gamma_([\d.e-]+)", name):
-        return {"gamma": float(found[1])}
-    if name == "no_decay":
-        return {"gamma": None}
-    known = r"lambda_.*|(eager|sdpa|flex)_backend.*|(un)?chunked.*|chunk.*"
-    assert re.fullmatch(known, name), f"unknown alternative {name}"
-    return {}
+SCHEDULES = json.loads((OWN / "misc.json").read_text())["domino_lambda_base"]
 
 
-def schedules() -> dict[str, list[float]]:
-    tables: dict[str, list[float]] = json.loads((OWN / "misc.json").read_text())[
-        "domino_lambda_base"
-    ]
-    return tables
-
-
-@pytest.mark.parametrize("case", schedules())
-def test_golden_lambda_schedule(case: str) -> None:
+@pytest.mark.parametrize(("case", "table"), SCHEDULES.items(), ids=SCHEDULES.keys())
+def test_golden_lambda_schedule(case: str, table: list[float]) -> None:
     """Eleven steps from the first to the last, evenly spaced."""
     start, ratio, total = (float(value.split("=")[1]) for value in case.split(","))
-    table = schedules()[case]
     steps = [round(i * total / (len(table) - 1)) for i in range(len(table))]
     found = [Schedule(start, ratio).base_share(StepContext(s, int(total), 0)) for s in steps]
     assert found == pytest.approx(table, abs=1e-12)

@@ -1,24 +1,33 @@
-"""Exports keep sglang's contract and reload exactly; damaged drafts are refused by name."""
+"""A draft's sizes; exports keep sglang's contract; damaged drafts are refused by name."""
 
 from pathlib import Path
 from typing import Any
 
+import draftcore_domino
 import pytest
 import torch
 from draftcore_dflash import plugin as dflash
 from draftcore_dflash.options import DFlashOptions
 from draftcore_domino import plugin
-from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
-from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples
-from draftcore_sdk.exports import GONE, change_config, change_tensors, config_of
+from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft
+from draftcore_sdk.algorithm_training import require_same_bits
+from draftcore_sdk.exports import (
+    GONE,
+    ROPES,
+    change_config,
+    change_tensors,
+    config_of,
+    imports_of_ours,
+    largest_gap,
+)
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from draftcore.contracts.algorithm import DataSummary, Draft, StepContext
+from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 
-CONTEXT = StepContext(3, 20, 0)
 HEAD = {
     "prefix_gru.weight_ih_l0": (36, 32),
     "prefix_gru.weight_hh_l0": (36, 12),
@@ -28,32 +37,40 @@ HEAD = {
 
 
 @pytest.fixture
-def exported(make_draft: MakeDraft, folder: Path) -> tuple[Draft, Path]:
-    draft = make_draft(dtype=torch.float32)
+def draft(make_draft: MakeDraft) -> Draft:
+    return make_draft(dtype=torch.float32)
+
+
+@pytest.fixture
+def exported(draft: Draft, folder: Path) -> Path:
     plugin.export_draft(draft, folder, "serving")
-    return draft, folder
+    return folder
 
 
-@pytest.mark.parametrize("shift", [True, False])
-def test_an_export_reloads_bit_for_bit(
-    shift: bool,
-    make_draft: MakeDraft,
-    folder: Path,
-    target: TargetSpec,
-    make_samples: MakeSamples,
-) -> None:
-    draft = make_draft(dtype=torch.float32, shift_label=shift)
-    plugin.export_draft(draft, folder, "serving")
-    again = plugin.import_draft(folder, target, DominoOptions(num_anchors=5))
-    assert isinstance(again.module, DominoDraft)
-    assert again.module.domino.shift_label is shift
-    batch = plugin.collate(make_samples(9, 5), DominoOptions())
-    one, other = (plugin.forward_loss(d, batch, CONTEXT).numerator for d in (draft, again))
-    assert torch.equal(one, other)
+def test_a_fresh_draft_has_the_published_sizes(target: TargetSpec) -> None:
+    draft = plugin.build_draft(target, NO_DATA, DominoOptions(num_layers=2))
+    parameters = dict(draft.module.named_parameters())
+    assert parameters["prefix_gru.weight_ih_l0"].shape == (3072, 32)
+    assert parameters["prefix_gru.weight_hh_l0"].shape == (3072, 1024)
+    assert parameters["embed_proj.0.weight"].shape == (256, 32 + 1024)
+    assert parameters["embed_proj.2.weight"].shape == (270, 256)
+    assert not any("bias" in name for name in parameters)
+    for name in ("embed_proj.0.weight", "embed_proj.2.weight"):
+        assert float(parameters[name].detach().std()) == pytest.approx(0.02, rel=0.1), name
+    defaults = draft.defaults
+    assert (defaults.lr, defaults.warmup_ratio, defaults.clip) == (6e-4, 0.04, 1.0)
 
 
-def test_an_export_keeps_the_servers_contract(exported: tuple[Draft, Path]) -> None:
-    data = config_of(exported[1])
+def test_options_of_dflashs_own_objective_are_refused() -> None:
+    with pytest.raises(ValidationError, match="loss"):
+        DominoOptions.model_validate({"loss": "dpace"})
+
+
+# ------------------------------------------------------------ exports
+
+
+def test_an_export_keeps_the_servers_contract(exported: Path) -> None:
+    data = config_of(exported)
     assert data["architectures"] == ["DFlashDraftModel"]
     assert data["emb_dim"] == 6
     assert data["vocab_size"] == 270
@@ -68,19 +85,17 @@ def test_an_export_keeps_the_servers_contract(exported: tuple[Draft, Path]) -> N
         "block_size": 4,
     }
     assert data["dflash_config"] == expected
-    tensors = load_file(exported[1] / "model.safetensors")
+    tensors = load_file(exported / "model.safetensors")
     assert {name: tuple(tensors[name].shape) for name in HEAD} == HEAD
     others = {name for name in tensors if name not in HEAD and not name.startswith("layers.")}
     assert others == {"fc.weight", "hidden_norm.weight", "norm.weight"}
 
 
-def test_the_research_spelling_is_read(exported: tuple[Draft, Path], target: TargetSpec) -> None:
-    draft, folder = exported
-    change_config(folder, architectures=["DominoDraftModel"])
-    change_config(folder, "dflash_config", emb_dim=GONE)
-    again = plugin.import_draft(folder, target, DominoOptions())
-    for name, tensor in draft.module.state_dict().items():
-        assert torch.equal(tensor, again.module.state_dict()[name]), name
+def test_the_research_spelling_is_read(draft: Draft, exported: Path, target: TargetSpec) -> None:
+    change_config(exported, architectures=["DominoDraftModel"])
+    change_config(exported, "dflash_config", emb_dim=GONE)
+    again = plugin.import_draft(exported, target, DominoOptions())
+    require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
 
 # Fields of dflash_config, fields of the top level, and what the refusal says.
@@ -99,39 +114,49 @@ REFUSED: dict[str, tuple[Fields, Fields, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_breaks_the_contract_is_refused(
-    case: str, exported: tuple[Draft, Path], target: TargetSpec
-) -> None:
+def test_what_breaks_the_contract_is_refused(case: str, exported: Path, target: TargetSpec) -> None:
     nested, top, message = REFUSED[case]
-    change_config(exported[1], "dflash_config", **nested)
-    change_config(exported[1], **top)
+    change_config(exported, "dflash_config", **nested)
+    change_config(exported, **top)
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported[1], target, DominoOptions())
+        plugin.import_draft(exported, target, DominoOptions())
 
 
 @pytest.mark.parametrize("name", HEAD)
-def test_a_missing_part_of_the_head_is_named(
-    name: str, exported: tuple[Draft, Path], target: TargetSpec
-) -> None:
-    change_tensors(exported[1], lambda tensors: tensors.pop(name))
+def test_a_missing_part_of_the_head_is_named(name: str, exported: Path, target: TargetSpec) -> None:
+    change_tensors(exported, lambda tensors: tensors.pop(name))
     with pytest.raises(UsageError, match=f"missing {name}"):
-        plugin.import_draft(exported[1], target, DominoOptions())
+        plugin.import_draft(exported, target, DominoOptions())
 
 
 def test_dflash_does_not_take_a_domino_draft_for_its_own(
-    exported: tuple[Draft, Path], target: TargetSpec
+    exported: Path, target: TargetSpec
 ) -> None:
     with pytest.raises(UsageError, match="projector_type 'domino'"):
-        dflash.import_draft(exported[1], target, DFlashOptions())
+        dflash.import_draft(exported, target, DFlashOptions())
 
 
 def test_a_warm_start_takes_over_weights_and_shape(
-    exported: tuple[Draft, Path], target: TargetSpec
+    draft: Draft, exported: Path, target: TargetSpec
 ) -> None:
-    options = DominoOptions(warm_start=str(exported[1]))
+    options = DominoOptions(warm_start=str(exported))
     assert plugin.feature_request(target, options).layers == (1, 3, 4)
-    again = plugin.build_draft(target, DataSummary("", 0, 0, 0, 0, {}), options)
-    for name, tensor in exported[0].module.state_dict().items():
-        assert torch.equal(tensor, again.module.state_dict()[name]), name
+    again = plugin.build_draft(target, NO_DATA, options)
+    require_same_bits(again.module.state_dict(), draft.module.state_dict())
     with pytest.raises(UsageError, match="option gru_hidden_dim is 5"):
         plugin.feature_request(target, options.model_copy(update={"gru_hidden_dim": 5}))
+
+
+# ------------------------------------------------------------ as sglang reads it
+
+
+def test_the_servers_reader_shares_code_with_the_backbones_alone() -> None:
+    package = Path(draftcore_domino.__file__).parent
+    shared = {"draftcore_tools.served", "draftcore_dflash.served", "draftcore.contracts.serving"}
+    assert imports_of_ours(package / "served.py") == shared
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_rope_is_read_as_it_was_trained(rope: str, tmp_path: Path) -> None:
+    options = DominoOptions(num_layers=2, block_size=4, gru_hidden_dim=12, emb_dim=6)
+    assert largest_gap("draftcore_domino.plugin", options, rope, "sglang", tmp_path) < 1e-3

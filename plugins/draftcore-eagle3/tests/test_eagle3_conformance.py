@@ -1,8 +1,13 @@
-"""EAGLE-3 passes the algorithm suite, as published and as EAGLE-3.1."""
+"""EAGLE-3 passes the algorithm suite, as published and as EAGLE-3.1, and its plugin its own."""
 
 from typing import Any, ClassVar
 
 from draftcore_sdk.algorithms import AlgorithmSuite
+from draftcore_sdk.plugins import PluginSuite
+
+
+class TestPlugin(PluginSuite):
+    plugin = "draftcore_eagle3.plugin"
 
 
 class TestEagle3(AlgorithmSuite):

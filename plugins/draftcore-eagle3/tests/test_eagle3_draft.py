@@ -1,7 +1,5 @@
-"""What a draft takes from its target, what options refuse, and what importing costs."""
+"""What a draft takes from its target, and which shapes, layers and vocabularies are refused."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from draftcore_eagle3.options import Eagle3Options
 from draftcore_eagle3.vocabulary import select_tokens
 from draftcore_sdk.algorithm_fixtures import MakeTarget
 from draftcore_sdk.exports import change
-from pydantic import ValidationError
 
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.target import TargetSpec
@@ -37,27 +34,13 @@ def test_a_fresh_draft_starts_from_its_target(target: TargetSpec) -> None:
     assert torch.equal(module.lm_head.weight, target.head()[ids])
     assert torch.equal(module.embed_tokens, target.embedding())
     for name, parameter in module.named_parameters():
-        assert parameter.dtype == torch.float32
         if parameter.ndim == 1:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
         elif name != "lm_head.weight":
             assert float(parameter.detach().std()) == pytest.approx(0.02, rel=0.1), name
     assert module.midlayer.self_attn.k_proj.weight.shape == (16, 64)
-    assert (draft.defaults.lr, draft.defaults.warmup_ratio, draft.defaults.clip) == (
-        1e-4,
-        0.015,
-        0.5,
-    )
-
-
-def test_the_targets_tensors_are_neither_trained_nor_saved(target: TargetSpec) -> None:
-    draft = build(target, draft_vocab_size=6)
-    trained = {id(p) for group in draft.parameter_groups for p in group["params"]}
-    assert trained == {id(p) for p in draft.module.parameters()}
-    assert set(draft.frozen) == {"embed_tokens", "target_head"}
-    assert not set(draft.frozen) & set(draft.module.state_dict())
-    assert "d2t" in draft.module.state_dict()
-    assert all(not draft.module.get_buffer(name).requires_grad for name in draft.frozen)
+    defaults = draft.defaults
+    assert (defaults.lr, defaults.warmup_ratio, defaults.clip) == (1e-4, 0.015, 0.5)
 
 
 def test_a_tied_target_is_held_once(make_target: MakeTarget) -> None:
@@ -108,12 +91,6 @@ def test_layers_that_cannot_be_captured(
         captured_layers(asked, depth)
 
 
-def test_the_proposed_layers_are_accepted() -> None:
-    for depth in range(4, 9):
-        proposal = (0, (depth - 2) // 2, depth - 2)
-        assert captured_layers(proposal, depth) == proposal
-
-
 # ------------------------------------------------------------ options and vocabulary
 
 
@@ -138,26 +115,9 @@ def test_positions_that_change_with_length_are_refused(
         build(make_target(rope_parameters=rope))
 
 
-def test_options_refuse_unknown_keys_and_describe_the_known() -> None:
-    with pytest.raises(ValidationError, match="ttt_lenght"):
-        Eagle3Options.model_validate({"ttt_lenght": 3})
-    for name, field in Eagle3Options.model_fields.items():
-        assert field.description, name
-        assert not field.is_required(), name
-
-
 def test_draft_vocabulary_is_the_most_frequent_tokens_ascending() -> None:
     counts = {9: 5, 3: 5, 7: 5, 1: 9}
     assert select_tokens(counts, 3, 12).tolist() == [1, 3, 7]
     assert select_tokens({}, 3, 12).tolist() == [0, 1, 2]
     with pytest.raises(UsageError, match="larger than the target's"):
         select_tokens(counts, 13, 12)
-
-
-def test_listing_imports_neither_torch_nor_pydantic() -> None:
-    code = (
-        "import sys; from draftcore_eagle3 import plugin; offer, = plugin.describe();"
-        "assert (offer.kind, offer.name) == ('algorithm', 'eagle3');"
-        "heavy = {'torch', 'pydantic', 'transformers'} & set(sys.modules); assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

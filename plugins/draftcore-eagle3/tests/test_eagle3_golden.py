@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 from draftcore_eagle3 import plugin
-from draftcore_eagle3.loss import Objective, Rows, simulated_acceptance_length
+from draftcore_eagle3.loss import Objective, simulated_acceptance_length
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_eagle3.serving import parse_config
 from draftcore_eagle3.vocabulary import select_tokens, to_ids, to_offsets
 from safetensors.torch import load_file
-from torch import Tensor
 
 from draftcore.contracts.algorithm import DraftBatch, Sample, SampleId, StepContext, StepOutput
 
@@ -87,19 +86,8 @@ def ratios(output: StepOutput) -> dict[str, float]:
 
 
 def check_gradients(golden: Golden, draft: Eagle3Draft, norms: Mapping[str, float]) -> None:
-    assert set(norms) == {name for name, _ in draft.named_parameters()}
-    for name, parameter in draft.named_parameters():
-        found = float(parameter.grad.norm())  # type: ignore[union-attr]
-        assert found == pytest.approx(norms[name], rel=golden.grad_rtol, abs=golden.grad_atol), name
-
-
-def test_golden_batch_is_collated_alike(golden: Golden) -> None:
-    batch, tensors = golden.batch(), golden.tensors
-    assert torch.equal(batch.token_ids_BT, tensors["batch.input_ids"])
-    assert torch.equal(batch.loss_mask_BT, tensors["batch.loss_mask"].bool())
-    assert torch.equal(batch.attention_mask_BT, tensors["batch.attention_mask"].bool())
-    aux = torch.cat([batch.features[f"hidden.{layer}"] for layer in range(3)], -1)
-    assert torch.equal(aux, tensors["batch.hidden_state"])
+    found = {name: float(p.grad.norm()) for name, p in draft.named_parameters()}  # type: ignore[union-attr]
+    assert found == pytest.approx(norms, rel=golden.grad_rtol, abs=golden.grad_atol)
 
 
 def test_golden_loss_metrics_and_every_gradient(golden: Golden) -> None:
@@ -117,33 +105,10 @@ def test_golden_loss_metrics_and_every_gradient(golden: Golden) -> None:
         ours = float(output.counts[f"loss_{step}"][0]) / expected["metric_loss_denoms"][step]
         assert ours == pytest.approx(expected["metric_losses"][step], rel=golden.loss_rtol)
         assert ours == pytest.approx(expected["plosses"][step], rel=golden.loss_rtol)
+    bounds = {"rtol": golden.grad_rtol, "atol": golden.grad_atol}
     for name, parameter in draft.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad,
-            golden.tensors[f"grad.{name}"],
-            rtol=golden.grad_rtol,
-            atol=golden.grad_atol,
-        )
+        torch.testing.assert_close(parameter.grad, golden.tensors[f"grad.{name}"], **bounds)
     check_gradients(golden, draft, golden.data["grad_norms"])
-
-
-def test_golden_metrics_as_a_trainer_reduces_them(golden: Golden) -> None:
-    output, reduced = (
-        golden.draft()(golden.batch(), CONTEXT),
-        golden.data["trainer_reduced_metrics"],
-    )
-    metrics, steps = ratios(output), range(golden.data["ttt_length"])
-    right, seen = (sum(float(output.counts[f"accuracy_{k}"][i]) for k in steps) for i in (0, 1))
-    rates = [metrics[f"acceptance_rate_{k}"] for k in steps]
-    ours = {
-        "loss": float(output.numerator.detach()) / golden.num_rows,
-        "acc": right / max(1.0, seen),
-    }
-    ours |= {"acceptance_rate": sum(rates) / len(rates)}
-    ours |= {f"acceptance_rate_{k}": rates[k] for k in steps}
-    ours |= {f"acc_{k}": metrics[f"accuracy_{k}"] for k in steps}
-    ours |= {f"ploss_{k}": float(output.counts[f"loss_{k}"][0]) / golden.num_rows for k in steps}
-    assert ours == pytest.approx(reduced, rel=golden.loss_rtol)
 
 
 def test_golden_evaluation_over_single_samples(golden: Golden) -> None:
@@ -153,42 +118,20 @@ def test_golden_evaluation_over_single_samples(golden: Golden) -> None:
     """
     draft, expected = golden.draft(), golden.data["evaluator_metrics_over_single_sample_batches"]
     outputs = [draft(plugin.collate([s], Eagle3Options()), CONTEXT) for s in golden.samples()]
-    rows = [float(output.denominator) for output in outputs]
-    total: dict[str, list[float]] = {}
-    for output in outputs:
-        for name, (above, below) in output.counts.items():
-            pair = total.setdefault(name, [0.0, 0.0])
-            pair[0], pair[1] = pair[0] + float(above), pair[1] + float(below)
-    metrics = {name: above / max(1.0, below) for name, (above, below) in total.items()}
+    rows = sum(float(output.denominator) for output in outputs)
+    metrics = {}
+    for name in outputs[0].counts:
+        above, below = (sum(float(output.counts[name][i]) for output in outputs) for i in (0, 1))
+        metrics[name] = above / max(1.0, below)
     steps = range(golden.data["ttt_length"])
-    for k in steps:
-        # The reference averages acceptance rates over batches, weighted by rows.
-        shares = [n * ratios(o)[f"acceptance_rate_{k}"] for n, o in zip(rows, outputs, strict=True)]
-        rate = sum(shares) / sum(rows)
-        assert rate == pytest.approx(expected[f"eval/acceptance_rate_{k}"], rel=golden.loss_rtol)
-        loss = metrics[f"loss_{k}"]
-        assert loss == pytest.approx(expected[f"eval/ploss_{k}"], rel=golden.loss_rtol)
+    losses = [expected[f"eval/ploss_{k}"] for k in steps]
+    assert [metrics[f"loss_{k}"] for k in steps] == pytest.approx(losses, rel=golden.loss_rtol)
     accuracy = [metrics[f"accuracy_{k}"] for k in steps]
     assert accuracy == pytest.approx(expected["eval/per_position_acc"])
-    loss = sum(float(output.numerator.detach()) for output in outputs) / sum(rows)
+    loss = sum(float(output.numerator.detach()) for output in outputs) / rows
     assert loss == pytest.approx(expected["eval/avg_loss"], rel=golden.loss_rtol)
     length = simulated_acceptance_length(metrics)
     assert length - 1 == pytest.approx(expected["eval/simulated_acc_len"])
-
-
-def test_golden_intermediates_of_every_step(golden: Golden) -> None:
-    draft, batch = golden.draft(), golden.batch()
-    rows = Rows.of(batch.loss_mask_BT, golden.data["ttt_length"])
-    with torch.no_grad():
-        for step, normed_NH in enumerate(draft.unroll(batch, rows)):
-            found = draft.lm_head(normed_NH)
-            expected = golden.tensors[f"expected.step{step}.logits"].flatten(0, 1)[rows.active_N]
-            # A row that has run past its sample is padding in the reference, never supervised.
-            lengths_B1 = batch.attention_mask_BT.sum(1, keepdim=True)
-            times_BT = torch.arange(batch.token_ids_BT.shape[1]) + step + 1
-            inside_N = (times_BT < lengths_B1).flatten()[rows.active_N]
-            assert inside_N.any() or step > 0
-            torch.testing.assert_close(found[inside_N], expected[inside_N], rtol=1e-4, atol=1e-5)
 
 
 def test_golden_alternatives_on_the_same_inputs(golden: Golden) -> None:
@@ -219,31 +162,17 @@ def alternative(name: str) -> dict[str, Any]:
     return {}
 
 
-def test_golden_accumulation_window_equals_one_batch(golden: Golden) -> None:
-    whole, parts = golden.draft(), golden.draft()
-    output = whole(golden.batch(), CONTEXT)
-    output.numerator.backward()
-    pieces = [parts(plugin.collate([s], Eagle3Options()), CONTEXT) for s in golden.samples()]
-    torch.autograd.backward([piece.numerator for piece in pieces])
-    assert float(output.denominator) == sum(float(piece.denominator) for piece in pieces)
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(
-            parts.get_parameter(name).grad,
-            parameter.grad,
-            rtol=golden.grad_rtol,
-            atol=golden.grad_atol * golden.num_rows,
-        )
+MAPPINGS = {
+    name: case
+    for name, case in json.loads((OWN / "misc.json").read_text()).items()
+    if name.startswith("vocab_mapping")
+}
 
 
-def vocabulary_cases() -> dict[str, Any]:
-    data = json.loads((OWN / "misc.json").read_text())
-    return {name: case for name, case in data.items() if name.startswith("vocab_mapping")}
-
-
-@pytest.mark.parametrize("case", vocabulary_cases().values(), ids=vocabulary_cases().keys())
+@pytest.mark.parametrize("case", MAPPINGS.values(), ids=MAPPINGS.keys())
 def test_golden_vocabulary_mapping(case: dict[str, Any]) -> None:
     counts = {int(token): count for token, count in case["counts"].items()}
-    ids: Tensor = select_tokens(counts, len(case["d2t"]), case["target_vocab"])
+    ids = select_tokens(counts, len(case["d2t"]), case["target_vocab"])
     assert ids.tolist() == case["kept_ids"]
     assert to_offsets(ids).tolist() == case["d2t"]
     assert to_ids(torch.tensor(case["d2t"])).tolist() == case["kept_ids"]

@@ -1,4 +1,4 @@
-"""The training-time test against a naive one in fp64, and the promises about batches."""
+"""The training-time test against a naive one in fp64, and what is promised of odd batches."""
 
 import dataclasses
 import functools
@@ -23,9 +23,11 @@ from draftcore_sdk.algorithm_fixtures import (
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.contracts.algorithm import Draft, Sample, StepContext
+from draftcore.contracts.algorithm import Draft, Sample, StepContext, StepOutput
+from draftcore.contracts.target import TargetSpec
 
 CONTEXT = StepContext(step=0, total_steps=1, seed=0)
+OPTIONS = Eagle3Options()
 # fp64 sums of some hundred terms in another order.
 check_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
@@ -150,71 +152,37 @@ class Naive:
         return [*mask[:-1], False]
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {"draft_vocab_size": 24},
-    "full vocabulary, fc_norm": {"fc_norm": True},
-    "norm_output, one kv head": {"norm_output": True, "num_key_value_heads": 1},
-    "no grouping, wide heads": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12},
-    "predicted": {"supervise": "predicted", "draft_vocab_size": 24, "step_decay": 0.5},
-    "one step": {"ttt_length": 1},
-    "alpha": {"loss": "lk_alpha", "draft_vocab_size": 24},
-    "lambda": {"loss": "lk_lambda", "kl_scale": 0.7, "kl_decay": 2.0, "draft_vocab_size": 24},
+# Options of the draft, and the RoPE of its target.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"draft_vocab_size": 24}, {}),
+    "full vocabulary, fc_norm": ({"fc_norm": True}, {}),
+    "norm_output, one kv head": ({"norm_output": True, "num_key_value_heads": 1}, {}),
+    "no grouping": ({"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12}, {}),
+    "predicted": ({"supervise": "predicted", "draft_vocab_size": 24, "step_decay": 0.5}, {}),
+    "one step": ({"ttt_length": 1}, {}),
+    "alpha": ({"loss": "lk_alpha", "draft_vocab_size": 24}, {}),
+    "lambda": ({"loss": "lk_lambda", "kl_scale": 0.7, "kl_decay": 2.0, "draft_vocab_size": 24}, {}),
+    "partial RoPE": ({}, {"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
 }
 
 
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(("options", "rope"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_loss_and_gradients_equal_a_naive_draft(
-    options: dict[str, Any], make_draft: MakeDraft, make_samples: MakeSamples
-) -> None:
-    draft, samples = make_draft(**options), make_samples(9, 5, 7)
-    use_exact_frequencies(draft.module)
-    settings = Eagle3Options(**{"ttt_length": 3, **options})
-    output = plugin.forward_loss(draft, plugin.collate(samples, settings), CONTEXT)
-    ours = output.numerator / output.denominator
-    theirs = Naive(draft).loss(samples, settings)
-    check_close(ours, theirs)
-    check_same_gradients(draft, ours, theirs)
-
-
-def test_partial_rotary_factor_of_the_target_is_followed(
+    options: dict[str, Any],
+    rope: dict[str, Any],
+    target: TargetSpec,
     make_target: MakeTarget,
     make_draft: MakeDraft,
     make_samples: MakeSamples,
 ) -> None:
-    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-    draft = make_draft(of=make_target(rope_parameters=rope), draft_vocab_size=24)
-    use_exact_frequencies(draft.module, theta=500.0)
-    samples, settings = make_samples(6, 8), Eagle3Options(ttt_length=3)
+    draft = make_draft(of=make_target(rope_parameters=rope) if rope else target, **options)
+    samples, theta = make_samples(9, 5, 7), rope.get("rope_theta", 10000.0)
+    use_exact_frequencies(draft.module, theta)
+    settings = Eagle3Options(**{"ttt_length": 3, **options})
     output = plugin.forward_loss(draft, plugin.collate(samples, settings), CONTEXT)
-    theirs = Naive(draft, theta=500.0).loss(samples, settings)
-    check_close(output.numerator / output.denominator, theirs)
-
-
-def test_two_steps_by_hand_with_norm_output(
-    make_draft: MakeDraft, make_samples: MakeSamples
-) -> None:
-    """Row 0 alone: step 0 sees one key, step 1 reads the *normed* output and sees two keys."""
-    draft, (sample,) = make_draft(norm_output=True, ttt_length=2), make_samples(3)
-    sample = dataclasses.replace(sample, loss_mask_T=torch.tensor([False, True, False]))
-    use_exact_frequencies(draft.module)
-    output = plugin.forward_loss(draft, plugin.collate([sample], Eagle3Options()), CONTEXT)
-
-    naive = Naive(draft)
-    _, one, two = sample.token_ids_T.tolist()
-    first = naive.start(sample, 0)
-    _, key_0, value_0 = naive.qkv(one, first, 0)
-    group = naive.config.num_attention_heads // naive.config.num_key_value_heads
-    only_value = value_0.repeat_interleave(group, 0).flatten()  # softmax over one key is 1
-    fed_back = naive.rms(naive.layer(first, only_value), "norm")
-    query, key_1, value_1 = naive.qkv(two, fed_back, 1)
-    attended = naive.attention(query, [key_0, key_1], [value_0, value_1])
-    state = naive.rms(naive.layer(fed_back, attended), "norm")
-    log_q = (naive.w["lm_head.weight"] @ state).log_softmax(0)
-    teacher = (naive.module.teacher_head @ sample.features["last_hidden"][2]).softmax(0)
-    check_close(output.counts["loss_1"][0], -(teacher * log_q).sum())
-
-
-def check_same_gradients(draft: Draft, ours: Tensor, theirs: Tensor) -> None:
+    ours = output.numerator / output.denominator
+    theirs = Naive(draft, theta).loss(samples, settings)
+    check_close(ours, theirs)
     names, parameters = zip(*draft.module.named_parameters(), strict=True)
     gradients = [torch.autograd.grad(loss, parameters) for loss in (ours, theirs)]
     for name, found, expected in zip(names, *gradients, strict=True):
@@ -225,54 +193,38 @@ def check_same_gradients(draft: Draft, ours: Tensor, theirs: Tensor) -> None:
 # ------------------------------------------------------------ batches
 
 
-@pytest.fixture
-def draft(make_draft: MakeDraft) -> Draft:
-    return make_draft(draft_vocab_size=24)
-
-
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
-def test_an_all_masked_batch_adds_nothing(
+def test_what_meets_no_supervised_row_adds_nothing(
     loss: str, make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
-    draft = make_draft(loss=loss, kl_scale=0.5)
-    samples = [
-        dataclasses.replace(s, loss_mask_T=torch.zeros_like(s.loss_mask_T))
-        for s in make_samples(4, 6)
-    ]
-    output = plugin.forward_loss(draft, plugin.collate(samples, Eagle3Options()), CONTEXT)
+    """Neither a batch without such rows, nor a later step, which has passed the only one."""
+
+    def measure(steps: int, first: bool) -> tuple[Draft, StepOutput]:
+        draft, (sample,) = make_draft(loss=loss, ttt_length=steps, kl_scale=0.5), make_samples(5)
+        mask = torch.tensor([first, False, False, False, False])
+        batch = plugin.collate([dataclasses.replace(sample, loss_mask_T=mask)], OPTIONS)
+        return draft, plugin.forward_loss(draft, batch, CONTEXT)
+
+    draft, output = measure(3, first=False)
     output.numerator.backward()  # type: ignore[no-untyped-call]
     assert float(output.numerator.detach()) == 0
-    assert float(output.denominator) == (10 if loss == "kl" else 0)
+    assert float(output.denominator) == (5 if loss == "kl" else 0)
     assert all(p.grad is None or not p.grad.any() for p in draft.module.parameters())
-
-
-@pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
-def test_a_step_that_meets_no_supervised_row_adds_nothing(
-    loss: str, make_draft: MakeDraft, make_samples: MakeSamples
-) -> None:
-    """Only row 0 counts, which later steps have passed."""
-    (sample,) = make_samples(5)
-    mask = torch.tensor([True, False, False, False, False])
-    batch = plugin.collate([dataclasses.replace(sample, loss_mask_T=mask)], Eagle3Options())
-    values = [
-        plugin.forward_loss(make_draft(loss=loss, ttt_length=steps, kl_scale=0.5), batch, CONTEXT)
-        for steps in (1, 3)
-    ]
-    assert values[0].numerator > 0
-    check_close(values[0].numerator, values[1].numerator)
+    (_, one), (_, three) = measure(1, first=True), measure(3, first=True)
+    assert one.numerator > 0
+    check_close(one.numerator, three.numerator)
 
 
 def test_a_teacher_who_knows_no_draft_token_is_finite(
-    draft: Draft, make_samples: MakeSamples
+    make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     """All draft tokens' probabilities underflow: the row has no weight and must not be NaN."""
     samples = [
         dataclasses.replace(s, features={n: 1e4 * x for n, x in s.features.items()})
         for s in make_samples(9, 9)
     ]
-    output, gradients = accumulate(
-        plugin, draft, [plugin.collate(samples, Eagle3Options())], CONTEXT
-    )
+    batch = plugin.collate(samples, OPTIONS)
+    output, gradients = accumulate(plugin, make_draft(draft_vocab_size=24), [batch], CONTEXT)
     assert output.numerator.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
 
@@ -281,69 +233,39 @@ def test_bf16_compute_keeps_the_loss_in_fp32(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     draft = make_draft(dtype=torch.float32, draft_vocab_size=24)
-    batch = plugin.collate(make_samples(30, 20), Eagle3Options())
+    batch = plugin.collate(make_samples(30, 20), OPTIONS)
     plain, _ = accumulate(plugin, draft, [batch], CONTEXT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = plugin.forward_loss(draft, batch, CONTEXT)
-    mixed.numerator.backward()  # type: ignore[no-untyped-call]
-    assert mixed.numerator.dtype == torch.float32
-    assert all(
-        p.grad.dtype == torch.float32 for p in draft.module.parameters() if p.grad is not None
-    )
+        mixed, gradients = accumulate(plugin, draft, [batch], CONTEXT)
+    assert {tensor.dtype for tensor in (mixed.numerator, *gradients)} == {torch.float32}
     # bf16 keeps 8 bits: some percent on a loss of random weights.
     torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
-
-
-def test_the_whole_loss_compiles_without_a_graph_break(
-    make_draft: MakeDraft, make_samples: MakeSamples
-) -> None:
-    """The capability `compile`, shown without generating code (30 s); lengths may change."""
-    draft, options = make_draft(draft_vocab_size=24, ttt_length=2), Eagle3Options()
-    compiled = torch.compile(draft.module, fullgraph=True, backend="eager", dynamic=True)
-    for lengths in ((9, 5), (7, 6)):
-        batch = plugin.collate(make_samples(*lengths), options)
-        expected, gradients = accumulate(plugin, draft, [batch], CONTEXT)
-        draft.module.zero_grad()
-        found = compiled(batch, CONTEXT)
-        torch.autograd.backward([found.numerator / found.denominator])
-        check_close(found.numerator, expected.numerator)
-        for parameter, gradient in zip(draft.module.parameters(), gradients, strict=True):
-            check_close(parameter.grad, gradient)
 
 
 # ------------------------------------------------------------ collate and metrics
 
 
+@pytest.mark.parametrize(
+    ("supervise", "rows"), [("reference", [0, 0, 1, 1, 0, 0]), ("predicted", [1, 1, 0, 1, 0, 0])]
+)
 def test_supervised_rows_follow_the_mask_as_published_or_as_predicted(
-    make_samples: MakeSamples,
+    supervise: str, rows: list[int], make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
-    (sample,) = make_samples(6)
+    """A sample that is too short to predict anything has none, and is no error."""
+    options, (sample,) = Eagle3Options(supervise=supervise), make_samples(6)
     mask = torch.tensor([False, False, True, True, False, True])
     sample = dataclasses.replace(sample, loss_mask_T=mask)
-    reference, predicted = (
-        plugin.collate([sample], Eagle3Options(supervise=how)).loss_mask_BT[0].long().tolist()
-        for how in ("reference", "predicted")
-    )
-    assert reference == [0, 0, 1, 1, 0, 0]
-    assert predicted == [1, 1, 0, 1, 0, 0]
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_a_sample_too_short_to_predict_is_no_error(
-    length: int, draft: Draft, make_samples: MakeSamples
-) -> None:
-    for how in ("reference", "predicted"):
-        batch = plugin.collate(make_samples(length), Eagle3Options(supervise=how))
-        assert plugin.forward_loss(draft, batch, CONTEXT).numerator.isfinite()
+    assert plugin.collate([sample], options).loss_mask_BT[0].long().tolist() == rows
+    for length in (1, 2):
+        batch = plugin.collate(make_samples(length), options)
+        assert plugin.forward_loss(make_draft(), batch, CONTEXT).numerator.isfinite()
 
 
 def test_metrics_count_what_their_names_say(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
-    """A draft that is its teacher: a head over nothing but the target's last hidden state."""
-    draft, samples = make_draft(ttt_length=2), make_samples(9, 5)
-    batch = plugin.collate(samples, Eagle3Options())
-    output = plugin.forward_loss(draft, batch, CONTEXT)
+    batch = plugin.collate(make_samples(9, 5), OPTIONS)
+    output = plugin.forward_loss(make_draft(ttt_length=2), batch, CONTEXT)
     for step in range(2):
         supervised = int(batch.loss_mask_BT[:, step:].sum())
         assert float(output.counts[f"accuracy_{step}"][1]) == supervised

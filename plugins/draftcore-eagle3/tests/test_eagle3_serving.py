@@ -1,150 +1,109 @@
-"""Exports reload exactly, say what both servers read, and damaged drafts are refused by name."""
+"""Exports reload exactly, say what both servers read, and damaged drafts are refused by name.
 
-import json
+What is said of vLLM is read from its source of August 2026 (`llama_eagle3.py`, its loader and its
+`EAGLEConfig`); no test runs it.
+"""
+
 from pathlib import Path
 from typing import Any
 
+import draftcore_eagle3
 import pytest
 import torch
 from draftcore_eagle3 import plugin
 from draftcore_eagle3.options import Eagle3Options
-from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples, MakeTarget, Refusals, drop, put
-from draftcore_sdk.exports import GONE, change_config, change_tensors, config_of
+from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft, MakeTarget, Refusals, drop, put
+from draftcore_sdk.algorithm_training import require_same_bits
+from draftcore_sdk.exports import (
+    GONE,
+    ROPES,
+    change_config,
+    change_tensors,
+    config_of,
+    imports_of_ours,
+    largest_gap,
+)
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from draftcore.contracts.algorithm import DataSummary, Draft, StepContext
+from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.serving import UnservableError
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 
-NOTHING = DataSummary("", 0, 0, 0, 0, {})
-LAYER_TENSORS = {
-    "input_layernorm", "hidden_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
-    "mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-}  # fmt: skip
+OPTIONS = Eagle3Options()
 
 
 @pytest.fixture
-def exported(make_draft: MakeDraft, folder: Path) -> tuple[Draft, Path]:
-    draft = make_draft(dtype=torch.float32, draft_vocab_size=24, norm_output=True)
+def draft(make_draft: MakeDraft) -> Draft:
+    return make_draft(dtype=torch.float32, draft_vocab_size=24, norm_output=True)
+
+
+@pytest.fixture
+def exported(draft: Draft, folder: Path) -> Path:
     plugin.export_draft(draft, folder, "serving")
-    return draft, folder
+    return folder
 
 
-def same_loss(one: Draft, other: Draft, samples: Any) -> bool:
-    batch = plugin.collate(samples, Eagle3Options())
-    context = StepContext(0, 1, 0)
-    first, second = (plugin.forward_loss(d, batch, context).numerator for d in (one, other))
-    return torch.equal(first, second)
+class TestRefusals(Refusals):
+    pass
 
 
-@pytest.mark.parametrize(
-    "options", [{"draft_vocab_size": 24}, {"fc_norm": True, "norm_output": True}], ids=str
-)
-def test_an_export_reloads_bit_for_bit(
-    options: dict[str, Any],
-    make_draft: MakeDraft,
-    folder: Path,
-    target: TargetSpec,
-    make_samples: MakeSamples,
-) -> None:
-    draft = make_draft(dtype=torch.float32, **options)
-    plugin.export_draft(draft, folder, "serving")
-    again = plugin.import_draft(folder, target, Eagle3Options(ttt_length=3))
-    assert again.config == draft.config
-    for name, tensor in draft.module.state_dict().items():
-        assert torch.equal(tensor, again.module.state_dict()[name]), name
-    samples = make_samples(9, 5)
-    for sample in samples:
-        for feature in sample.features.values():
-            feature.data = feature.float()
-    assert same_loss(draft, again, samples)
+# ------------------------------------------------------------ what is written
 
 
-def test_tensors_bear_the_names_servers_know(exported: tuple[Draft, Path]) -> None:
-    tensors = load_file(exported[1] / "model.safetensors")
-    names = {f"midlayer.{name}.weight" for name in LAYER_TENSORS}
-    names |= {f"{name}.weight" for name in ("embed_tokens", "fc", "lm_head", "norm")}
-    assert set(tensors) == names | {"d2t", "t2d"}
-    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
-    ids = tensors["d2t"] + torch.arange(24)
-    assert torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
-    assert tensors["fc.weight"].shape == (32, 96)
-
-
-def test_layer_ids_are_written_in_both_conventions(exported: tuple[Draft, Path]) -> None:
-    """Outputs of layers 1, 3, 4 enter layers 2, 4, 5."""
-    data = config_of(exported[1])
+def test_tensors_and_config_say_what_servers_read(exported: Path) -> None:
+    """Outputs of layers 1, 3, 4 enter layers 2, 4, 5; sglang reads the one, vLLM the other."""
+    data, tensors = config_of(exported), load_file(exported / "model.safetensors")
+    assert data["architectures"] == ["LlamaForCausalLMEagle3"]  # kept by vLLM, as it ends so
+    assert data["model_type"] == "llama"  # the class of the config
     assert data["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     assert data["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert data["eagle_config"]["use_aux_hidden_state"] is True
     assert data["norm_output"] is True
+    for name in ("norm_before_residual", "attention_bias", "mlp_bias", "bias", "qkv_bias"):
+        assert not data.get(name)
     assert data["tie_word_embeddings"] is False
+    assert tensors["fc.weight"].shape == (32, 3 * data["target_hidden_size"])
+    assert len(tensors["lm_head.weight"]) == data["draft_vocab_size"] == 24
+    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
+    assert torch.equal(tensors["t2d"].nonzero()[:, 0], tensors["d2t"] + torch.arange(24))
 
 
-ROPES = {
-    "default": {"rope_type": "default", "rope_theta": 7e5},
-    "partial": {"rope_type": "default", "rope_theta": 7e5, "partial_rotary_factor": 0.5},
-    "linear": {"rope_type": "linear", "rope_theta": 7e5, "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 7e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 7e5,
-        "factor": 2.0,
-        "original_max_position_embeddings": 64,
-    },
-}
-
-
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
+@pytest.mark.parametrize("gone", [["rope_parameters"], ["rope_theta", "rope_scaling"]], ids=str)
+@pytest.mark.parametrize("rope", ROPES)
 def test_rope_survives_in_either_spelling(
-    rope: dict[str, Any],
-    make_target: MakeTarget,
-    make_draft: MakeDraft,
-    folder: Path,
+    rope: str, gone: list[str], make_target: MakeTarget, make_draft: MakeDraft, folder: Path
 ) -> None:
-    target = make_target(rope_parameters=rope)
+    target = make_target(rope_parameters=ROPES[rope])
     draft = make_draft(of=target)
     plugin.export_draft(draft, folder, "serving")
-    frequency = draft.module.get_buffer("rotary.inverse_frequency")
-    if rope["rope_type"] != "default":
-        assert not torch.allclose(frequency, 7e5 ** -(torch.arange(4).double() / 4))
-    assert len(frequency) == (2 if "partial_rotary_factor" in rope else 4)
-    data = config_of(folder)
-    for gone in (["rope_parameters"], ["rope_theta", "rope_scaling"]):
-        part = {name: value for name, value in data.items() if name not in gone}
-        (folder / "config.json").write_text(json.dumps(part))
-        again = plugin.import_draft(folder, target, Eagle3Options())
-        rotary = again.module.get_buffer("rotary.inverse_frequency")
-        torch.testing.assert_close(rotary.double(), frequency, rtol=1e-6, atol=0)
-        assert LlamaConfig.from_dict(part).rope_parameters["rope_theta"] == 7e5
-    assert again.module.get_submodule("rotary").scale == pytest.approx(
-        0.1 * torch.tensor(2.0).log().item() + 1 if rope["rope_type"] == "yarn" else 1.0
-    )
+    change_config(folder, **dict.fromkeys(gone, GONE))
+    assert LlamaConfig.from_dict(config_of(folder)).rope_parameters["rope_theta"] == 7e5
+    ours, theirs = draft.module.rotary, plugin.import_draft(folder, target, OPTIONS).module.rotary
+    assert len(ours.inverse_frequency) == (2 if rope == "partial" else 4)
+    found = theirs.inverse_frequency.double()
+    torch.testing.assert_close(found, ours.inverse_frequency, rtol=1e-6, atol=0)
+    assert theirs.scale == ours.scale
+
+
+# ------------------------------------------------------------ what is read
 
 
 @pytest.mark.parametrize("prefix", ["layers.0.", "model.layers.0.", "model.midlayer."])
 def test_published_spellings_are_read(
-    prefix: str, exported: tuple[Draft, Path], target: TargetSpec
+    prefix: str, draft: Draft, exported: Path, target: TargetSpec
 ) -> None:
-    draft, folder = exported
-
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["embed_tokens.weight"], tensors["t2d"]
         for name in list(tensors):
             tensors[name.replace("midlayer.", prefix)] = tensors.pop(name)
 
-    change_tensors(folder, rename)
-    change_config(folder, eagle_aux_hidden_state_layer_ids=GONE)
-    again = plugin.import_draft(folder, target, Eagle3Options())
-    for name, tensor in draft.module.state_dict().items():
-        assert torch.equal(tensor, again.module.state_dict()[name]), name
+    change_tensors(exported, rename)
+    change_config(exported, eagle_aux_hidden_state_layer_ids=GONE)
+    again = plugin.import_draft(exported, target, OPTIONS)
+    assert again.config == draft.config
+    require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
 
 REFUSED_CONFIGS = {
@@ -163,12 +122,12 @@ REFUSED_CONFIGS = {
 
 @pytest.mark.parametrize("field", REFUSED_CONFIGS)
 def test_a_config_we_would_compute_differently_is_refused(
-    field: str, exported: tuple[Draft, Path], target: TargetSpec
+    field: str, exported: Path, target: TargetSpec
 ) -> None:
     value, message = REFUSED_CONFIGS[field]
-    change_config(exported[1], **{field: value})
+    change_config(exported, **{field: value})
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported[1], target, Eagle3Options())
+        plugin.import_draft(exported, target, OPTIONS)
 
 
 def absolute(tensors: dict[str, torch.Tensor]) -> None:
@@ -187,20 +146,11 @@ REFUSED_TENSORS = {
 
 
 @pytest.mark.parametrize("case", REFUSED_TENSORS)
-def test_damaged_tensors_are_refused_by_name(
-    case: str, exported: tuple[Draft, Path], target: TargetSpec
-) -> None:
+def test_damaged_tensors_are_refused_by_name(case: str, exported: Path, target: TargetSpec) -> None:
     change, message = REFUSED_TENSORS[case]
-    change_tensors(exported[1], change)
+    change_tensors(exported, change)
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported[1], target, Eagle3Options())
-
-
-class TestRefusals(Refusals):
-    pass
-
-
-# ------------------------------------------------------------ warm start
+        plugin.import_draft(exported, target, OPTIONS)
 
 
 def test_a_warm_start_takes_over_weights_mapping_and_layers(
@@ -210,19 +160,54 @@ def test_a_warm_start_takes_over_weights_mapping_and_layers(
     plugin.export_draft(draft, folder, "serving")
     options = Eagle3Options(warm_start=str(folder), loss="lk_alpha")
     assert plugin.feature_request(target, options).layers == (0, 2, 6)
-    again = plugin.build_draft(target, NOTHING, options)
-    assert torch.equal(again.module.get_buffer("d2t"), draft.module.get_buffer("d2t"))
-    assert torch.equal(
-        again.module.get_parameter("lm_head.weight"), draft.module.get_parameter("lm_head.weight")
-    )
+    again = plugin.build_draft(target, NO_DATA, options)
+    require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
 
 @pytest.mark.parametrize(
     "option", [{"draft_vocab_size": 30}, {"layers": [0, 1, 2]}, {"norm_output": False}], ids=str
 )
 def test_options_against_a_warm_start_are_refused(
-    option: dict[str, Any], exported: tuple[Draft, Path], target: TargetSpec
+    option: dict[str, Any], exported: Path, target: TargetSpec
 ) -> None:
-    options = Eagle3Options(warm_start=str(exported[1]), **option)
+    options = Eagle3Options(warm_start=str(exported), **option)
     with pytest.raises(UsageError, match=f"option {next(iter(option))} is"):
         plugin.feature_request(target, options)
+
+
+# ------------------------------------------------------------ as servers read it
+
+
+def test_the_servers_reader_shares_no_code_with_what_it_checks() -> None:
+    package = Path(draftcore_eagle3.__file__).parent
+    shared = {"draftcore_tools.served", "draftcore.contracts.serving"}
+    assert imports_of_ours(package / "served.py") == shared
+
+
+@pytest.mark.parametrize("server", ["sglang", "vllm"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_every_rope_is_read_as_it_was_trained(rope: str, server: str, tmp_path: Path) -> None:
+    options = Eagle3Options(num_attention_heads=6, num_key_value_heads=3, num_drafts=3)
+    assert largest_gap("draftcore_eagle3.plugin", options, rope, server, tmp_path) < 1e-3
+
+
+def test_servers_read_no_unknown_kind_of_draft(exported: Path) -> None:
+    change_config(exported, architectures=["Eagle3DraftModel"])
+    with pytest.raises(UnservableError, match="LlamaForCausalLMEagle3"):
+        plugin.read_export(exported, "sglang")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "input_norm.weight"])
+def test_vllm_refuses_a_tensor_without_a_place(name: str, exported: Path) -> None:
+    """sglang removes the prefix of the first, and leaves the other unread."""
+    prefixed = name.startswith("model.")
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors["norm.weight"].clone()
+        if prefixed:
+            del tensors["norm.weight"]
+
+    change_tensors(exported, add)
+    assert plugin.read_export(exported, "sglang").ignored == (() if prefixed else (name,))
+    with pytest.raises(UnservableError, match=f"no place for: {name}"):
+        plugin.read_export(exported, "vllm")

@@ -88,16 +88,17 @@ def recorded(recordings: Mapping[ShapeKey, T], key: ShapeKey) -> T:
 def without_collection() -> Iterator[None]:
     """Keep Python from collecting garbage, as freeing a tensor or a graph would disturb a capture.
 
-    The objects that exist now are frozen, so that a collection that somebody asks for is quick.
+    The objects that exist now are frozen, so that a collection that somebody asks for is quick. All
+    are unfrozen at the end: Python 3.12 starts with frozen objects, so their number tells nothing.
     """
     gc.collect()
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    if not gc.isenabled():  # by a session around this one
+        yield
+        return
     gc.disable()
     gc.freeze()
     try:
         yield
     finally:
-        if not frozen:  # else another caller froze objects, and will unfreeze them
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
+        gc.unfreeze()
+        gc.enable()

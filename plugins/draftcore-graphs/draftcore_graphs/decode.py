@@ -26,13 +26,14 @@ from draftcore.contracts.runner import (
     GraphBackend,
     GraphPlugin,
     Outputs,
+    Prompts,
     Rows,
     ShapeKey,
     Work,
 )
-from draftcore.contracts.target import TargetModel, TargetState
+from draftcore.contracts.target import TargetCache, TargetModel
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation.decode import EagerRunner, read_drafts, read_one, read_prompts, verify
+from draftcore.evaluation.decode import EagerRunner, right_padded, verify
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
 from draftcore_graphs.divided import DividedRow
@@ -63,7 +64,7 @@ class DecodeGraphRunner(GraphRunner):
         self.target, self.drafter, self.module = target, drafter, module
         self.eager = EagerRunner(target, drafter)
         self.most_rows = self.span = 0
-        self.cache: TargetState
+        self.cache: TargetCache
         self.state: Any
 
     @torch.inference_mode()
@@ -88,27 +89,17 @@ class DecodeGraphRunner(GraphRunner):
         )
         self.buffers = StaticBuffers(slots, [ShapeKey(rows)], self.target.device)
         self.cache = self.target.allocate(rows, max_len)
-        token_B1 = torch.zeros(rows, 1, dtype=torch.long, device=self.target.device)
-        # The cache allocates its tensors when it is first written to.
-        self.target.forward(self.cache, token_B1, token_B1, 1, self.drafter.request)
         self.state = self.drafter.allocate(rows, max_len)
 
     @torch.inference_mode()
-    def start(
-        self,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        max_len: int,
-        temperature: float,
-        generator: torch.Generator,
-    ) -> Rows:
-        rows = self.rows(len(tokens_BT))
+    def start(self, prompts: Prompts, max_len: int, temperature: float, seed: int) -> Rows:
+        rows = self.rows(len(prompts))
         if rows is None or rows > self.most_rows or max_len > self.span or temperature > 0:
             self.counts["no bucket"] += 1
-            return self.eager.start(tokens_BT, lengths_B, max_len, temperature, generator)
+            return self.eager.start(prompts, max_len, temperature, seed)
         self.ready(self.keys())
-        self.admit(rows, tokens_BT, lengths_B)
-        return GraphRows(self, rows, len(tokens_BT))
+        self.admit(rows, *right_padded(prompts, self.target.device))
+        return GraphRows(self, rows, len(prompts))
 
     def keys(self) -> list[ShapeKey]:
         """Return the buckets that fit into the caches: drafts by rows, verdicts by rows and span."""
@@ -121,20 +112,15 @@ class DecodeGraphRunner(GraphRunner):
 
     def admit(self, rows: int, tokens_BT: Tensor, lengths_B: Tensor) -> None:
         """Read prompts into the first rows, and let the bucket's other rows repeat the first."""
-        B = len(tokens_BT)
-        features, last_B = read_prompts(
-            self.target,
-            self.cache.narrow(B),
-            tokens_BT,
-            lengths_B,
-            self.drafter,
-            0.0,
-            torch.Generator(self.target.device),
-        )
+        (B, T), request = tokens_BT.shape, self.drafter.request
+        starts_B = torch.zeros_like(lengths_B)
+        features = self.target.forward(narrow(self.cache, B), tokens_BT, starts_B, T, request)
+        last_BH = features["last_hidden"][torch.arange(B), lengths_B - 1]
+        last_B = self.target.logits(last_BH).argmax(-1)
         fresh = self.drafter.allocate(B, self.max_len)
         self.drafter.prefill(fresh, tokens_BT, lengths_B, features, last_B)
         settle(self.state, fresh)
-        for tensor in (*self.cache.tensors(), *tensors(self.state)):
+        for tensor in tensors((self.cache, self.state)):
             tensor[B:rows].copy_(tensor[:1].expand_as(tensor[B:rows]))
         self.place(rows, last_B, lengths_B)
 
@@ -181,14 +167,13 @@ class DecodeGraphRunner(GraphRunner):
         return draft
 
     def _verify(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
-        cache, generator = self.cache.narrow(key.rows), torch.Generator(self.target.device)
+        cache, generator = narrow(self.cache, key.rows), torch.Generator(self.target.device)
 
         def read_and_verify(batch: Batch) -> tuple[Tensor, Tensor]:
             last_B, lengths_B, source_B = (batch[n] for n in ("last_B", "lengths_B", "source_B"))
             drafts_BK = batch["drafts_BK"]
-            features = read_drafts(
-                self.target, cache, last_B, drafts_BK, lengths_B, key.length, self.drafter
-            )
+            window_BT, request = torch.cat([last_B[:, None], drafts_BK], 1), self.drafter.request
+            features = self.target.forward(cache, window_BT, lengths_B, key.length, request)
             logits_BTV = self.target.logits(features["last_hidden"])
             tokens_BT, counts_B = verify(logits_BTV, drafts_BK, None, 0.0, generator)
             tokens_BT, counts_B = tokens_BT[source_B], counts_B[source_B]
@@ -202,11 +187,13 @@ class DecodeGraphRunner(GraphRunner):
         return read_and_verify
 
     def _plain(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
-        cache = self.cache.narrow(key.rows)
+        cache, request = narrow(self.cache, key.rows), self.drafter.request
 
         def step(batch: Batch) -> None:
             last_B, lengths_B = batch["last_B"], batch["lengths_B"]
-            last_B.copy_(read_one(self.target, cache, last_B, lengths_B, key.length))
+            tokens_B1 = last_B[:, None]
+            features = self.target.forward(cache, tokens_B1, lengths_B, key.length, request)
+            last_B.copy_(self.target.logits(features["last_hidden"])[:, 0].argmax(-1))
             lengths_B.add_(1)
 
         return step
@@ -226,7 +213,7 @@ class GraphRows:
         bucket, device = runner.rows(len(rows)) or len(rows), runner.target.device
         padding = [rows[0]] * (bucket - len(rows))
         keep_R = torch.tensor([*rows, *padding], device=device)
-        for tensor in runner.cache.tensors():
+        for tensor in tensors(runner.cache):
             tensor[:bucket].copy_(tensor[keep_R])
         state = narrow(runner.state, self.rows)
         settle(runner.state, runner.drafter.select(state, keep_R))

@@ -15,7 +15,6 @@ from draftcore.contracts.runner import DecodeRunner, GraphBackend, GraphPlugin, 
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.decode import EagerRunner
-from draftcore.target import EagerPrefillRunner
 from draftcore.tensors import resolve_device
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.options import GraphsOptions
@@ -54,7 +53,7 @@ class Graphs:
         phase = self._resolve(model.spec)
         if phase.backend == EAGER:
             self._note_eager(phase)
-            return EagerPrefillRunner(model)
+            return model
         backend, able = self._backend(phase)
         plugins = self._plugins(phase)
         runner = PrefillGraphRunner(model, phase, backend, plugins, breaks="breaks" in able)

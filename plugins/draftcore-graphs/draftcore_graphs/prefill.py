@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
-from draftcore.target import EagerPrefillRunner
 from draftcore_graphs.breaks import run_eager
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Slot, StaticBuffers
@@ -60,15 +59,14 @@ def static_features(
         cache = ends.beginning(len(target.layers))
     if begins is not None:
         cache, span, positions_BT = begins.rest(), begins.length, begins.positions(tokens_BT)
-    with target.tapped(request) as taken:
-        output = target.decoder(
-            input_ids=tokens_BT,
-            position_ids=positions_BT,
-            attention_mask=target.masks(positions_BT, span),
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-    return {**taken, "last_hidden": output.last_hidden_state}
+    return target.run(
+        request,
+        input_ids=tokens_BT,
+        position_ids=positions_BT,
+        attention_mask=target.masks(positions_BT, span),
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
 
 
 class PrefillGraphRunner(GraphRunner):
@@ -88,7 +86,7 @@ class PrefillGraphRunner(GraphRunner):
         breaks: bool = False,
     ) -> None:
         super().__init__(phase, backend, plugins)
-        self.target, self.eager, self.breaks = target, EagerPrefillRunner(target), breaks
+        self.target, self.breaks = target, breaks
         self.requests: dict[str, FeatureRequest] = {}
         self.masks_differ: bool | None = (
             None  # from those of the model; None before the first batch
@@ -104,7 +102,7 @@ class PrefillGraphRunner(GraphRunner):
         key = self._bucket(B, T, request)
         if key is None or self.masks_differ:
             self.counts["no bucket" if key is None else "rule masks"] += 1
-            return self.eager.features(tokens_BT, lengths_B, request)
+            return self.target.features(tokens_BT, lengths_B, request)
         self.ready(
             ShapeKey(rows, length, key.variant)
             for rows in self.phase.rows
@@ -166,7 +164,7 @@ class PrefillGraphRunner(GraphRunner):
 
         Raises UsageError where they differ and the user named the backend.
         """
-        own = self.eager.features(tokens_BT, lengths_B, request)
+        own = self.target.features(tokens_BT, lengths_B, request)
         gap, worst = max((_gap(found[name], own[name], lengths_B), name) for name in own)
         bound = SAME_MASKS.get(self.target.dtype, SAME_MASKS_IN_HALF)
         self.masks_differ = gap > bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,8 @@ import pytest
 import torch
 from draftcore_graphs.backend import SegmentBackend
 from draftcore_graphs.breaks import run_eager
-from draftcore_graphs.prefill import eager_attention
 from draftcore_graphs.segments import Break, record_eager
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel
+from torch import Tensor
 
 from draftcore.contracts.runner import Outputs, ShapeKey
 from draftcore.errors import DraftcoreError
@@ -46,30 +45,6 @@ def test_a_break_runs_anew_at_every_replay_and_the_rest_does_not(
     assert calls == {"inside": 4, "outside": 3}
 
 
-def test_a_break_sees_true_values_while_it_is_recorded(backend: SegmentBackend) -> None:
-    """A capture computes nothing, so a segment runs as soon as it is recorded."""
-    x, seen = torch.full((3,), 5.0), []
-
-    def look(value: Tensor) -> Tensor:
-        seen.append(value.tolist())
-        return value
-
-    captured(backend, lambda: run_eager(look, run_eager(look, x * 2) + 1))
-    assert seen == 3 * [[10.0] * 3, [11.0] * 3]
-
-
-def test_outputs_lie_where_they_lay_whatever_a_break_allocates(backend: SegmentBackend) -> None:
-    x = torch.ones(3)
-    captured(backend, lambda: {"sum": run_eager(lambda v: v.clone(), x) + x, "none": None})
-    first = backend.replay(KEY)
-    address = first["sum"].data_ptr()
-    x.fill_(2)
-    again = backend.replay(KEY)
-    assert again["sum"].data_ptr() == address
-    assert again["none"] is None
-    assert again["sum"].tolist() == [4.0] * 3
-
-
 def test_breaks_take_and_return_nested_tensors_and_objects(backend: SegmentBackend) -> None:
     x = torch.arange(3.0)
 
@@ -91,18 +66,18 @@ def test_breaks_take_and_return_nested_tensors_and_objects(backend: SegmentBacke
 
 
 def test_a_break_within_a_break_is_part_of_it(backend: SegmentBackend, segments: Any) -> None:
-    x = torch.ones(3)
-    captured(backend, lambda: run_eager(lambda v: run_eager(torch.neg, v) + 1, x * 3) * 2)
+    """And sees true values while it is recorded, as a segment runs as soon as it is."""
+    x, seen = torch.ones(3), []
+
+    def outer(value: Tensor) -> Tensor:
+        seen.append(value.tolist())
+        return run_eager(torch.neg, value) + 1
+
+    captured(backend, lambda: run_eager(outer, x * 3) * 2)
     assert segments.ended == 2
+    assert seen == 3 * [[3.0] * 3]
     x.fill_(2)
     assert backend.replay(KEY).tolist() == [-10.0] * 3
-
-
-def test_a_break_may_be_first_and_last_and_follow_another(backend: SegmentBackend) -> None:
-    x = torch.ones(3)
-    captured(backend, lambda: run_eager(torch.neg, run_eager(torch.exp, x)))
-    x.fill_(0)
-    assert backend.replay(KEY).tolist() == [-1.0] * 3
 
 
 def test_a_break_that_returns_another_shape_than_recorded_is_refused(
@@ -120,38 +95,22 @@ def test_a_break_that_returns_no_tensors_is_refused(backend: SegmentBackend) -> 
         captured(backend, lambda: run_eager(lambda: "text"))
 
 
-@pytest.mark.parametrize("where", ["before", "inside", "after"])
-def test_an_error_anywhere_leaves_the_backend_usable(
-    backend: SegmentBackend, segments: Any, where: str
+def test_an_error_in_a_break_that_is_recorded_leaves_the_backend_usable(
+    backend: SegmentBackend, segments: Any
 ) -> None:
-    x, bad = torch.ones(3), [False]
-
-    def fail(place: str) -> None:
-        if bad[0] and place == where:
-            raise ValueError(place)
+    x, calls = torch.ones(3), []
 
     def attend(value: Tensor) -> Tensor:
-        fail("inside")
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("on purpose")
         return value * 2
 
-    def work() -> Tensor:
-        fail("before")
-        out = run_eager(attend, x + 1)
-        fail("after")
-        return out + 1
-
-    calls = iter([False, False, True])
-
-    def work_but_not_recorded() -> Tensor:
-        bad[0] = next(calls)
-        return work()
-
-    with pytest.raises(ValueError, match=where):
-        captured(backend, work_but_not_recorded)
+    with pytest.raises(ValueError, match="on purpose"):
+        captured(backend, lambda: run_eager(attend, x + 1) + 1)
     assert segments.tape is None
     assert not backend.can_run({}, KEY)
-    bad[0] = False
-    captured(backend, work)
+    captured(backend, lambda: run_eager(attend, x + 1) + 1)
     assert backend.replay(KEY).tolist() == [5.0] * 3
 
 
@@ -185,62 +144,6 @@ def test_debug_is_one_break(segments: Any) -> None:
     assert isinstance(step, Break)
 
 
-def test_without_breaks_the_whole_is_one_segment(segments: Any) -> None:
-    backend, x = SegmentBackend(lambda device: segments), torch.ones(3)
-    captured(backend, lambda: run_eager(torch.neg, x) + 1)
-    assert segments.ended == 1
-    x.fill_(4)
-    assert backend.replay(KEY).tolist() == [-3.0] * 3
-
-
-def test_writes_in_place_into_static_buffers_replay(backend: SegmentBackend) -> None:
-    """What decoding does: its graphs return nothing."""
-    position, cache = torch.zeros(1, dtype=torch.long), torch.zeros(4)
-
-    def work() -> None:
-        cache[position] = run_eager(torch.add, position, 1).float()
-        position.add_(1)
-
-    captured(backend, work)
-    position.zero_()
-    cache.zero_()
-    for _ in range(4):
-        assert backend.replay(KEY) is None
-    assert cache.tolist() == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_weights_updated_in_place_replay_as_they_are_now(backend: SegmentBackend) -> None:
-    layer, x = nn.Linear(3, 3), torch.ones(2, 3)
-    captured(backend, lambda: run_eager(torch.relu, layer(x)))
-    with torch.no_grad():
-        layer.weight.mul_(-2)
-        assert torch.equal(backend.replay(KEY), torch.relu(layer(x)))
-
-
-def test_a_model_with_attention_as_breaks_replays_to_the_bits_of_eager(
-    backend: SegmentBackend, segments: Any
-) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=3, num_key_value_heads=2, **sizes)
-    model = LlamaModel(config).eval().requires_grad_(False)
-    tokens_BT = torch.zeros(2, 5, dtype=torch.long)
-    mask = torch.zeros(2, 1, 5, 5).masked_fill_(torch.ones(5, 5).triu(1).bool(), -1e30)
-    positions = torch.arange(5)[None]
-
-    @torch.inference_mode()
-    def work() -> Tensor:
-        return model(
-            input_ids=tokens_BT, attention_mask=mask, position_ids=positions, use_cache=False
-        ).last_hidden_state
-
-    with eager_attention(model.layers):
-        captured(backend, work)
-    assert segments.ended == 1 + 3
-    tokens_BT.copy_(torch.randint(64, (2, 5)))
-    assert torch.equal(backend.replay(KEY), work())
-
-
 def test_replaying_what_was_not_captured_is_refused(backend: SegmentBackend) -> None:
     captured(backend, lambda: torch.ones(1))
     with pytest.raises(DraftcoreError, match="there is 2 x 3"):
@@ -252,16 +155,15 @@ def test_replaying_what_was_not_captured_is_refused(backend: SegmentBackend) -> 
     assert captured(backend, lambda: torch.ones(1)).can_run({}, KEY)
 
 
-def test_a_session_keeps_the_garbage_collector_out_and_gives_it_back(
+def test_a_session_keeps_the_garbage_collector_out_and_leaves_nothing_frozen(
     backend: SegmentBackend,
 ) -> None:
-    import gc
-
+    """Else what a run holds in cycles would stay; Python 3.12 begins with frozen objects."""
+    gc.freeze()
     with backend.capture_session():
-        assert not gc.isenabled()
-        assert gc.get_freeze_count() > 0
         with backend.capture_session():
             pass
+        assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

@@ -1,4 +1,4 @@
-"""The conformance suites of runner, graph backends, as far as they go without CUDA, and graph plugins.
+"""The conformance suites: plugin, runner, graph plugins, and graph backends as far as a CPU goes.
 
 `piecewise` comes last: what Dynamo leaves in memory makes every later look at it slow.
 """
@@ -12,9 +12,14 @@ import torch
 from draftcore_graphs.backend import SegmentBackend
 from draftcore_sdk.graph_plugins import GraphPluginSuite
 from draftcore_sdk.graphs import GraphBackendSuite
+from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.runners import RunnerSuite
 
 PLUGIN = "draftcore_graphs.plugin"
+
+
+class TestPlugin(PluginSuite):
+    plugin = PLUGIN
 
 
 class TestGraphs(RunnerSuite):
@@ -27,6 +32,10 @@ class TestOverlap(GraphPluginSuite):
 
 class TestOverlapThatCutsNoRow(GraphPluginSuite):
     plugin, name, options = PLUGIN, "tbo", {"least_share": 0}
+
+
+class TestRecording(GraphBackendSuite):
+    plugin, name = PLUGIN, "recording"
 
 
 class TestSegments(GraphBackendSuite):

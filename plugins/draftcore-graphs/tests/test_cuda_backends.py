@@ -8,7 +8,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from draftcore_graphs.resolve import Phase
 from draftcore_graphs.tbo import Halves, TwoBatchOverlap
 from draftcore_sdk.graphs import GraphBackendSuite
 from draftcore_sdk.replays import largest_gap
+from draftcore_sdk.runners import RepeatingDrafter
 from draftcore_sdk.targets import tiny_target
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -423,37 +423,14 @@ def test_every_bucket_of_prefill_replays_to_the_bits_of_eager(
     runner.forget()
 
 
-class Repeats:
+class Repeats(RepeatingDrafter):
     """A drafter that proposes the last token again and again."""
 
     def __init__(self) -> None:
-        self.num_drafts, self.request, self.module = 3, REQUEST, nn.Module()
+        self.module = nn.Module()
 
     def allocate(self, batch: int, max_len: int) -> dict[str, Tensor]:
         return {"last_B": torch.zeros(batch, dtype=torch.long, device="cuda")}
-
-    def prefill(
-        self,
-        state: dict[str, Tensor],
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        features: Any,
-        next_B: Tensor,
-    ) -> None:
-        state["last_B"].copy_(next_B)
-
-    def propose(
-        self, state: dict[str, Tensor], temperature: float = 0.0, generator: Any = None
-    ) -> tuple[Tensor, None]:
-        return state["last_B"][:, None].expand(-1, self.num_drafts), None
-
-    def accept(
-        self, state: dict[str, Tensor], tokens_BK: Tensor, features: Any, counts_B: Tensor
-    ) -> None:
-        state["last_B"].copy_(tokens_BK.gather(1, counts_B[:, None] - 1)[:, 0])
-
-    def select(self, state: dict[str, Tensor], rows_B: Tensor) -> dict[str, Tensor]:
-        return {"last_B": state["last_B"][rows_B]}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +12,12 @@ import torch
 from draftcore_graphs.piecewise import PiecewiseBackend
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.resolve import Phase
-from draftcore_sdk.targets import tiny_target
 from torch import Tensor, nn
-from torch._inductor import cudagraph_trees
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Outputs, ShapeKey
+from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError
-from draftcore.target import TransformersModel, TransformersTarget
 
 
 @pytest.fixture(params=["eager", "aot_eager"])
@@ -45,39 +41,27 @@ def test_a_replay_reads_buffers_and_weights_as_they_are_now(backend: PiecewiseBa
     assert found["none"] is None
 
 
-def test_any_thread_may_record_and_replay(backend: PiecewiseBackend) -> None:
-    """Where torch keeps its graphs by thread; that it finds them there is all a CPU can show."""
-    x = torch.ones(2, 3)
-    seen: dict[str, Any] = {}
+def counting() -> tuple[PiecewiseBackend, list[Any]]:
+    """A backend whose compiler keeps each graph that it is given, and that list."""
+    graphs = list[Any]()
 
-    def work() -> None:
-        capture(backend, ShapeKey(2, 3), lambda: x * 2)
-        seen["outputs"] = backend.replay(ShapeKey(2, 3))
-        seen["trees"] = vars(cudagraph_trees.local).keys()
+    def keep(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert torch.equal(seen["outputs"], x * 2)
-    assert seen["trees"] == {"tree_manager_containers", "tree_manager_locks"}
+    return PiecewiseBackend(keep, None), graphs
 
 
 def test_every_bucket_is_compiled_and_stays_so() -> None:
     """Dynamo would run the ninth version of one function uncompiled, without a word."""
-    graphs = []
-
-    def counting(module: Any, inputs: Any) -> Any:
-        graphs.append(module)
-        return module
-
-    backend = PiecewiseBackend(counting, None)
-    buffers = {rows: torch.ones(rows, 4) for rows in range(1, 13)}
+    backend, graphs = counting()
+    buffers = {rows: torch.ones(rows, 4) for rows in range(12, 0, -1)}
 
     def work(rows: int) -> Callable[[], Tensor]:
         return lambda: buffers[rows] * rows
 
     with backend.capture_session():
-        for rows in reversed(buffers):
+        for rows in buffers:
             backend.capture_one(ShapeKey(rows), work(rows))
     assert len(graphs) == 12
     for rows, buffer in buffers.items():
@@ -87,13 +71,7 @@ def test_every_bucket_is_compiled_and_stays_so() -> None:
 
 
 def test_work_that_is_split_runs_in_pieces() -> None:
-    pieces = []
-
-    def counting(module: Any, inputs: Any) -> Any:
-        pieces.append(module)
-        return module
-
-    x, backend = torch.ones(3), PiecewiseBackend(counting, None)
+    x, (backend, pieces) = torch.ones(3), counting()
 
     def work() -> Tensor:
         y = x * 2
@@ -122,31 +100,17 @@ def test_cleanup_lets_go_of_what_was_compiled(backend: PiecewiseBackend) -> None
         backend.replay(ShapeKey(2))
 
 
-def test_an_error_leaves_the_backend_usable(backend: PiecewiseBackend) -> None:
-    def fail() -> Tensor:
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        capture(backend, ShapeKey(1), fail)
-    assert not backend.can_run({}, ShapeKey(1))
-    capture(backend, ShapeKey(1), lambda: torch.ones(1))
-    assert backend.replay(ShapeKey(1)).tolist() == [1.0]
-
-
-def test_prefill_through_it_gives_the_features_of_eager(
-    backend: PiecewiseBackend, tmp_path: Path
-) -> None:
+def test_prefill_through_it_gives_the_features_of_eager(target: TargetModel) -> None:
     """fp32 on one device, one mask against another: sums of 48 products, in another order."""
-    target = TransformersModel(TransformersTarget(str(tiny_target(tmp_path)), device="cpu"))
     request = FeatureRequest((0, 2), True, "float32")
-    phase = Phase("prefill", "piecewise", rows=(4,), lengths=(8, 16))
-    runner = PrefillGraphRunner(target, phase, backend)
+    phase = Phase("prefill", "piecewise", rows=(4,), lengths=(8,))
+    runner = PrefillGraphRunner(target, phase, PiecewiseBackend("eager", None))
     generator = torch.Generator().manual_seed(0)
-    for rows, length in ((4, 16), (3, 7), (1, 8)):
+    for rows, length in ((3, 7), (1, 8)):
         tokens_BT = torch.randint(1, 200, (rows, length), generator=generator)
         lengths_B = torch.full((rows,), length)
         found = runner.features(tokens_BT, lengths_B, request)
-        eager = runner.eager.features(tokens_BT, lengths_B, request)
+        eager = target.features(tokens_BT, lengths_B, request)
         for name in request.names:
             torch.testing.assert_close(found[name], eager[name], rtol=1e-4, atol=1e-4)
-    assert runner.counts == {"replayed": 3}
+    assert runner.counts == {"replayed": 2}

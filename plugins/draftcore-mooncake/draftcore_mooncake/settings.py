@@ -51,14 +51,14 @@ class Settings:
             address=address,
             name=uri.path.strip("/") or cls.name,
             max_bytes=uri.size("max_bytes"),
-            buffers=uri.size("buffers", cls.buffers),
+            buffers=uri.size("buffers") or cls.buffers,
             protocol=options.get("protocol", cls.protocol),
             devices=options.get("devices", ""),
             host=options.get("host", ""),
             metadata=options.get("metadata", PEER_TO_PEER),
-            resident=uri.count("resident", 1) if "resident" in options else None,
+            resident=int(uri.number("resident", 1)) if "resident" in options else None,
             segment=options.get("segment", ""),
-            patience=uri.seconds("patience", cls.patience),
+            patience=uri.number("patience", cls.patience),
         )
         found._check(text)
         return found if address else replace(found, max_bytes=found.max_bytes or OWN_MASTER_BYTES)

@@ -14,9 +14,7 @@ Mooncake answers 0 to a put of a key that exists, and writes nothing. A get is o
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -33,6 +31,7 @@ from draftcore.contracts.store import (
     StoreStats,
 )
 from draftcore.features.stores.base import (
+    BaseStore,
     Key,
     OpenHandle,
     describe_items,
@@ -56,22 +55,18 @@ from draftcore_mooncake.settings import Settings
 from draftcore_mooncake.transfer import PAUSE_SECONDS, TRIES, Transfer, TransferError
 
 
-class MooncakeStore:
+class MooncakeStore(BaseStore):
     """The samples of one name on one master. Thread-safe; not to be used in a forked process."""
 
     def __init__(self, settings: Settings, engine: Engine, master: Master | None = None) -> None:
-        self.max_bytes = settings.max_bytes
-        self.uri = replace(settings, segment=engine.segment).joining()
+        uri = replace(settings, segment=engine.segment).joining()
+        super().__init__(uri, settings.max_bytes)
         self.buffers = BufferPool(engine.allocate, engine.release, keep_bytes=settings.buffers)
         self.engine, self.master = engine, master
         self._transfer = Transfer(engine, self.buffers, settings.name)
         self._held: dict[Key, Record] = {}  # of samples that this process put, read or looked up
-        self._readers: Counter[Key] = Counter()
-        self._leaving: dict[Key, SampleRef] = {}  # freed, but still read here
         self._to_remove: dict[Key, SampleRef] = {}  # with the next batch
         self._reserved_bytes = 0  # of puts in progress
-        self._closed = False
-        self._mutex = threading.RLock()  # of the dicts and numbers above; not held while bytes move
 
     @classmethod
     def open(cls, uri: str) -> MooncakeStore:
@@ -93,9 +88,6 @@ class MooncakeStore:
 
     # ------------------------------------------------------------ writing
 
-    def put(self, item: StoreItem) -> SampleRef:
-        return self.put_many([item])[0]
-
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
         """Store samples, all or none.
 
@@ -103,11 +95,11 @@ class MooncakeStore:
         longer than `patience` the master, or the process that lends the memory, did not answer.
         """
         refs = self._describe(items)
-        self._require_usable()
+        self._require_open()
         self._remove()
         self._reserve(refs)
         try:
-            held = self._write(items, refs)
+            held = self._store(items, refs)
             with self._mutex:
                 self._held |= {one.ref.key: one for one in held}
         finally:
@@ -118,26 +110,17 @@ class MooncakeStore:
     def free(self, refs: Iterable[SampleRef]) -> None:
         """Remove samples, and what they superseded; those that are read here, after the reads."""
         unique = {ref.key: ref for ref in refs}
-        self._require_usable()
+        self._require_open()
         unknown = [ref for key, ref in unique.items() if key not in self._held]
         records = self._transfer.records([ref.feature_id for ref in unknown])
         with self._mutex:
             for key, ref in unique.items():
                 known = self._held.get(key) or records.get(ref.feature_id)
                 older = known.older if known and known.ref.generation == ref.generation else ()
-                for generation in (*older, ref.generation):
-                    self._drop(replace(ref, generation=generation))
+                self._let_go([replace(ref, generation=one) for one in (*older, ref.generation)])
         self._remove()
 
-    def abort(self, feature_id: str) -> None:
-        self.free(self.lookup([feature_id]).values())
-
     # ------------------------------------------------------------ reading
-
-    def get(
-        self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None
-    ) -> OpenHandle:
-        return self.get_many([ref], device, names)[0]
 
     def get_many(
         self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
@@ -147,7 +130,7 @@ class MooncakeStore:
         The tensors lie in buffers of this store, which are used again once a handle is closed.
         """
         wanted = [select_names(ref, names) for ref in refs]
-        self._require_usable()
+        self._require_open()
         with self._mutex:
             for ref in refs:
                 if self._is_freed(ref):
@@ -160,7 +143,7 @@ class MooncakeStore:
             found = self._transfer.read(refs)
         except BaseException:
             for ref in refs:
-                self._end_read(ref)
+                self._unpin(ref)
             raise
         pairs = list(zip(refs, found, strict=True))
         self._remember(
@@ -172,7 +155,7 @@ class MooncakeStore:
         )
 
     def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
-        self._require_usable()
+        self._require_open()
         records = self._transfer.records(list(dict.fromkeys(feature_ids)))
         with self._mutex:
             current = [one for one in records.values() if not self._is_freed(one.ref)]
@@ -229,7 +212,7 @@ class MooncakeStore:
             require_room(self.uri, refs, held_bytes=held_bytes, max_bytes=self.max_bytes)
             self._reserved_bytes += _total(refs)
 
-    def _write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[Record]:
+    def _store(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[Record]:
         """Write samples; after a failed attempt anew, under keys that nothing was written to."""
         attempts = chain([refs], iter(lambda: self._describe(items), None))
         return self.engine.patiently(lambda: self._try_to_write(items, next(attempts)))
@@ -307,12 +290,12 @@ class MooncakeStore:
                 if not exists:
                     self._held.pop(ref.key, None)
 
-    def _drop(self, ref: SampleRef) -> None:
-        self._held.pop(ref.key, None)
-        if self._readers[ref.key]:
-            self._leaving[ref.key] = ref
-        else:
-            self._to_remove[ref.key] = ref
+    def _drop(self, refs: Sequence[SampleRef]) -> None:
+        for ref in refs:
+            self._held.pop(ref.key, None)
+
+    def _reclaim(self, ref: SampleRef) -> None:
+        self._to_remove[ref.key] = ref
 
     def _remove_later(self, refs: Sequence[SampleRef]) -> None:
         with self._mutex:
@@ -328,14 +311,6 @@ class MooncakeStore:
                 if code in (0, NOT_FOUND):
                     self._to_remove.pop(ref.key, None)
 
-    def _end_read(self, ref: SampleRef) -> None:
-        with self._mutex:
-            self._readers[ref.key] -= 1
-            if not self._readers[ref.key]:
-                del self._readers[ref.key]
-                if ref.key in self._leaving:
-                    self._to_remove[ref.key] = self._leaving.pop(ref.key)
-
     def _hand_out(
         self, ref: SampleRef, buffer: Tensor, names: Sequence[str], device: str
     ) -> OpenHandle:
@@ -343,20 +318,19 @@ class MooncakeStore:
         tensors = {name: held[name].to(device) for name in names}
         if torch.device(device).type != "cpu":
             self.buffers.give(buffer)
-            return OpenHandle(ref, tensors, self._end_read)
+            return OpenHandle(ref, tensors, self._unpin)
         self.engine.lend_buffer()
 
         def close(ref: SampleRef) -> None:
-            self._end_read(ref)
+            self._unpin(ref)
             self.buffers.give(buffer)
             self.engine.take_back_buffer()
 
         return OpenHandle(ref, tensors, close)
 
-    def _require_usable(self) -> None:
+    def _require_open(self) -> None:
         self.engine.require_process()  # before any lock, which a fork may have left held
-        if self._closed:
-            raise StoreError(f"the store {self.uri} is closed\n  open it again")
+        super()._require_open()
 
 
 def _total(refs: Iterable[SampleRef]) -> int:

@@ -12,7 +12,7 @@ A conftest imports the fixtures and adds one, `algorithm`, that says what they a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from draftcore.contracts.algorithm import (
     Draft,
     DraftBatch,
     Sample,
+    SampleId,
     StepContext,
     StepOutput,
 )
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.target import TransformersTarget
-from draftcore_sdk.samples import random_samples
 from draftcore_sdk.targets import tiny_target
 
 MakeTarget = Callable[..., TargetSpec]
@@ -97,11 +97,22 @@ def make_draft(algorithm: Tiny, target: TargetSpec) -> MakeDraft:
 
 @pytest.fixture
 def make_samples(algorithm: Tiny) -> MakeSamples:
-    """Draw random samples of the given lengths."""
+    """Draw random samples of these lengths, about three in four of their tokens to be learned."""
 
     def make(*lengths: int) -> list[Sample]:
-        names, tokens = algorithm.features, algorithm.tokens
-        return random_samples(lengths, names, width=WIDTH, tokens=tokens, seed=3)
+        generator = torch.Generator().manual_seed(3)
+
+        def sample(index: int, length: int) -> Sample:
+            tokens_T = torch.randint(algorithm.tokens, (length,), generator=generator)
+            learned_T = torch.rand(length, generator=generator) < 0.75
+            shape, dtype = (length, WIDTH), torch.float64
+            values = [
+                torch.randn(shape, generator=generator, dtype=dtype) for _ in algorithm.features
+            ]
+            features = dict(zip(algorithm.features, values, strict=True))
+            return Sample(SampleId(f"3.{index}", 0), tokens_T, learned_T, features)
+
+        return [sample(index, length) for index, length in enumerate(lengths)]
 
     return make
 
@@ -120,19 +131,24 @@ def accumulate(
 ) -> tuple[StepOutput, list[Tensor]]:
     """Run micro-batches as one update; return what their outputs sum up to, and the gradients."""
     draft.module.zero_grad()
-    outputs = [plugin.forward_loss(draft, batch, context) for batch in batches]
+    output = summed([plugin.forward_loss(draft, batch, context) for batch in batches])
+    torch.autograd.backward([output.numerator / output.denominator])
+    gradients = [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
+    return output, gradients
+
+
+def summed(outputs: Sequence[StepOutput]) -> StepOutput:
+    """Sum up the outputs of micro-batches, as the trainer does."""
+
+    def total(parts: Iterable[Tensor]) -> Tensor:
+        return torch.stack(list(parts)).sum()
+
     counts = {
-        name: (
-            torch.stack([output.counts[name][0] for output in outputs]).sum(),
-            torch.stack([output.counts[name][1] for output in outputs]).sum(),
-        )
+        name: (total(o.counts[name][0] for o in outputs), total(o.counts[name][1] for o in outputs))
         for name in outputs[0].counts
     }
-    numerator = torch.stack([output.numerator for output in outputs]).sum()
-    denominator = torch.stack([output.denominator for output in outputs]).sum()
-    torch.autograd.backward([numerator / denominator])
-    gradients = [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
-    return StepOutput(numerator, denominator, counts), gradients
+    sums = total(o.numerator for o in outputs), total(o.denominator for o in outputs)
+    return StepOutput(*sums, counts)
 
 
 def use_exact_frequencies(module: nn.Module, theta: float = 10000.0) -> None:

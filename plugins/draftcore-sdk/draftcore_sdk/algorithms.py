@@ -16,7 +16,6 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from draftcore_sglang.rows import HandedOver, RowError, first_draft_input, wire_
 from draftcore_tools.served import gaps, leads
 from torch import Tensor
 
-from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.serving import Host
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import EagerRunner, evaluate_prompts
@@ -39,29 +37,11 @@ from draftcore_sdk.algorithm_training import (
 from draftcore_sdk.example import STOP_AT
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
-from draftcore_sdk.workbench import (
-    GREEDY,
-    SEED,
-    Bench,
-    Decoding,
-    Trained,
-    evaluating,
-    knows_by_heart,
-    snapshot,
-)
+from draftcore_sdk.workbench import GREEDY, SEED, Bench, Decoding, snapshot
 
 
 class AlgorithmSuite(Training):
     """The behaviour of an algorithm, opened through its plugin."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def project(cls, bench: Bench, tmp_path_factory: Any) -> Project:
-        """A run trained offline through the command line; no test changes it."""
-        folder = tmp_path_factory.mktemp("offline") / "project"
-        project = Project(folder, bench, f"file:{folder / 'features'}")
-        project.cli("train")
-        return project
 
     # ------------------------------------------------------------ capability `disagg`
 
@@ -87,14 +67,6 @@ class AlgorithmSuite(Training):
         bench.require("disagg")
         for width in (SHAPE.hidden_size, bench.example.spec.text_config.hidden_size):
             wire_row(bench, dataclasses.replace(SHAPE, hidden_size=width))
-
-    def test_disagg_refuses_more_proposals_than_the_wire_carries(self, bench: Bench) -> None:
-        """Cut off in silence, the last layers' proposals would be those of another request."""
-        bench.require("disagg")
-        if "topk_p" not in {field.name for field in wire_row(bench, SHAPE)}:
-            pytest.skip("the algorithm starts from no proposals")
-        with pytest.raises(UsageError, match="topk_"):
-            wire_row(bench, dataclasses.replace(SHAPE, topk=4, layers=5))
 
     def test_disagg_names_the_request_and_the_field_that_is_missing(self, bench: Bench) -> None:
         """Of the row that was agreed upon: prefill and decode side ask for it apart."""
@@ -133,23 +105,19 @@ class AlgorithmSuite(Training):
 
     # ------------------------------------------------------------ decoding
 
-    def test_the_drafter_reads_what_training_captured(self, bench: Bench, draft: Draft) -> None:
-        asked, captured = bench.drafter(draft).request, bench.request()
+    def test_the_drafter_reads_what_training_captured(self, bench: Bench) -> None:
+        asked, captured = bench.drafter(bench.trained.draft).request, bench.request()
         assert set(asked.names) <= set(captured.names)
         assert asked.dtype == captured.dtype
 
-    def test_decoding_is_lossless(self, bench: Bench, trained: Trained) -> None:
+    def test_decoding_is_lossless(self, bench: Bench) -> None:
         """Also where proposals are mostly wrong: the prompts are learned ones and others."""
-        model, prompts = bench.example.spec.model, bench.example.prompts
-        with evaluating(trained.draft):
-            drafter = bench.drafter(trained.draft)
-            cut = [prompt[: -2 - row] for row, prompt in enumerate(prompts)]
-            report = evaluate_prompts(EagerRunner(model, drafter), [*prompts, *cut], GREEDY)
-        assert report.lossless
+        prompts, drafter = bench.example.prompts, bench.drafter(bench.trained.draft)
+        cut = [prompt[: -2 - row] for row, prompt in enumerate(prompts)]
+        runner = EagerRunner(bench.example.spec.model, drafter)
+        assert evaluate_prompts(runner, [*prompts, *cut], GREEDY).lossless
 
-    def test_the_drafter_computes_what_training_taught(
-        self, bench: Bench, trained: Trained
-    ) -> None:
+    def test_the_drafter_computes_what_training_taught(self, bench: Bench) -> None:
         """A draft that fits its answers in training is right about them in decoding.
 
         Measured on three algorithms by default options (2026-12): untrained 0.00. Answers known by
@@ -158,163 +126,128 @@ class AlgorithmSuite(Training):
         0.91; with these mistakes 0.00, 0.13, 0.36 and 0.00. The norm before the head is no mistake
         that greedy drafts show.
         """
-        least = 0.97 if knows_by_heart(trained.losses) else 0.5
-        share = bench.agreement(trained.draft)
+        least = 0.97 if bench.trained.knows_by_heart else 0.5
+        share = bench.agreement(bench.trained.draft)
         assert share >= least, f"{share:.2f} of the drafts are right, expected {least}"
 
-    def test_proposals_have_the_shapes_they_must(self, bench: Bench, trained: Trained) -> None:
-        with evaluating(trained.draft):
-            decoding = Decoding(bench, trained.draft, bench.example.prompts)
-            tokens_BK, probs = decoding.propose()
-            rows, drafts = len(bench.example.prompts), decoding.drafter.num_drafts
-            assert drafts >= 1
-            assert tokens_BK.shape == (rows, drafts)
-            assert tokens_BK.dtype == torch.int64
-            assert ((tokens_BK >= 0) & (tokens_BK < bench.example.spec.vocab_size)).all()
-            assert probs is None, "greedy proposals have no probabilities"
-
-    def test_sampled_drafts_come_with_their_probabilities(
-        self, bench: Bench, trained: Trained
-    ) -> None:
-        with evaluating(trained.draft):
-            decoding = Decoding(bench, trained.draft, bench.example.prompts)
-            tokens_BK, probs_BKV = decoding.propose(temperature=0.8)
+    def test_proposals_have_shapes_and_probabilities_as_they_must(self, bench: Bench) -> None:
+        decoding, vocab_size = Decoding(bench, bench.trained.draft), bench.example.spec.vocab_size
+        assert decoding.drafter.num_drafts >= 1
+        shape = (len(bench.example.prompts), decoding.drafter.num_drafts)
+        greedy_BK, probs = decoding.propose()
+        assert probs is None, "greedy proposals have no probabilities"
+        drawn_BK, probs_BKV = decoding.propose(temperature=0.8)
         assert probs_BKV is not None, "sampled proposals need the probabilities they came from"
-        assert probs_BKV.shape == (*tokens_BK.shape, bench.example.spec.vocab_size)
+        for tokens_BK in (greedy_BK, drawn_BK):
+            assert (tokens_BK.shape, tokens_BK.dtype) == (shape, torch.int64)
+            assert ((tokens_BK >= 0) & (tokens_BK < vocab_size)).all()
+        assert probs_BKV.shape == (*shape, vocab_size)
         assert (probs_BKV >= 0).all()
         # Rejection sampling is exact for what sums to one; a softmax in fp32 is off by 1e-6.
-        assert_close(probs_BKV.sum(-1), torch.ones(tokens_BK.shape))
-        assert (probs_BKV.gather(-1, tokens_BK[..., None]) > 0).all()
+        assert_close(probs_BKV.sum(-1), torch.ones(shape), "the sum of probabilities")
+        assert (probs_BKV.gather(-1, drawn_BK[..., None]) > 0).all()
 
-    def test_sampled_drafts_follow_the_probabilities_they_come_with(
-        self, bench: Bench, draft: Draft
-    ) -> None:
+    def test_sampled_drafts_follow_the_probabilities_they_come_with(self, bench: Bench) -> None:
         """The mean probability of what was drawn is that of the distribution, within 5 sigma."""
-        excess, variance = 0.0, 0.0
-        with evaluating(draft):
-            decoding = Decoding(bench, draft, bench.example.prompts * 4)
-            for seed in range(8):
-                tokens_BK, probs_BKV = decoding.propose(temperature=0.3, seed=seed)
-                assert probs_BKV is not None
-                q = probs_BKV.double()
-                drawn_BK = q.gather(-1, tokens_BK[..., None])[..., 0]
-                mean_BK = q.square().sum(-1)
-                excess += float((drawn_BK - mean_BK).sum())
-                variance += float((q.pow(3).sum(-1) - mean_BK.square()).sum())
+        excess, variance, decoding = 0.0, 0.0, Decoding(bench, bench.build(), times=4)
+        for seed in range(8):
+            tokens_BK, probs_BKV = decoding.propose(temperature=0.3, seed=seed)
+            assert probs_BKV is not None
+            q = probs_BKV.double()
+            mean_BK = q.square().sum(-1)
+            excess += float((q.gather(-1, tokens_BK[..., None])[..., 0] - mean_BK).sum())
+            variance += float((q.pow(3).sum(-1) - mean_BK.square()).sum())
         assert abs(excess) < 5 * math.sqrt(variance), f"{excess / math.sqrt(variance):.1f} sigma"
 
-    def test_proposing_changes_nothing_that_counts(self, bench: Bench, trained: Trained) -> None:
-        with evaluating(trained.draft):
-            once, often = (Decoding(bench, trained.draft, bench.example.prompts) for _ in range(2))
-            for _ in range(2):
-                first, _ = often.propose()
-                often.propose(temperature=1.0)
-                assert torch.equal(often.propose()[0], first)
-                assert torch.equal(once.round(most=2)[0], often.round(most=2)[0])
+    def test_proposing_changes_nothing_that_counts(self, bench: Bench) -> None:
+        once, often = (Decoding(bench, bench.trained.draft) for _ in range(2))
+        for _ in range(2):
+            first, _ = often.propose()
+            often.propose(temperature=1.0)
+            assert torch.equal(often.propose()[0], first)
+            assert torch.equal(once.round(most=2)[0], often.round(most=2)[0])
 
-    def test_the_drafter_leaves_what_it_is_given_alone(
-        self, bench: Bench, trained: Trained
-    ) -> None:
+    def test_the_drafter_leaves_what_it_is_given_alone(self, bench: Bench) -> None:
         """Tokens and counts are the verifier's, features the target's."""
-        with evaluating(trained.draft):
-            decoding = Decoding(bench, trained.draft, bench.example.prompts)
-            decoding.round(most=2), decoding.round(most=2)
-        assert not decoding.altered, f"the drafter alters {', '.join(sorted(decoding.altered))}"
+        decoding = Decoding(bench, bench.trained.draft)
+        decoding.round(most=2), decoding.round(most=2)
+        altered = decoding.drafter.altered
+        assert not altered, f"the drafter alters what is given to {', '.join(sorted(altered))}"
 
-    def test_a_batch_decodes_as_its_rows_alone(self, bench: Bench, trained: Trained) -> None:
+    def test_a_batch_decodes_as_its_rows_alone(self, bench: Bench) -> None:
         """Rows end at different rounds, so this goes through `select` as well."""
-        prompts = bench.example.prompts
-        together = bench.decode(trained.draft, prompts)
-        for prompt, one in zip(prompts, together, strict=True):
-            (alone,) = bench.decode(trained.draft, [prompt])
-            assert (alone.tokens, alone.accepted) == (one.tokens, one.accepted)
+        prompts, draft = bench.example.prompts, bench.trained.draft
+        alone = [bench.decode(draft, [prompt])[0] for prompt in prompts]
+        found = [(one.tokens, one.accepted) for one in bench.decode(draft, prompts)]
+        assert found == [(one.tokens, one.accepted) for one in alone]
 
-    def test_selected_rows_go_on_as_before(self, bench: Bench, trained: Trained) -> None:
-        rows_B = torch.tensor([2, 0])
-        with evaluating(trained.draft):
-            whole, part = (Decoding(bench, trained.draft, bench.example.prompts) for _ in range(2))
-            whole.round(most=2), part.round(most=2)
-            part.select(rows_B)
-            for _ in range(2):
-                assert torch.equal(part.round(most=2)[0], whole.round(most=2)[0][rows_B])
+    def test_selected_rows_go_on_as_before(self, bench: Bench) -> None:
+        whole, part = (Decoding(bench, bench.trained.draft) for _ in range(2))
+        whole.round(most=2), part.round(most=2)
+        part.rows.keep([2, 0])
+        for _ in range(2):
+            assert torch.equal(part.round(most=2)[0], whole.round(most=2)[0][[2, 0]])
 
     # ------------------------------------------------------------ drafter: through graphs
 
-    def test_a_state_is_tensors_with_the_batch_first(self, bench: Bench, trained: Trained) -> None:
+    def test_a_state_is_tensors_with_the_batch_first(self, bench: Bench) -> None:
         """Graphs narrow a state to its first rows, and would freeze anything else in it."""
-        why = fault(bench.drafter(trained.draft).allocate(3, 16), 3)
+        why = fault(bench.drafter(bench.trained.draft).allocate(3, 16), 3)
         assert why is None, why
 
-    def test_rounds_that_are_recorded_as_graphs_decode_the_same(
-        self, bench: Bench, trained: Trained
-    ) -> None:
+    def test_rounds_that_are_recorded_as_graphs_decode_the_same(self, bench: Bench) -> None:
         """Three rows padded to four; what waits for the device is refused."""
-        eager = bench.decode(trained.draft, bench.example.prompts)
-        recorded = bench.decode_recorded(trained.draft, bench.example.prompts)
-        assert [one.tokens for one in recorded] == [one.tokens for one in eager]
+        draft, prompts = bench.trained.draft, bench.example.prompts
+        recorded = bench.decode_recorded(draft, prompts)
+        assert [one.tokens for one in recorded] == [
+            one.tokens for one in bench.decode(draft, prompts)
+        ]
 
-    def test_a_drafter_follows_weights_that_are_updated_in_place(
-        self, bench: Bench, trained: Trained
-    ) -> None:
+    def test_a_drafter_follows_weights_that_are_updated_in_place(self, bench: Bench) -> None:
         """Evaluation during training keeps its drafter, and the graphs that read these weights."""
         draft, prompts = bench.build(seed=SEED + 1), bench.example.prompts
         kept = bench.drafter(draft)
         with torch.no_grad():
-            draft.module.load_state_dict(trained_tensors(trained.draft), strict=False)
+            draft.module.load_state_dict(trained_tensors(bench.trained.draft), strict=False)
         assert bench.decode(draft, prompts, kept) == bench.decode(draft, prompts)
 
     # ------------------------------------------------------------ export
 
-    def test_an_export_reads_back_to_the_same_bits(
-        self, bench: Bench, trained: Trained, tmp_path: Path
+    def test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it(
+        self, bench: Bench, tmp_path: Path
     ) -> None:
-        for layout in bench.layouts:
-            again = bench.imported(bench.export(trained.draft, tmp_path / layout, layout))
-            require_same_bits(snapshot(again), snapshot(trained.draft))
+        """In bits, in its loss and in its drafts."""
+        draft, prompts, batch = bench.trained.draft, bench.example.prompts, bench.batch
+        before = snapshot(draft)
+        for layout in bench.claimed("layout"):
+            folder = bench.export(draft, tmp_path / layout, layout)
+            require_same_bits(snapshot(draft), before)
+            assert not draft.module.training, "exporting leaves the draft in another mode"
+            spec, options = bench.example.spec, bench.options
+            again = bench.hook.import_draft(folder=folder, target=spec, options=options)
+            again.module.eval()
+            require_same_bits(snapshot(again), before)
+            require_same_output(bench.loss(again, batch), bench.loss(draft, batch))
+            assert bench.decode(again, prompts) == bench.decode(draft, prompts)
 
-    def test_an_export_computes_the_same_loss_and_drafts(
-        self, bench: Bench, trained: Trained, tmp_path: Path
-    ) -> None:
-        batch = bench.collate(bench.varied)
-        for layout in bench.layouts:
-            again = bench.imported(bench.export(trained.draft, tmp_path / layout, layout))
-            require_same_output(bench.loss(again, batch), bench.loss(trained.draft, batch))
-            prompts = bench.example.prompts
-            assert bench.decode(again, prompts) == bench.decode(trained.draft, prompts)
+    def test_an_unknown_layout_is_refused(self, bench: Bench, tmp_path: Path) -> None:
+        assert bench.claimed("layout")
+        with pytest.raises(UsageError, match="no-such-layout"):
+            bench.export(bench.trained.draft, tmp_path / "export", "no-such-layout")
+        assert not any((tmp_path / "export").iterdir())
 
-    def test_exporting_changes_nothing_in_the_draft(
-        self, bench: Bench, trained: Trained, tmp_path: Path
-    ) -> None:
-        for layout in bench.layouts:
-            before, training = snapshot(trained.draft), trained.draft.module.training
-            bench.export(trained.draft, tmp_path / layout, layout)
-            require_same_bits(snapshot(trained.draft), before)
-            assert trained.draft.module.training == training
-
-    def test_an_unknown_layout_is_refused(
-        self, bench: Bench, trained: Trained, tmp_path: Path
-    ) -> None:
-        if bench.layouts:
-            with pytest.raises(UsageError, match="no-such-layout"):
-                bench.export(trained.draft, tmp_path / "export", "no-such-layout")
-            assert not any((tmp_path / "export").iterdir())
-
-    def test_servers_draft_what_the_drafter_does(
-        self, bench: Bench, trained: Trained, tmp_path: Path
-    ) -> None:
+    def test_servers_draft_what_the_drafter_does(self, bench: Bench, tmp_path: Path) -> None:
         """An export, read anew by a server's conventions, gives the drafter's layers and drafts.
 
         Drafts are drawn, so that their distributions can be compared: our own algorithms differ by
         3e-5 nats (2026-11). Greedy drafts are the most probable ones, or within as much of them.
         """
-        for server in bench.servers:
-            folder = bench.export(trained.draft, tmp_path / server, "serving")
+        for server in bench.claimed("served"):
+            folder = bench.export(bench.trained.draft, tmp_path / server, "serving")
             served = bench.hook.read_export(folder=folder, server=server)
-            host = Host.of(bench.example.spec)
-            with evaluating(trained.draft):
-                decoding = Decoding(bench, trained.draft, bench.example.prompts)
-                greedy_BK, _ = decoding.propose()
-                drawn_BK, probs_BKV = decoding.propose(temperature=1.0)
+            host, decoding = Host.of(bench.example.spec), Decoding(bench, bench.trained.draft)
+            greedy_BK, _ = decoding.propose()
+            drawn_BK, probs_BKV = decoding.propose(temperature=1.0)
             assert served.captured(host) == decoding.drafter.request.layers
             assert probs_BKV is not None
             for row, drawn_K in enumerate(drawn_BK):
@@ -324,50 +257,28 @@ class AlgorithmSuite(Training):
                 lead = float(leads(served, at, greedy_BK[row]).max())
                 assert lead < 1e-3, f"{server}, prompt {row}: another draft leads by {lead:.2g}"
 
-    def test_an_unknown_server_is_refused(
-        self, bench: Bench, trained: Trained, tmp_path: Path
-    ) -> None:
-        if bench.servers:
-            folder = bench.export(trained.draft, tmp_path / "export", "serving")
-            with pytest.raises(UsageError, match="no-such-server"):
-                bench.hook.read_export(folder=folder, server="no-such-server")
+    def test_an_unknown_server_is_refused(self, bench: Bench, tmp_path: Path) -> None:
+        assert bench.claimed("served")
+        folder = bench.export(bench.trained.draft, tmp_path / "export", "serving")
+        with pytest.raises(UsageError, match="no-such-server"):
+            bench.hook.read_export(folder=folder, server="no-such-server")
 
     # ------------------------------------------------------------ the command line
 
-    def test_a_run_trains_and_decodes_losslessly(self, project: Project) -> None:
-        assert list(project.losses()) == [1, 2, 3, 4]
-        assert json.loads(project.cli("eval", "--json"))["lossless"] is True
-
-    def test_an_exported_run_accepts_as_the_checkpoint_does(
-        self, bench: Bench, project: Project
+    def test_runs_decode_losslessly_and_resume_to_the_same_bits(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By sampling, hot enough that a draft of four steps is accepted now and then."""
-        hot = ("--json", "eval.temperature=4", "eval.max_new_tokens=16")
-        keys = ("tokens", "rounds", "acceptance_by_position")
-        report = json.loads(project.cli("eval", *hot))
-        assert report["acceptance_length"] > 1
-        for layout in bench.layouts:
-            folder = project.run / f"export-{layout}"
-            project.cli("export", "--layout", layout, "--out", folder)
-            again = json.loads(project.cli("eval", "--export", folder, *hot))
-            assert {key: again[key] for key in keys} == {key: report[key] for key in keys}
-
-    def test_offline_and_colocated_runs_give_the_same_bits(
-        self, bench: Bench, project: Project, tmp_path: Path
-    ) -> None:
-        colocated = Project(tmp_path / "colocated", bench)
-        colocated.cli("train")
-        assert colocated.losses() == project.losses()
-
-    def test_a_stopped_run_resumes_to_the_same_bits(
-        self, bench: Bench, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        stopped = Project(tmp_path / "stopped", bench)
+        """Offline and whole the one, colocated and stopped by Ctrl-C the other."""
+        whole = Project(bench, "whole", f"file:{bench.folder / 'features'}")
+        whole.cli("train")
+        assert list(whole.losses()) == [1, 2, 3, 4]
+        assert json.loads(whole.cli("eval", "--json"))["lossless"] is True
+        stopped = Project(bench, "stopped")
         monkeypatch.setenv(STOP_AT, "1")
-        assert "interrupted: step " in stopped.cli("train", stop=True, status=130)
+        assert "interrupted: step " in stopped.cli("train", status=130)
         monkeypatch.delenv(STOP_AT)
-        stopped.cli("train", stop=True)
-        assert stopped.losses() == project.losses()
+        stopped.cli("train")
+        assert stopped.losses() == whole.losses()
 
 
 def given(handed: HandedOver) -> dict[str, Tensor]:

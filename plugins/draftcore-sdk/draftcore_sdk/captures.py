@@ -23,16 +23,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from draftcore.contracts.capture import (
-    Capture,
-    CaptureBatch,
-    CapturedBatch,
-    FeatureRequest,
-)
+from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore.target import TransformersTarget
-from draftcore_sdk.suite import Suite, hooks_of, offer_of, options_of
+from draftcore_sdk.suite import Suite
 from draftcore_sdk.targets import tiny_target
 
 OpenCapture = Callable[[FeatureRequest], Capture]
@@ -70,36 +65,30 @@ class CaptureSuite(Suite):
     @pytest.fixture
     def open_capture(self, target: TargetSpec) -> Iterator[OpenCapture]:
         """Open the backend for a request, any number of times; all are closed at the end."""
-        opened: list[Capture] = []
+        captures: list[Capture] = []
 
         def opener(request: FeatureRequest) -> Capture:
-            opened.append(open_through(self.plugin, self.name, target, request, self.options))
-            return opened[-1]
+            captures.append(self.open("capture", target=target, request=request))
+            return captures[-1]
 
         yield opener
-        for capture in opened:
+        for capture in captures:
             capture.close()
 
     # ------------------------------------------------------------ what comes back
 
     @pytest.mark.parametrize("shape", REQUESTS)
-    def test_names_widths_and_dtypes_are_those_asked_and_nothing_else(
+    def test_features_are_those_asked_and_as_long_as_their_tokens(
         self, open_capture: OpenCapture, shape: str
     ) -> None:
-        request = REQUESTS[shape]
-        for features in features_of(open_capture(request), batch(0, 1)):
-            assert set(features) == set(request.names)
-            assert {value.shape[1:] for value in features.values()} == {(WIDTH,)}
-            assert {value.dtype for value in features.values()} == {getattr(torch, request.dtype)}
-
-    @pytest.mark.parametrize("rows", [(0, 1, 2), (1, 0), (3,), (3, 4)])
-    def test_every_row_is_as_long_as_its_tokens(
-        self, open_capture: OpenCapture, rows: Sequence[int]
-    ) -> None:
-        """Also where the batch is padded to its longest row."""
-        found = features_of(open_capture(REQUESTS["both"]), batch(*rows))
-        lengths = [{len(value) for value in features.values()} for features in found]
-        assert lengths == [{len(ROWS[row])} for row in rows]
+        """Also where the batch is padded to its longest row, and where it is one row."""
+        request, dtype = REQUESTS[shape], getattr(torch, REQUESTS[shape].dtype)
+        capture = open_capture(request)
+        for rows in ((0, 1, 2), (1, 0), (3,), (3, 4)):
+            for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):
+                assert set(features) == set(request.names)
+                for value in features.values():
+                    assert (value.shape, value.dtype) == ((len(ROWS[row]), WIDTH), dtype)
 
     def test_batches_and_rows_keep_their_order(
         self, open_capture: OpenCapture, target_folder: Path
@@ -116,32 +105,22 @@ class CaptureSuite(Suite):
         assert [one.batch for one in captured] == asked
         for one, ask in zip(captured, asked, strict=True):
             for features, tokens in zip(one.features, ask.token_ids, strict=True):
-                require_near(features["hidden.0"], reference.layers(tokens)[0])
+                require_near(features["hidden.0"], reference.features(tokens)["hidden.0"])
 
     # ------------------------------------------------------------ which tensors they are
 
-    @pytest.mark.parametrize("layer", range(LAYERS - 1))
-    def test_hidden_k_is_the_output_of_layer_k_counted_from_0(
-        self, open_capture: OpenCapture, target_folder: Path, layer: int
+    @pytest.mark.parametrize("name", ALL.names)
+    def test_features_are_the_ones_of_their_name(
+        self, open_capture: OpenCapture, target_folder: Path, name: str
     ) -> None:
-        """transformers counts the embedding as hidden state 0."""
-        found = features_of(open_capture(ALL), batch(0, 1))
-        for features, tokens in zip(found, ROWS, strict=False):
-            expected = Reference(target_folder).layers(tokens)[layer]
-            require_near(features[f"hidden.{layer}"], expected)
+        """`hidden.k` is the output of layer k, counted from 0; transformers counts the embedding.
 
-    def test_the_last_layers_output_is_the_state_before_the_final_norm(
-        self, open_capture: OpenCapture, target_folder: Path
-    ) -> None:
-        (features,) = features_of(open_capture(ALL), batch(1))
-        expected = Reference(target_folder).before_norm(ROWS[1])
-        require_near(features[f"hidden.{LAYERS - 1}"], expected)
-
-    def test_last_hidden_is_the_state_after_the_final_norm(
-        self, open_capture: OpenCapture, target_folder: Path
-    ) -> None:
-        (features,) = features_of(open_capture(ALL), batch(1))
-        require_near(features["last_hidden"], Reference(target_folder).after_norm(ROWS[1]))
+        That of the last layer is the state before the final norm, `last_hidden` the one after it.
+        """
+        for features, tokens in zip(
+            features_of(open_capture(ALL), batch(0, 1)), ROWS, strict=False
+        ):
+            require_near(features[name], Reference(target_folder).features(tokens)[name])
 
     @pytest.mark.parametrize("beyond", [LAYERS, -1])
     def test_a_layer_out_of_range_is_refused_with_the_range(
@@ -165,24 +144,15 @@ class CaptureSuite(Suite):
             for name in ALL.names:
                 require_near(features[name], alone[name])
 
-    def test_a_batchs_features_do_not_depend_on_the_batches_before_it(
+    def test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it(
         self, open_capture: OpenCapture
     ) -> None:
-        *_, after_others = open_capture(ALL).features([batch(1, 4), batch(3), batch(0, 2)])
-        first = features_of(open_capture(ALL), batch(0, 2))
-        require_same(after_others.features, first)
-
-    def test_a_batch_captured_again_repeats_bit_for_bit(self, open_capture: OpenCapture) -> None:
         """What a run resumed after a crash captures again must be what it had."""
-        capture = open_capture(ALL)
-        first, again = capture.features([batch(0, 1, 2), batch(0, 1, 2)])
-        require_same(first.features, again.features)
-        require_same(first.features, features_of(open_capture(ALL), batch(0, 1, 2)))
-
-    def test_two_batches_at_once_equal_one_by_one(self, open_capture: OpenCapture) -> None:
-        capture, batches = open_capture(ALL), (batch(0, 1), batch(2, 3))
-        for together, one in zip(list(capture.features(batches)), batches, strict=True):
-            require_same(together.features, features_of(capture, one))
+        asked, capture = batch(0, 1, 2), open_capture(ALL)
+        first = features_of(open_capture(ALL), asked)
+        for found in list(capture.features([batch(1, 4), asked, batch(3), asked]))[1::2]:
+            require_same(found.features, first)
+        require_same(features_of(capture, asked), first)
 
     def test_joined_requests_give_the_bits_of_each(self, open_capture: OpenCapture) -> None:
         """Algorithms that train side by side share one capture."""
@@ -249,19 +219,6 @@ def capture_target(folder: Path) -> Path:
     return folder
 
 
-def open_through(
-    plugin: str, name: str, target: TargetSpec, request: FeatureRequest, data: Mapping[str, Any]
-) -> Capture:
-    """Open a capture backend through its plugin's hook, as a run does."""
-    offer = offer_of(plugin, "capture", name)
-    options = options_of(offer, data)
-    capture = hooks_of(plugin).capture(
-        name=offer.name, target=target, request=request, options=options
-    )
-    assert capture is not None, f"{plugin} answers None to capture(name={offer.name!r})"
-    return capture
-
-
 def batch(
     *numbers: int, members: Sequence[Sequence[int]] = (), rows: Sequence[int] = (), index: int = 0
 ) -> CaptureBatch:
@@ -296,27 +253,21 @@ class Reference:
     """The target in transformers' own words: one row at a time, unpadded, in fp32."""
 
     def __init__(self, folder: Path) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.decoder = model.get_decoder()
+        self.without_norm = copy.deepcopy(self.decoder)
+        self.without_norm.norm = nn.Identity()
 
     @torch.inference_mode()
-    def layers(self, tokens: Sequence[int]) -> list[Tensor]:
-        """Return the outputs [T, H] of all layers but the last, which transformers norms."""
-        output = self.model(input_ids=torch.tensor([list(tokens)]), output_hidden_states=True)
-        return [hidden_1TH[0] for hidden_1TH in output.hidden_states[1:-1]]
-
-    def after_norm(self, tokens: Sequence[int]) -> Tensor:
-        return self._decoded(self.model, tokens)
-
-    def before_norm(self, tokens: Sequence[int]) -> Tensor:
-        bare = copy.deepcopy(self.model)
-        bare.get_decoder().norm = nn.Identity()
-        return self._decoded(bare, tokens)
-
-    @torch.inference_mode()
-    def _decoded(self, model: Any, tokens: Sequence[int]) -> Tensor:
-        output = model.get_decoder()(input_ids=torch.tensor([list(tokens)]))
-        hidden_TH: Tensor = output.last_hidden_state[0]
-        return hidden_TH
+    def features(self, tokens: Sequence[int]) -> dict[str, Tensor]:
+        """All features [T, H] of a row, by name."""
+        given_1T = torch.tensor([list(tokens)])
+        output = self.decoder(input_ids=given_1T, output_hidden_states=True)
+        before_norm_1TH = self.without_norm(input_ids=given_1T).last_hidden_state
+        # transformers begins with the embedding, and norms the last.
+        layers = [*output.hidden_states[1:-1], before_norm_1TH]
+        found = {f"hidden.{k}": hidden_1TH[0] for k, hidden_1TH in enumerate(layers)}
+        return {**found, "last_hidden": output.last_hidden_state[0]}
 
 
 def require_near(found_TH: Tensor, expected_TH: Tensor) -> None:

@@ -12,26 +12,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftcore.contracts.capture import BadRows, CaptureBatch
-from draftcore.contracts.channel import Channel, ChannelAway, Client, Json, RunEnded, Task
+from draftcore.contracts.channel import Channel, ChannelAway, Json, RunEnded, Task
 from draftcore.contracts.store import SampleRef, TensorSpec
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features import queue as core
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
-from draftcore_sdk.suite import Suite, child_environment, hooks_of, offer_of, options_of
+from draftcore_sdk.suite import Suite, child_environment, offer_of, opened
 
 SOON = 60.0  # seconds within which it comes on a busy machine
 LONG = 4 * SOON  # seconds that a request waits for what comes before
 SECRET, OTHER = b"what both ends know", b"what a stranger knows"
-Begin = Callable[..., "Trainer"]
-Join = Callable[..., RemoteQueue]
 
 
 class Trainer:
@@ -45,7 +43,7 @@ class Trainer:
             limit=None,
             skipped=Skipped({}, rows=100, share=1.0),
             free=self.freed.extend,
-            misfit=lambda task, refs: "",
+            misfit=lambda task, refs: None,
             ttl=ttl,
         )
         self.service = QueueService(self.queue)
@@ -64,6 +62,41 @@ class Trainer:
     def hears(self, call: str, producer: str) -> None:
         """Wait until a producer's call is being answered."""
         eventually(lambda: any((r["call"], r["producer"]) == (call, producer) for r in self.heard))
+
+
+class Ends:
+    """Both ends of channels under test, as many as asked for; `stack` closes them."""
+
+    def __init__(self, suite: "ChannelSuite", uri: str, stack: ExitStack) -> None:
+        self.suite, self.uri, self.stack = suite, uri, stack
+
+    def channel(self, secret: bytes = SECRET) -> Channel:
+        channel = open_through(self.suite.plugin, self.uri, self.suite.options, secret)
+        self.stack.callback(channel.close)
+        return channel
+
+    def begin(self, ttl: float = 10 * SOON) -> Trainer:
+        """Begin a trainer; its queue is ended at the end, so that no request waits on."""
+        trainer = Trainer(self.channel(), ttl)
+        self.stack.callback(trainer.queue.end, "failed")
+        return trainer
+
+    def connect(self, find: Callable[[], str], secret: bytes = SECRET) -> RemoteQueue:
+        """Connect a producer with the trainer whose address is found."""
+        client = self.channel(secret).connect(find)
+        self.stack.callback(client.close)
+        return RemoteQueue(client)
+
+    def join(self, trainer: Trainer, secret: bytes = SECRET) -> RemoteQueue:
+        """Join a trainer as a producer of its own."""
+        return self.connect(lambda: trainer.address, secret)
+
+    def waiting(self, trainer: Trainer) -> tuple[RemoteQueue, Future[Any]]:
+        """Join a trainer, and let a claim wait there for longer than any test."""
+        producer = self.join(trainer)
+        claim = aside(producer.claim, 1, LONG)
+        trainer.hears("claim", producer.producer)
+        return producer, claim
 
 
 class ChannelSuite(Suite):
@@ -89,109 +122,53 @@ class ChannelSuite(Suite):
     # ------------------------------------------------------------ fixtures
 
     @pytest.fixture
-    def open_channel(self, channel_uri: str) -> Iterator[Callable[[bytes], Channel]]:
-        """Open the channel any number of times; all are closed at the end."""
-        opened: list[Channel] = []
-
-        def opener(secret: bytes = SECRET) -> Channel:
-            opened.append(open_through(self.plugin, channel_uri, self.options, secret))
-            return opened[-1]
-
-        yield opener
-        for channel in opened:
-            channel.close()
-
-    @pytest.fixture
-    def begin(self, open_channel: Callable[[], Channel]) -> Iterator[Begin]:
-        """Begin a trainer; its queue is ended at the end, so that no request waits on."""
-        trainers: list[Trainer] = []
-
-        def begin(ttl: float = 10 * SOON) -> Trainer:
-            trainers.append(Trainer(open_channel(), ttl))
-            return trainers[-1]
-
-        yield begin
-        for trainer in trainers:
-            trainer.queue.end("failed")
-
-    @pytest.fixture
-    def trainer(self, begin: Begin) -> Trainer:
-        return begin()
-
-    @pytest.fixture
-    def connect(self, open_channel: Callable[..., Channel]) -> Iterator[Callable[..., Client]]:
-        """Connect a client; all are closed at the end."""
-        clients: list[Client] = []
-
-        def connect(find: Callable[[], str], secret: bytes = SECRET) -> Client:
-            clients.append(open_channel(secret).connect(find))
-            return clients[-1]
-
-        yield connect
-        for client in clients:
-            client.close()
-
-    @pytest.fixture
-    def join(self, connect: Callable[..., Client]) -> Join:
-        """Join a trainer as a producer of its own."""
-
-        def join(trainer: Trainer, secret: bytes = SECRET) -> RemoteQueue:
-            return RemoteQueue(connect(lambda: trainer.address, secret))
-
-        return join
-
-    @pytest.fixture
-    def long_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let one request wait for longer than it takes until it is answered."""
+    def ends(self, channel_uri: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+        # One request may wait for longer than it takes until it is answered.
         monkeypatch.setattr(core, "LONGEST_WAIT", LONG)
+        with ExitStack() as stack:
+            yield Ends(self, channel_uri, stack)
+
+    @pytest.fixture
+    def trainer(self, ends: Ends) -> Trainer:
+        return ends.begin()
 
     # ------------------------------------------------------------ tasks and refs
 
-    def test_tasks_come_in_the_order_offered_and_whole(self, trainer: Trainer, join: Join) -> None:
-        producer, tasks = join(trainer), [task(at, rows=1 + at % 3) for at in range(6)]
+    @pytest.mark.parametrize(("rows", "tokens"), [(3, 5), (8, 4000)])
+    def test_tasks_and_refs_come_in_order_and_whole_however_large(
+        self, ends: Ends, trainer: Trainer, rows: int, tokens: int
+    ) -> None:
+        producer, loader = ends.join(trainer), ends.join(trainer)
+        tasks = [task(at, rows=1 + at % rows, tokens=tokens) for at in range(24)]
         trainer.offer(tasks)
-        found, store = producer.claim(4, 0)
-        assert [dataclasses.replace(one, claim="") for one in found] == tasks[:4]
+        found, store = producer.claim(22, 0)
         assert store == "test:"
-        assert [one.position for one in join(trainer).claim(4, 0)[0]] == [4, 5]
+        assert [dataclasses.replace(one, claim="") for one in found] == tasks[:22]
+        assert [one.position for one in loader.claim(4, 0)[0]] == [22, 23]
+        refs = refs_of(found[7], provenance="p" * 25 * tokens)
+        assert loader.receive(7, 0) is None
+        assert producer.publish(found[7].claim, refs)
+        assert trainer.queue.receive(7, 0) == loader.receive(7, 0) == refs
 
-    def test_refs_are_received_as_they_were_published(self, trainer: Trainer, join: Join) -> None:
-        producer, loader = join(trainer), join(trainer)
-        trainer.offer([task(0, rows=3)])
-        ((claimed,), _) = producer.claim(1, 0)
-        assert loader.receive(0, 0) is None
-        assert producer.publish(claimed.claim, refs_of(claimed))
-        assert trainer.queue.receive(0, 0) == refs_of(claimed)
-        assert loader.receive(0, 0) == refs_of(claimed)
-
-    def test_a_failure_arrives_with_its_rows(self, trainer: Trainer, join: Join) -> None:
-        producer = join(trainer)
+    def test_a_failure_arrives_with_its_rows(self, ends: Ends, trainer: Trainer) -> None:
+        producer = ends.join(trainer)
         trainer.offer([task(0, rows=3)])
         ((claimed,), _) = producer.claim(1, 0)
         assert producer.publish(claimed.claim, BadRows({1: "wörds are lost"}))
         assert trainer.queue.skipped == {claimed.batch.rows[1]: "wörds are lost"}
 
-    def test_a_late_publication_is_told_that_it_is_late(self, trainer: Trainer, join: Join) -> None:
-        producer = join(trainer)
+    def test_a_late_publication_is_told_that_it_is_late(self, ends: Ends, trainer: Trainer) -> None:
+        producer = ends.join(trainer)
         trainer.offer([task(0)])
         ((claimed,), _) = producer.claim(1, 0)
         trainer.queue.leave(producer.producer)
         assert not producer.publish(claimed.claim, refs_of(claimed))
         assert trainer.freed == list(refs_of(claimed))
 
-    def test_large_requests_and_replies_pass(self, trainer: Trainer, join: Join) -> None:
-        producer, large = join(trainer), [task(at, rows=8, tokens=4000) for at in range(16)]
-        trainer.offer(large)
-        found, _ = producer.claim(16, 0)
-        assert [dataclasses.replace(one, claim="") for one in found] == large
-        refs = refs_of(found[0], provenance="p" * 100_000)
-        assert producer.publish(found[0].claim, refs)
-        assert producer.receive(0, 0) == refs
-
-    def test_a_tensor_is_refused_where_it_is_serialised(self, trainer: Trainer, join: Join) -> None:
+    def test_a_tensor_is_refused_where_it_is_serialised(self, ends: Ends, trainer: Trainer) -> None:
         import torch  # 1.6 s, which the processes that tests start do not pay
 
-        producer = join(trainer)
+        producer = ends.join(trainer)
         with pytest.raises(DraftcoreError, match=r"(?s)no.* plain JSON.*tensors travel through"):
             producer.client.call({"call": "about", "producer": "x", "given": torch.ones(2)})
         assert producer.about() == {"store": "test:"}
@@ -199,50 +176,38 @@ class ChannelSuite(Suite):
 
     # ------------------------------------------------------------ waiting
 
-    @pytest.mark.usefixtures("long_waits")
-    def test_a_claim_waits_for_an_offer_and_no_longer(self, trainer: Trainer, join: Join) -> None:
-        producer = join(trainer)
-        waiting = aside(producer.claim, 1, LONG)
-        trainer.hears("claim", producer.producer)
+    def test_a_claim_waits_for_an_offer_and_no_longer(self, ends: Ends, trainer: Trainer) -> None:
+        _, claim = ends.waiting(trainer)
         trainer.offer([task(0)])
-        assert [one.position for one in waiting.result(SOON)[0]] == [0]
+        assert [one.position for one in claim.result(SOON)[0]] == [0]
 
-    @pytest.mark.usefixtures("long_waits")
-    def test_who_waits_holds_nobody_up(self, trainer: Trainer, join: Join) -> None:
-        waiting = [(one, aside(one.claim, 1, LONG)) for one in (join(trainer) for _ in range(3))]
-        for one, _ in waiting:
-            trainer.hears("claim", one.producer)
-        assert aside(join(trainer).about).result(SOON) == {"store": "test:"}
-        assert not any(future.done() for _, future in waiting)
+    def test_who_waits_holds_nobody_up(self, ends: Ends, trainer: Trainer) -> None:
+        claims = [ends.waiting(trainer)[1] for _ in range(3)]
+        assert aside(ends.join(trainer).about).result(SOON) == {"store": "test:"}
+        assert not any(claim.done() for claim in claims)
 
-    @pytest.mark.usefixtures("long_waits")
-    def test_a_client_that_closes_ends_its_own_call(self, trainer: Trainer, join: Join) -> None:
-        producer = join(trainer)
-        waiting = aside(producer.claim, 1, LONG)
-        trainer.hears("claim", producer.producer)
+    def test_a_client_that_closes_ends_its_own_call(self, ends: Ends, trainer: Trainer) -> None:
+        producer, claim = ends.waiting(trainer)
         producer.client.close()
         with pytest.raises(ChannelAway):
-            waiting.result(SOON)
+            claim.result(SOON)
 
-    @pytest.mark.usefixtures("long_waits")
     @pytest.mark.parametrize("state", ["finished", "failed"])
     def test_a_producer_hears_at_once_that_the_run_is_over(
-        self, trainer: Trainer, join: Join, state: str
+        self, ends: Ends, trainer: Trainer, state: str
     ) -> None:
-        producer = join(trainer)
-        waiting = aside(producer.claim, 1, LONG)
-        trainer.hears("claim", producer.producer)
+        _, claim = ends.waiting(trainer)
         trainer.queue.end(state)
         with pytest.raises(RunEnded) as caught:
-            waiting.result(SOON)
+            claim.result(SOON)
         assert caught.value.state == state
 
     # ------------------------------------------------------------ producers that come and go
 
-    def test_a_heartbeat_is_heard(self, begin: Begin, join: Join) -> None:
+    def test_a_heartbeat_is_heard(self, ends: Ends) -> None:
         """The clock is turned instead of waited for: each turn is most of the time to live."""
-        trainer = begin(ttl=1000)
-        producer, other = join(trainer), join(trainer)
+        trainer = ends.begin(ttl=1000)
+        producer, other = ends.join(trainer), ends.join(trainer)
         trainer.offer([task(0)])
         assert producer.claim(1, 0)[0]
         for _ in range(3):
@@ -250,39 +215,32 @@ class ChannelSuite(Suite):
             producer.heartbeat()
         assert other.claim(1, 0)[0] == []
 
-    def test_a_client_that_closes_returns_its_claims(self, trainer: Trainer, join: Join) -> None:
-        producer, other = join(trainer), join(trainer)
+    def test_a_client_that_closes_returns_its_claims(self, ends: Ends, trainer: Trainer) -> None:
+        producer, other = ends.join(trainer), ends.join(trainer)
         trainer.offer([task(0)])
         assert producer.claim(1, 0)[0]
         assert other.claim(1, 0)[0] == []
         producer.client.close()
         eventually(lambda: other.claim(1, 1)[0])
 
-    def test_a_killed_producer_loses_its_claims(
-        self, begin: Begin, join: Join, channel_uri: str
-    ) -> None:
-        trainer = begin(ttl=1)
+    def test_a_killed_producer_loses_its_claims(self, ends: Ends) -> None:
+        trainer = ends.begin(ttl=1)
         trainer.offer([task(0)])
-        opening = self.plugin, channel_uri, json.dumps(dict(self.options)), trainer.address
-        program = (
-            f"import sys; from {__name__} import claim_and_stay; claim_and_stay(*sys.argv[1:])"
-        )
-        child = subprocess.Popen(
-            [sys.executable, "-c", program, *opening],
-            stdout=subprocess.PIPE,
-            env=child_environment(),
-        )
+        opening = self.plugin, ends.uri, json.dumps(dict(self.options)), trainer.address
+        program = f"import sys; from {__name__} import claim_and_stay as stay; stay(*sys.argv[1:])"
+        command, environment = [sys.executable, "-c", program, *opening], child_environment()
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == b"[0]\n"
         finally:
             child.kill()
             child.communicate()
-        other = join(trainer)
+        other = ends.join(trainer)
         eventually(lambda: other.claim(1, 1)[0])
 
     def test_every_task_is_done_once_by_several_producers(
-        self, trainer: Trainer, join: Join
+        self, ends: Ends, trainer: Trainer
     ) -> None:
         trainer.offer([task(at) for at in range(24)])
 
@@ -294,50 +252,45 @@ class ChannelSuite(Suite):
             return done
 
         with ThreadPoolExecutor(4) as pool:
-            done = list(pool.map(work, [join(trainer) for _ in range(4)]))
+            done = list(pool.map(work, [ends.join(trainer) for _ in range(4)]))
         assert sorted(at for some in done for at in some) == list(range(24))
         for at in range(24):
             assert trainer.queue.receive(at, 0) == refs_of(task(at))
 
     def test_threads_of_one_client_get_their_own_replies(
-        self, trainer: Trainer, join: Join
+        self, ends: Ends, trainer: Trainer
     ) -> None:
-        producer = join(trainer)
+        producer = ends.join(trainer)
         trainer.offer([task(at) for at in range(8)])
         for one in producer.claim(8, 0)[0]:
             assert producer.publish(one.claim, refs_of(one))
+        asked = [at % 8 for at in range(40)]
         with ThreadPoolExecutor(4) as pool:
-            asked = [at % 8 for at in range(40)]
             found = list(pool.map(lambda at: producer.receive(at, 0), asked))
         assert found == [refs_of(task(at)) for at in asked]
 
     # ------------------------------------------------------------ trainers that come and go
 
-    def test_a_producer_may_begin_before_its_trainer(
-        self, begin: Begin, connect: Callable[..., Client]
-    ) -> None:
+    def test_a_producer_may_begin_before_its_trainer(self, ends: Ends) -> None:
         looked, address = threading.Event(), ""
 
         def find() -> str:
             looked.set()
             return address
 
-        asked = aside(RemoteQueue(connect(find)).about)
+        asked = aside(ends.connect(find).about)
         assert looked.wait(SOON)
-        address = begin().address
+        address = ends.begin().address
         assert asked.result(SOON) == {"store": "test:"}
 
-    @pytest.mark.usefixtures("long_waits")
-    def test_a_producer_goes_on_with_the_next_trainer(
-        self, begin: Begin, connect: Callable[..., Client]
-    ) -> None:
+    def test_a_producer_goes_on_with_the_next_trainer(self, ends: Ends) -> None:
         """A call that the old one was to answer is answered by the new one, like all after it."""
-        trainers = [begin()]
-        producer = RemoteQueue(connect(lambda: trainers[-1].address))
+        trainers = [ends.begin()]
+        producer = ends.connect(lambda: trainers[-1].address)
         waiting = aside(producer.claim, 1, LONG)
         trainers[0].hears("claim", producer.producer)
         trainers[0].channel.close()
-        trainers.append(begin())
+        trainers.append(ends.begin())
         trainers[0].queue.end("failed")
         trainers[1].offer([task(0)])
         (claimed,) = waiting.result(SOON)[0]
@@ -345,10 +298,9 @@ class ChannelSuite(Suite):
         assert trainers[1].queue.receive(0, 0) == refs_of(task(0))
 
     def test_a_client_waits_for_its_trainer_and_then_gives_up(
-        self, begin: Begin, channel_uri: str
+        self, ends: Ends, trainer: Trainer
     ) -> None:
-        trainer = begin()
-        channel = self.impatient(channel_uri, SECRET, 1.0)
+        channel = self.impatient(ends.uri, SECRET, 1.0)
         client = channel.connect(lambda: trainer.address)
         assert RemoteQueue(client).about() == {"store": "test:"}
         trainer.channel.close()
@@ -361,8 +313,8 @@ class ChannelSuite(Suite):
 
     # ------------------------------------------------------------ strangers
 
-    def test_another_secret_is_refused_and_harms_nobody(self, trainer: Trainer, join: Join) -> None:
-        stranger, producer = join(trainer, OTHER), join(trainer)
+    def test_another_secret_is_refused_and_harms_nobody(self, ends: Ends, trainer: Trainer) -> None:
+        stranger, producer = ends.join(trainer, OTHER), ends.join(trainer)
         trainer.offer([task(at) for at in range(8)])
 
         def work() -> None:
@@ -377,7 +329,7 @@ class ChannelSuite(Suite):
         stranger.client.close()
         with pytest.raises(ChannelAway):
             refused.result(SOON)
-        assert aside(join(trainer).about).result(SOON) == {"store": "test:"}
+        assert aside(ends.join(trainer).about).result(SOON) == {"store": "test:"}
         assert stranger.producer not in {request["producer"] for request in trainer.heard}
 
 
@@ -385,11 +337,9 @@ class ChannelSuite(Suite):
 
 
 def open_through(plugin: str, uri: str, data: Mapping[str, Any], secret: bytes) -> Channel:
-    """Open a channel through its plugin's hook, as a run does."""
+    """Open a channel through its plugin, as a run does."""
     name = uri.partition(":")[0]
-    options = options_of(offer_of(plugin, "channel", name), data)
-    channel = hooks_of(plugin).channel(name=name, uri=uri, secret=secret, options=options)
-    assert channel is not None, f"{plugin} answers None to channel(name={name!r})"
+    channel: Channel = opened(plugin, "channel", name, data, uri=uri, secret=secret)
     return channel
 
 

@@ -30,7 +30,8 @@ from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.listing import from_here
 from draftcore.options import apply_overrides
 from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import Plugin, Registry
+from draftcore.plugins.dists import Plugin
+from draftcore.plugins.registry import Registry
 from draftcore_sdk.suite import Suite, child_environment
 
 SUITE_OF = {
@@ -144,7 +145,7 @@ def run(checks: Sequence[Check], traceback: bool = False) -> Iterator[Result]:
         for number, check in enumerate(checks):
             spec = json.dumps(asdict(check), default=str)
             source = "from draftcore_sdk import check\n\n"
-            source += f"TestSuite = check.suite(**check.json.loads({spec!r}))\n"
+            source += f"TestSuite = check.suite(check.Check(**check.json.loads({spec!r})))\n"
             (folder / f"test_{number}.py").write_text(source)
         (folder / "pytest.ini").write_text("[pytest]\n")
         running = ""
@@ -177,12 +178,8 @@ def _child(
     # native is twice as quick where everything fails; of it only the message is shown
     command += ["--tb=long" if traceback else "--tb=native", str(folder)]
     # passive: spinning OpenMP threads are no use where another process wants the cores
-    env = {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **child_environment(),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }
-    env = {key: env[key] for key in env if key not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")}
+    env = {"OMP_WAIT_POLICY": "PASSIVE", **child_environment()}
+    env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
     with os.fdopen(read, encoding="utf-8") as lines:
         child = subprocess.Popen(
             command, stdout=log, stderr=log, env=env, pass_fds=[write], start_new_session=True
@@ -196,36 +193,25 @@ def _child(
                 child.wait()
 
 
-def suite(
-    kind: str, offer: str, plugin: str, loose: str, options: Mapping[str, Any], uri: str
-) -> type[Suite]:
+def suite(check: Check) -> type[Suite]:
     """Make the test class of a check, as an author would write it. Called in the child."""
-    module, _, name = SUITE_OF[kind].partition(":")
+    module, _, name = SUITE_OF[check.kind].partition(":")
     base = getattr(import_module(f"draftcore_sdk.{module}"), name)
-    said: dict[str, Any] = {"plugin": plugin, "name": offer, "options": options}
-    said["loose"] = Path(loose) if loose else None
-    if uri:
-        said[f"{kind}_uri"] = _uri_fixture(uri)
-    if own := {"store": "alter", "channel": "impatient"}.get(kind):
-        said[own] = _only_by_hand(base, own)
-    return type("TestSuite", (base,), said)
+    said: dict[str, Any] = {"plugin": check.plugin, "name": check.offer, "options": check.options}
+    said["loose"] = Path(check.loose) if check.loose else None
 
-
-def _uri_fixture(uri: str) -> Any:
     @pytest.fixture
-    def fixture(self: Suite, tmp_path: Path) -> str:
-        return uri.replace("{tmp}", str(tmp_path / "offer"))
+    def uri(self: Suite, tmp_path: Path) -> str:
+        return check.uri.replace("{tmp}", str(tmp_path / "offer"))
 
-    return fixture
+    def by_hand(self: Suite, *arguments: Any) -> None:
+        pytest.skip(f"only a test file can say how: a subclass of {name} with `{method}`")
 
-
-def _only_by_hand(base: type[Suite], method: str) -> Any:
-    """Stand in for a method of a suite that only a subclass can write: its test is skipped."""
-
-    def skip(self: Suite, *arguments: Any) -> None:
-        pytest.skip(f"only a test file can say how: a subclass of {base.__name__} with `{method}`")
-
-    return skip
+    if check.uri:
+        said[f"{check.kind}_uri"] = uri
+    if method := {"store": "alter", "channel": "impatient"}.get(check.kind):
+        said[method] = by_hand
+    return type("TestSuite", (base,), said)
 
 
 def _result(

@@ -7,10 +7,10 @@ One target serves a whole pytest process.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -40,17 +40,25 @@ def step_finished(step):
 class Example:
     """A tiny target, questions to it with its own greedy answers, and all features of these."""
 
-    folder: Path
+    stopper: Path  # a loose plugin that ends training after the step named by STOP_AT
     spec: TargetSpec
     prompts: list[list[int]]
     answers: list[list[int]]
     features: list[dict[str, Tensor]]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each question and its answer."""
+        return [len(p) + len(a) for p, a in zip(self.prompts, self.answers, strict=True)]
+
     @classmethod
-    def make(cls, folder: Path) -> Example:
+    @functools.cache
+    def of(cls, folder: Path) -> Example:
+        """Make the example of this process in a folder, or return what is made there."""
         tiny_target(folder / "target", std=0.5, num_hidden_layers=LAYERS)
         unlike_layers(folder / "target" / "model.safetensors")
-        (folder / "draftcore_suite_stop.py").write_text(STOPPER)
+        stopper = folder / "draftcore_suite_stop.py"
+        stopper.write_text(STOPPER)
         spec = TransformersTarget(str(folder / "target"), device="cpu")
         prompts = [prompt(spec, text) for text in QUESTIONS]
         answers = spec.model.generate(prompts, ANSWER)
@@ -61,7 +69,7 @@ class Example:
             found = spec.model.features(tokens_1T, torch.tensor([tokens_1T.shape[1]]), everything)
             # Out of inference mode: autograd may save what a capture would have stored.
             features.append({name: value[0].clone() for name, value in found.items()})
-        return cls(folder, spec, prompts, answers, features)
+        return cls(stopper, spec, prompts, answers, features)
 
 
 def prompt(spec: TargetSpec, text: str) -> list[int]:
@@ -78,16 +86,6 @@ def unlike_layers(weights: Path) -> None:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor *= GROWTH ** int(name.split(".")[2])
     save_file(tensors, weights, metadata={"format": "pt"})
-
-
-EXAMPLE: pytest.StashKey[Example] = pytest.StashKey()
-
-
-def shared_example(config: pytest.Config, folders: pytest.TempPathFactory) -> Example:
-    """Return the process's example, made when first asked for."""
-    if EXAMPLE not in config.stash:
-        config.stash[EXAMPLE] = Example.make(folders.mktemp("example"))
-    return config.stash[EXAMPLE]
 
 
 class WatchedTarget(TransformersTarget):

@@ -7,6 +7,8 @@ and replayed on the CPU.
 Shape letters: B rows, T tokens, K drafts.
 """
 
+from __future__ import annotations
+
 import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,14 +21,13 @@ from draftcore_graphs.recording import RecordingBackend, require_no_wait
 from draftcore_graphs.resolve import Phase
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
 from draftcore.target import TransformersModel, TransformersTarget
-from draftcore_sdk.graphs import CYCLES, REPLAYS, live_bytes
-from draftcore_sdk.suite import Suite, hooks_of, offer_of, options_of
+from draftcore_sdk.graphs import CYCLES, REPLAYS, copied, require_same, watched_bytes
+from draftcore_sdk.suite import Suite
 from draftcore_sdk.targets import tiny_target
 
 PHASES = ("prefill", "decode")
@@ -47,20 +48,17 @@ class GraphPluginSuite(Suite):
         return str(request.param)
 
     def require(self, phase: str) -> None:
-        words = offer_of(self.plugin, "graph-plugin", self.name).capabilities
-        if any(word.startswith("phase:") for word in words) and f"phase:{phase}" not in words:
+        if phase not in (self.said("graph-plugin", "phase:") or PHASES):
             pytest.skip(f"its capabilities leave out {phase}")
 
     @pytest.fixture
     def opened(self) -> GraphPlugin:
-        offer = offer_of(self.plugin, "graph-plugin", self.name)
-        options = options_of(offer, self.options)
-        found = hooks_of(self.plugin).graph_plugin(name=offer.name, options=options)
+        found = self.open("graph-plugin")
         assert isinstance(found, GraphPlugin), "a graph plugin is a subclass of GraphPlugin"
         return found
 
     @pytest.fixture
-    def bench(self, opened: GraphPlugin, phase: str) -> "Bench":
+    def bench(self, opened: GraphPlugin, phase: str) -> Bench:
         """The plugin over buckets of two sizes, both captured, the larger first."""
         bench = Bench(opened, phase)
         bench.capture(LARGE, SMALL)
@@ -74,9 +72,9 @@ class GraphPluginSuite(Suite):
     # ------------------------------------------------------------ what is captured
 
     def test_its_capabilities_name_phases_that_there_are(self) -> None:
-        words = offer_of(self.plugin, "graph-plugin", self.name).capabilities
-        named = {word.removeprefix("phase:") for word in words if word.startswith("phase:")}
-        assert named <= set(PHASES), f"there are {', '.join(PHASES)}"
+        assert set(self.said("graph-plugin", "phase:")) <= set(PHASES), (
+            f"there are {', '.join(PHASES)}"
+        )
 
     def test_features_through_it_are_those_without_it(
         self, opened: GraphPlugin, target: TargetModel
@@ -100,7 +98,7 @@ class GraphPluginSuite(Suite):
                     assert gap <= ROUNDING, f"{name} of {rows} x {length} differs by {gap:.2g}"
         assert through.counts.keys() == {"replayed"}
 
-    def test_a_replay_gives_what_the_work_would_on_other_contents(self, bench: "Bench") -> None:
+    def test_a_replay_gives_what_the_work_would_on_other_contents(self, bench: Bench) -> None:
         """The type, the keys, dtypes, shapes and every bit, in buckets of two sizes in turn."""
         for seed, key in enumerate((SMALL, LARGE, SMALL, SMALL, LARGE)):
             bench.require_replays(key, seed)
@@ -115,7 +113,7 @@ class GraphPluginSuite(Suite):
         bench.replay(LARGE)
         assert torch.equal(batch["lengths_B"], before + 1)
 
-    def test_an_error_of_the_work_comes_through(self, bench: "Bench") -> None:
+    def test_an_error_of_the_work_comes_through(self, bench: Bench) -> None:
         def fail(batch: Batch, **parts: Any) -> Outputs:
             raise LookupError("on purpose")
 
@@ -127,7 +125,7 @@ class GraphPluginSuite(Suite):
 
     # ------------------------------------------------------------ what it may touch
 
-    def test_it_changes_nothing_in_the_batch(self, bench: "Bench") -> None:
+    def test_it_changes_nothing_in_the_batch(self, bench: Bench) -> None:
         for seed, key in enumerate((LARGE, SMALL)):
             batch = bench.fill(key, seed)
             before = {name: value.clone() for name, value in batch.items()}
@@ -136,7 +134,7 @@ class GraphPluginSuite(Suite):
             for name, value in before.items():
                 assert torch.equal(batch[name], value), name
 
-    def test_its_buffers_stay_where_they_were_at_capture(self, bench: "Bench") -> None:
+    def test_its_buffers_stay_where_they_were_at_capture(self, bench: Bench) -> None:
         """A graph reads them there."""
         before = {tensor.data_ptr() for tensor in tensors_of(bench.opened)}
         for seed, key in enumerate((SMALL, LARGE, SMALL)):
@@ -144,7 +142,7 @@ class GraphPluginSuite(Suite):
             after = {tensor.data_ptr() for tensor in tensors_of(bench.opened)}
             assert after == before, "on_replay put tensors in the place of others"
 
-    def test_what_rows_of_padding_hold_does_not_reach_its_buffers(self, bench: "Bench") -> None:
+    def test_what_rows_of_padding_hold_does_not_reach_its_buffers(self, bench: Bench) -> None:
         """`live_B` says which rows those are; the phase puts into them what it likes."""
         seen, before = [], [(tensor, tensor.clone()) for tensor in tensors_of(bench.opened)]
         for junk in (0, 5):
@@ -160,27 +158,29 @@ class GraphPluginSuite(Suite):
         for one, other in zip(*seen, strict=True):
             assert torch.equal(one, other)
 
-    def test_a_replay_waits_for_no_device(self, bench: "Bench") -> None:
+    def test_a_replay_waits_for_no_device(self, bench: Bench) -> None:
         with NoWaiting():  # type: ignore[no-untyped-call]
             bench.opened.on_replay(LARGE, bench.fill(LARGE, 1))
 
     # ------------------------------------------------------------ again and again
 
-    def test_capturing_again_and_again_keeps_nothing(self, bench: "Bench") -> None:
-        held = []
-        for _ in range(CYCLES):
-            bench.backend.cleanup()
-            bench.capture(LARGE, SMALL)
-            held.append(live_bytes(torch.device("cpu")))
-        assert held[-1] <= held[2], held
+    def test_capturing_again_and_again_keeps_nothing(self, bench: Bench) -> None:
+        counts = []
+        with watched_bytes(torch.device("cpu")) as held:
+            for _ in range(CYCLES):
+                bench.backend.cleanup()
+                bench.capture(LARGE, SMALL)
+                counts.append(held())
+        assert counts[-1] <= counts[2], counts
 
-    def test_replaying_again_and_again_keeps_nothing(self, bench: "Bench") -> None:
+    def test_replaying_again_and_again_keeps_nothing(self, bench: Bench) -> None:
         batch = bench.fill(LARGE, 1)
-        bench.opened.on_replay(LARGE, batch)
-        before = live_bytes(torch.device("cpu"))
-        for _ in range(REPLAYS):
+        with watched_bytes(torch.device("cpu")) as held:
             bench.opened.on_replay(LARGE, batch)
-        assert live_bytes(torch.device("cpu")) <= before
+            before = held()
+            for _ in range(REPLAYS):
+                bench.opened.on_replay(LARGE, batch)
+            assert held() <= before
 
 
 # ---------------------------------------------------------------- pieces of the tests
@@ -229,17 +229,9 @@ class Bench:
     def require_replays(self, key: ShapeKey, seed: int) -> None:
         """Compare a replay with the work itself, called on the same contents."""
         batch = self.fill(key, seed)
-        expected = tree_map(_copied, self.work(batch))
+        expected = copied(self.work(batch))
         self.fill(key, seed)  # anew, as decoding moved on in the buffers
-        found = tree_map(_copied, self.replay(key))
-        ours, built = tree_flatten(found)
-        theirs, right = tree_flatten(expected)
-        assert built == right, f"through the plugin comes {built}, from the work {right}"
-        for one, other in zip(ours, theirs, strict=True):
-            assert (one is None) == (other is None)
-            if other is not None:
-                assert (one.dtype, one.shape) == (other.dtype, other.shape)
-                assert torch.equal(one, other), "through the plugin come other numbers"
+        require_same(self.replay(key), expected)
 
     def _prefill(self, batch: Batch, **parts: Any) -> Outputs:
         """A token at a time, so that a row that is divided needs nothing of its other part."""
@@ -251,10 +243,6 @@ class Bench:
         assert len(batch["lengths_B"]) in (LARGE.rows, SMALL.rows)
         batch["lengths_B"].add_(1)
         return batch["drafts_BK"] + batch["last_B"][:, None], batch["lengths_B"] * 1
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def tensors_of(plugin: GraphPlugin) -> list[Tensor]:

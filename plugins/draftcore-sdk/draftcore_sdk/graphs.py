@@ -8,8 +8,8 @@ Shape letters: B rows, H width.
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from draftcore.contracts.runner import GraphBackend, Outputs, ShapeKey
 from draftcore.errors import DraftcoreError
-from draftcore_sdk.suite import Suite, hooks_of, offer_of, options_of
+from draftcore_sdk.suite import Suite
 
 ROWS, WIDTH = 16, 256
 LARGE, SMALL = ShapeKey(ROWS, 2, "x"), ShapeKey(ROWS // 2, 2, "x")
@@ -58,6 +58,35 @@ class Work:
         return work
 
 
+class Bench:
+    """A backend, and work that it has captured in both buckets, the larger first."""
+
+    def __init__(self, backend: GraphBackend, device: torch.device) -> None:
+        self.backend, self.device, self.work = backend, device, Work(device)
+        self.capture({key: self.work.of(key) for key in (LARGE, SMALL)})
+
+    def capture(self, functions: Mapping[ShapeKey, Callable[[], Outputs]]) -> None:
+        with self.backend.capture_session():
+            for key, function in functions.items():
+                self.backend.capture_one(key, function)
+
+    def can_run(self, key: ShapeKey) -> bool:
+        found = self.backend.can_run({"input_BH": self.work.input_BH[: key.rows]}, key)
+        assert isinstance(found, bool)
+        return found
+
+    def replay(self, key: ShapeKey = LARGE) -> Outputs:
+        with self.backend.replay_session():
+            return self.backend.replay(key)
+
+    def require_replays(self, key: ShapeKey = LARGE) -> None:
+        """Compare a replay with the function, called on the same contents."""
+        steps_B = self.work.steps_B.clone()
+        found = copied(self.replay(key))
+        self.work.steps_B.copy_(steps_B)
+        require_same(found, self.work.of(key)())
+
+
 class GraphBackendSuite(Suite):
     """The behaviour of a graph backend, opened through its plugin."""
 
@@ -65,8 +94,7 @@ class GraphBackendSuite(Suite):
 
     @pytest.fixture
     def device(self) -> torch.device:
-        words = offer_of(self.plugin, "graph", self.name).capabilities
-        wanted = sorted(w.removeprefix("device:") for w in words if w.startswith("device:"))
+        wanted = self.said("graph", "device:")
         if not wanted or "cpu" in wanted:
             return torch.device("cpu")
         if wanted[0] == "cuda" and not torch.cuda.is_available():
@@ -75,108 +103,86 @@ class GraphBackendSuite(Suite):
 
     @pytest.fixture
     def backend(self, device: torch.device) -> Iterator[GraphBackend]:
-        offer = offer_of(self.plugin, "graph", self.name)
-        options = options_of(offer, self.options)
         try:
-            opened = hooks_of(self.plugin).graph_backend(name=offer.name, options=options)
+            backend = self.open("graph")
         except DraftcoreError as error:
             pytest.skip(f"it cannot be opened here: {error}")
-        assert isinstance(opened, GraphBackend), "a backend is a subclass of GraphBackend"
+        assert isinstance(backend, GraphBackend), "a backend is a subclass of GraphBackend"
         with torch.inference_mode():
-            yield opened
-        opened.cleanup()
+            yield backend
+        backend.cleanup()
 
     @pytest.fixture
-    def work(self, backend: GraphBackend, device: torch.device) -> Work:
-        return Work(device)
+    def bench(self, backend: GraphBackend, device: torch.device) -> Bench:
+        return Bench(backend, device)
 
-    @pytest.fixture
-    def captured(self, backend: GraphBackend, work: Work) -> Work:
-        """The work, captured in both buckets, the larger first."""
-        capture(backend, work, LARGE, SMALL)
-        return work
+    def require(self, capability: str) -> None:
+        if capability not in self.said("graph", ""):
+            pytest.skip(f"the backend does not claim the capability {capability}")
 
     # ------------------------------------------------------------ capture
 
-    def test_capture_calls_twice_to_warm_up_and_once_to_record(
-        self, backend: GraphBackend, work: Work
-    ) -> None:
-        capture(backend, work, LARGE)
-        assert work.calls == 3
+    def test_capture_calls_twice_to_warm_up_and_once_to_record(self, bench: Bench) -> None:
+        assert bench.work.calls == 2 * 3
 
-    def test_what_was_not_captured_cannot_run(self, backend: GraphBackend, captured: Work) -> None:
-        batch = {"input_BH": captured.input_BH}
-        assert backend.can_run(batch, LARGE) is True
-        assert backend.can_run({"input_BH": captured.input_BH[: SMALL.rows]}, SMALL) is True
+    def test_what_was_not_captured_cannot_run(self, bench: Bench) -> None:
+        assert bench.can_run(LARGE)
+        assert bench.can_run(SMALL)
         for unknown in (ShapeKey(3, 2, "x"), ShapeKey(ROWS, 3, "x"), ShapeKey(ROWS, 2, "y")):
-            assert backend.can_run(batch, unknown) is False, unknown
+            assert not bench.can_run(unknown), unknown
 
-    def test_a_key_captured_again_is_replaced(
-        self, backend: GraphBackend, captured: Work, device: torch.device
-    ) -> None:
-        other = torch.full((3,), 7.0, device=device)
-        with backend.capture_session():
-            backend.capture_one(LARGE, lambda: other * 2)
-        assert replay(backend, LARGE).tolist() == [14.0] * 3
+    def test_a_key_captured_again_is_replaced(self, bench: Bench) -> None:
+        other = torch.full((3,), 7.0, device=bench.device)
+        bench.capture({LARGE: lambda: other * 2})
+        assert bench.replay().tolist() == [14.0] * 3
 
     @pytest.mark.parametrize("at", [1, 2, 3])
-    def test_a_failing_function_leaves_the_backend_usable(
-        self, backend: GraphBackend, captured: Work, at: int
-    ) -> None:
+    def test_a_failing_function_leaves_the_backend_usable(self, bench: Bench, at: int) -> None:
         """At either warm-up or while it is recorded."""
-        failing, calls = ShapeKey(ROWS, 9), []
+        failing, calls = ShapeKey(ROWS, 9), list[int]()
 
         def fail() -> Tensor:
             calls.append(1)
             if len(calls) == at:
                 raise LookupError("on purpose")
-            return captured.input_BH + 1
+            return bench.work.input_BH + 1
 
-        with pytest.raises(LookupError, match="on purpose"), backend.capture_session():
-            backend.capture_one(failing, fail)
-        assert backend.can_run({"input_BH": captured.input_BH}, failing) is False
-        require_replays(backend, captured, LARGE)
-        with backend.capture_session():
-            backend.capture_one(failing, fail)
-        captured.vary(5)
-        assert torch.equal(replay(backend, failing), captured.input_BH + 1)
+        with pytest.raises(LookupError, match="on purpose"):
+            bench.capture({failing: fail})
+        assert not bench.can_run(failing)
+        bench.require_replays()
+        bench.capture({failing: fail})
+        bench.work.vary(5)
+        assert torch.equal(bench.replay(failing), bench.work.input_BH + 1)
 
     # ------------------------------------------------------------ replay
 
-    def test_replay_gives_what_the_function_would_on_other_contents(
-        self, backend: GraphBackend, captured: Work
-    ) -> None:
+    def test_replay_gives_what_the_function_would_on_other_contents(self, bench: Bench) -> None:
         """The type, the keys, dtypes, shapes and every bit."""
         for seed in (1, 2, 3):
-            captured.vary(seed)
-            require_replays(backend, captured, LARGE)
+            bench.work.vary(seed)
+            bench.require_replays()
 
-    def test_buckets_do_not_disturb_each_other(self, backend: GraphBackend, captured: Work) -> None:
+    def test_buckets_do_not_disturb_each_other(self, bench: Bench) -> None:
         for seed, key in enumerate((SMALL, LARGE, SMALL, SMALL, LARGE)):
-            captured.vary(seed)
-            require_replays(backend, captured, key)
+            bench.work.vary(seed)
+            bench.require_replays(key)
 
-    def test_replay_writes_static_buffers_once(self, backend: GraphBackend, captured: Work) -> None:
-        captured.steps_B.zero_()
-        for _ in range(3):
-            replay(backend, LARGE)
-        replay(backend, SMALL)
+    def test_replay_writes_static_buffers_once(self, bench: Bench) -> None:
+        bench.work.steps_B.zero_()
+        for key in (LARGE, LARGE, LARGE, SMALL):
+            bench.replay(key)
         counted = [4] * SMALL.rows + [3] * (LARGE.rows - SMALL.rows)
-        assert captured.steps_B.tolist() == counted
+        assert bench.work.steps_B.tolist() == counted
 
-    def test_parameters_that_are_updated_in_place_are_read_as_they_are(
-        self, backend: GraphBackend, captured: Work
-    ) -> None:
+    def test_parameters_that_are_updated_in_place_are_read_as_they_are(self, bench: Bench) -> None:
         for factor in (2.0, -1.0):
-            captured.module.weight.mul_(factor)
-            captured.module.bias.add_(factor)
-            require_replays(backend, captured, LARGE)
+            bench.work.module.weight.mul_(factor)
+            bench.work.module.bias.add_(factor)
+            bench.require_replays()
 
-    def test_a_break_runs_on_what_is_there_at_replay(
-        self, backend: GraphBackend, work: Work
-    ) -> None:
-        if "breaks" not in offer_of(self.plugin, "graph", self.name).capabilities:
-            pytest.skip("the backend does not claim the capability breaks")
+    def test_a_break_runs_on_what_is_there_at_replay(self, bench: Bench) -> None:
+        self.require("breaks")
         seen: list[float] = []
 
         def outside(x_BH: Tensor) -> Tensor:
@@ -184,24 +190,22 @@ class GraphBackendSuite(Suite):
             return x_BH * 3
 
         def broken() -> Tensor:
-            return run_eager(outside, work.module(work.input_BH)) + 1  # type: ignore[no-any-return]
+            inside_BH = bench.work.module(bench.work.input_BH)
+            return run_eager(outside, inside_BH) + 1  # type: ignore[no-any-return]
 
-        with backend.capture_session():
-            backend.capture_one(LARGE, broken)
+        bench.capture({LARGE: broken})
         for seed in (1, 2):
-            work.vary(seed)
+            bench.work.vary(seed)
             calls = len(seen)
-            found = replay(backend, LARGE).clone()
+            found = bench.replay().clone()
             assert len(seen) == calls + 1
             assert torch.equal(found, broken())
             assert seen[-1] == seen[-2]
 
-    def test_what_is_forked_off_and_joined_is_part_of_the_replay(
-        self, backend: GraphBackend, work: Work, device: torch.device
-    ) -> None:
+    def test_what_is_forked_off_and_joined_is_part_of_the_replay(self, bench: Bench) -> None:
         """On a second stream where the device has such; elsewhere the one follows the other."""
-        if "forks" not in offer_of(self.plugin, "graph", self.name).capabilities:
-            pytest.skip("the backend does not claim the capability forks")
+        self.require("forks")
+        work, device = bench.work, bench.device
         side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
         def forked() -> Tensor:
@@ -215,87 +219,75 @@ class GraphBackendSuite(Suite):
             here.wait_stream(side)
             return twice_BH + hidden_BH  # type: ignore[no-any-return]
 
-        with backend.capture_session():
-            backend.capture_one(LARGE, forked)
+        bench.capture({LARGE: forked})
         for seed in (1, 2):
             work.vary(seed)
-            assert torch.equal(replay(backend, LARGE).clone(), forked())
+            assert torch.equal(bench.replay().clone(), forked())
 
     # ------------------------------------------------------------ the end
 
-    def test_after_cleanup_nothing_runs_until_it_is_captured_again(
-        self, backend: GraphBackend, captured: Work
-    ) -> None:
-        backend.cleanup()
-        assert backend.can_run({"input_BH": captured.input_BH}, LARGE) is False
-        capture(backend, captured, LARGE)
-        require_replays(backend, captured, LARGE)
+    def test_after_cleanup_nothing_runs_until_it_is_captured_again(self, bench: Bench) -> None:
+        bench.backend.cleanup()
+        assert not bench.can_run(LARGE)
+        bench.capture({LARGE: bench.work.of(LARGE)})
+        bench.require_replays()
 
-    def test_capturing_and_cleaning_up_again_and_again_keeps_nothing(
-        self, backend: GraphBackend, work: Work, device: torch.device
-    ) -> None:
-        held: list[int] = []
-        for _ in range(CYCLES):
-            capture(backend, work, LARGE, SMALL)
-            replay(backend, LARGE)
-            backend.cleanup()
-            held.append(live_bytes(device))
-        # The first cycles may fill caches; one output kept per cycle would be 17 times this.
-        assert held[-1] - held[2] <= work.input_BH.nbytes, held
+    def test_capturing_and_cleaning_up_again_and_again_keeps_nothing(self, bench: Bench) -> None:
+        counts: list[int] = []
+        with watched_bytes(bench.device) as held:
+            for _ in range(CYCLES):
+                bench.capture({key: bench.work.of(key) for key in (LARGE, SMALL)})
+                bench.replay()
+                bench.backend.cleanup()
+                counts.append(held())
+        # The first cycles may fill caches; one output kept per cycle would be many times this.
+        assert counts[-1] - counts[2] <= bench.work.input_BH.nbytes, counts
 
-    def test_replaying_again_and_again_keeps_nothing(
-        self, backend: GraphBackend, captured: Work, device: torch.device
-    ) -> None:
-        replay(backend, LARGE)
-        before = live_bytes(device)
-        for _ in range(REPLAYS):
-            replay(backend, LARGE)
-        assert live_bytes(device) - before <= captured.input_BH.nbytes
+    def test_replaying_again_and_again_keeps_nothing(self, bench: Bench) -> None:
+        with watched_bytes(bench.device) as held:
+            bench.replay()
+            before = held()
+            for _ in range(REPLAYS):
+                bench.replay()
+            assert held() - before <= bench.work.input_BH.nbytes
 
 
 # ---------------------------------------------------------------- pieces of the tests
 
 
-def capture(backend: GraphBackend, work: Work, *keys: ShapeKey) -> None:
-    with backend.capture_session():
-        for key in keys:
-            backend.capture_one(key, work.of(key))
+def copied(outputs: Outputs) -> Outputs:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, outputs)
 
 
-def replay(backend: GraphBackend, key: ShapeKey) -> Outputs:
-    with backend.replay_session():
-        return backend.replay(key)
-
-
-def require_replays(backend: GraphBackend, work: Work, key: ShapeKey) -> None:
-    """Compare a replay with the function, called on the same contents."""
-    steps_B = work.steps_B.clone()
-    found = tree_map(_copied, replay(backend, key))
-    work.steps_B.copy_(steps_B)
-    expected = work.of(key)()
+def require_same(found: Outputs, expected: Outputs) -> None:
+    """Compare the type, the keys, dtypes, shapes and every bit."""
     ours, built = tree_flatten(found)
     theirs, right = tree_flatten(expected)
-    assert built == right, f"replay returns {built}, the function {right}"
+    assert built == right, f"a replay returns {built}, the function {right}"
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None) == (other is None)
         if other is not None:
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
-            assert torch.equal(one, other), "replay gives other bits than the function"
+            assert torch.equal(one, other), "a replay gives other bits than the function"
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+@contextmanager
+def watched_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yield what says how many bytes tensors hold: all on a CUDA device, else those made since."""
 
+    def held() -> int:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            return torch.cuda.memory_allocated(device)
+        storages = {
+            item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
+            for item in gc.get_objects()
+            if type(item) in (Tensor, nn.Parameter)  # others may have no memory, or load lazily
+        }
+        return sum(storages.values())
 
-def live_bytes(device: torch.device) -> int:
-    """What tensors hold: on a CUDA device all of them, else those that Python knows."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return torch.cuda.memory_allocated(device)
-    storages = {
-        item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
-        for item in gc.get_objects()
-        if type(item) in (Tensor, nn.Parameter)  # others may have no memory, or be imported lazily
-    }
-    return sum(storages.values())
+    gc.freeze()  # to look at what a whole process holds would take a second each time
+    yield held
+    gc.unfreeze()

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -24,14 +24,12 @@ import pytest
 from importlib_metadata import distribution
 from packaging.requirements import Requirement
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from draftcore.cli import main
 from draftcore.contracts.offers import Offer
-from draftcore.errors import DraftcoreError
 from draftcore.plugins.binding import bind
-from draftcore.plugins.dists import BUILT_IN
-from draftcore.plugins.registry import Plugin, Registry, load
+from draftcore.plugins.dists import BUILT_IN, Plugin
+from draftcore.plugins.registry import Registry, load
 from draftcore_sdk.suite import Suite, child_environment, hooks_of
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic")
@@ -115,27 +113,18 @@ class PluginSuite(Suite):
 
     def test_importing_it_takes_less_than_100_ms(self, found: Plugin) -> None:
         """Beyond what draftcore imports, in the best of up to five tries: machines are noisy."""
-        best = looked_at(self.plugin)[0]
-        for attempt in range(1, 5):
-            if best < BUDGET_MS:
-                break
-            best = min(best, looked_at(self.plugin, attempt)[0])
-            if best > 10 * BUDGET_MS:  # that is no noise
-                break
-        assert best < BUDGET_MS, f"importing {self.plugin} takes {best:.0f} ms"
+        tries = (looked_at(self.plugin, attempt)[0] for attempt in range(5))
+        quick = any(took < BUDGET_MS for took in tries)
+        took = looked_at(self.plugin)[0]
+        assert quick, f"importing {self.plugin} takes {took:.0f} ms, and no less in five tries"
 
     # ------------------------------------------------------------ offers
-
-    def test_it_offers_at_most_one_algorithm(self, found: Plugin) -> None:
-        answers = cast(Any, hooks_of(self.plugin)).describe()
-        names = [offer.name for listed in answers for offer in listed if offer.kind == "algorithm"]
-        assert len(names) <= 1, f"make {', '.join(names)} plugins of their own"
 
     def test_capabilities_are_words(self, offers: tuple[Offer, ...]) -> None:
         """frozenset("compile") is seven letters; frozenset({"compile"}) is meant."""
         for offer in offers:
             assert isinstance(offer.capabilities, frozenset), offer
-            odd = [word for word in offer.capabilities if not is_word(word)]
+            odd = [w for w in offer.capabilities if not re.fullmatch(r"\w[\w.:-]+", str(w))]
             assert not odd, f"capabilities of the {offer.kind} {offer.name!r}: {odd}"
 
     def test_every_offer_can_be_bound_alone(self, found: Plugin, offers: tuple[Offer, ...]) -> None:
@@ -143,25 +132,16 @@ class PluginSuite(Suite):
             assert count == 1, f"the {kind} {name!r} is offered {count} times"
             assert bind(Registry((found,)), kind, name).plugin is found
 
-    def test_a_graph_offer_is_opened(self, found: Plugin, offers: tuple[Offer, ...]) -> None:
-        """Its hook answers its name; what comes is judged by the suite of its kind."""
-        graphs = [offer for offer in offers if offer.kind in ("graph", "graph-plugin")]
-        if not graphs:
-            pytest.skip("it offers nothing for graphs")
-        for offer in graphs:
-            binding = bind(Registry((found,)), offer.kind, offer.name)
-            hook = "graph_backend" if offer.kind == "graph" else "graph_plugin"
-            open_it: Callable[..., Any] = getattr(binding.hook, hook)
-            try:
-                opened = open_it(name=offer.name, options=binding.options({}))
-            except DraftcoreError as error:
-                pytest.skip(f"{offer.kind} {offer.name}: {error}")
-            assert opened is not None, f"{hook}(name={offer.name!r}) answers None"
-
     # ------------------------------------------------------------ options
 
     def test_every_option_is_described(self, models: list[type[BaseModel]]) -> None:
-        bare = [path for model in models for path, field in fields(model) if not field.description]
+        bare = [
+            f"{section.__name__}.{name}"
+            for model in models
+            for section in sections(model)
+            for name, field in section.model_fields.items()
+            if not field.description
+        ]
         assert not bare, f"without Field(description=...): {', '.join(bare)}"
 
     def test_every_option_has_a_default(self, found: Plugin, models: list[type[BaseModel]]) -> None:
@@ -191,9 +171,13 @@ class PluginSuite(Suite):
 
     def test_its_dist_bounds_the_core_on_both_sides(self, found: Plugin, dist: Any) -> None:
         """A core of another minor version may have other hooks."""
-        needs = [Requirement(line) for line in dist.get_all("Requires-Dist") or ()]
-        core = [need for need in needs if need.name.lower() == "draftcore" and applies(need)]
-        operators = {part.operator for need in core for part in need.specifier}
+        operators = {
+            part.operator
+            for need in map(Requirement, dist.get_all("Requires-Dist") or ())
+            if need.name.lower() == "draftcore"
+            and (need.marker is None or need.marker.evaluate({"extra": ""}))
+            for part in need.specifier
+        }
         for side, able in {"lower": ">= > ~= ==", "upper": "< <= ~= =="}.items():
             assert operators & set(able.split()), (
                 f"{found.dist} has no {side} bound on draftcore\n"
@@ -249,16 +233,6 @@ def looked_at(plugin: str, attempt: int = 0) -> tuple[float, list[str]]:
     return took, modules
 
 
-def applies(need: Requirement) -> bool:
-    """Say whether a requirement holds here, without any extra."""
-    return need.marker is None or need.marker.evaluate({"extra": ""})
-
-
-def is_word(capability: Any) -> bool:
-    """Say whether this is a word, or several of them as in `layout:serving`."""
-    return isinstance(capability, str) and bool(re.fullmatch(r"\w[\w.:-]+", capability))
-
-
 def options_model(offer: Offer) -> type[BaseModel]:
     module, _, name = offer.options.partition(":")
     where = f"options of the {offer.kind} {offer.name!r}"
@@ -278,13 +252,6 @@ def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
         for field in section.model_fields.values():
             found += [inner for inner in models_in(field.annotation) if inner not in found]
     return found
-
-
-def fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the fields of a model and of the models in it, each with whose it is."""
-    for section in sections(model):
-        for name, field in section.model_fields.items():
-            yield f"{section.__name__}.{name}", field
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -18,7 +18,7 @@ def written(runner: GraphRunner) -> list[Tensor]:
     """What a runner's work reads and may write: its static buffers, in decoding also the caches."""
     found = list(runner.buffers.storage.values())
     if isinstance(runner, DecodeGraphRunner):
-        found += [*runner.cache.tensors(), *tensors(runner.state)]
+        found += tensors((runner.cache, runner.state))
     return found
 
 

@@ -17,6 +17,7 @@ from draftcore.contracts.offers import Kind, Offer
 from draftcore.options import validate
 
 OURS = "draftcore_sdk."
+HOOKS = {"store": "feature_store", "graph": "graph_backend", "graph-plugin": "graph_plugin"}
 
 
 class Suite:
@@ -46,6 +47,15 @@ class Suite:
                     "  a test that cannot hold is marked: @pytest.mark.xfail(reason=...) above an "
                     f"override that calls super().{test}(...)"
                 )
+
+    def open(self, kind: Kind, **given: Any) -> Any:
+        """Open the offer under test."""
+        return opened(self.plugin, kind, self.name, self.options, **given)
+
+    def said(self, kind: Kind, prefix: str) -> list[str]:
+        """What the offer says by its capabilities PREFIX:NAME."""
+        words = sorted(offer_of(self.plugin, kind, self.name).capabilities)
+        return [word.removeprefix(prefix) for word in words if word.startswith(prefix)]
 
 
 def _excused(test: Any) -> bool:
@@ -80,6 +90,15 @@ def offer_of(plugin: str, kind: Kind, name: str) -> Offer:
 def options_of(offer: Offer, data: Mapping[str, Any]) -> Any:
     """Return an offer's options, validated as a run does; None where it has no options model."""
     return validate(offer.options, data, f"options of the {offer.kind} {offer.name!r}")
+
+
+def opened(plugin: str, kind: Kind, name: str, data: Mapping[str, Any], **given: Any) -> Any:
+    """Open what a plugin offers through its hook, as a run does; the only one of its kind for ''."""
+    offer, hook = offer_of(plugin, kind, name), HOOKS.get(kind, kind)
+    call = getattr(hooks_of(plugin), hook)
+    found = call(name=offer.name, options=options_of(offer, data), **given)
+    assert found is not None, f"{plugin} answers None to {hook}(name={offer.name!r})"
+    return found
 
 
 def child_environment() -> dict[str, str]:

@@ -20,7 +20,8 @@ import draftcore
 from draftcore.cli import main
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError
-from draftcore.plugins.registry import Plugin, Registry
+from draftcore.plugins.dists import Plugin
+from draftcore.plugins.registry import Registry
 
 ROOT = Path(__file__).parents[3]
 KINDS = sorted(NEEDS)
@@ -69,18 +70,12 @@ def test_a_name_is_normalised(name: str) -> None:
     assert plugin_name(name) == "my-idea"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("builtin", "algorithm"), ("SDK", "store"), ("hf", "capture")]
-)
-def test_the_name_of_an_installed_plugin_is_refused(name: str, kind: str, tmp_path: Path) -> None:
-    result = invoke(name, "--kind", kind, "--out", tmp_path)
+def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+    """By a plugin, by its dist, by what it offers, and by an entry point that is spelt otherwise."""
+    result = invoke("SDK", "--kind", "store", "--out", tmp_path)
     assert result.exit_code == 2
-    assert "is taken here by the plugin " in result.output
+    assert "the name 'sdk' is taken here by the plugin " in result.output
     assert not list(tmp_path.iterdir())
-
-
-def test_names_that_would_clash_in_another_way_are_refused() -> None:
-    """By its dist, by what it offers, and by an entry point that is spelt otherwise."""
     fast = Plugin("fast", "draftcore-tiny", "1.0", "x", offers=(Offer("store", "ram"),))
     broken = Plugin("half_done", "half-done", "1.0", "x", state="broken", problem="ImportError")
     registry = Registry((fast, broken))
@@ -105,8 +100,7 @@ def test_a_place_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = invoke("my-idea", "--kind", "store", "--out", tmp_path / "file" / "below")
     assert result.exit_code == 1
-    assert "error: cannot write" in result.output
-    assert "choose another place with --out" in result.output
+    assert re.search(r"error: cannot write (.|\n)*choose another place with --out", result.output)
 
 
 # ---------------------------------------------------------------- what is written
@@ -130,14 +124,21 @@ def test_every_file_is_announced_and_none_holds_a_placeholder(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_metadata_says_what_the_core_says(kind: str, tmp_path: Path) -> None:
+def test_its_metadata_says_what_it_imports_and_what_the_core_says(
+    kind: str, tmp_path: Path
+) -> None:
     """The floors of what both need are the core's, which are the ones that are tested."""
-    project = tomllib.loads((written(tmp_path, kind) / "pyproject.toml").read_text())["project"]
+    folder = written(tmp_path, kind)
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bound, *floors = project["dependencies"]
     assert bound == bounds(core["version"])
     assert set(floors) <= set(core["dependencies"])
     assert len(floors) == len(NEEDS[kind])
+    code = "\n".join(file.read_text() for file in folder.glob("draftcore_*/*.py"))
+    imported = set(re.findall(r"^\s*(?:from|import) (\w+)", code, re.MULTILINE))
+    known = {"draftcore_my_idea", *sys.stdlib_module_names}
+    assert imported - known == {"draftcore", *NEEDS[kind]}
     assert project["entry-points"]["draftcore"] == {"my-idea": "draftcore_my_idea.plugin"}
     assert project["requires-python"] == core["requires-python"]
     assert project["keywords"] == ["draftcore-plugin"]
@@ -156,25 +157,14 @@ def test_the_core_is_bound_to_one_contract(version: str, requirement: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_formatted_and_free_of_lint(kind: str, name: str, tmp_path: Path) -> None:
+def test_it_is_formatted_and_free_of_lint(name: str, tmp_path: Path) -> None:
     """By our own rules and by those that it brings, however long its name is."""
-    folder = written(tmp_path, kind, name)
-    for config in (ROOT, folder):
-        settings = ("--config", str(config / "pyproject.toml"), "--no-cache", ".")
-        run(folder, "ruff", "check", *settings)
-        run(folder, "ruff", "format", "--check", *settings)
-
-
-def test_what_it_imports_is_what_it_requires(tmp_path: Path) -> None:
     for kind in KINDS:
-        folder = written(tmp_path, kind, f"my-{kind}")
-        code = "\n".join(file.read_text() for file in folder.glob("draftcore_*/*.py"))
-        imported = set(re.findall(r"^\s*(?:from|import) (\w+)", code, re.MULTILINE))
-        assert imported - {f"draftcore_my_{kind}".replace("-", "_"), *sys.stdlib_module_names} == {
-            "draftcore",
-            *NEEDS[kind],
-        }
+        folder = written(tmp_path / kind, kind, name)
+        for config in (ROOT, folder):
+            settings = ("--config", str(config / "pyproject.toml"), "--no-cache", ".")
+            run(folder, "ruff", "check", *settings)
+            run(folder, "ruff", "format", "--check", *settings)
 
 
 def test_every_kind_passes_mypy_strict(tmp_path: Path) -> None:

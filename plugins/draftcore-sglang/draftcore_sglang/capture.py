@@ -30,7 +30,8 @@ class SglangCapture:
     """Runs each batch without padding.
 
     Raises UsageError where sglang is not there or does not compute what transformers does, and
-    DraftcoreError where the target cannot be started now.
+    DraftcoreError where the target cannot be started now. What ends sglang later is another error: it
+    ends this process, and who restarts it has an engine again.
     """
 
     def __init__(self, target: TargetSpec, request: FeatureRequest, options: SglangOptions) -> None:
@@ -41,8 +42,8 @@ class SglangCapture:
         self.target, self.request, self.options = target, request, options
         self.engine, self.closed = open_engine(settings_of(target, options)), False
         try:
-            if not self.engine.running:
-                self._start([token % target.vocab_size for token in range(10, 26)])
+            if self.engine.model is None:
+                self._start(selftest.prompt_of(target))
         except BaseException:
             self.close()
             raise
@@ -65,7 +66,10 @@ class SglangCapture:
         self.engine.start()
         try:
             found = self.engine.forward([prompt], self.request.layers)
-            selftest.require_own_head(self.target, found)
+            logits_V = found["logits"][-1][: self.target.vocab_size].double()
+            selftest.require_own_head(
+                self.target, found["last_hidden"][-1], torch.log_softmax(logits_V, -1)
+            )
             if expected is not None:
                 selftest.require_same(self.target, found, expected)
         except BaseException:

@@ -11,23 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Protocol
 
 from torch import Tensor
 
 from draftcore.errors import UsageError
 from draftcore_sglang.internals import Limits, Runner, Settings
-
-
-class Running(Protocol):
-    """A model that runs, here or in other processes."""
-
-    limits: Limits
-
-    def forward(
-        self, prompts: Sequence[Sequence[int]], layers: Sequence[int]
-    ) -> dict[str, Tensor]: ...
-    def close(self) -> None: ...
+from draftcore_sglang.ranks import Ranks
 
 
 class Engine:
@@ -35,31 +24,22 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.users = settings, 0
-        self._model: Running | None = None
+        self.model: Runner | Ranks | None = None
         self._lock = threading.Lock()  # captures of several threads take turns
 
     @property
-    def running(self) -> bool:
-        return self._model is not None
-
-    @property
     def limits(self) -> Limits:
-        assert self._model is not None
-        return self._model.limits
+        assert self.model is not None
+        return self.model.limits
 
     def start(self) -> None:
-        if self.settings.tp == 1:
-            self._model = Runner(self.settings)
-        else:
-            from draftcore_sglang.ranks import Ranks
-
-            self._model = Ranks(self.settings)
+        self.model = Runner(self.settings) if self.settings.tp == 1 else Ranks(self.settings)
 
     def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
         """As `Runner.forward`."""
-        assert self._model is not None
+        assert self.model is not None
         with self._lock:
-            return self._model.forward(prompts, layers)
+            return self.model.forward(prompts, layers)
 
     def leave(self) -> None:
         """End one use; the last one stops the target and frees its memory."""
@@ -69,7 +49,7 @@ class Engine:
             self.stop()
 
     def stop(self) -> None:
-        model, self._model = self._model, None
+        model, self.model = self.model, None
         if model is not None:
             model.close()
 
@@ -82,20 +62,18 @@ def open_engine(settings: Settings) -> Engine:
     if settings not in _open:
         for other in _open:
             if settings.tp == other.tp == 1:
-                raise UsageError(_taken(settings, other))
+                held, asked = asdict(other), asdict(settings)
+                differ = [name for name in asked if asked[name] != held[name]]
+                raise UsageError(
+                    "this process runs a target in sglang already, whose settings are global to it\n"
+                    f"  running: { {name: held[name] for name in differ} }\n"
+                    f"  asked:   { {name: asked[name] for name in differ} }\n"
+                    "  close the other capture first, or capture in processes of their own "
+                    "(topology.producers)"
+                )
         _open[settings] = Engine(settings)
     _open[settings].users += 1
     return _open[settings]
-
-
-def _taken(settings: Settings, other: Settings) -> str:
-    asked, held = asdict(settings), asdict(other)
-    differs = {name: value for name, value in asked.items() if value != held[name]}
-    return (
-        "this process runs a target in sglang already, whose settings are global to the process\n"
-        f"  running: { {name: held[name] for name in differs} }\n  asked:   {differs}\n"
-        "  close the other capture first, or capture in processes of their own (topology.producers)"
-    )
 
 
 _open: dict[Settings, Engine] = {}

@@ -1,6 +1,6 @@
 """Capture from a server without this dist: states as text in the answer, slow and limited in size.
 
-sglang 0.5.23 can be told to return layers' outputs (`--enable-return-aux-hidden-states`), and then
+sglang 0.5.23 can return layers' outputs (`--enable-return-aux-hidden-states`), and then
 returns nothing else; older ones, or without that flag, the last hidden state. A float takes some 20
 bytes of text, so this is for a look at a server, not for a run.
 """

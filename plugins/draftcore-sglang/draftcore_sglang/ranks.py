@@ -9,7 +9,6 @@ they are: on the device through CUDA's inter-process handles, on the CPU through
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -19,17 +18,23 @@ import torch.multiprocessing
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError
+from draftcore.launcher import free_port
 from draftcore_sglang.internals import Limits, Runner, Settings
 
 
 class Ranks:
-    """The processes of all ranks. Raises DraftcoreError, and ends them, where one fails or dies."""
+    """The processes of all ranks; where one fails or dies, all are ended.
+
+    Raises DraftcoreError where they cannot start. Once they have run, it is RuntimeError: no batch is
+    at fault, and only a process begun anew has an engine again.
+    """
 
     def __init__(self, settings: Settings) -> None:
         context = torch.multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        port = _free_port()
+        self.path, self.failure = settings.path, ""
+        port = free_port()
         for rank in range(settings.tp):
             here, there = context.Pipe()
             given = (settings, rank, port, there)
@@ -38,12 +43,15 @@ class Ranks:
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
-        self.limits: Limits = self._answers()
+        try:
+            self.limits: Limits = self._answers()
+        except RuntimeError as error:
+            raise DraftcoreError(str(error)) from None
 
     def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
         """As `Runner.forward`; rank 0's result is returned."""
-        if not self.processes:
-            raise DraftcoreError("sglang's ranks have ended\n  start the run again")
+        if self.failure:
+            raise RuntimeError(self.failure)
         for rank, pipe in enumerate(self.pipes):
             try:
                 pipe.send((prompts, layers))
@@ -79,17 +87,17 @@ class Ranks:
             rank, reason = killed[0], "it was killed"
         process = self.processes[rank]
         self.close()
-        raise DraftcoreError(
-            f"rank {rank} of the target's {len(self.pipes)} failed: {reason}\n"
-            f"  (process {process.pid}, exit status {process.exitcode}); all ranks were ended"
+        self.failure = (
+            f"sglang's engine of {self.path!r} has ended: rank {rank} of {len(self.pipes)} failed: "
+            f"{reason}\n  (process {process.pid}, exit status {process.exitcode}); all ranks were ended"
         )
+        raise RuntimeError(self.failure)
 
     def close(self) -> None:
         """End all ranks, by force: they hold nothing but device memory."""
-        processes, self.processes = self.processes, []
-        for process in processes:
+        for process in self.processes:
             process.kill()
-        for process in processes:
+        for process in self.processes:
             process.join()
         for pipe in self.pipes:
             pipe.close()
@@ -110,10 +118,3 @@ def serve(settings: Settings, rank: int, port: int, pipe: Connection) -> None:
     except Exception as error:
         pipe.send((True, str(error)))
         sys.exit(1)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -30,12 +30,13 @@ from draftcore.contracts.serving import (
     DraftShape,
     FieldName,
     RowField,
+    hidden_field,
     nothing_to_go_on,
+    topk_fields,
 )
 from draftcore.errors import DraftcoreError, UsageError
 
 T = TypeVar("T")
-DTYPES = {"topk_p": "float32", "topk_index": "int64"}
 
 # ---------------------------------------------------------------- what goes in and out
 
@@ -114,34 +115,21 @@ def wire_row(algorithm: Algorithm, shape: DraftShape) -> tuple[RowField, ...]:
     row: tuple[RowField, ...] = ()
     if "disagg" in algorithm.offer.capabilities:
         row = tuple(algorithm.hook.disagg_row(shape=shape) or ())
-    where = f"the row of {algorithm.offer.name!r}"
     names = [field.name for field in row]
-    if len(set(names)) < len(names) or ("topk_p" in names) != ("topk_index" in names):
+    known = {field.name: field for field in (hidden_field(shape), *topk_fields(shape))}
+    fits = len(set(names)) == len(names) and ("topk_p" in names) == ("topk_index" in names)
+    if not fits or any(field != known.get(field.name) for field in row):
         raise UsageError(
-            f"{where} has the fields {', '.join(names)}\n  each once, both topk_ or none"
+            f"the row of {algorithm.offer.name!r} is not one that the wire has: {row}\n  return "
+            "hidden_field(shape), topk_fields(shape) of draftcore.contracts.serving, both, or nothing"
         )
-    for field in row:
-        _require_sendable(field, shape, where)
+    if "topk_p" in names and shape.proposals > WIRE_COLUMNS:
+        raise UsageError(
+            f"the row of {algorithm.offer.name!r} needs {shape.proposals} columns of topk_p, the wire "
+            f"has {WIRE_COLUMNS}\n  top-k {shape.topk} times {shape.layers} layers is "
+            f"{shape.proposals}\n  lower the draft's top-k or its number of steps"
+        )
     return row
-
-
-def _require_sendable(field: RowField, shape: DraftShape, where: str) -> None:
-    wire = {"hidden": shape.hidden_size, "topk_p": WIRE_COLUMNS, "topk_index": WIRE_COLUMNS}
-    if field.name not in wire:
-        raise UsageError(f"{where} has a field {field.name!r}\n  there are {', '.join(wire)}")
-    if field.needed > field.width and field.name != "hidden":
-        raise UsageError(
-            f"{where} needs {field.needed} columns of {field.name}, the wire has {WIRE_COLUMNS}\n"
-            f"  top-k {shape.topk} times {shape.layers} layers is {shape.proposals}\n"
-            "  lower the draft's top-k or its number of steps"
-        )
-    dtype = DTYPES.get(field.name, shape.dtype)
-    if (field.width, field.dtype) != (wire[field.name], dtype) or field.needed < 1:
-        raise UsageError(
-            f"{where} has {field.needed} of {field.width} {field.dtype} columns for {field.name}\n"
-            f"  the wire has {wire[field.name]} of {dtype}: take hidden_field(shape) and "
-            "topk_fields(shape) of draftcore.contracts.serving"
-        )
 
 
 # ---------------------------------------------------------------- taking over
@@ -163,14 +151,9 @@ def first_draft_input(
     """
     row = wire_row(algorithm, shape)
     batch = check_rows(algorithm, arrivals, row)
-    if last_tokens_B.shape != (len(batch.rids),) or last_tokens_B.dtype != torch.int64:
-        raise DraftcoreError(
-            f"{_shown(last_tokens_B)} last tokens for {len(batch.rids)} requests\n"
-            "  the serving engine's adapter owes one int64 token a request"
-        )
     if "disagg" in algorithm.offer.capabilities:
         found = algorithm.hook.build_disagg_draft_input(
-            batch=batch, last_tokens=last_tokens_B, future_map=_ReadOnly(future_map)
+            batch=batch, last_tokens=last_tokens_B, future_map=future_map
         )
     else:
         found = nothing_to_go_on(last_tokens_B)
@@ -237,21 +220,6 @@ def neutral_row(row: Sequence[RowField]) -> dict[str, Tensor | None]:
         values = torch.zeros(field.needed, dtype=getattr(torch, field.dtype))
         filled[field.name] = values + 1 if field.name == "topk_p" else values
     return filled
-
-
-class _ReadOnly:
-    """The relay as a hook sees it: only `first_draft_input` writes to it, once all has succeeded."""
-
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("publish", "stash"):
-            raise DraftcoreError(
-                f"build_disagg_draft_input may not {name}\n"
-                "  return the input: it is published, then stashed, once it has been checked"
-            )
-        return getattr(self._relay, name)
 
 
 def _check_answer(found: Any, size: int, name: str) -> None:

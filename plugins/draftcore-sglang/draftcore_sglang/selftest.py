@@ -11,6 +11,7 @@ Shape letters: T tokens, H width, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import warnings
 from collections.abc import Mapping
@@ -32,6 +33,11 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 FITS = 1.2  # weights, and what loading and a short prompt take beside them
 
 
+def prompt_of(target: TargetSpec) -> list[int]:
+    """Return the short prompt that is captured for the check."""
+    return [token % target.vocab_size for token in range(10, 26)]
+
+
 def reference(
     target: TargetSpec, request: FeatureRequest, prompt: list[int]
 ) -> dict[str, Tensor] | None:
@@ -47,7 +53,8 @@ def reference(
     model = held or TransformersModel(target)
     tokens_BT = torch.tensor([prompt], device=model.device)
     lengths_B = torch.tensor([len(prompt)], device=model.device)
-    taken = model.features(tokens_BT, lengths_B, request)
+    own = dataclasses.replace(request, dtype=str(model.dtype).removeprefix("torch."))
+    taken = model.features(tokens_BT, lengths_B, own)
     found = {name: taken[name][0].cpu() for name in request.names}
     del model, taken
     gc.collect()
@@ -84,17 +91,26 @@ def require_same(
             )
 
 
-def require_own_head(target: TargetSpec, found: Mapping[str, Tensor]) -> None:
-    """Raise UsageError unless last hidden x head gives sglang's own log-probabilities."""
-    hidden_H, theirs_V = found["last_hidden"][-1], found["logits"][-1]
+def require_own_head(
+    target: TargetSpec,
+    hidden_H: Tensor,
+    theirs_K: Tensor,
+    tokens: slice | list[int] = slice(None),
+    who: str = "sglang",
+) -> None:
+    """Raise UsageError unless last hidden x head gives the log-probabilities that were computed there.
+
+    Those are of all tokens, or of these.
+    """
     head_VH = target.head().to(hidden_H)
-    ours = torch.log_softmax((head_VH @ hidden_H).double(), -1)
-    theirs = torch.log_softmax(theirs_V[: len(head_VH)].double(), -1)
-    gap = float((ours - theirs).abs().max())
+    ours_K = torch.log_softmax((head_VH @ hidden_H).double(), -1)[tokens]
+    gap = float((ours_K - theirs_K.to(ours_K)).abs().max())
     bound = 1e-3 if target.dtype == torch.float32 else 0.1
     if not gap <= bound:
         raise UsageError(
-            f"the last hidden state times the head of {target.path!r} is not sglang's own\n"
-            f"  prediction: log-probabilities differ by {gap:.3g} (bound {bound:.3g})\n"
-            "  models that scale or cap their logits are not supported as targets"
+            f"{who} does not predict as its last hidden state times the head of {target.path!r}: "
+            f"log-probabilities differ by {gap:.3g}\n  (bound {bound:.3g}): it has other weights, or a "
+            "model that scales or caps its logits, which cannot be a target\n"
+            "  start it with the run's target, or, where weights are meant to differ, set "
+            "capture.options.self_test=false"
         )

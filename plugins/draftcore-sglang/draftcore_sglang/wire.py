@@ -12,24 +12,21 @@ whatever does not have the form below is refused before anything is done with it
 from __future__ import annotations
 
 import base64
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from torch import Tensor
 
 from draftcore.errors import DraftcoreError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 FIELD = "draftcore"
-VERSION = 1
-SAMPLE_ID = re.compile(r"[0-9a-f]{16,64}")
-NAME = re.compile(r"hidden\.\d{1,4}|last_hidden")
-BESIDE = re.compile(r"[a-z][a-z_]{0,31}")
-DTYPES = ("float32", "bfloat16", "float16")
-BESIDE_DTYPES = ("int64", "int32", "bool", "float32")
-MAX_BESIDE, MAX_ORIGIN = 8, 4096
+VERSION: Literal[1] = 1
+Name = Annotated[str, Field(pattern=r"^(hidden\.[0-9]{1,4}|last_hidden)$")]
+Beside = Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
+BesideDtype = Annotated[str, Field(pattern=r"^(int64|int32|bool|float32)$")]
 # Kinds of error. The first three cannot go better another time.
 REFUSED, SHORT, NOT_FINITE = "refused", "short", "not-finite"
 FULL, AWAY, BUSY, FAILED = "full", "away", "busy", "failed"
@@ -47,55 +44,36 @@ class Refusal(DraftcoreError):  # noqa: N818  a state that some clients wait out
         return {"error": self.kind, "reason": str(self)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Ask:
     """A sample to capture: its features, and [T] tensors that are stored beside them.
 
     `lent` says that the client only wants to read it, and frees it then.
     """
 
-    sample: str
-    names: tuple[str, ...]
-    dtype: str
-    origin: str
-    beside: Mapping[str, tuple[str, str]]  # name: dtype, base64 of the bytes
+    sample: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+    names: Annotated[tuple[Name, ...], Field(min_length=1)]
+    dtype: Annotated[str, Field(pattern=r"^(float32|bfloat16|float16)$")]
+    origin: Annotated[str, Field(max_length=4096)]
+    beside: Annotated[dict[Beside, tuple[BesideDtype, str]], Field(max_length=8)]  # packed
     lent: bool = False
+    version: Literal[1] = VERSION
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "version": VERSION,
-            **vars(self),
-            "names": list(self.names),
-            "beside": {name: list(value) for name, value in self.beside.items()},
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Ask:
         """Read an ask from outside. Raises Refusal for all that is not of this form."""
-        if not isinstance(data, dict) or data.get("version") != VERSION:
-            raise Refusal(REFUSED, f"this server reads version {VERSION} of the request field")
-        fields: dict[str, Any] = {name: data.get(name) for name in cls.__dataclass_fields__}
-        sample, names, beside = fields["sample"], fields["names"], fields["beside"]
-        wrong = next(
-            (
-                name
-                for name, right in {
-                    "sample": _matches(SAMPLE_ID, sample),
-                    "names": _list_of(names, NAME),
-                    "dtype": fields["dtype"] in DTYPES,
-                    "origin": isinstance(fields["origin"], str)
-                    and len(fields["origin"]) <= MAX_ORIGIN,
-                    "beside": _are_beside(beside),
-                    "lent": isinstance(fields["lent"], bool),
-                }.items()
-                if not right
-            ),
-            None,
-        )
-        if wrong is not None:
-            raise Refusal(REFUSED, f"the request's {wrong!r} does not have the form it must have")
-        pairs = {name: (value[0], value[1]) for name, value in beside.items()}
-        return cls(**{**fields, "names": tuple(names), "beside": pairs})
+        try:
+            return _ASK.validate_python(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, (FIELD, *first["loc"])))
+            raise Refusal(REFUSED, f"the request's {where!r}: {first['msg']}") from None
+
+
+_ASK = TypeAdapter(Ask)
 
 
 def pack(value_T: Tensor) -> tuple[str, str]:
@@ -106,34 +84,6 @@ def pack(value_T: Tensor) -> tuple[str, str]:
 
 def unpack(dtype: str, text: str) -> Tensor:
     """Read what `pack` wrote. Raises ValueError for text that is not."""
-    import torch  # the client's and the scheduler's processes have it; listing plugins does not
-
     raw = bytearray(base64.b64decode(text, validate=True))
     kind: torch.dtype = getattr(torch, dtype)
     return torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
-
-
-def _matches(pattern: re.Pattern[str], value: Any) -> bool:
-    return isinstance(value, str) and pattern.fullmatch(value) is not None
-
-
-def _list_of(values: Any, pattern: re.Pattern[str]) -> bool:
-    return isinstance(values, list) and 0 < len(values) == len(
-        {value for value in values if _matches(pattern, value)}
-    )
-
-
-def _are_beside(values: Any) -> bool:
-    return (
-        isinstance(values, dict)
-        and len(values) <= MAX_BESIDE
-        and all(
-            _matches(BESIDE, name)
-            and name != "last_hidden"
-            and isinstance(value, list)
-            and len(value) == 2
-            and value[0] in BESIDE_DTYPES
-            and isinstance(value[1], str)
-            for name, value in values.items()
-        )
-    )

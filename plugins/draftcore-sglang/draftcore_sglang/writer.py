@@ -171,12 +171,11 @@ class Writer:
         if not self._found_finite(job, dtype):
             for name, value_TH in tensors.items():
                 require_finite(name, value_TH)
-        for name, packed in job.ask.beside.items():
-            value_T = unpack(*packed)
+        beside = {name: unpack(*packed) for name, packed in job.ask.beside.items()}
+        for name, value_T in beside.items():
             if len(value_T) != job.tokens:
                 raise Refusal(REFUSED, f"{len(value_T)} rows of {name!r} for {job.tokens} tokens")
-            tensors[name] = value_T
-        return StoreItem(job.ask.sample, tensors, job.tokens, job.ask.origin)
+        return StoreItem(job.ask.sample, beside | tensors, job.tokens, job.ask.origin)
 
     def _found_finite(self, job: Job, dtype: torch.dtype) -> bool:
         """Say whether a device found all of this job finite, also in the type that is stored."""

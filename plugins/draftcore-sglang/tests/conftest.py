@@ -13,4 +13,5 @@ if importlib.util.find_spec("draftcore_sglang_cpu") and not torch.cuda.is_availa
 
     mend_torchvision()  # before transformers looks for it
     os.environ["SGLANG_PLATFORM"] = "draftcore_cpu"
+    os.environ["TRITON_INTERPRET"] = "1"  # read when sglang defines its kernels
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

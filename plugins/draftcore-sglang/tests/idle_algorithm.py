@@ -1,11 +1,10 @@
 """An algorithm that does nothing: its hooks are there, and its worker proposes no token.
 
-Copied beside the metadata of a dist of its own, so that a server finds it as it finds any plugin.
-With DRAFTCORE_IDLE_LOG the hook writes down what it was called with.
+Beside the metadata of a dist of its own a server finds it as it finds any plugin. The hook prints
+what it was called with.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +38,6 @@ def forward_loss(draft: Any, batch: Any, context: Any) -> Any: ...
 
 @hookimpl
 def build_disagg_draft_input(batch: DisaggBatch, last_tokens: Any) -> DraftInput:
-    if log := os.environ.get("DRAFTCORE_IDLE_LOG"):
-        with open(log, "a") as file:
-            called = {"lengths": batch.seq_lens_B.tolist(), "tokens": last_tokens.tolist()}
-            file.write(json.dumps(called) + "\n")
+    called = {"lengths": batch.seq_lens_B.tolist(), "tokens": last_tokens.tolist()}
+    print("CALLED", json.dumps(called), flush=True)
     return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)

@@ -140,10 +140,8 @@ def test_a_server_accepts_as_many_tokens_as_eval_says(
 ) -> None:
     """The first token of an answer comes from the prompt's forward; a round is one verification."""
     target = TransformersTarget(str(QUICKSTART / "target"))
-    prompts, _ = read_prompts(
-        str(QUICKSTART / "data" / "eval.jsonl"), target.tokenizer, PROMPTS, 512
-    )
-    answers = generate(serve(label), [list(prompt.token_ids) for prompt in prompts])
+    prompts = read_prompts(str(QUICKSTART / "data" / "eval.jsonl"), target.tokenizer, PROMPTS, 512)
+    answers = generate(serve(label), prompts)
     tokens = sum(answer["completion_tokens"] - 1 for answer in answers)
     rounds = sum(answer["spec_verify_ct"] for answer in answers)
     low, high = reports[label]["acceptance_length_95"]

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from draftcore_sdk.captures import CaptureSuite, capture_target, open_through
+from draftcore_sdk.captures import CaptureSuite, capture_target
+from draftcore_sdk.suite import opened
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.target import TransformersTarget
@@ -23,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         TransformersTarget(str(written), device="cpu"),
         FeatureRequest((1,), True, "float32"),
     )
-    kept = open_through(PLUGIN, NAME, target, request, OPTIONS)
+    kept = opened(PLUGIN, "capture", NAME, OPTIONS, target=target, request=request)
     yield written
     kept.close()
 

@@ -51,31 +51,25 @@ def job(
     return Job(sample, ask, sum(map(len, chunks)), parts)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_states_are_stored_in_the_asked_type_whatever_the_models_is(
-    writer: Writer, store: ShmStore, dtype: str
-) -> None:
-    chunks = torch.randn(7, 4).bfloat16().split([4, 3])
-    writer.write([job(writer, *chunks, dtype=dtype)])
-    with store.get(store.lookup([SAMPLE])[SAMPLE]) as handle:
-        assert handle.tensors["hidden.1"].equal(torch.cat(chunks).to(getattr(torch, dtype)))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_number_that_is_not_finite_is_noticed(
-    writer: Writer, value: float, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("value", "dtype", "stored"),
+    [
+        (float("nan"), torch.float32, "float32"),
+        (float("inf"), torch.bfloat16, "bfloat16"),
+        (float("-inf"), torch.float16, "float16"),
+        (1e6, torch.float32, "float16"),
+    ],
+)
+def test_one_number_that_is_not_finite_as_it_is_stored_is_noticed_and_spoils_no_other_sample(
+    writer: Writer, value: float, dtype: torch.dtype, stored: str
 ) -> None:
     states_TH = torch.randn(33, 65).to(dtype)
     states_TH[17, 29] = value
-    receipt = writer.write([job(writer, states_TH)])[SAMPLE]
-    assert receipt["error"] == "not-finite"
-    assert "hidden.1" in receipt["reason"]
-
-
-def test_what_is_not_finite_in_the_stored_type_alone_is_refused_too(writer: Writer) -> None:
-    receipt = writer.write([job(writer, torch.full((3, 4), 1e6), dtype="float16")])[SAMPLE]
-    assert receipt["error"] == "not-finite"
+    other = job(writer, torch.zeros(3, 4), at=32 << 10, sample=OTHER)
+    receipts = writer.write([job(writer, states_TH, dtype=stored), other])
+    assert receipts[SAMPLE]["error"] == "not-finite"
+    assert "hidden.1" in receipts[SAMPLE]["reason"]
+    assert "ref" in receipts[OTHER]
 
 
 @pytest.mark.parametrize(
@@ -95,13 +89,6 @@ def test_what_a_device_found_finite_in_the_stored_type_is_not_looked_at_again(
     receipts = writer.write(jobs)
     assert ("error" in receipts[SAMPLE]) == looked
     assert "ref" in receipts[OTHER]
-
-
-def test_one_sample_that_cannot_be_stored_spoils_no_other(writer: Writer) -> None:
-    bad = job(writer, torch.full((3, 4), torch.nan), at=4096, sample=OTHER)
-    receipts = writer.write([job(writer, torch.zeros(3, 4)), bad])
-    assert "ref" in receipts[SAMPLE]
-    assert receipts[OTHER]["error"] == "not-finite"
 
 
 def test_a_full_store_is_said_to_be_full(writer: Writer, store: ShmStore) -> None:

@@ -153,9 +153,9 @@ class DirChannel:
         return str(head["start"])
 
     def _set_head(self, start: str) -> None:
-        aside = self.folder / f".head.{uuid.uuid4().hex}"
-        aside.write_bytes(seal(self.key, 0, to_bytes({"start": start})))
-        aside.replace(self.folder / "head.json")
+        fresh = self.folder / f".head.{uuid.uuid4().hex}"
+        fresh.write_bytes(seal(self.key, 0, to_bytes({"start": start})))
+        fresh.replace(self.folder / "head.json")
 
     def _begin(self, work: Callable[..., None], *given: object) -> None:
         self.threads.append(threading.Thread(target=work, args=given, name="queue", daemon=True))

@@ -41,7 +41,7 @@ class Echo:
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> tuple[Lines, Lines]:
+def lines(tmp_path: Path) -> tuple[Lines, Lines]:
     """A writer and a reader of the same lines."""
     writer, reader = Lines(tmp_path, "one", SECRET), Lines(tmp_path, "one", SECRET)
     writer.path(1).touch()
@@ -55,13 +55,8 @@ def client(tmp_path: Path) -> Iterator[Client]:
     client.close()
 
 
-@pytest.fixture
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SEGMENT", 200)
-
-
-def test_a_torn_line_is_not_parsed_until_it_is_whole(ends: tuple[Lines, Lines]) -> None:
-    writer, reader = ends
+def test_a_torn_line_is_not_parsed_until_it_is_whole(lines: tuple[Lines, Lines]) -> None:
+    writer, reader = lines
     file = writer.path(1)
     writer.write(b'{"n":1}')
     assert reader.read() == {"n": 1}
@@ -79,9 +74,9 @@ def test_a_torn_line_is_not_parsed_until_it_is_whole(ends: tuple[Lines, Lines]) 
 
 @pytest.mark.parametrize("of", ["secret", "name", "start", "number"])
 def test_a_line_of_another_is_never_parsed(
-    tmp_path: Path, ends: tuple[Lines, Lines], of: str
+    tmp_path: Path, lines: tuple[Lines, Lines], of: str
 ) -> None:
-    writer, reader = ends
+    writer, reader = lines
     other = Lines(
         tmp_path / "another" if of == "start" else tmp_path,
         "another" if of == "name" else "one",
@@ -96,23 +91,10 @@ def test_a_line_of_another_is_never_parsed(
     assert reader.read() is None
 
 
-@pytest.mark.usefixtures("small_segments")
-def test_files_follow_each_other_and_go_once_read(
-    tmp_path: Path, ends: tuple[Lines, Lines]
-) -> None:
-    writer, reader = ends
-    for number in range(20):
-        writer.write(b'{"n":%d}' % number)
-    assert len(list(tmp_path.iterdir())) > 5
-    assert [reader.read() for _ in range(20)] == [{"n": number} for number in range(20)]
-    assert reader.read() is None
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_a_write_that_failed_is_repeated_in_its_place(
-    ends: tuple[Lines, Lines], monkeypatch: pytest.MonkeyPatch
+    lines: tuple[Lines, Lines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, reader = ends
+    writer, reader = lines
     writer.write(b'{"n":1}')
     pwrite = os.pwrite
 
@@ -128,8 +110,10 @@ def test_a_write_that_failed_is_repeated_in_its_place(
     assert [reader.read(), reader.read(), reader.read()] == [{"n": 1}, {"n": 2}, None]
 
 
-@pytest.mark.usefixtures("small_segments")
-def test_a_long_run_leaves_few_files(tmp_path: Path, client: Client) -> None:
+def test_a_long_run_leaves_few_files(
+    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SEGMENT", 200)
     channel = DirChannel(tmp_path, SECRET, 60.0)
     start = channel.serve(Echo())
     for number in range(20):

@@ -47,13 +47,7 @@ from draftcore.contracts.store import (
     TensorSpec,
 )
 from draftcore.errors import UsageError
-from draftcore.features.stores.base import (
-    OpenHandle,
-    describe_items,
-    new_generation,
-    not_held,
-    select_names,
-)
+from draftcore.features.stores.base import BaseStore, Key, describe_items, new_generation, not_held
 from draftcore.features.stores.seals import bytes_of, copy_sealed
 from draftcore.uris import format_size, parse_uri
 from draftcore_shm.segment import (
@@ -89,33 +83,24 @@ class _Block:
         return cls(text, tuple(starts), size)
 
 
-@dataclass
-class _Pin:
-    """A slot that this store reads, through how many handles."""
-
-    slot: int
-    handles: int = 0
-
-
-class ShmStore:
+class ShmStore(BaseStore):
     """Features in a segment of shared memory, at most `max_bytes` of them."""
+
+    max_bytes: int
 
     def __init__(self, place: str, *, max_bytes: int | None = None, run: str = "") -> None:
         """Open a name in /dev/shm, or a file where `place` has a slash. Raises UsageError."""
         self.path = path = _path(place)
-        self.uri = f"shm:{quote(str(path) if '/' in place else place)}"
+        uri = f"shm:{quote(str(path) if '/' in place else place)}"
         if len(run.encode()) > RUN.stop - RUN.start:
             raise UsageError(f"the run's name {run!r} is too long\n  give it 512 bytes at most")
         remove_abandoned(other for other in SHM.glob(_path("*").name) if other != path)
-        self._segment = open_segment(
-            path, self.uri, max_bytes=max_bytes, default=DEFAULT_BYTES, run=run
-        )
+        self._segment = open_segment(path, uri, max_bytes=max_bytes, default=DEFAULT_BYTES, run=run)
         table = self._segment.table
-        self.max_bytes = table.capacity
+        super().__init__(uri, table.capacity)
         self._blocks = torch.frombuffer(table.map, dtype=torch.uint8, offset=table.blocks_at)
-        self._pins: dict[tuple[str, str], _Pin] = {}
-        self._puts = 0  # in progress
-        self._closed = False
+        self._slots: dict[Key, int] = {}  # of what is read here
+        self._putting = 0  # in progress
 
     @classmethod
     def open(cls, uri: str) -> "ShmStore":
@@ -129,9 +114,6 @@ class ShmStore:
         return cls(parsed.path, max_bytes=parsed.size("max_bytes"), run=run)
 
     # ------------------------------------------------------------ writing
-
-    def put(self, item: StoreItem) -> SampleRef:
-        return self.put_many([item])[0]
 
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
         """Copy samples into the ring. Raises StoreFull, or StoreError for more than it ever holds."""
@@ -147,11 +129,11 @@ class ShmStore:
         with self._exclusive():
             slots = self._claim(refs, blocks, generation)
             starts = [self._start(slot) for slot in slots]
-            self._puts += 1
+            self._putting += 1
         whole: list[int] = []
         try:
             for item, ref, block, start in zip(items, refs, blocks, starts, strict=True):
-                self._write(item, ref, block, start)
+                self._copy(item, ref, block, start)
             whole = slots
         finally:
             with self._segment.exclusive():
@@ -159,7 +141,7 @@ class ShmStore:
                     self._segment.commit(whole)
                 else:
                     self._segment.abandon(_attempt(generation))
-                self._puts -= 1
+                self._putting -= 1
                 self._leave_if_unused()
         return refs
 
@@ -209,7 +191,7 @@ class ShmStore:
             remedy="free samples, or raise max_bytes in the store's URI",
         )
 
-    def _write(self, item: StoreItem, ref: SampleRef, block: _Block, start: int) -> None:
+    def _copy(self, item: StoreItem, ref: SampleRef, block: _Block, start: int) -> None:
         seals = []
         for spec, at in zip(ref.tensors, block.starts, strict=True):
             digest, place = xxhash.xxh3_64(), self._segment.table.blocks_at + start + at
@@ -224,31 +206,24 @@ class ShmStore:
 
     # ------------------------------------------------------------ reading
 
-    def get(
-        self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None
-    ) -> OpenHandle:
-        return self.get_many([ref], device, names)[0]
-
-    def get_many(
-        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
-    ) -> tuple[OpenHandle, ...]:
-        """Open samples; on the CPU their tensors are views of the ring, not to be written to."""
+    def _pin(self, refs: Sequence[SampleRef]) -> list[SampleRef]:
         with self._exclusive():
             slots = [self._require(ref) for ref in refs]
             for ref, slot in zip(refs, slots, strict=True):
-                self._pins.setdefault(ref.key, _Pin(slot)).handles += 1
+                self._readers[ref.key] += 1
+                self._slots[ref.key] = slot
                 self._segment.pin(slot)
-            heads = [(self._start(slot), self._head(slot)) for slot in slots]
-        try:
-            found = [
-                self._read(ref, start, head, device, names)
-                for ref, (start, head) in zip(refs, heads, strict=True)
-            ]
-        except BaseException:
-            for ref in refs:
-                self._close_handle(ref)
-            raise
-        return tuple(OpenHandle(own, tensors, self._close_handle) for own, tensors in found)
+        return list(refs)
+
+    def _unpin(self, ref: SampleRef) -> None:
+        if self._segment.locks.forked:
+            return  # the parent's handle, which only the parent closes
+        with self._segment.exclusive():
+            self._readers[ref.key] -= 1
+            if not self._readers[ref.key]:
+                del self._readers[ref.key]
+                self._segment.unpin(self._slots.pop(ref.key))
+            self._leave_if_unused()
 
     def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
         with self._exclusive():
@@ -263,24 +238,27 @@ class ShmStore:
         return slot
 
     def _read(
-        self, ref: SampleRef, start: int, head: bytes, device: str, names: Sequence[str] | None
-    ) -> tuple[SampleRef, dict[str, Tensor]]:
-        own, text, seals = self._parse(ref.feature_id, head)
-        if own.generation != ref.generation:
-            raise self._torn(ref.feature_id, "it holds another put's bytes")
-        block = _Block.of(own, text)
-        at = {
-            spec.name: (spec, start + offset, seal)
-            for spec, offset, seal in zip(own.tensors, block.starts, seals, strict=True)
-        }
-        tensors = {}
-        for name in select_names(own, names):
-            spec, offset, seal = at[name]
-            flat = self._blocks[offset : offset + _nbytes(spec)]
-            if xxhash.xxh3_64_intdigest(bytes_of(flat)) != seal:
-                raise self._torn(ref.feature_id, f"tensor {name!r} is torn or altered")
-            tensors[name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape).to(device)
-        return own, tensors
+        self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]], device: str
+    ) -> list[dict[str, Tensor]]:
+        """On the CPU the tensors are views of the ring, not to be written to."""
+        with self._segment.exclusive():
+            slots = [self._slots[ref.key] for ref in refs]
+            heads = [(self._start(slot), self._head(slot)) for slot in slots]
+        found = []
+        for ref, wanted, (start, head) in zip(refs, names, heads, strict=True):
+            own, text, seals = self._parse(ref.feature_id, head)
+            if own.generation != ref.generation:
+                raise self._torn(ref.feature_id, "it holds another put's bytes")
+            tensors = {}
+            for spec, at, seal in zip(own.tensors, _Block.of(own, text).starts, seals, strict=True):
+                if spec.name in wanted:
+                    flat = self._blocks[start + at : start + at + _nbytes(spec)]
+                    if xxhash.xxh3_64_intdigest(bytes_of(flat)) != seal:
+                        raise self._torn(ref.feature_id, f"tensor {spec.name!r} is torn or altered")
+                    value = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+                    tensors[spec.name] = value.to(device)
+            found.append(tensors)
+        return found
 
     def _head(self, slot: int) -> bytes:
         """Copy a block's head, as long as it says it is but never longer than the block."""
@@ -314,7 +292,7 @@ class ShmStore:
             table = self._segment.table
             samples, live = int((table.state == HELD).sum()), table.state != FREE
             nbytes, size = int(table.nbytes[live].sum()), int(table.size[live].sum())
-            handles = sum(pin.handles for pin in self._pins.values())
+            handles = self._readers.total()
         return StoreStats(samples, nbytes, self.max_bytes, handles, self.max_bytes - size)
 
     def close(self) -> None:
@@ -325,19 +303,8 @@ class ShmStore:
             self._closed = True
             self._leave_if_unused()
 
-    def _close_handle(self, ref: SampleRef) -> None:
-        if self._segment.locks.forked:
-            return  # the parent's handle, which only the parent closes
-        with self._segment.exclusive():
-            pin = self._pins[ref.key]
-            pin.handles -= 1
-            if not pin.handles:
-                del self._pins[ref.key]
-                self._segment.unpin(pin.slot)
-            self._leave_if_unused()
-
     def _leave_if_unused(self) -> None:
-        if self._closed and not self._puts and not self._pins:
+        if self._closed and not self._putting and not self._slots:
             self._segment.leave()
             del self._blocks
 
@@ -345,8 +312,7 @@ class ShmStore:
     def _exclusive(self) -> Iterator[None]:
         """Hold the mutex of a segment that is open and in its place."""
         with self._segment.exclusive():
-            if self._closed:
-                raise StoreError(f"the store {self.uri} is closed\n  open it again")
+            self._require_open()
             self._segment.require_present()
             yield
 

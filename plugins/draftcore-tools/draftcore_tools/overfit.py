@@ -31,7 +31,7 @@ from draftcore.contracts.target import TargetSpec
 from draftcore.data.conversations import BadRow, read_conversations
 from draftcore.data.rendering import Renderer
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.evaluation.decode import Clock, EagerRunner, resolve_ties, speculate
+from draftcore.evaluation.decode import EagerRunner, resolve_ties, speculate
 from draftcore.export import export, find_checkpoint, load_checkpoint, load_export
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run, capture_all, train
@@ -261,8 +261,8 @@ def decode(
     wanted = 1 + (whole or len(sample.answer) - 1)
     config = EvalConfig(max_new_tokens=wanted)
     runner = EagerRunner(model, drafter)
-    (decoded,) = speculate(runner, [sample.prompt], config, Clock())
-    resolve_ties(runner, sample.prompt, decoded, sample.answer[:wanted], config, Clock())
+    (decoded,) = speculate(runner, [sample.prompt], config)
+    resolve_ties(runner, decoded, sample.answer[:wanted], config)
     tokens = len(decoded.tokens) - 1
     rounds = -(-tokens // block)  # as many as there are if no draft is wrong
     by_position = tuple(

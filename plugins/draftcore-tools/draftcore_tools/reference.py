@@ -146,8 +146,7 @@ def find_folder(export: Path, manifest: Mapping[str, Any], run: Path | None) -> 
 def prompts_of(target: TargetSpec, source: str | None) -> list[list[int]]:
     """Return the token ids of a few prompts: a file's first, or built-in questions."""
     if source is not None:
-        prompts, _ = read_prompts(source, target.tokenizer, PROMPTS, LONGEST)
-        return [list(prompt.token_ids) for prompt in prompts]
+        return read_prompts(source, target.tokenizer, PROMPTS, LONGEST)
     renderer = Renderer(target.tokenizer)
     asked = [{"role": "user", "content": text} for text in QUESTIONS]
     return [renderer.prompt([one, {"role": "assistant", "content": "."}]) for one in asked]
@@ -161,10 +160,10 @@ def draft_rounds(
     room = len(prompt) + ROUNDS * (drafter.num_drafts + 1)
     cache, state = model.allocate(1, room), drafter.allocate(1, room)
     tokens_1T = torch.tensor([list(prompt)], device=model.device)
-    positions_1T = torch.arange(len(prompt), device=model.device)[None]
-    features = model.forward(cache, tokens_1T, positions_1T, len(prompt), drafter.request)
-    last_1 = model.logits(features["last_hidden"][:, -1]).argmax(-1)
     lengths_1 = torch.tensor([len(prompt)], device=model.device)
+    starts_1 = torch.zeros_like(lengths_1)
+    features = model.forward(cache, tokens_1T, starts_1, len(prompt), drafter.request)
+    last_1 = model.logits(features["last_hidden"][:, -1]).argmax(-1)
     drafter.prefill(state, tokens_1T, lengths_1, features, last_1)
     fed, rounds = dict(features), []
     generator = torch.Generator(model.device).manual_seed(number)
@@ -181,9 +180,9 @@ def draft_rounds(
             )
         )  # fmt: skip
         window_1T = torch.cat([last_1[:, None], greedy_1K], 1)
-        at_1T = len(tokens_1T[0]) + torch.arange(window_1T.shape[1], device=model.device)[None]
-        span = int(at_1T[0, -1]) + 1
-        features = model.forward(cache, window_1T, at_1T, span, drafter.request)
+        starts_1 = torch.full_like(last_1, tokens_1T.shape[1])
+        span = tokens_1T.shape[1] + window_1T.shape[1]
+        features = model.forward(cache, window_1T, starts_1, span, drafter.request)
         logits_1TV = model.logits(features["last_hidden"])
         new_1T, counts_1 = verify(logits_1TV, greedy_1K, None, 0.0, generator)
         drafter.accept(state, new_1T, features, counts_1)

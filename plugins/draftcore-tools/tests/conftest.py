@@ -19,7 +19,7 @@ from torch import Tensor
 from draftcore.cli import main
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},
+    "eagle3": {"draft_vocab_size": 120, "ttt_length": 4, "num_drafts": 4},
     "dflash": {"num_layers": 2, "block_size": 5, "layers": [1, 4]},
     "domino": {
         "num_layers": 2, "block_size": 5, "layers": [1, 4], "gru_hidden_dim": 20, "emb_dim": 16,

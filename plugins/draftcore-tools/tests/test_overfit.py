@@ -13,23 +13,19 @@ from click.testing import Result
 from draftcore_sdk.targets import conversations
 
 Overfit = Callable[..., Result]
-BACKBONE = {"num_layers": 2, "block_size": 5, "layers": [1, 4]}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "eagle3": {"draft_vocab_size": 120, "ttt_length": 4, "num_drafts": 4},
-    "dflash": BACKBONE,
-    "domino": {**BACKBONE, "gru_hidden_dim": 20, "emb_dim": 16},
-}
 
 
 @pytest.fixture
-def overfit(tmp_path: Path, target_folder: Path, run_cli: Any) -> Overfit:
+def overfit(
+    tmp_path: Path, target_folder: Path, run_cli: Any, algorithm_options: dict[str, dict[str, Any]]
+) -> Overfit:
     def start(algorithm: str, *arguments: str, plugin: Path | None = None, **run: Any) -> Result:
         config = {
             "run": str(tmp_path / "run"),
             "target": {"path": str(target_folder), "device": "cpu"},
             "data": {"train": str(conversations(tmp_path / "train.jsonl", 3))},
             "train": {"device": "cpu"},
-            **(run or {"algorithm": {"name": algorithm, "options": OPTIONS[algorithm]}}),
+            **(run or {"algorithm": {"name": algorithm, "options": algorithm_options[algorithm]}}),
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         loose = ["--plugin", plugin] if plugin else []
@@ -65,16 +61,13 @@ def test_too_few_steps_say_that_training_stopped(overfit: Overfit) -> None:
     assert "--lr" in result.output
 
 
-def test_several_drafts_learn_one_after_the_other(overfit: Overfit) -> None:
-    drafts = {
-        label: {"algorithm": {"name": "dflash", "options": BACKBONE}} for label in ("one", "two")
-    }
-    result = overfit("dflash", "--row", "2", drafts=drafts)
+def test_several_drafts_learn_one_after_the_other(
+    overfit: Overfit, algorithm_options: dict[str, dict[str, Any]]
+) -> None:
+    algorithm = {"name": "dflash", "options": algorithm_options["dflash"]}
+    result = overfit("dflash", "--row", "2", drafts={n: {"algorithm": algorithm} for n in "ab"})
     assert result.exit_code == 0, result.output
-    assert [line for line in result.stdout.splitlines() if line in ("one:", "two:")] == [
-        "one:",
-        "two:",
-    ]
+    assert [line for line in result.stdout.splitlines() if line in ("a:", "b:")] == ["a:", "b:"]
 
 
 def test_a_row_that_is_not_there_is_refused(overfit: Overfit) -> None:
@@ -92,18 +85,14 @@ from draftcore import hookimpl
 @hookimpl(wrapper=True)
 def drafter(draft, target, options):
     drafter = yield
-    prefill = drafter.prefill
+    prefill, accept = drafter.prefill, drafter.accept
 
-    def late(state, tokens, lengths, features, last):
-        prefill(state, tokens, lengths, {n: x.roll(1, 1) for n, x in features.items()}, last)
+    def late(features):
+        return {name: value.roll(1, 1) for name, value in features.items()}
 
-    drafter.prefill = late
-    accept = drafter.accept
-
-    def late_too(state, tokens, features, counts):
-        accept(state, tokens, {n: x.roll(1, 1) for n, x in features.items()}, counts)
-
-    drafter.accept = late_too
+    drafter.prefill = lambda state, tokens, lengths, given, last: prefill(
+        state, tokens, lengths, late(given), last)
+    drafter.accept = lambda state, tokens, given, counts: accept(state, tokens, late(given), counts)
     return drafter
 """
 FORGETFUL = """

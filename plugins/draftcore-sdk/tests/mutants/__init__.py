@@ -1,19 +1,23 @@
 """Tries the conformance suites on wrong plugins: each must be failed by the test that names its fault.
 
-A file beside this one holds the `Mutants` of one suite: a right plugin as text, and what is wrong
-with each wrong one. `test_suites_catch.py` asserts what became of them.
+A file beside this one holds the `MUTANTS` of one suite: a right plugin as text, and a table of the
+wrong ones. A line `== NAME: TEST` begins a wrong plugin and says by which test it must be caught
+(`passes`: it is right in its own way); what follows makes the right plugin wrong. That is code,
+which stands behind the right plugin's and defines names of it anew, or a patch: lines of the right
+plugin's files that go (-), come (+) or stay.
 """
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
 from draftcore_sdk.suite import Suite, child_environment
 
+# A mutant that fails by one of these is not wrong but broken.
+SLIPS = ("NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError")
 TEST_FILE = """\
 from pathlib import Path
 
@@ -21,19 +25,39 @@ import pytest
 from {module} import {suite}
 
 class TestSuite({suite}):
+    {body}
 """
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A plugin that differs from the right one of its kind.
+    """A plugin that differs from the right one of its kind by code or by a patch."""
 
-    `change` is code that stands behind the right plugin's and defines names of it anew; or it says
-    for parts of the right plugin's text, which may lie in any file, what stands there instead.
-    """
+    caught_by: str  # the test that must fail; '' where it is right
+    change: str = ""
 
-    caught_by: str  # the test that must fail; '' where the plugin is right in its own way
-    change: str | Mapping[str, str] = ""
+    def applied(self, files: Mapping[str, str]) -> dict[str, str]:
+        """Return the files of the right plugin, changed."""
+        if not self.change.startswith(("-", "+", " ")):
+            first = next(iter(files))
+            return {**files, first: f"{files[first]}\n{self.change}"}
+        for hunk in self.change.split("\n\n"):
+            lines = hunk.strip("\n").split("\n")
+            old = "\n".join(line[1:] for line in lines if line[0] in " -")
+            new = "\n".join(line[1:] for line in lines if line[0] in " +")
+            assert old in "\n".join([*files, *files.values()]), f"the right plugin has no {old!r}"
+            files = {path.replace(old, new): text.replace(old, new) for path, text in files.items()}
+        return dict(files)
+
+
+def wrong(table: str) -> dict[str, Mutant]:
+    """Read a table of wrong plugins, by name."""
+    found = {}
+    for entry in table.split("\n== ")[1:]:
+        head, _, change = entry.partition("\n")
+        name, _, test = head.partition(": ")
+        found[name] = Mutant("" if test == "passes" else test, change.rstrip())
+    return found
 
 
 @dataclass(frozen=True)
@@ -45,60 +69,47 @@ class Mutants:
     wrong: Mapping[str, Mutant]  # by the plugin's name
     body: str = 'plugin = "{name}"'  # what the subclass of the suite says
     every_test: bool = True  # each test of the suite catches a mutant
-    apart: bool = False  # a process for each plugin, as the mutants patch what others use
-    right_runs: str = ""  # the one test that the right plugin is run through; all if empty
 
-    @property
-    def plugins(self) -> Mapping[str, Mutant]:
-        return {"is_right": Mutant(""), **self.wrong}
+    def complaints(self, folder: Path) -> list[str]:
+        """Run the right plugin through the whole suite, and each wrong one through its test.
 
-    def write(self, name: str, mutant: Mutant, folder: Path) -> str:
+        One process runs all. Returns what is not as it should be; of a test, pytest's line on it.
+        """
+        plugins = {"is_right": Mutant(""), **self.wrong}
+        tests = [self._write(name, mutant, folder) for name, mutant in plugins.items()]
+        (folder / "pytest.ini").write_text("[pytest]\n")
+        flags = ("-q", "--tb=no", "-rpfE", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp")
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *flags, *tests],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env={**child_environment(), "COLUMNS": "1000"},  # lines are not cut
+        )
+        lines = {test: list[str]() for test in tests}
+        for line in done.stdout.splitlines():
+            if line.startswith(("PASSED ", "FAILED ", "ERROR ")):
+                test = line.partition(" ")[2].split(" - ")[0]
+                lines[test if test in lines else test.partition("::")[0]].append(line)
+        found = []
+        for test, mutant in zip(tests, plugins.values(), strict=True):
+            passed = [line.startswith("PASSED ") for line in lines[test]]
+            slipped = any(f" - {slip}" in line for line in lines[test] for slip in SLIPS)
+            if not passed or (any(passed) or slipped if mutant.caught_by else not all(passed)):
+                wanted = "PASSED " if mutant.caught_by else ("FAILED ", "ERROR ")
+                odd = [line for line in lines[test] if slipped or line.startswith(wanted)]
+                found.append(f"{test}: {odd or done.stdout + done.stderr}")
+        return found
+
+    def _write(self, name: str, mutant: Mutant, folder: Path) -> str:
         """Write a plugin and the test file of its suite; return what pytest is to run."""
-        files = dict(self.right)
-        if isinstance(mutant.change, str):
-            files[next(iter(files))] += dedent(mutant.change)
-        else:
-            for old, new in mutant.change.items():
-                before = files
-                files = {at.replace(old, new): text.replace(old, new) for at, text in files.items()}
-                assert files != before, f"{name}: the right plugin has no {old!r}"
-        head = TEST_FILE.format(module=self.suite.__module__, suite=self.suite.__name__)
         body = dedent(self.body).strip().replace("\n", "\n    ")
-        files["test_{name}.py"] = f"{head}    {body}\n"
+        module, suite = self.suite.__module__, self.suite.__name__
+        files = Mutant("", dedent(mutant.change)).applied(self.right)
+        files["test_{name}.py"] = TEST_FILE.replace("{module}", module).replace("{suite}", suite)
+        files["test_{name}.py"] = files["test_{name}.py"].replace("{body}", body)
         for path, text in files.items():
             file = folder / path.replace("{name}", name)
             file.parent.mkdir(exist_ok=True)
             file.write_text(text.replace("{name}", name))
-        test = mutant.caught_by or self.right_runs
-        return f"test_{name}.py" + (f"::TestSuite::{test}" if test else "")
-
-    def run(self, folder: Path) -> dict[str, dict[str, str]]:
-        """Run the right plugin through the whole suite, and each wrong one through its test.
-
-        Returns pytest's line on each test, such as 'FAILED ... - StoreError: ...', by plugin.
-        """
-        tests = [self.write(name, mutant, folder) for name, mutant in self.plugins.items()]
-        (folder / "pytest.ini").write_text("[pytest]\n")
-        jobs = [[test] for test in tests] if self.apart else [tests]
-        with ThreadPoolExecutor(4) as pool:  # who is alone mostly waits
-            printed = list(pool.map(lambda at: _pytest(folder, at, jobs[at]), range(len(jobs))))
-        found: dict[str, dict[str, str]] = {name: {} for name in self.plugins}
-        for line in "\n".join(printed).splitlines():
-            if line.startswith(("PASSED ", "FAILED ", "ERROR ")) and "::" in line:
-                file, _, test = line.partition(" ")[2].split(" - ")[0].split("::")
-                found[file.removeprefix("test_").removesuffix(".py")].setdefault(test, line)
-        found["is_right"] = found["is_right"] or {"": "\n".join(printed)}  # says why nothing ran
-        return found
-
-
-def _pytest(folder: Path, at: int, tests: Sequence[str]) -> str:
-    """Run tests in a process and a temporary folder of their own; return what it prints."""
-    flags = ("-q", "--tb=no", "-rpfE", "-p", "no:cacheprovider", "--basetemp", f"{folder}/tmp-{at}")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *flags, *tests],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**child_environment(), "COLUMNS": "1000"},  # lines are not cut
-    )
-    return done.stdout + done.stderr
+        return f"test_{name}.py" + (f"::TestSuite::{mutant.caught_by}" if mutant.caught_by else "")

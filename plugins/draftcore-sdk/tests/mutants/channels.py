@@ -2,7 +2,7 @@
 
 from draftcore_sdk.channels import ChannelSuite
 
-from mutants import Mutant, Mutants
+from mutants import Mutants, wrong
 
 RIGHT = """
 import json
@@ -57,235 +57,148 @@ from draftcore_sdk import channels
 @pytest.fixture(autouse=True)
 def what_never_comes_is_not_waited_for_long(request, monkeypatch):
     if "is_right" not in request.node.nodeid:
-        monkeypatch.setattr(channels, "SOON", 4.0)
+        monkeypatch.setattr(channels, "SOON", 1.0)
 """
 
-WRONG = {
-    "reverses_tasks": Mutant(
-        "test_tasks_come_in_the_order_offered_and_whole",
-        """
-        class Client(Client):
-            def call(self, request):
-                reply = super().call(request)
-                reply.get("tasks", []).reverse()
-                return reply
-        """,
-    ),
-    "leaves_out_generations": Mutant(
-        "test_refs_are_received_as_they_were_published",
-        """
-        class Service(Service):
-            def answer(self, request):
-                for ref in request.get("refs", ()):
-                    ref["generation"] = ""
-                return super().answer(request)
-        """,
-    ),
-    "speaks_ascii": Mutant(
-        "test_a_failure_arrives_with_its_rows",
-        """
-        class Client(Client):
-            def call(self, request):
-                text = json.dumps(request, ensure_ascii=False)
-                return super().call(json.loads(text.encode("ascii", "ignore")))
-        """,
-    ),
-    "takes_every_publication_for_taken": Mutant(
-        "test_a_late_publication_is_told_that_it_is_late",
-        """
-        class Client(Client):
-            def call(self, request):
-                reply = super().call(request)
-                return {"taken": True} if request["call"] == "publish" else reply
-        """,
-    ),
-    "has_short_lines": Mutant(
-        "test_large_requests_and_replies_pass",
-        """
-        class Client(Client):
-            def call(self, request):
-                line = json.dumps(super().call(request))
-                return json.loads(line) if len(line) < 2**16 else {"error": "too long"}
-        """,
-    ),
-    "writes_tensors_as_text": Mutant(
-        "test_a_tensor_is_refused_where_it_is_serialised",
-        """
-        class Client(Client):
-            def call(self, request):
-                return super().call(json.loads(json.dumps(request, default=str)))
-        """,
-    ),
-    "does_not_wait": Mutant(
-        "test_a_claim_waits_for_an_offer_and_no_longer",
-        """
-        class Service(Service):
-            def answer(self, request):
-                return super().answer({**request, "wait": 0})
-        """,
-    ),
-    "waits_to_the_end": Mutant(
-        "test_a_claim_waits_for_an_offer_and_no_longer",
-        """
-        class Service(Service):
-            def answer(self, request):
-                reply = super().answer(request)
-                time.sleep(request.get("wait", 0))
-                return reply
-        """,
-    ),
-    "answers_one_by_one": Mutant(
-        "test_who_waits_holds_nobody_up",
-        """
-        MUTEX = threading.Lock()
+WRONG = """
+== reverses_tasks: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
+class Client(Client):
+    def call(self, request):
+        reply = super().call(request)
+        if request["call"] == "claim":
+            reply["answer"][0].reverse()
+        return reply
+== leaves_out_generations: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
+class Service(Service):
+    def answer(self, request):
+        for ref in request.get("refs", ()):
+            ref["generation"] = ""
+        return super().answer(request)
+== speaks_ascii: test_a_failure_arrives_with_its_rows
+class Client(Client):
+    def call(self, request):
+        text = json.dumps(request, ensure_ascii=False)
+        return super().call(json.loads(text.encode("ascii", "ignore")))
+== takes_every_publication_for_taken: test_a_late_publication_is_told_that_it_is_late
+class Client(Client):
+    def call(self, request):
+        reply = super().call(request)
+        return {"answer": True} if request["call"] == "publish" else reply
+== has_short_lines: test_tasks_and_refs_come_in_order_and_whole_however_large[8-4000]
+class Client(Client):
+    def call(self, request):
+        line = json.dumps(super().call(request))
+        return json.loads(line) if len(line) < 2**16 else {"error": "too long"}
+== writes_tensors_as_text: test_a_tensor_is_refused_where_it_is_serialised
+class Client(Client):
+    def call(self, request):
+        return super().call(json.loads(json.dumps(request, default=str)))
+== does_not_wait: test_a_claim_waits_for_an_offer_and_no_longer
+class Service(Service):
+    def answer(self, request):
+        return super().answer({**request, "wait": 0})
+== waits_to_the_end: test_a_claim_waits_for_an_offer_and_no_longer
+class Service(Service):
+    def answer(self, request):
+        reply = super().answer(request)
+        time.sleep(request.get("wait", 0))
+        return reply
+== answers_one_by_one: test_who_waits_holds_nobody_up
+MUTEX = threading.Lock()
 
-        class Service(Service):
-            def answer(self, request):
-                with MUTEX:
-                    return super().answer(request)
-        """,
-    ),
-    "finishes_its_call": Mutant(
-        "test_a_client_that_closes_ends_its_own_call",
-        """
-        class Client(Client):
-            def close(self):
-                if not self.mutex.locked():
-                    super().close()
-        """,
-    ),
-    "knows_one_end": Mutant(
-        "test_a_producer_hears_at_once_that_the_run_is_over[finished]",
-        """
-        class Client(Client):
-            def call(self, request):
-                reply = super().call(request)
-                return {"ended": "failed"} if "ended" in reply else reply
-        """,
-    ),
-    "keeps_heartbeats_to_itself": Mutant(
-        "test_a_heartbeat_is_heard",
-        """
-        class Client(Client):
-            def call(self, request):
-                return {} if request["call"] == "heartbeat" else super().call(request)
-        """,
-    ),
-    "tells_nobody_who_left": Mutant(
-        "test_a_client_that_closes_returns_its_claims",
-        """
-        class Service(Service):
-            def lost(self, producer):
-                pass
-        """,
-    ),
-    "keeps_the_dead_alive": Mutant(
-        "test_a_killed_producer_loses_its_claims",
-        """
-        class Service(Service):
-            def answer(self, request):
-                threading.Thread(target=self.beat, args=[request["producer"]], daemon=True).start()
-                return super().answer(request)
+class Service(Service):
+    def answer(self, request):
+        with MUTEX:
+            return super().answer(request)
+== finishes_its_call: test_a_client_that_closes_ends_its_own_call
+class Client(Client):
+    def close(self):
+        if not self.mutex.locked():
+            super().close()
+== knows_one_end: test_a_producer_hears_at_once_that_the_run_is_over[finished]
+class Client(Client):
+    def call(self, request):
+        reply = super().call(request)
+        return {"ended": "failed"} if "ended" in reply else reply
+== keeps_heartbeats_to_itself: test_a_heartbeat_is_heard
+class Client(Client):
+    def call(self, request):
+        return {"answer": None} if request["call"] == "heartbeat" else super().call(request)
+== tells_nobody_who_left: test_a_client_that_closes_returns_its_claims
+class Service(Service):
+    def lost(self, producer):
+        pass
+== keeps_the_dead_alive: test_a_killed_producer_loses_its_claims
+class Service(Service):
+    def answer(self, request):
+        threading.Thread(target=self.beat, args=[request["producer"]], daemon=True).start()
+        return super().answer(request)
 
-            def beat(self, producer):
-                while True:
-                    self.service.answer({"call": "heartbeat", "producer": producer})
-                    time.sleep(0.1)
+    def beat(self, producer):
+        while True:
+            self.service.answer({"call": "heartbeat", "producer": producer})
+            time.sleep(0.1)
 
-            def lost(self, producer):
-                pass
-        """,
-    ),
-    "remembers_replies": Mutant(
-        "test_every_task_is_done_once_by_several_producers",
-        """
-        REPLIES = {}
+    def lost(self, producer):
+        pass
+== remembers_replies: test_every_task_is_done_once_by_several_producers
+REPLIES = {}
 
-        class Client(Client):
-            def call(self, request):
-                if request["call"] != "claim":
-                    return super().call(request)
-                key = json.dumps({**request, "producer": ""})
-                if key not in REPLIES:
-                    REPLIES[key] = super().call(request)
-                return REPLIES[key]
-        """,
-    ),
-    "mixes_up_threads": Mutant(
-        "test_threads_of_one_client_get_their_own_replies",
-        """
-        class Client(Client):
-            def call(self, request):
-                self.request = request
-                time.sleep(0.01)
-                return super().call(self.request)
-        """,
-    ),
-    "needs_its_trainer_first": Mutant(
-        "test_a_producer_may_begin_before_its_trainer",
-        """
-        class Channel(Channel):
-            def connect(self, find):
-                if not find():
-                    raise ChannelAway("there is no trainer")
-                return super().connect(find)
-        """,
-    ),
-    "looks_the_address_up_once": Mutant(
-        "test_a_producer_goes_on_with_the_next_trainer",
-        """
-        class Channel(Channel):
-            def connect(self, find):
-                address = find()
-                return super().connect(lambda: address)
-        """,
-    ),
-    "has_no_patience": Mutant(
-        "test_a_client_waits_for_its_trainer_and_then_gives_up",
-        """
-        class Client(Client):
-            def __init__(self, find, secret, patience):
-                super().__init__(find, secret, 0.0)
-        """,
-    ),
-    "gives_up_in_its_own_words": Mutant(
-        "test_a_client_waits_for_its_trainer_and_then_gives_up",
-        """
-        class Client(Client):
-            def call(self, request):
-                try:
-                    return super().call(request)
-                except ChannelAway as error:
-                    raise TimeoutError(error)
-        """,
-    ),
-    "knows_no_secrets": Mutant(
-        "test_another_secret_is_refused_and_harms_nobody",
-        """
-        class Channel(Channel):
-            @classmethod
-            def open(cls, uri, secret, patience=600.0):
-                return super().open(uri, b"everybody's", patience)
-        """,
-    ),
-    "is_felled_by_a_stranger": Mutant(
-        "test_another_secret_is_refused_and_harms_nobody",
-        """
-        class Service(Service):
-            requests = 0
+class Client(Client):
+    def call(self, request):
+        if request["call"] != "claim":
+            return super().call(request)
+        key = json.dumps({**request, "producer": ""})
+        if key not in REPLIES:
+            REPLIES[key] = super().call(request)
+        return REPLIES[key]
+== mixes_up_threads: test_threads_of_one_client_get_their_own_replies
+class Client(Client):
+    def call(self, request):
+        self.request = request
+        time.sleep(0.01)
+        return super().call(self.request)
+== needs_its_trainer_first: test_a_producer_may_begin_before_its_trainer
+class Channel(Channel):
+    def connect(self, find):
+        if not find():
+            raise ChannelAway("there is no trainer")
+        return super().connect(find)
+== looks_the_address_up_once: test_a_producer_goes_on_with_the_next_trainer
+class Channel(Channel):
+    def connect(self, find):
+        address = find()
+        return super().connect(lambda: address)
+== has_no_patience: test_a_client_waits_for_its_trainer_and_then_gives_up
+class Client(Client):
+    def __init__(self, find, secret, patience):
+        super().__init__(find, secret, 0.0)
+== gives_up_in_its_own_words: test_a_client_waits_for_its_trainer_and_then_gives_up
+class Client(Client):
+    def call(self, request):
+        try:
+            return super().call(request)
+        except ChannelAway as error:
+            raise TimeoutError(error)
+== knows_no_secrets: test_another_secret_is_refused_and_harms_nobody
+class Channel(Channel):
+    @classmethod
+    def open(cls, uri, secret, patience=600.0):
+        return super().open(uri, b"everybody's", patience)
+== is_felled_by_a_stranger: test_another_secret_is_refused_and_harms_nobody
+class Service(Service):
+    requests = 0
 
-            def answer(self, request):
-                self.requests += 1
-                return super().answer(request)
+    def answer(self, request):
+        self.requests += 1
+        return super().answer(request)
 
-        class Channel(Channel):
-            def _serve_one(self, sock, service):
-                seen = Service(service)
-                super()._serve_one(sock, seen)
-                if not seen.requests:
-                    self.close()
-        """,
-    ),
-}
+class Channel(Channel):
+    def _serve_one(self, sock, service):
+        seen = Service(service)
+        super()._serve_one(sock, seen)
+        if not seen.requests:
+            self.close()
+"""
 
-CHANNELS = Mutants(ChannelSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, WRONG, BODY)
+MUTANTS = Mutants(ChannelSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, wrong(WRONG), BODY)

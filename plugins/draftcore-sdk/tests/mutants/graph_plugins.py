@@ -2,7 +2,7 @@
 
 from draftcore_sdk.graph_plugins import GraphPluginSuite
 
-from mutants import Mutant, Mutants
+from mutants import Mutants, wrong
 
 RIGHT = """
 import torch
@@ -57,121 +57,70 @@ def graph_plugin(name):
     return Plugin()
 """
 
-REPLAY = "test_a_replay_gives_what_the_work_would_on_other_contents"
-WRONG = {
-    "is_no_plugin": Mutant(
-        f"{REPLAY}[decode]",
-        """
-        class Plugin:
-            on_capture, on_replay = Right.on_capture, Right.on_replay
-        """,
-    ),
-    "names_a_phase": Mutant(
-        "test_its_capabilities_name_phases_that_there_are",
-        'CAPABILITIES = frozenset({"phase:training"})',
-    ),
-    "is_backwards": Mutant(
-        "test_features_through_it_are_those_without_it",
-        """
-        class Plugin(Right):
-            def joined(self, rows):
-                return {name: torch.cat([row[name] for row in rows[::-1]]) for name in rows[0]}
-        """,
-    ),
-    "loses_a_key": Mutant(
-        f"{REPLAY}[prefill]",
-        """
-        class Plugin(Right):
-            def joined(self, rows):
-                found = super().joined(rows)
-                some = isinstance(found, dict) and "found" in found
-                return {"found": found["found"]} if some else found
-        """,
-    ),
-    "freezes_the_batch": Mutant(
-        f"{REPLAY}[prefill]",
-        """
-        class Plugin(Right):
-            def on_capture(self, key, batch, work):
-                copies = {name: value.clone() for name, value in batch.items()}
-                return lambda batch: work(copies)
-        """,
-    ),
-    "works_twice": Mutant(
-        "test_decoding_does_the_work_once",
-        """
-        class Plugin(Right):
-            def on_capture(self, key, batch, work):
-                return lambda batch: (work(batch), work(batch))[1]
-        """,
-    ),
-    "swallows_errors": Mutant(
-        "test_an_error_of_the_work_comes_through[prefill]",
-        """
-        class Plugin(Right):
-            def on_capture(self, key, batch, work):
-                def careful(batch):
-                    try:
-                        return work(batch)
-                    except LookupError:
-                        return None
-                return careful
-        """,
-    ),
-    "clamps_the_batch": Mutant(
-        "test_it_changes_nothing_in_the_batch[decode]",
-        """
-        class Plugin(Right):
-            def on_replay(self, key, batch):
-                batch["lengths_B"].clamp_(max=1)
-                super().on_replay(key, batch)
-        """,
-    ),
-    "moves_its_buffer": Mutant(
-        "test_its_buffers_stay_where_they_were_at_capture[prefill]",
-        """
-        class Plugin(Right):
-            def on_replay(self, key, batch):
-                self.count_1 = (batch["lengths_B"] * batch["live_B"]).sum()
-        """,
-    ),
-    "counts_padding": Mutant(
-        "test_what_rows_of_padding_hold_does_not_reach_its_buffers[decode]",
-        """
-        class Plugin(Right):
-            def on_replay(self, key, batch):
-                self.count_1.copy_(batch["lengths_B"].sum())
-        """,
-    ),
-    "waits": Mutant(
-        "test_a_replay_waits_for_no_device[prefill]",
-        """
-        class Plugin(Right):
-            def on_replay(self, key, batch):
-                self.count_1.fill_(int((batch["lengths_B"] * batch["live_B"]).sum()))
-        """,
-    ),
-    "hoards_captures": Mutant(
-        "test_capturing_again_and_again_keeps_nothing[prefill]",
-        """
-        HOARD = []
+WRONG = """
+== is_no_plugin: test_a_replay_gives_what_the_work_would_on_other_contents[decode]
+class Plugin:
+    on_capture, on_replay = Right.on_capture, Right.on_replay
+== names_a_phase: test_its_capabilities_name_phases_that_there_are
+CAPABILITIES = frozenset({"phase:training"})
+== is_backwards: test_features_through_it_are_those_without_it
+class Plugin(Right):
+    def joined(self, rows):
+        return {name: torch.cat([row[name] for row in rows[::-1]]) for name in rows[0]}
+== loses_a_key: test_a_replay_gives_what_the_work_would_on_other_contents[prefill]
+class Plugin(Right):
+    def joined(self, rows):
+        found = super().joined(rows)
+        some = isinstance(found, dict) and "found" in found
+        return {"found": found["found"]} if some else found
+== freezes_the_batch: test_a_replay_gives_what_the_work_would_on_other_contents[prefill]
+class Plugin(Right):
+    def on_capture(self, key, batch, work):
+        copies = {name: value.clone() for name, value in batch.items()}
+        return lambda batch: work(copies)
+== works_twice: test_decoding_does_the_work_once
+class Plugin(Right):
+    def on_capture(self, key, batch, work):
+        return lambda batch: (work(batch), work(batch))[1]
+== swallows_errors: test_an_error_of_the_work_comes_through[prefill]
+class Plugin(Right):
+    def on_capture(self, key, batch, work):
+        def careful(batch):
+            try:
+                return work(batch)
+            except LookupError:
+                return None
+        return careful
+== clamps_the_batch: test_it_changes_nothing_in_the_batch[decode]
+class Plugin(Right):
+    def on_replay(self, key, batch):
+        batch["lengths_B"].clamp_(max=1)
+        super().on_replay(key, batch)
+== moves_its_buffer: test_its_buffers_stay_where_they_were_at_capture[prefill]
+class Plugin(Right):
+    def on_replay(self, key, batch):
+        self.count_1 = (batch["lengths_B"] * batch["live_B"]).sum()
+== counts_padding: test_what_rows_of_padding_hold_does_not_reach_its_buffers[decode]
+class Plugin(Right):
+    def on_replay(self, key, batch):
+        self.count_1.copy_(batch["lengths_B"].sum())
+== waits: test_a_replay_waits_for_no_device[prefill]
+class Plugin(Right):
+    def on_replay(self, key, batch):
+        self.count_1.fill_(int((batch["lengths_B"] * batch["live_B"]).sum()))
+== hoards_captures: test_capturing_again_and_again_keeps_nothing[prefill]
+HOARD = []
 
-        class Plugin(Right):
-            def on_capture(self, key, batch, work):
-                HOARD.append(torch.zeros(100))
-                return super().on_capture(key, batch, work)
-        """,
-    ),
-    "hoards_replays": Mutant(
-        "test_replaying_again_and_again_keeps_nothing[decode]",
-        """
-        HOARD = []
+class Plugin(Right):
+    def on_capture(self, key, batch, work):
+        HOARD.append(torch.zeros(100))
+        return super().on_capture(key, batch, work)
+== hoards_replays: test_replaying_again_and_again_keeps_nothing[decode]
+HOARD = []
 
-        class Plugin(Right):
-            def on_replay(self, key, batch):
-                HOARD.append(batch["lengths_B"].clone())
-        """,
-    ),
-}
+class Plugin(Right):
+    def on_replay(self, key, batch):
+        HOARD.append(batch["lengths_B"].clone())
+"""
 
-GRAPH_PLUGINS = Mutants(GraphPluginSuite, {"{name}.py": RIGHT}, WRONG)
+MUTANTS = Mutants(GraphPluginSuite, {"{name}.py": RIGHT}, wrong(WRONG))

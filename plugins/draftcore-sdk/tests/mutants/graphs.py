@@ -2,7 +2,7 @@
 
 from draftcore_sdk.graphs import GraphBackendSuite
 
-from mutants import Mutant, Mutants
+from mutants import Mutants, wrong
 
 RIGHT = """
 import torch
@@ -31,204 +31,135 @@ def graph_backend(name):
     return Backend()
 """
 
-REPLAY = "test_replay_gives_what_the_function_would_on_other_contents"
-WRONG = {
-    "warms_up_once": Mutant(
-        "test_capture_calls_twice_to_warm_up_and_once_to_record",
-        """
-        class Backend(RecordingBackend):
-            def capture_one(self, key, fn):
-                calls = []
-                def counted():
-                    calls.append(1)
-                    return fn() if len(calls) > 1 else None
-                super().capture_one(key, counted)
-        """,
-    ),
-    "runs_anything": Mutant(
-        "test_what_was_not_captured_cannot_run",
-        """
-        class Backend(RecordingBackend):
-            def can_run(self, batch, key):
-                return bool(self.tapes)
-        """,
-    ),
-    "is_no_backend": Mutant(
-        "test_what_was_not_captured_cannot_run",
-        """
-        class Backend:
-            def __getattr__(self, name):
-                return getattr(RecordingBackend(), name)
-        """,
-    ),
-    "keeps_the_first": Mutant(
-        "test_a_key_captured_again_is_replaced",
-        """
-        class Backend(RecordingBackend):
-            def capture_one(self, key, fn):
-                if key not in self.tapes:
-                    super().capture_one(key, fn)
-        """,
-    ),
-    "knows_what_failed": Mutant(
-        "test_a_failing_function_leaves_the_backend_usable[2]",
-        """
-        class Backend(RecordingBackend):
-            keys = set()
+WRONG = """
+== warms_up_once: test_capture_calls_twice_to_warm_up_and_once_to_record
+class Backend(RecordingBackend):
+    def capture_one(self, key, fn):
+        calls = []
+        def counted():
+            calls.append(1)
+            return fn() if len(calls) > 1 else None
+        super().capture_one(key, counted)
+== runs_anything: test_what_was_not_captured_cannot_run
+class Backend(RecordingBackend):
+    def can_run(self, batch, key):
+        return bool(self.tapes)
+== is_no_backend: test_what_was_not_captured_cannot_run
+class Backend:
+    def __getattr__(self, name):
+        return getattr(RecordingBackend(), name)
+== keeps_the_first: test_a_key_captured_again_is_replaced
+class Backend(RecordingBackend):
+    def capture_one(self, key, fn):
+        if key not in self.tapes:
+            super().capture_one(key, fn)
+== knows_what_failed: test_a_failing_function_leaves_the_backend_usable[2]
+class Backend(RecordingBackend):
+    keys = set()
 
-            def capture_one(self, key, fn):
-                self.keys.add(key)
-                super().capture_one(key, fn)
+    def capture_one(self, key, fn):
+        self.keys.add(key)
+        super().capture_one(key, fn)
 
-            def can_run(self, batch, key):
-                return key in self.keys
-        """,
-    ),
-    "is_stuck": Mutant(
-        "test_a_failing_function_leaves_the_backend_usable[3]",
-        """
-        class Backend(RecordingBackend):
-            capturing = False
+    def can_run(self, batch, key):
+        return key in self.keys
+== is_stuck: test_a_failing_function_leaves_the_backend_usable[3]
+class Backend(RecordingBackend):
+    capturing = False
 
-            def capture_one(self, key, fn):
-                assert not self.capturing
-                self.capturing = True
-                super().capture_one(key, fn)
-                self.capturing = False
-        """,
-    ),
-    "remembers_outputs": Mutant(
-        REPLAY,
-        """
-        class Backend(RecordingBackend):
-            def replay(self, key):
-                return self.tapes[key].outputs
-        """,
-    ),
-    "returns_a_tuple": Mutant(
-        REPLAY,
-        """
-        class Backend(RecordingBackend):
-            def replay(self, key):
-                found = super().replay(key)
-                return tuple(found.values()) if isinstance(found, dict) else found
-        """,
-    ),
-    "returns_halves": Mutant(
-        REPLAY,
-        """
-        class Backend(RecordingBackend):
-            def replay(self, key):
-                halve = lambda t: t.half() if t.is_floating_point() else t
-                return map_tensors(halve, super().replay(key))
-        """,
-    ),
-    "mixes_buckets": Mutant(
-        "test_buckets_do_not_disturb_each_other",
-        """
-        class Backend(RecordingBackend):
-            def replay(self, key):
-                return super().replay(max(self.tapes))
-        """,
-    ),
-    "replays_twice": Mutant(
-        "test_replay_writes_static_buffers_once",
-        """
-        class Backend(RecordingBackend):
-            def replay(self, key):
-                super().replay(key)
-                return super().replay(key)
-        """,
-    ),
-    "copies_weights": Mutant(
-        "test_parameters_that_are_updated_in_place_are_read_as_they_are",
-        """
-        class Copying(TorchFunctionMode):
-            # Gives operations copies of parameters, made when they are first used.
-            def __init__(self):
-                super().__init__()
-                self.copies = {}
+    def capture_one(self, key, fn):
+        assert not self.capturing
+        self.capturing = True
+        super().capture_one(key, fn)
+        self.capturing = False
+== remembers_outputs: test_replay_gives_what_the_function_would_on_other_contents
+class Backend(RecordingBackend):
+    def replay(self, key):
+        return self.tapes[key].outputs
+== returns_a_tuple: test_replay_gives_what_the_function_would_on_other_contents
+class Backend(RecordingBackend):
+    def replay(self, key):
+        found = super().replay(key)
+        return tuple(found.values()) if isinstance(found, dict) else found
+== returns_halves: test_replay_gives_what_the_function_would_on_other_contents
+class Backend(RecordingBackend):
+    def replay(self, key):
+        halve = lambda t: t.half() if t.is_floating_point() else t
+        return map_tensors(halve, super().replay(key))
+== mixes_buckets: test_buckets_do_not_disturb_each_other
+class Backend(RecordingBackend):
+    def replay(self, key):
+        return super().replay(max(self.tapes))
+== replays_twice: test_replay_writes_static_buffers_once
+class Backend(RecordingBackend):
+    def replay(self, key):
+        super().replay(key)
+        return super().replay(key)
+== copies_weights: test_parameters_that_are_updated_in_place_are_read_as_they_are
+class Copying(TorchFunctionMode):
+    # Gives operations copies of parameters, made when they are first used.
+    def __init__(self):
+        super().__init__()
+        self.copies = {}
 
-            def __torch_function__(self, func, types, args=(), kwargs=None):
-                return func(*map_tensors(self.copied, args), **map_tensors(self.copied, kwargs or {}))
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*map_tensors(self.copied, args), **map_tensors(self.copied, kwargs or {}))
 
-            def copied(self, t):
-                if isinstance(t, torch.nn.Parameter) and id(t) not in self.copies:
-                    self.copies[id(t)] = t.detach().clone()
-                return self.copies.get(id(t), t)
+    def copied(self, t):
+        if isinstance(t, torch.nn.Parameter) and id(t) not in self.copies:
+            self.copies[id(t)] = t.detach().clone()
+        return self.copies.get(id(t), t)
 
-        class Backend(RecordingBackend):
-            def capture_one(self, key, fn):
-                copying = Copying()
-                def work():
-                    with copying:
-                        return fn()
-                super().capture_one(key, work)
-        """,
-    ),
-    "cleans_nothing": Mutant(
-        "test_after_cleanup_nothing_runs_until_it_is_captured_again",
-        """
-        class Backend(RecordingBackend):
-            def cleanup(self):
-                pass
-        """,
-    ),
-    "hoards_tapes": Mutant(
-        "test_capturing_and_cleaning_up_again_and_again_keeps_nothing",
-        """
-        HOARD = []
+class Backend(RecordingBackend):
+    def capture_one(self, key, fn):
+        copying = Copying()
+        def work():
+            with copying:
+                return fn()
+        super().capture_one(key, work)
+== cleans_nothing: test_after_cleanup_nothing_runs_until_it_is_captured_again
+class Backend(RecordingBackend):
+    def cleanup(self):
+        pass
+== hoards_tapes: test_capturing_and_cleaning_up_again_and_again_keeps_nothing
+HOARD = []
 
-        class Backend(RecordingBackend):
-            def cleanup(self):
-                HOARD.append(dict(self.tapes))
-                super().cleanup()
-        """,
-    ),
-    "hoards_outputs": Mutant(
-        "test_replaying_again_and_again_keeps_nothing",
-        """
-        HOARD = []
+class Backend(RecordingBackend):
+    def cleanup(self):
+        HOARD.append(dict(self.tapes))
+        super().cleanup()
+== hoards_outputs: test_replaying_again_and_again_keeps_nothing
+HOARD = []
 
-        class Backend(RecordingBackend):
-            def replay(self, key):
-                found = super().replay(key)
-                HOARD.append(map_tensors(torch.clone, found))
-                return found
-        """,
-    ),
-    "freezes_breaks": Mutant(
-        "test_a_break_runs_on_what_is_there_at_replay",
-        """
-        CAPABILITIES = frozenset({"breaks"})
+class Backend(RecordingBackend):
+    def replay(self, key):
+        found = super().replay(key)
+        HOARD.append(map_tensors(torch.clone, found))
+        return found
+== freezes_breaks: test_a_break_runs_on_what_is_there_at_replay
+CAPABILITIES = frozenset({"breaks"})
 
-        class Frozen:
-            # What a break computed first is recorded as if it were part of the graph.
-            found = None
+class Frozen:
+    # What a break computed first is recorded as if it were part of the graph.
+    found = None
 
-            def eager(self, fn, args):
-                self.found = fn(*args) if self.found is None else self.found
-                return self.found
+    def eager(self, fn, args):
+        self.found = fn(*args) if self.found is None else self.found
+        return self.found
 
-        class Backend(RecordingBackend):
-            def capture_one(self, key, fn):
-                frozen = Frozen()
-                def work():
-                    with breaks.recording(frozen):
-                        return fn()
-                super().capture_one(key, work)
-        """,
-    ),
-    "stops_at_a_fork": Mutant(
-        "test_what_is_forked_off_and_joined_is_part_of_the_replay",
-        """
-        class Backend(RecordingBackend):
-            # Replays the first operation, and keeps what came after it.
-            def capture_one(self, key, fn):
-                super().capture_one(key, fn)
-                self.tapes[key].steps = self.tapes[key].steps[:1]
-        """,
-    ),
-}
+class Backend(RecordingBackend):
+    def capture_one(self, key, fn):
+        frozen = Frozen()
+        def work():
+            with breaks.recording(frozen):
+                return fn()
+        super().capture_one(key, work)
+== stops_at_a_fork: test_what_is_forked_off_and_joined_is_part_of_the_replay
+class Backend(RecordingBackend):
+    # Replays the first operation, and keeps what came after it.
+    def capture_one(self, key, fn):
+        super().capture_one(key, fn)
+        self.tapes[key].steps = self.tapes[key].steps[:1]
+"""
 
-GRAPHS = Mutants(GraphBackendSuite, {"{name}.py": RIGHT}, WRONG)
+MUTANTS = Mutants(GraphBackendSuite, {"{name}.py": RIGHT}, wrong(WRONG))

@@ -2,7 +2,7 @@
 
 from draftcore_sdk.plugins import PluginSuite
 
-from mutants import Mutant, Mutants
+from mutants import Mutants, wrong
 
 PLUGIN = """
 import click
@@ -58,109 +58,86 @@ RIGHT = {
 }
 BODY = 'plugin = "{name}.plugin"'
 
-GRAPH = """
+WRONG = """
+== aptly: passes
 @hookimpl
 def describe():
-    return [Offer("graph", "{name}")]
-
+    return [Offer("store", "other", options=OPTIONS)]
+== fails_at_import: test_it_is_listed_as_ready
+import surely_missing
+== imports_torch: test_looking_at_it_imports_nothing_heavy
+import torch
+== imports_numpy_to_describe: test_looking_at_it_imports_nothing_heavy
 @hookimpl
-def graph_backend(name, options):
-    return ANSWER
+def describe():
+    import numpy
+    return [Offer("store", "{name}", options=OPTIONS)]
+== sleeps_at_import: test_importing_it_takes_less_than_100_ms
+import time; time.sleep(0.15)
+== offers_two_algorithms: test_it_is_listed_as_ready
+@hookimpl
+def describe():
+    return [Offer("algorithm", "one"), Offer("algorithm", "two")]
+== spells_a_capability: test_capabilities_are_words
+@hookimpl
+def describe():
+    return [Offer("store", "{name}", frozenset("durable"))]
+== offers_one_thing_twice: test_every_offer_can_be_bound_alone
+@hookimpl
+def describe():
+    return [Offer("store", "{name}"), Offer("store", "{name}", options=OPTIONS)]
+== has_no_options_model: test_every_option_is_described
+-class Options
++class Choices
+== does_not_describe_an_option: test_every_option_is_described
+-1, description="how deep"
++1
+== needs_an_option: test_every_option_has_a_default
+-1, description="how wide"
++..., description='w'
+== has_a_wrong_default: test_every_option_has_a_default
+-1, description="how wide"
++None, validate_default=True, description='w'
+== ignores_unknown_options: test_unknown_options_are_refused
+-extra="forbid", frozen=True)
++frozen=True)
+     width
+== ignores_unknown_inner_options: test_unknown_options_are_refused
+-extra="forbid", frozen=True)
++frozen=True)
+     depth
+== has_another_name: test_its_name_is_that_of_an_offer_or_of_its_dist
+-{name} = {name}.plugin
++another_{name} = {name}.plugin
+== has_no_upper_bound: test_its_dist_bounds_the_core_on_both_sides
+->=0.1,<9
++>=0.1
+== has_no_lower_bound: test_its_dist_bounds_the_core_on_both_sides
+->=0.1,<9
++<9
+== does_not_require_the_core: test_its_dist_bounds_the_core_on_both_sides
+-Requires-Dist: draftcore>=0.1,<9
+ Requires-Dist: draftcore>=5
+== is_not_typed: test_its_package_is_typed
+-py.typed
++untyped
+== has_no_summary: test_its_dist_has_a_summary_and_a_readme
+ Version: 1.0
+-Summary: A plugin for a test
+== has_no_readme: test_its_dist_has_a_summary_and_a_readme
+ Requires-Dist: draftcore>=5; extra == "later"
+-
+-# What it is for
+== takes_a_verb_of_the_shell: test_its_verbs_clash_with_none
+greet.name = "list-plugins"
+== takes_a_verb_of_a_built_in_plugin: test_its_verbs_clash_with_none
+greet.name = "train"
+== has_a_verb_twice: test_its_verbs_clash_with_none
+@hookimpl
+def commands():
+    return [greet, greet]
+== has_a_verb_without_help: test_its_verbs_have_help
+greet.help = None
 """
-BOUNDS = "test_its_dist_bounds_the_core_on_both_sides"
-HEAVY = "test_looking_at_it_imports_nothing_heavy"
-UNKNOWN = "test_unknown_options_are_refused"
-ABOUT = "test_its_dist_has_a_summary_and_a_readme"
-CLASHES = "test_its_verbs_clash_with_none"
-WRONG = {
-    "is_right_about_graphs": Mutant("", GRAPH.replace("ANSWER", "object()")),
-    "aptly": Mutant(  # named as its dist draftcore-aptly
-        "",
-        """
-        @hookimpl
-        def describe():
-            return [Offer("store", "other", options=OPTIONS)]
-        """,
-    ),
-    "fails_at_import": Mutant("test_it_is_listed_as_ready", "import surely_missing"),
-    "imports_torch": Mutant(HEAVY, "import torch"),
-    "imports_numpy_to_describe": Mutant(
-        HEAVY,
-        """
-        @hookimpl
-        def describe():
-            import numpy
-            return [Offer("store", "{name}", options=OPTIONS)]
-        """,
-    ),
-    "sleeps_at_import": Mutant(
-        "test_importing_it_takes_less_than_100_ms", "import time; time.sleep(0.15)"
-    ),
-    "offers_two_algorithms": Mutant(
-        "test_it_offers_at_most_one_algorithm",
-        """
-        @hookimpl
-        def describe():
-            return [Offer("algorithm", "one"), Offer("algorithm", "two")]
-        """,
-    ),
-    "spells_a_capability": Mutant(
-        "test_capabilities_are_words",
-        """
-        @hookimpl
-        def describe():
-            return [Offer("store", "{name}", frozenset("durable"))]
-        """,
-    ),
-    "offers_one_thing_twice": Mutant(
-        "test_every_offer_can_be_bound_alone",
-        """
-        @hookimpl
-        def describe():
-            return [Offer("store", "{name}"), Offer("store", "{name}", options=OPTIONS)]
-        """,
-    ),
-    "answers_none": Mutant("test_a_graph_offer_is_opened", GRAPH.replace("ANSWER", "None")),
-    "has_no_options_model": Mutant(
-        "test_every_option_is_described", {"class Options": "class Choices"}
-    ),
-    "does_not_describe_an_option": Mutant(
-        "test_every_option_is_described", {'1, description="how deep"': "1"}
-    ),
-    "needs_an_option": Mutant(
-        "test_every_option_has_a_default", {'1, description="how wide"': "..., description='w'"}
-    ),
-    "has_a_wrong_default": Mutant(
-        "test_every_option_has_a_default",
-        {'1, description="how wide"': "None, validate_default=True, description='w'"},
-    ),
-    "ignores_unknown_options": Mutant(
-        UNKNOWN, {'extra="forbid", frozen=True)\n    width': "frozen=True)\n    width"}
-    ),
-    "ignores_unknown_inner_options": Mutant(
-        UNKNOWN, {'extra="forbid", frozen=True)\n    depth': "frozen=True)\n    depth"}
-    ),
-    "has_another_name": Mutant(
-        "test_its_name_is_that_of_an_offer_or_of_its_dist",
-        {"[draftcore]\n": "[draftcore]\nanother_"},
-    ),
-    "has_no_upper_bound": Mutant(BOUNDS, {">=0.1,<9": ">=0.1"}),
-    "has_no_lower_bound": Mutant(BOUNDS, {">=0.1,<9": "<9"}),
-    "does_not_require_the_core": Mutant(BOUNDS, {"Requires-Dist: draftcore>=0.1,<9\n": ""}),
-    "is_not_typed": Mutant("test_its_package_is_typed", {"py.typed": "untyped"}),
-    "has_no_summary": Mutant(ABOUT, {"Summary: A plugin for a test\n": ""}),
-    "has_no_readme": Mutant(ABOUT, {"# What it is for\n": ""}),
-    "takes_a_verb_of_the_shell": Mutant(CLASHES, 'greet.name = "list-plugins"'),
-    "takes_a_verb_of_a_built_in_plugin": Mutant(CLASHES, 'greet.name = "train"'),
-    "has_a_verb_twice": Mutant(
-        CLASHES,
-        """
-        @hookimpl
-        def commands():
-            return [greet, greet]
-        """,
-    ),
-    "has_a_verb_without_help": Mutant("test_its_verbs_have_help", "greet.help = None"),
-}
 
-PLUGINS = Mutants(PluginSuite, RIGHT, WRONG, BODY)
+MUTANTS = Mutants(PluginSuite, RIGHT, wrong(WRONG), BODY)

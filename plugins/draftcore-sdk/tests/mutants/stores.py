@@ -47,7 +47,7 @@ WRONG = {
         """,
     ),
     "frees_only_once": Mutant(
-        "test_get_after_free_raises_and_free_twice_is_harmless",
+        "test_get_after_free_raises_and_free_twice_is_harmless[free]",
         """
         class Store(FileStore):
             def free(self, refs):
@@ -122,4 +122,4 @@ WRONG = {
 }
 
 # Most tests of this suite have caught nothing here.
-STORES = Mutants(StoreSuite, {"{name}.py": RIGHT}, WRONG, every_test=False)
+MUTANTS = Mutants(StoreSuite, {"{name}.py": RIGHT}, WRONG, every_test=False)

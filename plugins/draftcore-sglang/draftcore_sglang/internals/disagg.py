@@ -1,7 +1,7 @@
 """Hook a decode server that takes requests over: what that knows of sglang; see `internals`.
 
 sglang asks its algorithm for a first draft input where a decode server builds a batch of requests
-that a prefill server has computed. Algorithms that sglang runs itself are told apart by name in
+that a prefill server has computed. sglang compares the names of algorithms that it runs itself in
 some forty places, so one of these keeps its name, and only that one method goes through sglang's
 own hook registry; an algorithm with a worker of its own is registered as sglang means it.
 """

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError
+from draftcore_sglang import internals as capture
 from draftcore_sglang.capture_requests import CaptureRequests, Slice
 from draftcore_sglang.internals.signatures import require_sglang
 from draftcore_sglang.staging import Staging
@@ -41,15 +42,7 @@ STREAM = COMPONENTS + "output_streamer:SchedulerOutputStreamer.stream_output"
 TURN = SRT + "managers.scheduler:Scheduler.process_input_requests"
 SIGNATURES = {
     LOAD: ("self",),
-    LOGITS: (
-        "self",
-        "input_ids",
-        "hidden_states",
-        "lm_head",
-        "logits_metadata",
-        "aux_hidden_states",
-        "hidden_states_before_norm",
-    ),
+    LOGITS: capture.SIGNATURES[LOGITS],
     PREFILL: ("self", "batch", "result"),
     STREAM: ("self", "reqs", "return_logprob", "skip_req"),
     TURN: ("self", "recv_reqs"),
@@ -214,7 +207,7 @@ class ServerHooks:
             ask = ask or getattr(model, "set_eagle3_layers_to_capture", None)
             if ask is None:
                 return f"sglang cannot give the layers' outputs of {type(model).__name__}"
-            ask(inner)  # both count outputs from 0, where they are told which
+            ask(inner)  # both count outputs from 0, where they are given ids
         if self._last in self.layers:
             _decoder(model).norm.register_forward_hook(self._keep_before_norm)
         return ""

@@ -7,17 +7,22 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from draftcore_sdk.captures import capture_target
+from draftcore_sdk.captures import ALL, capture_target
 from draftcore_sdk.serving import Serving
+from draftcore_sglang.options import ServerOptions
+from draftcore_sglang.remote import ServerCapture
 from draftcore_shm.store import ShmStore
 
+from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.launcher import free_port
 from draftcore.target import TransformersTarget
 
 StartServer = Callable[..., Serving]
+OpenCapture = Callable[..., ServerCapture]
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +68,29 @@ def sink() -> Iterator[str]:
     yield uri
     store.close()
     store.path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def store(sink: str) -> Iterator[ShmStore]:
+    """That store, as the run's; each test frees what it captures."""
+    store = ShmStore.open(sink)
+    yield store
+    assert store.stats().samples == 0
+    store.close()
+
+
+@pytest.fixture
+def open_capture(target: TargetSpec) -> Iterator[OpenCapture]:
+    """Open captures at a server, with its URL and the suite's target unless others are given."""
+    opened: list[ServerCapture] = []
+
+    def opener(
+        server: Serving, request: FeatureRequest = ALL, target: TargetSpec = target, **options: Any
+    ) -> ServerCapture:
+        options = {"servers": [server.url], "patience": 30, "self_test": False} | options
+        opened.append(ServerCapture(target, request, ServerOptions(**options)))
+        return opened[-1]
+
+    yield opener
+    for capture in opened:
+        capture.close()

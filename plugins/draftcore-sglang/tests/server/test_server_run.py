@@ -1,7 +1,6 @@
 """A whole run: a trainer and two producers, whose features come from a server, into the run's ring."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -11,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from capturing import losses, write_run
 from draftcore_sdk.serving import Serving
 from draftcore_sdk.suite import child_environment
-from draftcore_sdk.targets import conversations
 
 pytest.importorskip("draftcore_eagle3")
 pytestmark = pytest.mark.sglang
-SAMPLES, BATCH = 24, 4
 RTOL = 1e-5  # features differ by 1e-6; losses of about 5 by 1e-6 of their size
 
 
@@ -35,18 +32,9 @@ def mended_environment(folder: Path) -> dict[str, str]:
 
 def train(folder: Path, target: Path, **changes: Any) -> list[float]:
     """Train by the command line and return the loss of each step."""
-    folder.mkdir()
-    config = {
-        "run": str(folder / "run"),
-        "target": {"path": str(target), "dtype": "float32", "device": "cpu"},
-        "data": {"train": str(conversations(folder / "train.jsonl", SAMPLES)), "max_length": 256},
-        "algorithm": {"name": "eagle3", "options": {"layers": [0, 1, 2], "ttt_length": 2}},
-        "train": {"batch": BATCH, "epochs": 2, "lr": 0.003, "log_every": 1, "device": "cpu"},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config | changes))
+    file = write_run(folder, target, **changes)
     done = subprocess.run(
-        [sys.executable, "-m", "draftcore", "train", "run.yaml"],
-        cwd=folder,
+        [sys.executable, "-m", "draftcore", "train", str(file)],
         env=mended_environment(folder),
         capture_output=True,
         text=True,
@@ -55,8 +43,7 @@ def train(folder: Path, target: Path, **changes: Any) -> list[float]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "pass through this process" not in done.stderr
-    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+    return losses(file)
 
 
 def test_a_run_trains_on_what_a_server_stored(
@@ -66,15 +53,10 @@ def test_a_run_trains_on_what_a_server_stored(
     store = f"shm:test-{uuid.uuid4().hex}?max_bytes=64MiB"
     server = start_server(DRAFTCORE_SINK=store, DRAFTCORE_LAYERS="0,1,2")
     options = {"servers": [server.url], "self_test": False}
+    capture, producers = {"name": "sglang-server", "options": options}, {"producers": 2}
     ours = train(
-        tmp_path / "server",
-        served_folder,
-        capture={"name": "sglang-server", "options": options},
-        store=store,
-        topology={"producers": 2},
+        tmp_path / "server", served_folder, capture=capture, store=store, topology=producers
     )
-    theirs = train(tmp_path / "hf", served_folder)
-    assert len(theirs) == 2 * SAMPLES // BATCH
-    assert ours == pytest.approx(theirs, rel=RTOL)
+    assert ours == pytest.approx(train(tmp_path / "hf", served_folder), rel=RTOL)
     assert "POST /generate" in server.log.read_text()
     assert server.alive
