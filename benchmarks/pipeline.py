@@ -42,6 +42,7 @@ def run_finished(run, step, reason):
 """
 VARIANTS: dict[str, list[str]] = {
     "colocated": [],
+    "compiled": ["runner.prefill.name=compiled"],
     "file": ["store=file:{folder}/features"],
     "producer": ["topology.producers=1"],
     "ranks": ["topology.ranks=2", "train.accumulate=2"],

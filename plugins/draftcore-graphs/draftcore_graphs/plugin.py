@@ -1,4 +1,4 @@
-"""The hooks of this plugin: the runner `graphs`, its graph backends, and the graph plugin `tbo`.
+"""The hooks of this plugin: runners, graph backends, and the graph plugin `tbo`.
 
 A hook imports what it opens, as torch and pydantic would slow down the listing of plugins.
 """
@@ -25,6 +25,7 @@ TBO = frozenset({"phase:prefill", "forks"})
 def describe() -> Sequence[Offer]:
     return [
         Offer("runner", "graphs", options=f"{OPTIONS}:GraphsOptions"),
+        Offer("runner", "compiled"),
         Offer("graph", "full", FULL),
         Offer("graph", "breakable", BREAKABLE, f"{OPTIONS}:BreakableOptions"),
         Offer("graph", "piecewise", PIECEWISE, f"{OPTIONS}:PiecewiseOptions"),
@@ -35,6 +36,10 @@ def describe() -> Sequence[Offer]:
 
 @hookimpl
 def runner(name: str, context: RunnerContext, options: Any) -> Runner | None:
+    if name == "compiled":
+        from draftcore_graphs.compiled import Compiled
+
+        return Compiled()
     if name != "graphs":
         return None
     from draftcore_graphs.graphs import Graphs

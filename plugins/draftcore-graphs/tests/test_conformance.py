@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,10 @@ from draftcore_sdk.graphs import GraphBackendSuite
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.runners import RunnerSuite
 
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetModel
+from draftcore.evaluation.decode import right_padded
+
 PLUGIN = "draftcore_graphs.plugin"
 
 
@@ -23,7 +28,22 @@ class TestPlugin(PluginSuite):
 
 
 class TestGraphs(RunnerSuite):
-    plugin, options = PLUGIN, {"backend": "recording"}
+    plugin, name, options = PLUGIN, "graphs", {"backend": "recording"}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on a CPU")
+class TestCompiled(RunnerSuite):
+    plugin, name = PLUGIN, "compiled"
+
+    def test_decoding_meanwhile_runs_the_layers_as_they_are(self, target: TargetModel) -> None:
+        prefill = self.runner("prefill").prefill(target)
+        request = FeatureRequest((1,), True, "float32")
+        tokens_BT, lengths_B = right_padded([[1, 2, 3]], "cpu")
+        before = target.features(tokens_BT, lengths_B, request)
+        prefill.features(tokens_BT, lengths_B, request)
+        after = target.features(tokens_BT, lengths_B, request)
+        assert all(torch.equal(before[name], after[name]) for name in request.names)
+        assert not any("forward" in vars(layer) for layer in target.layers)
 
 
 class TestOverlap(GraphPluginSuite):

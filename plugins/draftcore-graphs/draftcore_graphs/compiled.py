@@ -1,0 +1,49 @@
+"""The runner `compiled`: the target's layers through torch.compile in capture, without CUDA graphs.
+
+A decoder layer runs its norms, rotary embedding and activations one kernel at a time, between matrix
+products. Compiled over shapes that may change, one program serves every layer and every batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import PrefillRunner, TargetModel
+from draftcore.evaluation.decode import Eager
+
+
+class Compiled(Eager):
+    """Compiles the target for capture; decoding is eager. See `contracts.runner.Runner`."""
+
+    def prefill(self, model: TargetModel) -> PrefillRunner:
+        return CompiledLayers(model)
+
+
+class CompiledLayers:
+    """Runs the target for capture with its layers compiled, as the first batch comes."""
+
+    def __init__(self, model: TargetModel) -> None:
+        self.model = model
+        self.compiled = [torch.compile(layer.forward, dynamic=True) for layer in model.layers]
+
+    def features(
+        self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
+    ) -> dict[str, Tensor]:
+        with self._in_place():
+            return self.model.features(tokens_BT, lengths_B, request)
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Put the compiled layers in, for a capture alone: decoding keeps the layers as they are."""
+        for layer, compiled in zip(self.model.layers, self.compiled, strict=True):
+            layer.forward = compiled  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for layer in self.model.layers:
+                del layer.forward
