@@ -24,6 +24,7 @@ DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "store", "capture", "channel", "graph", "graph-plugin")
 SERVED = ("draftcore-mooncake",)  # plugins whose servers a run depends on
+LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
 KIT = ("draftcore-sdk", "draftcore-sharedfs", "draftcore-shm")  # tests of the core use them
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
@@ -162,9 +163,10 @@ def describe_dists(folder: Path) -> Path:
         needs = "".join(f"Requires-Dist: {line}\n" for line in data["dependencies"])
         about = f"Summary: {data['description']}\n\n{(project / data['readme']).read_text()}"
         (info / "METADATA").write_text(head + needs + about)
-        points = data["entry-points"]["draftcore"]
-        lines = "".join(f"{name} = {module}\n" for name, module in points.items())
-        (info / "entry_points.txt").write_text(f"[draftcore]\n{lines}")
+        points = data.get("entry-points", {}).get("draftcore", {})
+        if points:
+            lines = "".join(f"{name} = {module}\n" for name, module in points.items())
+            (info / "entry_points.txt").write_text(f"[draftcore]\n{lines}")
     return folder
 
 
@@ -194,6 +196,7 @@ def typing(session: nox.Session) -> None:
     """mypy --strict on the core and its tests, on every plugin and on the examples of plugins."""
     python = base_python(session)
     folders = [str(path / path.name.replace("-", "_")) for path in (*PROJECTS[1:], *EXAMPLES)]
+    folders += map(str, ROOT.glob("examples/plugins/*.py"))
     env = {"MYPYPATH": os.pathsep.join(map(str, EXAMPLES))}  # the configuration knows none of them
     session.run(python, "-m", "mypy", "draftcore", "tests", *folders, external=True, env=env)
 
@@ -207,9 +210,9 @@ def wheels(session: nox.Session) -> None:
         session.error(f"{len(PROJECTS)} dists, but {len(built)} wheels in {DIST}")
     for wheel in built:
         names = zipfile.ZipFile(wheel).namelist()
-        lacking = [
-            e for e in ("py.typed", "entry_points.txt") if not any(n.endswith(e) for n in names)
-        ]
+        library = wheel.name.startswith(LIBRARY.replace("-", "_"))
+        wanted = ("py.typed",) if library else ("py.typed", "entry_points.txt")
+        lacking = [e for e in wanted if not any(n.endswith(e) for n in names)]
         tests = [name for name in names if name.startswith("tests/") or "/tests/" in name]
         if lacking or tests:
             session.error(f"{wheel.name}: lacks {lacking}, ships {tests}")
@@ -296,7 +299,7 @@ def sglang(session: nox.Session) -> None:
 @nox.parametrize("kind", KINDS, ids=KINDS)
 def scaffold(session: nox.Session, kind: str) -> None:
     """What `draftcore new-plugin` writes, as its author would have it: built, installed, tested."""
-    install_wheels(session, "draftcore-sdk")
+    install_wheels(session, "draftcore-sdk", LIBRARY)
     folder = Path(session.create_tmp()) / "written"
     shutil.rmtree(folder, ignore_errors=True)
     name, project = f"my-{kind}", folder / f"draftcore-my-{kind}"
@@ -313,7 +316,7 @@ def scaffold(session: nox.Session, kind: str) -> None:
 @nox.session(**BARE)
 def thirdparty(session: nox.Session) -> None:
     """Plugins come and go by pip, one of them from a dist that nothing here knows; its own tests."""
-    install_wheels(session, "draftcore-sdk")
+    install_wheels(session, "draftcore-sdk", LIBRARY)
     examples = ROOT / ".nox" / "examples"
     shutil.rmtree(examples, ignore_errors=True)
     for project in EXAMPLES:

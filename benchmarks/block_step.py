@@ -79,7 +79,7 @@ def random_batch(batch: int, length: int) -> DraftBatch:
     shape = (batch, length, WIDTH)
     names = [f"hidden.{layer}" for layer in LAYERS]
     return DraftBatch(
-        ids=tuple(SampleId(str(row), 0) for row in range(batch)),
+        ids=tuple(SampleId(str(row), 1) for row in range(batch)),
         token_ids_BT=torch.randint(VOCABULARY, (batch, length), device="cuda"),
         loss_mask_BT=mask,
         attention_mask_BT=mask,

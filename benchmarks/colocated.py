@@ -83,7 +83,7 @@ def measure(run: Run) -> tuple[list[float], list[float], list[float]]:
 
 
 def step(trainer: Trainer, batch: Loaded) -> None:
-    trainer.accumulate(batch.planned.step, batch, last=True)
+    trainer.accumulate(batch, last=True)
     trainer.update([trainer.sums()])
 
 

@@ -69,7 +69,7 @@ def random_batch(batch: int, length: int) -> DraftBatch:
     mask_rows = mask.clone()
     mask_rows[:, -1] = False
     return DraftBatch(
-        ids=tuple(SampleId(str(row), 0) for row in range(batch)),
+        ids=tuple(SampleId(str(row), 1) for row in range(batch)),
         token_ids_BT=torch.randint(VOCABULARY, (batch, length), device="cuda"),
         loss_mask_BT=mask_rows,
         attention_mask_BT=mask,

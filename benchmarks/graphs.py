@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from draftcore.config import load_config
+from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
 from draftcore.contracts.target import PrefillRunner, TargetModel
@@ -204,13 +205,13 @@ def capabilities(name: str) -> frozenset[str]:
 
 def opened(name: str) -> GraphBackend:
     binding = bind(load(), "graph", name)
-    return binding.hook.graph_backend(name=name, options=binding.options({}))
+    return binding.hook.graph_backend(name=name, options=binding.options)
 
 
 def graph_plugins(plugins: Mapping[str, Mapping[str, Any]]) -> list[GraphPlugin]:
-    bindings = {name: bind(load(), "graph-plugin", name) for name in plugins}
+    bindings = {name: bind(load(), "graph-plugin", name, its) for name, its in plugins.items()}
     return [
-        binding.hook.graph_plugin(name=name, options=binding.options(plugins[name]))
+        binding.hook.graph_plugin(name=name, options=binding.options)
         for name, binding in bindings.items()
     ]
 
@@ -332,10 +333,8 @@ class Repeats:
     def prefill(self, state: Any, tokens: Any, lengths: Any, features: Any, next_B: Tensor) -> None:
         state["last_B"].copy_(next_B)
 
-    def propose(
-        self, state: Any, temperature: float = 0.0, generator: Any = None
-    ) -> tuple[Tensor, None]:
-        return state["last_B"][:, None].expand(-1, self.num_drafts), None
+    def propose(self, state: Any, temperature: float = 0.0, generator: Any = None) -> Proposal:
+        return Proposal(state["last_B"][:, None].expand(-1, self.num_drafts))
 
     def accept(self, state: Any, tokens_BK: Tensor, features: Any, counts_B: Tensor) -> None:
         state["last_B"].copy_(tokens_BK.gather(1, counts_B[:, None] - 1)[:, 0])

@@ -38,7 +38,7 @@ def step(draft: nn.Module, batch: DraftBatch) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        output = draft(batch, StepContext(0, 2, 0))
+        output = draft(batch, StepContext(1, 2, 0))
     output.numerator.backward()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
 
 OFFERS = (
-    Offer("capture", "hf", frozenset({"graphs", "per-rank"})),
+    Offer("capture", "hf", frozenset({"embeddings", "graphs", "per-rank", "topk"})),
     Offer("store", "file", frozenset({"durable", "shared"})),
     Offer("channel", "tcp"),
     Offer("runner", "eager"),

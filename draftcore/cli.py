@@ -19,7 +19,7 @@ from draftcore import listing
 from draftcore.errors import DraftcoreError
 from draftcore.plugins import catalog
 from draftcore.plugins.dists import BUILT_IN, Plugin
-from draftcore.plugins.registry import Registry, load, register
+from draftcore.plugins.registry import Registry, load
 
 FILE = click.Path(path_type=Path)
 SYSTEM = "check the path, its permissions and the space there; --traceback shows who asked for it"
@@ -87,7 +87,7 @@ def _verbs_of(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str, click.Comma
     for plugin in (plugin for plugin in plugins if "commands" in plugin.hooks):
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                verbs = [verb for some in register([plugin]).hook.commands() for verb in some]
+                verbs = list(plugin.instance.commands())
         except (Exception, SystemExit) as error:
             verbs = []
             click.echo(f"warning: no verbs of {plugin}: {type(error).__name__}: {error}", err=True)

@@ -97,7 +97,8 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
             (partial := Path(beside, "export")).mkdir()
-            draft.algorithm.hook.export_draft(draft=built, folder=partial, layout=layout)
+            hook, options = draft.algorithm.hook, draft.options
+            hook.export_draft(draft=built, folder=partial, layout=layout, options=options)
             write_atomic(partial / "draftcore.json", json.dumps(origin, indent=1))
             partial.rename(folder)  # also onto an empty folder
     except (OSError, SafetensorError) as error:

@@ -6,16 +6,21 @@ import inspect
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import click
 
 from draftcore.contracts.hooks import Specs
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import HOOKS, Registry, register
+from draftcore.plugins.registry import HOOKS, NEEDED, Registry, register
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
+ROOMS = ("algorithm", "capture", "store", "channel", "target", "runner", "serving", "offers")
 INNER = ("module", "loose", "requires", "instance")  # fields of a plugin that are not shown
 
 
@@ -25,34 +30,68 @@ INNER = ("module", "loose", "requires", "instance")  # fields of a plugin that a
 @click.pass_obj
 def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
     """List the plugins, with what they offer or what is wrong."""
+    offered = Counter((o.kind, o.name) for plugin in registry.ready for o in plugin.offers)
+    clashes = [
+        f"{' and '.join(p.name for p in registry.ready if p.offer(kind, name))} offer the {kind} "
+        f"{name!r}: a run chooses by `plugin` beside the name"
+        for (kind, name), count in offered.items()
+        if count > 1
+    ]
     if as_json:
         shown = [{k: v for k, v in vars(p).items() if k not in INNER} for p in registry.plugins]
-        click.echo(json.dumps({"plugins": shown}, indent=2, default=_plain))
+        click.echo(json.dumps({"plugins": shown, "clashes": clashes}, indent=2, default=_plain))
     else:
         rows = [HEADER, *(row for plugin in registry.plugins for row in _rows(plugin))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
-    if check and any(plugin.problem for plugin in registry.plugins):
+        click.echo("\n".join(clashes), nl=bool(clashes))
+    if check and (clashes or any(plugin.problem for plugin in registry.plugins)):
         sys.exit(1)
 
 
 @click.command()
+@click.argument("names", nargs=-1, metavar="[HOOK]...", type=click.Choice(HOOKS))
 @click.option("--json", "as_json", is_flag=True, help="Print data instead of text.")
 @click.pass_obj
-def hooks(registry: Registry, as_json: bool) -> None:
-    """List the hooks, and the plugins that implement them."""
+def hooks(registry: Registry, names: tuple[str, ...], as_json: bool) -> None:
+    """List the hooks and their plugins; show one with its types."""
     data = hooks_data(registry)
     if as_json:
         return click.echo(json.dumps(data, indent=2))
     called = {"first": "one plugin answers", "all": "all plugins are called"}
-    texts = (
-        f"{hook['signature']}\n"
-        f"  {hook['doc']}\n"
-        f"  {called[hook['result']]}; here: {', '.join(hook['plugins']) or 'none'}"
-        for hook in data["hooks"]
-    )
-    click.echo("\n\n".join(texts))
+    for hook in data["hooks"]:
+        if names and hook["name"] not in names:
+            continue
+        needed = " and ".join(f"every {kind}" for kind in hook["required"])
+        click.echo(
+            f"{hook['signature']}\n  {hook['doc']}\n  {called[hook['result']]}; "
+            f"{f'required of {needed}' if needed else 'optional'}; "
+            f"here: {', '.join(hook['plugins']) or 'none'}\n"
+        )
+        if names:
+            click.echo("\n".join(_records(hook["signature"])))
+
+
+def _records(signature: str) -> Iterator[str]:
+    """Describe each record and interface of the contract that a signature, or one of these, names."""
+    rooms = map(import_module, (f"draftcore.contracts.{room}" for room in ROOMS))
+    known = {name: value for room in rooms for name, value in vars(room).items()}
+    names = re.findall(r"[A-Z]\w+", signature)
+    for place, name in enumerate(names):
+        record: Any = known.get(name)
+        if name in names[:place] or not getattr(record, "__module__", "").startswith("draftcore."):
+            continue
+        yield f"{name}: {indent(inspect.cleandoc(record.__doc__ or ''), '    ').lstrip()}\n"
+        for field, kind in record.__annotations__.items():
+            yield f"    {field}: {kind}"
+            names += re.findall(r"[A-Z]\w+", str(kind))
+        for method, member in vars(record).items():
+            if inspect.isfunction(member) and not method.startswith("_"):
+                yield f"    {method}{_written(member)}"
+                yield from filter(None, [indent(inspect.getdoc(member) or "", "        ")])
+                names += re.findall(r"[A-Z]\w+", _written(member))
+        yield ""
 
 
 def hooks_data(registry: Registry) -> dict[str, Any]:
@@ -62,14 +101,20 @@ def hooks_data(registry: Registry) -> dict[str, Any]:
         "hooks": [
             {
                 "name": name,
-                "signature": _signature(name),
+                "signature": name + _written(getattr(Specs, name)),
                 "result": "first" if getattr(hook, name).spec.opts["firstresult"] else "all",
+                "required": [kind for kind, needed in NEEDED.items() if name in needed],
                 "doc": (inspect.getdoc(getattr(Specs, name)) or "").partition("\n")[0],
-                "plugins": [plugin.name for plugin in registry.ready if name in plugin.hooks],
+                "plugins": [p.name for p in registry.ready if name in (*p.hooks, *_methods(p))],
             }
             for name in HOOKS
         ]
     }
+
+
+def _methods(plugin: Plugin) -> Sequence[str]:
+    """Return the hooks that a plugin must answer by methods; whether more, only an import would say."""
+    return NEEDED["algorithm"] if any(offer.implementation for offer in plugin.offers) else ()
 
 
 def _plain(value: Any) -> Any:
@@ -93,8 +138,7 @@ def from_here(text: str) -> str:
     return text.replace(f"{Path.cwd()}/", "")
 
 
-def _signature(name: str) -> str:
-    """Write a hook's signature as its implementer does: without `self`, types unquoted."""
-    signature = str(inspect.signature(getattr(Specs, name)))
-    unquoted = re.sub(r"'([\w\[\], .|]+)'", r"\1", signature)
-    return name + re.sub(r"^\(self(, )?", "(", unquoted)
+def _written(function: Any) -> str:
+    """Write a signature as its implementer does: without `self`, types unquoted."""
+    unquoted = re.sub(r"'([\w\[\], .|]+)'", r"\1", str(inspect.signature(function)))
+    return re.sub(r"^\(self(, )?", "(", unquoted)

@@ -59,19 +59,24 @@ def validate(path: str, data: Mapping[str, Any], where: str) -> Any:
     """
     from pydantic import ValidationError  # 70 ms: listing plugins needs none of it
 
-    module, _, name = path.partition(":")
-    if not module:
+    if not path:
         if data:
             raise UsageError(f"{where}: it has none\n  leave out {', '.join(data)}")
         return None
-    try:
-        model = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{where}: {error}\n  python -c 'import {module}' tells more") from error
+    model = imported(path, where)
     try:
         return model.model_validate(data, extra="forbid")
     except ValidationError as error:
         raise UsageError(explain(error, model, where, {})) from None
+
+
+def imported(path: str, where: str) -> Any:
+    """Return what a dotted path `module:name` leads to. Raises UsageError where that is nothing."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{where}: {error}\n  python -c 'import {module}' tells more") from error
 
 
 def explain(

@@ -39,7 +39,7 @@ from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.evaluation.during import HeldOut, Probe
-from draftcore.evaluation.report import Report
+from draftcore.evaluation.report import Report, more_metrics
 from draftcore.features.loader import Captured, Loader, Queued, Source, Stored, misfit, tasks_of
 from draftcore.features.producer import fill, forget, produce
 from draftcore.features.provenance import differences, provenance
@@ -77,7 +77,8 @@ class Run:
         self.width = int(self.target.text_config.hidden_size)
         self.samples: Samples | None = None  # given by a verb in the place of data.train
         self.closing = ExitStack()  # of the stores that were opened, however the verb ends
-        self.capture = self.bind("capture", config.capture.name)
+        chosen = config.capture
+        self.capture = self.bind("capture", chosen.name, chosen.options, chosen.plugin)
         self.channel = self.bind("channel", config.channel.partition(":")[0])
         if config.store != "auto":
             registry.find("store", config.store.partition(":")[0])
@@ -102,11 +103,10 @@ class Run:
             offered=self.registry.offered,
         )
         try:
-            binding = self.bind("runner", chosen.name)
-            options = binding.options(chosen.options)
+            binding = self.bind("runner", chosen.name, chosen.options, chosen.plugin)
         except UsageError as error:
             raise UsageError(f"runner.{phase}: {error}") from None
-        return binding.hook.runner(name=chosen.name, context=context, options=options)
+        return binding.hook.runner(name=chosen.name, context=context, options=binding.options)
 
     def chosen(self, label: str | None) -> tuple[DraftRun, ...]:
         """The draft of this label, or all. Raises UsageError for a label that is not there."""
@@ -120,13 +120,14 @@ class Run:
             )
         return found
 
-    def bind(self, kind: Any, name: str) -> Binding:
-        return bind(self.registry, kind, name, self.config.plugins)
+    def bind(
+        self, kind: Any, name: str, options: Mapping[str, Any] | None = None, plugin: str = ""
+    ) -> Binding:
+        return bind(self.registry, kind, name, options or {}, self.config.plugins, plugin)
 
     def provenance(self, request: FeatureRequest) -> str:
         """Say how features of this request are made here."""
-        options = self.capture.options(self.config.capture.options)
-        return provenance(self.target, request, self.config, options)
+        return provenance(self.target, request, self.config, self.capture.options)
 
     def manifest(self, drafts: Iterable[DraftRun], *shared: Binding) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""
@@ -163,11 +164,12 @@ class DraftRun:
         self.run, self.label, self.config, self.folder = run, label, config, config.run
         self.of, self.choice = f"{label}: " if label else "", config.algorithm
         try:
-            self.algorithm = run.bind("algorithm", self.choice.name)
+            choice = self.choice
+            self.algorithm = run.bind("algorithm", choice.name, choice.options, choice.plugin)
         except UsageError:
             self.checkpoint()  # which knows who is missing
             raise
-        self.options = self.algorithm.options(self.choice.options)
+        self.options = self.algorithm.options
 
     def checkpoint(self, folder: Path | None = None) -> Checkpoint | None:
         """Open the checkpoint in a folder, or the draft's newest, if any.
@@ -231,11 +233,6 @@ class Features:
     def complete(self) -> bool:
         return self.manifest is not None and bool(self.manifest["complete"])
 
-    def token_bytes(self, width: int) -> int:
-        """Stored bytes of one token's features."""
-        dtype: torch.dtype = getattr(torch, self.request.dtype)
-        return len(self.request.names) * width * dtype.itemsize
-
 
 def open_features(run: Run) -> Features:
     """Open the store that the run names, if any, and say what is captured.
@@ -249,6 +246,14 @@ def open_features(run: Run) -> Features:
             f"the drafts of this run ask for features of {' and '.join(sorted(dtypes))}\n"
             "  set capture.dtype to one type for all"
         )
+    for draft, one in zip(run.drafts, requests, strict=True):
+        asked = (name for name in ("topk", "embeddings") if getattr(one, name))
+        if lacking := [name for name in asked if name not in run.capture.capabilities]:
+            others = ", ".join(run.registry.offering("capture", lacking[0]))
+            raise UsageError(
+                f"the algorithm {draft.choice.name!r} asks for the target's {lacking[0]}, and the "
+                f"capture {run.config.capture.name!r} does not give them\n  set capture={others}"
+            )
     request = functools.reduce(FeatureRequest.union, requests)
     features = Features(request, run.provenance(request))
     if uri != "auto":
@@ -286,7 +291,7 @@ def open_store(run: Run, uri: str) -> tuple[Binding, FeatureStore]:
     binding = run.bind("store", name)
 
     def open_at(uri: str) -> FeatureStore:
-        return binding.hook.feature_store(name=name, uri=uri, options=binding.options({}))
+        return binding.hook.feature_store(name=name, uri=uri)
 
     if "durable" in binding.capabilities:
         store = open_at(uri)
@@ -302,10 +307,8 @@ def open_store(run: Run, uri: str) -> tuple[Binding, FeatureStore]:
 def open_capture(run: Run, request: FeatureRequest) -> Capture:
     """Open the run's capture, which checks itself. Raises UsageError where it cannot work."""
     run.runners["prefill"].check(run.target)  # also where the backend does not ask
-    chosen = run.config.capture
-    options = run.capture.options(chosen.options)
     return run.capture.hook.capture(
-        name=chosen.name, target=run.target, request=request, options=options
+        name=run.capture.offer.name, target=run.target, request=request, options=run.capture.options
     )
 
 
@@ -415,7 +418,7 @@ def fill_store(
         known = {*store.lookup(ids), *(ids[row] for row in skipped)}
         missing = [at for at in wanted if not known.issuperset(ids[r] for r in plan.batches[at])]
         tokens = sum(int(plan.lengths[row]) for at in missing for row in plan.batches[at])
-        need, free = tokens * features.token_bytes(run.width), store.stats().free_bytes
+        need, free = tokens * features.request.token_bytes(run.width), store.stats().free_bytes
         if free is not None and need > free:
             raise DraftcoreError(
                 f"the features need {format_size(need)}, {store.uri} has {format_size(free)} free\n"
@@ -530,7 +533,7 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
 
 
 def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> str:
-    """Train what is not trained yet, and tell of it; returns `complete` or `interrupted`.
+    """Train what is not trained yet, and tell of it; returns `complete`, `stopped` or `interrupted`.
 
     Raises DraftcoreError with the errors of drafts that failed, once the others are done.
     """
@@ -563,24 +566,28 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         config = run.config.model_dump(mode="json")
         run.observers.run_started(run=run.folder, config=config, total_steps=total)
         try:
-            reason, failed = train_loop(
+            reason, failed, ended = train_loop(
                 plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
                 let_go=loader.let_go, finished=queue.advance if queue else lambda position: None,
                 beside=(lambda: str(queue.status())) if queue else str,
             )  # fmt: skip
             if queue is not None:
-                queue.end("finished" if reason == "complete" else "failed")
+                queue.end("finished" if reason in ("complete", "stopped") else "failed")
         finally:
             reached = max(trainer.step for trainer in trainers)
             run.observers.run_finished(run=run.folder, step=reached, reason=reason)
     for draft, trainer in zip(run.drafts, trainers, strict=True):
+        how = "complete" if reason == "stopped" and draft.label not in ended else reason
         say(
-            f"{draft.of}{reason}: step {trainer.step} of {total}, {plan.rows_before(trainer.step)} "
+            f"{draft.of}{how}: step {trainer.step} of {total}, {plan.rows_before(trainer.step)} "
             f"samples, checkpoints in {trainer.checkpoints}"
         )
     if skipped := parts.skipped:
         named = ", ".join(f"row {row}" for row in list(skipped)[:8])
         say(f"{len(skipped)} rows were skipped: {named}: {next(iter(skipped.values()))}")
+    for draft in (draft for draft in run.drafts if draft.label in ended):
+        stop_of = ended[draft.label]
+        say(f"{draft.of}stopped by the plugin {stop_of.plugin}: {stop_of.reason}")
     if failed:
         causes = "\n".join(f"{label}: {error}" for label, error in failed.items())
         with ranks.together():
@@ -632,8 +639,7 @@ def _open_source(
 def _open_queue(run: Run, parts: TrainerParts, store: FeatureStore, at: int) -> Queue:
     features, plan = parts.features, parts.plan
     keeps, origin, request = features.keeps, features.provenance, features.request
-    form = run.width, request.dtype
-    each = features.token_bytes(run.width) + TEXT_BYTES
+    forms, each = request.forms(run.width), request.token_bytes(run.width) + TEXT_BYTES
     limit, least = None, plan.largest(run.ranks.size) * each
     if not keeps and (room := store.stats().limit_bytes) is not None:
         if least > room:
@@ -649,7 +655,7 @@ def _open_queue(run: Run, parts: TrainerParts, store: FeatureStore, at: int) -> 
         limit=limit,
         skipped=parts.skipped,
         free=(lambda refs: None) if keeps else store.free,
-        misfit=lambda task, refs: misfit(task, refs, request.names, form, origin),
+        misfit=lambda task, refs: misfit(task, refs, forms, origin),
     )
     if not keeps:
         forget(store, plan.feature_ids)  # what a trainer that was killed left behind
@@ -668,7 +674,7 @@ def _auto_uri(run: Run, run_id: str, plan: Plan, features: Features, held: int) 
         raise UsageError(
             f"several stores are in shared memory: {', '.join(fast)}\n  set store to one of them"
         )
-    each = features.token_bytes(run.width) + TEXT_BYTES
+    each = features.request.token_bytes(run.width) + TEXT_BYTES
     need = plan.largest(held) * each + held * plan.batch * HEAD_BYTES
     room = max(LEAST_STORE, 2 * need)  # as what is free in a ring may lie scattered
     if fast:
@@ -710,7 +716,7 @@ def _require_memory(run: Run, parts: TrainerParts) -> None:
     if device.type != "cuda":
         return
     trained = sum(p.numel() for t in parts.trainers for p in t.parameters)
-    features = parts.plan.largest(1) * parts.features.token_bytes(run.width)
+    features = parts.plan.largest(1) * parts.features.request.token_bytes(run.width)
     here = parts.features.store is None and resolve_device(run.config.target.device) == device
     target = run.target.weight_bytes if here else 0
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -761,8 +767,8 @@ def open_channel(run: Run) -> Channel:
         return file.read_text()
 
     known = run.ranks.first(secret).encode()
-    name, uri, options = run.channel.offer.name, run.config.channel, run.channel.options({})
-    return run.channel.hook.channel(name=name, uri=uri, secret=known, options=options)
+    name, uri = run.channel.offer.name, run.config.channel
+    return run.channel.hook.channel(name=name, uri=uri, secret=known)
 
 
 def changes(now: BaseModel, then: Mapping[str, Any], path: str = "") -> Iterator[str]:
@@ -844,5 +850,7 @@ def evaluate_draft(draft: DraftRun, built: Draft, step: int) -> Report:
     )
     built.module.to(run.target.model.device).eval()
     report = evaluate_prompts(draft.decoder(built), prompts, config.eval)
+    hook, options = draft.algorithm.hook, draft.options
+    report = dataclasses.replace(report, more=more_metrics(hook, built, report.to_json(), options))
     run.observers.evaluated(step=step, report=report.to_json(), draft=draft.label)
     return report

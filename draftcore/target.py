@@ -42,6 +42,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 HEADS = ("lm_head.weight", "embed_out.weight")
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 SAID = 1 << 28  # bytes of a file whose reading takes so long that one is told
+LOGITS = 1 << 24  # that are held at a time; each takes some 20 bytes until the largest are found
 
 
 class TransformersTarget:
@@ -76,6 +77,11 @@ class TransformersTarget:
             raise UsageError(
                 f"features of layers {beyond} were asked for, target {self.path!r} has layers "
                 f"0..{self.num_layers - 1}\n  set the algorithm's layers within that range"
+            )
+        if request.topk > self.vocab_size:
+            raise UsageError(
+                f"the {request.topk} largest logits were asked for, target {self.path!r} has "
+                f"{self.vocab_size} tokens"
             )
 
     @functools.cached_property
@@ -198,8 +204,7 @@ class TransformersModel:
     ) -> dict[str, Tensor]:
         # Rows are padded on the right and attention is causal, so no token sees padding. A mask would
         # say so again, and attention with one takes 7 times as long (docs/performance.md, 2026-11-23).
-        taken = self.run(request, input_ids=tokens_BT, use_cache=False)
-        return {name: taken[name].to(getattr(torch, request.dtype)) for name in request.names}
+        return request.select(self.run(request, input_ids=tokens_BT, use_cache=False))
 
     @torch.inference_mode()
     def run(self, request: FeatureRequest, **inputs: Any) -> dict[str, Tensor]:
@@ -208,12 +213,29 @@ class TransformersModel:
         def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
             taken[name] = output[0] if isinstance(output, tuple) else output
 
+        def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taken["embeddings"] = args[0] if args else kwargs["hidden_states"]
+
         with contextlib.ExitStack() as hooks:
             for layer in request.layers:
                 hook = functools.partial(take, f"hidden.{layer}")
                 hooks.enter_context(self.layers[layer].register_forward_hook(hook))
+            if request.embeddings:  # with what the model does to them before its layers
+                first = self.layers[0].register_forward_pre_hook(given, with_kwargs=True)
+                hooks.enter_context(first)
             taken["last_hidden"] = self.decoder(**inputs).last_hidden_state
+        if request.topk:
+            taken |= self._largest(taken["last_hidden"], request.topk)
         return taken
+
+    def _largest(self, hidden_BTH: Tensor, k: int) -> dict[str, Tensor]:
+        """Return the k largest logits and their ids, of a slice of the tokens at a time."""
+        rows = max(1, LOGITS // self.spec.vocab_size)
+        slices = torch.split(hidden_BTH.flatten(0, -2), rows)
+        found = [largest_logits(self.logits(part_RH), k) for part_RH in slices]
+        logits_RK, ids_RK = (torch.cat(parts) for parts in zip(*found, strict=True))
+        shape = (*hidden_BTH.shape[:-1], k)
+        return {"topk_logits": logits_RK.view(shape), "topk_ids": ids_RK.view(shape)}
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden)  # type: ignore[no-any-return]
@@ -238,29 +260,40 @@ class TransformersModel:
         starts_B: Tensor,
         span: int,
         request: FeatureRequest,
+        seen_BTT: Tensor | None = None,
     ) -> dict[str, Tensor]:
         B, T = tokens_BT.shape
-        positions_BT = starts_B[:, None] + torch.arange(T, device=self.device)
-        at = torch.arange(B, device=self.device)[:, None], positions_BT
+        slots_BT = positions_BT = starts_B[:, None] + torch.arange(T, device=self.device)
+        if seen_BTT is not None:
+            positions_BT = starts_B[:, None] + seen_BTT.sum(-1) - 1
+        at = torch.arange(B, device=self.device)[:, None], slots_BT
         return self.run(
             request,
             input_ids=tokens_BT,
             position_ids=positions_BT,
-            attention_mask=self.masks(positions_BT, span),
+            attention_mask=self.masks(positions_BT, span, seen_BTT),
             past_key_values=Cache(layers=[_Slots(layer, at, span) for layer in cache]),
             use_cache=True,
         )
 
-    def masks(self, positions_BT: Tensor, span: int) -> Tensor | dict[str, Tensor]:
+    def masks(
+        self, positions_BT: Tensor, span: int, seen_BTT: Tensor | None = None
+    ) -> Tensor | dict[str, Tensor]:
         slots_S = torch.arange(span, device=positions_BT.device)
-        seen_BTS = slots_S <= positions_BT[..., None]
+        held, seen_BTS = slots_S, slots_S <= positions_BT[..., None]  # held: the slots' positions
+        if seen_BTT is not None:
+            B, T = positions_BT.shape
+            slots_BT = positions_BT[:, :1] + slots_S[:T]
+            held = slots_S.repeat(B, 1).scatter(1, slots_BT, positions_BT)[:, None]
+            past_BTS = (slots_S < positions_BT[:, :1, None]).repeat(1, T, 1)
+            seen_BTS = past_BTS.scatter(2, slots_BT[:, None].expand(-1, T, -1), seen_BTT)
         config = self.spec.text_config
         kinds = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
         full = self._additive(seen_BTS)
         if window is None or kinds == {"full_attention"}:
             return full
-        near = self._additive(seen_BTS & (slots_S > positions_BT[..., None] - window))
+        near = self._additive(seen_BTS & (held > positions_BT[..., None] - window))
         return {"full_attention": full, "sliding_attention": near} if kinds else near
 
     def _additive(self, seen_BTS: Tensor) -> Tensor:
@@ -329,6 +362,23 @@ class _Slots(DynamicLayer):  # type: ignore[misc]
         for slots, states in zip(self.slots, (key_states, value_states), strict=True):
             slots[self.at] = states.transpose(1, 2)
         return tuple(slots[:, : self.span].transpose(1, 2) for slots in self.slots)
+
+
+def largest_logits(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits in fp32, descending, and their ids; the lower of equal ones first.
+
+    `topk` leaves open which of equal logits it takes, and in bfloat16 many are. So a logit and its
+    id become one integer: the logit's bits, ordered as its value is, over the id.
+    """
+
+    def ordered(bits: Tensor) -> Tensor:  # and back
+        return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+    keys_RV = ordered(logits_RV.float().view(torch.int32)).long().bitwise_left_shift_(32)
+    keys_RV -= torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    keys_RK = keys_RV.topk(k).values
+    ids_RK = -keys_RK & 0xFFFFFFFF
+    return ordered((keys_RK + ids_RK >> 32).int()).view(torch.float32), ids_RK.int()
 
 
 def cut_after(tokens: list[int], end: Collection[int]) -> list[int]:

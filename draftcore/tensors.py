@@ -30,8 +30,8 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def largest_magnitude(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude of all, [], or nan: a few launches on a device, and no wait."""
-    return torch.nn.utils.get_total_norm(tensors, math.inf)
+    """The largest magnitude of all floats, [], or nan: a few launches on a device, and no wait."""
+    return torch.nn.utils.get_total_norm([t for t in tensors if t.is_floating_point()], math.inf)
 
 
 def resolve_device(name: str) -> torch.device:

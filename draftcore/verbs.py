@@ -179,11 +179,11 @@ def launch(ctx: click.Context, settings: RunConfig, config: Path, overrides: Seq
 
 
 def require_done(settings: RunConfig) -> int:
-    """Return 0. Raises DraftcoreError where a draft's newest checkpoint is not that of its last step."""
+    """Return 0. Raises DraftcoreError where a draft was not stopped and lacks its last checkpoint."""
     for folder in [settings.run / label for label in settings.drafts] or [settings.run]:
         marks = sorted((folder / "checkpoints").glob("step-*/COMPLETE"))
         state = json.loads((marks[-1].parent / "state.json").read_text()) if marks else {}
-        if not marks or state["step"] != state["total_steps"]:
+        if not marks or (state["step"] != state["total_steps"] and not state.get("stopped")):
             raise DraftcoreError(
                 f"the ranks ended without an error, and {folder} has no checkpoint of the last step\n"
                 "  start the same command again: the run goes on from its last checkpoint"

@@ -1,11 +1,13 @@
 """The target as features and as a cached model, against transformers itself."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draftcore_sdk.targets import tiny_target
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import DraftcoreError, UsageError
@@ -29,6 +31,52 @@ def test_layer_ids_are_outputs_and_the_last_hidden_state_is_normed(
     torch.testing.assert_close(ours["last_hidden"], theirs[-1], rtol=0, atol=0)
     normed = target.decoder.get_submodule("norm")(ours["hidden.5"])
     torch.testing.assert_close(normed, ours["last_hidden"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_largest_logits_are_the_models_own(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, slices: int
+) -> None:
+    """Of equal ones, which are many in bfloat16, the lower id comes first, however many are asked."""
+    target = TransformersModel(TransformersTarget(str(target_folder), dtype=dtype, device="cpu"))
+    tokens_BT = torch.randint(0, 256, (2, 10), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("draftcore.target.LOGITS", 20 // slices * target.spec.vocab_size)
+    own_BTV = target.model(input_ids=tokens_BT).logits.float()
+    right_BTV = own_BTV.sort(descending=True, stable=True)
+    for k in (1, 7, target.spec.vocab_size):
+        request = FeatureRequest((), False, "float32", topk=k)
+        found = target.features(tokens_BT, torch.tensor([10, 10]), request)
+        assert found["topk_ids"].dtype == torch.int32
+        assert torch.equal(found["topk_ids"], right_BTV.indices[..., :k].int())
+        assert torch.equal(found["topk_logits"], right_BTV.values[..., :k])
+        half = target.features(tokens_BT, torch.tensor([10, 10]), replace(request, dtype="float16"))
+        assert torch.equal(half["topk_logits"], found["topk_logits"].half())
+
+
+def test_embeddings_are_what_the_first_layer_is_given(
+    target: TransformersModel, tmp_path: Path
+) -> None:
+    """Of a model that scales its embeddings too."""
+    tokens_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    request, lengths_B = FeatureRequest((), False, "float32", embeddings=True), torch.tensor([9, 9])
+    found = target.features(tokens_BT, lengths_B, request)["embeddings"]
+    assert torch.equal(found, target.model.get_input_embeddings()(tokens_BT))
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 259}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    Gemma2ForCausalLM(
+        Gemma2Config(**shape, **sizes, final_logit_softcapping=None, dtype="float32")
+    ).save_pretrained(tmp_path)
+    scaled = TransformersModel(TransformersTarget(str(tmp_path), device="cpu"))
+    found = scaled.features(tokens_BT, lengths_B, request)["embeddings"]
+    plain = scaled.spec.embedding()[tokens_BT]
+    torch.testing.assert_close(found, plain * 16**0.5, rtol=1e-6, atol=0)
+
+
+def test_more_logits_than_there_are_tokens_are_refused(target: TransformersModel) -> None:
+    request = FeatureRequest((), False, "float32", topk=target.spec.vocab_size + 1)
+    with pytest.raises(UsageError, match=r"the 260 largest logits were asked for.*has 259 tokens"):
+        target.spec.require_layers(request)
 
 
 def test_cached_rows_of_different_lengths_equal_one_forward(target: TransformersModel) -> None:

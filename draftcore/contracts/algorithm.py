@@ -5,7 +5,8 @@ Shape letters: B rows, T tokens, H width, K drafted tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -14,11 +15,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.contracts.capture import FeatureRequest
+    from draftcore.contracts.target import TargetSpec
 
 
 @dataclass(frozen=True)
 class SampleId:
-    """One training use of captured features."""
+    """One training use of captured features; `epoch` counts from 1."""
 
     feature_id: str
     epoch: int
@@ -78,24 +80,74 @@ class DraftBatch(OnDevice):
 
 @dataclass(frozen=True)
 class StepContext:
-    """Where a step stands in its run; schedules need `total_steps`, random choices `seed`."""
+    """Where a step stands in its run; schedules need `total_steps`, random choices `seed`.
+
+    `step` and `epoch` count from 1, as everywhere. `training` is false where the loss of held-out
+    samples is measured; step and epoch are then those of the last step that was taken.
+    """
 
     step: int
     total_steps: int
     seed: int
+    training: bool = True
+    epoch: int = 1
+
+
+@dataclass(init=False)
+class StepOutput:
+    """A loss as ratios of sums, so that any split of samples over micro-batches gives one update.
+
+    Made of one ratio, `StepOutput(numerator, denominator, counts)`, or of several,
+    `StepOutput(terms=[(numerator, denominator, weight), ...], counts=...)`: then the loss is the sum
+    of weight * numerator / denominator. Numerators, which carry the gradient, and denominators, which
+    do not, add up over micro-batches and ranks before the division; so do the two numbers of each
+    metric in `counts`. A term whose denominators add up to 0 adds nothing.
+    """
+
+    terms: Sequence[tuple[Tensor, Tensor, float]]
+    counts: Mapping[str, tuple[Tensor, Tensor]]
+
+    def __init__(
+        self,
+        numerator: Tensor | None = None,
+        denominator: Tensor | None = None,
+        counts: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        *,
+        terms: Iterable[tuple[Tensor, Tensor, float]] = (),
+    ) -> None:
+        self.terms, self.counts = tuple(terms), {} if counts is None else counts
+        ratio = len(self.terms) == 0
+        if (numerator is not None, denominator is not None) != (ratio, ratio):
+            raise TypeError(
+                "a loss is either StepOutput(numerator, denominator, counts) or "
+                "StepOutput(terms=[(numerator, denominator, weight), ...], counts=counts)"
+            )
+        if numerator is not None and denominator is not None:
+            self.terms = ((numerator, denominator, 1.0),)
+
+    @property
+    def numerator(self) -> Tensor:
+        """Of a loss that is one ratio."""
+        return self._ratio[0]
+
+    @property
+    def denominator(self) -> Tensor:
+        """Of a loss that is one ratio."""
+        return self._ratio[1]
+
+    @property
+    def _ratio(self) -> tuple[Tensor, Tensor, float]:
+        if len(self.terms) > 1:
+            raise AttributeError(f"this loss has {len(self.terms)} terms: read output.terms")
+        return self.terms[0]
 
 
 @dataclass(frozen=True)
-class StepOutput:
-    """A loss as one ratio, so that any split of samples over micro-batches gives one update.
+class Stop:
+    """What an observer returns to end training after this step, and why. The core names `plugin`."""
 
-    `numerator` carries the gradient; `denominator` is detached. `counts` maps each metric to
-    its (numerator, denominator), which add up over micro-batches and ranks before the division.
-    """
-
-    numerator: Tensor
-    denominator: Tensor
-    counts: Mapping[str, tuple[Tensor, Tensor]]
+    reason: str
+    plugin: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +167,7 @@ class Draft:
     tensors that come from the target and are left out of checkpoints; `wrap_units` names the
     submodules that FSDP wraps, innermost first. Ranks wait for each other in every one of them: a
     loss calls the same units, and carries a gradient to the same weights, whatever the batch.
+    A parameter group may have an `lr`, which is its peak, and a `weight_decay` of its own.
     """
 
     module: torch.nn.Module
@@ -125,6 +178,56 @@ class Draft:
     wrap_units: tuple[str, ...] = ()
 
 
+class Algorithm(ABC):
+    """An algorithm as one object, which an offer names by its `implementation`.
+
+    A run makes it with its validated options. Each method answers the hook of its name, and takes
+    of the hook's arguments those that it needs; `options` are `self.options`. Beside the four here,
+    which training needs, any hook of an algorithm may be a method: `optimizer`, `schedule`,
+    `eval_metrics`, `drafter`, `export_draft`, `import_draft`, `read_export`, `disagg_row`,
+    `build_disagg_draft_input`.
+    """
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @abstractmethod
+    def feature_request(self, target: TargetSpec) -> FeatureRequest:
+        """Say which target features training needs. Called before the target's weights are read."""
+
+    @abstractmethod
+    def build_draft(self, target: TargetSpec, data: DataSummary) -> Draft:
+        """Build the draft in fp32 on the CPU, initialised; the same seed gives the same bits."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Sample]) -> DraftBatch:
+        """Make a batch of samples, on the device where they lie; padding must not change the loss."""
+
+    @abstractmethod
+    def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
+        """Run the draft and return its loss, for the trainer to divide; masked out it is 0."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The drafts of a round, which the target reads at once: K nodes a row, integers in int64.
+
+    Each node follows the one before it, a chain, or with `parents_BK` a tree: the node of that index,
+    which comes before it, or for -1 the last known token. The first counts_B of a row count, all
+    without it; the others are read and never accepted.
+
+    Sampling needs `probs_BKV`: what a node's token was drawn from, given that the siblings before it
+    were refused. That is the draft's distribution where they are drawn independently, what is left
+    of it without replacement, 1 at the token where it was chosen. Whether a node is there and counts
+    may depend on tokens drawn before it, not on its own.
+    """
+
+    tokens_BK: Tensor
+    probs_BKV: Tensor | None = None
+    parents_BK: Tensor | None = None
+    counts_B: Tensor | None = None
+
+
 class Drafter(Protocol):
     """A reference decoder over a fixed batch with preallocated KV; no host sync in `propose`.
 
@@ -132,7 +235,10 @@ class Drafter(Protocol):
     token; `accept` takes what the target verified in a round, left-aligned. A state is tensors, batch
     first, in dataclasses, dicts, lists or tuples; weights are read at every call (see `graphs`).
 
-    Shape letters: B rows, T tokens, K drafted tokens (`num_drafts`), V vocabulary.
+    A drafter that proposes trees has one attribute more, `depth`: the most nodes on a path.
+
+    Shape letters: B rows, T tokens, K drafted tokens (`num_drafts`), V vocabulary, D = K in a chain and
+    `depth` in a tree.
     """
 
     num_drafts: int
@@ -156,16 +262,16 @@ class Drafter(Protocol):
 
     def propose(
         self, state: Any, temperature: float = 0.0, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens_BK and, when sampling, the probabilities_BKV they were drawn from."""
+    ) -> Proposal:
+        """Return the drafts of a round; with a temperature they are drawn, and have `probs_BKV`."""
 
     def accept(
         self, state: Any, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
     ) -> None:
         """Take over a verified round.
 
-        `tokens_BK` holds K+1 tokens a row, of which the first counts_B (accepted drafts, then the
-        target's own token) are new; `features` are the target's for the K+1 positions it read
+        `tokens_BK` holds D+1 tokens a row, of which the first counts_B (accepted drafts, then the
+        target's own token) are new; `features` are the target's for the D+1 tokens before them
         (the last token of the round before, then the drafts), of which counts_B are valid.
         """
 

@@ -1,6 +1,6 @@
 """What a capture backend is asked for, and what it returns.
 
-Layer ids are 0-based *outputs of layer k* everywhere. Shape letters: T tokens, H width.
+Layer ids are 0-based *outputs of layer k* everywhere. Shape letters: T tokens, H width, K logits.
 """
 
 from __future__ import annotations
@@ -21,29 +21,61 @@ if TYPE_CHECKING:
 class FeatureRequest:
     """The features an algorithm trains on, as data, so that requests can be joined.
 
-    `layers` are 0-based layer outputs (captured as `hidden.<k>`, after the residual add);
-    `last_hidden` is the state after the final norm; `dtype` is the stored torch dtype's name.
+    `layers` are 0-based layer outputs (captured as `hidden.<k>`, after the residual add), [T, H];
+    `last_hidden` is the state after the final norm; `embeddings` is what the first layer is given.
+    `topk` asks for so many of the target's largest logits at each token, descending: `topk_logits`
+    [T, K] and their token ids `topk_ids` [T, K], int32; of equal logits the lower id comes first.
+    `dtype` is the name of the torch dtype in which all but the ids are stored.
     """
 
     layers: tuple[int, ...]
     last_hidden: bool
     dtype: str
+    topk: int = 0
+    embeddings: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         hidden = tuple(f"hidden.{layer}" for layer in self.layers)
-        return hidden + (("last_hidden",) if self.last_hidden else ())
+        last = ("last_hidden",) if self.last_hidden else ()
+        given = ("embeddings",) if self.embeddings else ()
+        return hidden + last + given + (("topk_logits", "topk_ids") if self.topk else ())
+
+    def forms(self, width: int) -> dict[str, tuple[int, str]]:
+        """What each feature is per token, of a target of this width: numbers, and their dtype."""
+        topk = {"topk_logits": (self.topk, self.dtype), "topk_ids": (self.topk, "int32")}
+        return {name: topk.get(name, (width, self.dtype)) for name in self.names}
+
+    def token_bytes(self, width: int) -> int:
+        """The bytes of one token's features."""
+        import torch
+
+        forms = self.forms(width).values()
+        return sum(size * getattr(torch, dtype).itemsize for size, dtype in forms)
+
+    def select(self, features: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
+        """Take what this request asks for, in its dtypes, of what a wider one or a model gives."""
+        import torch
+
+        return {
+            name: (features[name][..., : self.topk] if "topk" in name else features[name]).to(
+                getattr(torch, dtype), copy=copy
+            )
+            for name, (_, dtype) in self.forms(0).items()
+        }
 
     def serves(self, other: FeatureRequest) -> bool:
         """Say whether what this request captures holds all that another asks for."""
-        return self.dtype == other.dtype and set(other.names) <= set(self.names)
+        alike = self.dtype == other.dtype and self.topk >= other.topk
+        return alike and set(other.names) <= set(self.names)
 
     def union(self, other: FeatureRequest) -> FeatureRequest:
         """Join two requests of one dtype, storing nothing twice."""
         if self.dtype != other.dtype:
             raise ValueError(f"cannot join features of {self.dtype} with features of {other.dtype}")
         layers = tuple(sorted({*self.layers, *other.layers}))
-        return FeatureRequest(layers, self.last_hidden or other.last_hidden, self.dtype)
+        last, given = self.last_hidden or other.last_hidden, self.embeddings or other.embeddings
+        return FeatureRequest(layers, last, self.dtype, max(self.topk, other.topk), given)
 
 
 @dataclass(frozen=True)
@@ -68,7 +100,7 @@ class CaptureBatch:
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """Features of a batch: per row a mapping of feature name to a [T, H] tensor."""
+    """Features of a batch: per row a mapping of feature name to a [T, H] or [T, K] tensor."""
 
     batch: CaptureBatch
     features: tuple[Mapping[str, Tensor], ...]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import click
+    import torch
     from torch import Tensor
 
     from draftcore.contracts.algorithm import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         Sample,
         StepContext,
         StepOutput,
+        Stop,
     )
     from draftcore.contracts.capture import Capture, FeatureRequest
     from draftcore.contracts.channel import Channel
@@ -54,7 +56,7 @@ class Specs:
 
     @hookspec
     def describe(self) -> Sequence[Offer]:
-        """List what the plugin offers, at most one algorithm. Without it: wrappers and observers."""
+        """List what the plugin offers. Without it: wrappers and observers."""
 
     @hookspec
     def commands(self) -> Sequence[click.Command]:
@@ -69,11 +71,11 @@ class Specs:
         """Open the capture backend `name`. First result."""
 
     @hookspec(firstresult=True)
-    def feature_store(self, name: str, uri: str, options: Any) -> FeatureStore:
-        """Open the store at `uri`, whose scheme is `name`. First result."""
+    def feature_store(self, name: str, uri: str) -> FeatureStore:
+        """Open the store at `uri`, whose scheme is `name` and whose query its options. First result."""
 
     @hookspec(firstresult=True)
-    def channel(self, name: str, uri: str, secret: bytes, options: Any) -> Channel:
+    def channel(self, name: str, uri: str, secret: bytes) -> Channel:
         """Open the way at `uri` from producers to the trainer's queue. First result.
 
         `secret` is what both ends of a run know, and nobody else.
@@ -106,22 +108,40 @@ class Specs:
         """Make a batch of samples, on the device where they lie; padding must not change the loss."""
 
     @hookspec(firstresult=True)
-    def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
-        """Run the draft and return its loss as a numerator and a denominator.
+    def forward_loss(
+        self, draft: Draft, batch: DraftBatch, context: StepContext, options: Any
+    ) -> StepOutput:
+        """Run the draft and return its loss as numerator and denominator, or as several such terms.
 
         An all-masked batch gives numerator 0, never nan. The trainer divides once, over the
-        accumulation window and all ranks.
+        accumulation window and all ranks. Also called for held-out samples: `context.training`.
         """
+
+    @hookspec(firstresult=True)
+    def optimizer(
+        self, draft: Draft, lr: float, weight_decay: float, betas: tuple[float, float], options: Any
+    ) -> torch.optim.Optimizer | None:
+        """Build the optimizer of all that `draft.parameter_groups` hold. Without it: AdamW.
+
+        A group's `lr` is its peak, which the schedule scales; `lr` is the run's. Its state is in
+        checkpoints: what it keeps of a weight, and what it changes in a group.
+        """
+
+    @hookspec(firstresult=True)
+    def schedule(
+        self, step: int, total_steps: int, warmup_ratio: float, options: Any
+    ) -> float | None:
+        """Return the learning rate of a step as a factor of the peak. Without it: train.schedule."""
 
     # ------------------------------------------------------------ an algorithm, being served
 
     @hookspec(firstresult=True)
-    def disagg_row(self, shape: DraftShape) -> Sequence[RowField]:
+    def disagg_row(self, shape: DraftShape, options: Any) -> Sequence[RowField]:
         """Say what a prefill server must send beside the last token. Without it: nothing."""
 
     @hookspec(firstresult=True)
     def build_disagg_draft_input(
-        self, batch: DisaggBatch, last_tokens: Tensor, future_map: Any
+        self, batch: DisaggBatch, last_tokens: Tensor, future_map: Any, options: Any
     ) -> DraftInput:
         """Build the first draft input on the decode side of prefill/decode disaggregation.
 
@@ -137,7 +157,7 @@ class Specs:
         """Return the reference decoder that `draftcore eval` decodes with."""
 
     @hookspec(firstresult=True)
-    def export_draft(self, draft: Draft, folder: Path, layout: str) -> None:
+    def export_draft(self, draft: Draft, folder: Path, layout: str, options: Any) -> None:
         """Write the draft into an empty folder in the serving layout `layout`."""
 
     @hookspec(firstresult=True)
@@ -145,7 +165,7 @@ class Specs:
         """Read a draft from a serving layout, our own exports or published ones."""
 
     @hookspec(firstresult=True)
-    def read_export(self, folder: Path, server: str) -> ServedDraft:
+    def read_export(self, folder: Path, server: str, options: Any) -> ServedDraft:
         """Read an export by the conventions of `server`, sharing no code with `export_draft`."""
 
     # ------------------------------------------------------------ observers
@@ -155,14 +175,35 @@ class Specs:
         """A training run starts or resumes; `config` is the resolved configuration."""
 
     @hookspec
-    def step_finished(self, step: int, metrics: Mapping[str, float], draft: str = "") -> None:
-        """An optimizer step is done. `metrics` holds loss, lr, gradient norm and the algorithm's own.
+    def gradients_ready(
+        self, step: int, gradients: Mapping[str, Tensor], draft: str = ""
+    ) -> Mapping[str, float] | None:
+        """A step's gradients are there, summed and divided, and not clipped yet: copies, by weight.
 
-        `draft` is the label of the draft here and below, empty in a run of a single one.
+        What is returned enters the step's metrics. `draft` is the label of the draft here and below,
+        empty in a run of a single one.
         """
 
     @hookspec
-    def evaluated(self, step: int, report: Mapping[str, Any], draft: str = "") -> None:
+    def step_finished(
+        self, step: int, metrics: Mapping[str, float], draft: str = ""
+    ) -> Stop | None:
+        """An optimizer step is done. `metrics` holds loss, lr, gradient norm and the algorithm's own.
+
+        A `Stop` ends the draft's training after this step, here and in `evaluated`.
+        """
+
+    @hookspec
+    def eval_metrics(
+        self, draft: Draft, report: Mapping[str, Any], options: Any
+    ) -> Mapping[str, float] | None:
+        """Add figures to an evaluation's report, in training and in `draftcore eval`.
+
+        The algorithm is called as well; here `draft` is the draft itself.
+        """
+
+    @hookspec
+    def evaluated(self, step: int, report: Mapping[str, Any], draft: str = "") -> Stop | None:
         """An evaluation is done, during training or by `draftcore eval`."""
 
     @hookspec
@@ -171,4 +212,4 @@ class Specs:
 
     @hookspec
     def run_finished(self, run: Path, step: int, reason: str) -> None:
-        """Training ended: `reason` is `complete`, `interrupted` or `failed`."""
+        """Training ended: `reason` is `complete`, `stopped`, `interrupted` or `failed`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,13 +15,16 @@ class Offer:
     """One thing a plugin offers.
 
     `options` is the dotted path `module:Class` of its options model, imported on selection; '' for
-    an offer without options. Capabilities are what others may ask for instead of a name.
+    an offer without options. Capabilities are what others may ask for instead of a name. Of an
+    algorithm written as a class, `implementation` is the path of its `Algorithm`; one that is
+    written as hooks of the plugin's module leaves it out.
     """
 
     kind: Kind
     name: str
     capabilities: frozenset[str] = frozenset()
     options: str = ""
+    implementation: str = ""
 
     def __str__(self) -> str:
         has = f" [{', '.join(sorted(self.capabilities))}]" if self.capabilities else ""
@@ -30,7 +32,11 @@ class Offer:
 
 
 class Bound(Protocol):
-    """An offer that a run has chosen and can call. `hook` holds every hook (`contracts.hooks.Specs`)."""
+    """An offer that a run has chosen and can call.
+
+    `hook` holds every hook (`contracts.hooks.Specs`), `options` are validated by the offer's model,
+    None for an offer without.
+    """
 
     @property
     def plugin(self) -> object: ...
@@ -39,6 +45,6 @@ class Bound(Protocol):
     @property
     def hook(self) -> Any: ...
     @property
+    def options(self) -> Any: ...
+    @property
     def capabilities(self) -> frozenset[str]: ...
-    def options(self, data: Mapping[str, Any]) -> Any:
-        """Validate options by the offer's model; None for an offer without. Raises UsageError."""

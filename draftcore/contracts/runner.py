@@ -41,10 +41,11 @@ class Rows(Protocol):
     def propose(self) -> None:
         """Draft the tokens of a round."""
 
-    def verify(self, span: int) -> tuple[Tensor, Tensor]:
-        """Read the drafts with the target; return tokens_BT and counts_B.
+    def verify(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Read the drafts with the target; return tokens_BT, counts_B and room_B.
 
         The first counts_B tokens of a row are new: accepted drafts, then one of the target's own.
+        room_B says how many drafts could be accepted.
         """
 
     def plain(self, span: int) -> None:
@@ -70,8 +71,8 @@ class RunnerContext:
 
     `rows` and `longest` bound the batches of the phase: `longest` counts the tokens of a row in
     prefill and the positions that are read and decoded in decode. `capture` names the run's capture.
-    `bind` reaches another offer by kind and name; `offered` maps the usable offers of a kind to their
-    capabilities.
+    `bind` reaches another offer by kind, name and its options; `offered` maps the usable offers of a
+    kind to their capabilities.
     """
 
     phase: PhaseName
@@ -79,7 +80,7 @@ class RunnerContext:
     longest: int
     temperature: float
     capture: str
-    bind: Callable[[Kind, str], Bound]
+    bind: Callable[..., Bound]
     offered: Callable[[Kind], Mapping[str, frozenset[str]]]
 
 

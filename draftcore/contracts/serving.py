@@ -164,7 +164,7 @@ class ServedDraft(Protocol):
 
     `facts` are what it says of itself, of these as many as it says: vocab_size, hidden_size,
     num_target_layers, mask_token_id, rope_theta, dtype. `ignored` names tensors that the server
-    leaves unread.
+    leaves unread. `most` is how many tokens a round can draft; None where any number.
     """
 
     @property
@@ -173,12 +173,11 @@ class ServedDraft(Protocol):
     def facts(self) -> Mapping[str, Any]: ...
     @property
     def ignored(self) -> tuple[str, ...]: ...
+    @property
+    def most(self) -> int | None: ...
 
     def captured(self, host: Host) -> tuple[int, ...]:
         """The layers whose outputs the server would feed, in order. Raises UnservableError."""
-
-    def most(self) -> int | None:
-        """How many tokens a round can draft; None where any number."""
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
         """Logits [K + 1, V] of the proposals 0..K, those before K being these drafts.

@@ -54,12 +54,19 @@ class SampleRef:
 
 
 class Handle(Protocol):
-    """An open read. The tensors stay valid until `close`; it is a context manager."""
+    """An open read. The tensors stay valid until `close`; it is a context manager.
+
+    That holds whatever is put, freed or closed meanwhile, the store itself included. The tensors may
+    be views of what others read: they are not to be written to.
+    """
 
     ref: SampleRef
     tensors: Mapping[str, Tensor]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let the tensors go; a sample that was freed meanwhile gives back its bytes. Idempotent."""
+        ...
+
     def __enter__(self) -> Handle: ...
     def __exit__(self, *exc: object) -> None: ...
 
@@ -76,26 +83,39 @@ class StoreItem:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What a store holds now, in samples and bytes; `limit_bytes` is None where nothing limits it."""
+    """What a store holds now, in samples and bytes.
+
+    `nbytes` are those of tensors that take up room: of samples that are held, and of those that were
+    freed or superseded and are still read. They are what `limit_bytes` limits.
+    """
 
     samples: int
     nbytes: int
-    limit_bytes: int | None
-    open_handles: int
+    limit_bytes: int | None  # None where nothing limits it
+    open_handles: int  # of this store object; a handle that was closed counts no more
     free_bytes: int | None = None  # on the medium below, where that is known
 
 
 class FeatureStore(Protocol):
     """Keeps samples' features. One conformance suite holds every store to this.
 
-    `uri` is what another process opens to reach the same samples, where several can.
+    `uri` is what another process opens to reach the same samples, where several can; every ref
+    carries it. A store may be called by several threads. After `close` its methods raise `StoreError`.
     """
 
     uri: str
 
-    def put(self, item: StoreItem) -> SampleRef: ...
+    def put(self, item: StoreItem) -> SampleRef:
+        """Store one sample, as `put_many` does."""
+        ...
+
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
-        """Store samples, all or none; a re-put supersedes. Raises `StoreFull`, or `StoreAway` for now."""
+        """Store samples, all or none, and return their refs in this order; a re-put supersedes.
+
+        All or none holds for errors, for full media and for a process that is killed: then an id has
+        its old sample or its new one. Later edits of the tensors that were given change nothing.
+        Raises `StoreFull` where it would exceed the limit, or `StoreAway` where it may work later.
+        """
         ...
 
     def get(
@@ -106,25 +126,53 @@ class FeatureStore(Protocol):
 
     def get_many(
         self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
-    ) -> tuple[Handle, ...]: ...
+    ) -> tuple[Handle, ...]:
+        """Open samples for reading, all or none: a handle each, of the tensors `names` on `device`."""
+        ...
+
     def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
-        """Return the current ref of each id that is held; ids not held are left out."""
+        """Return the current ref of each id that is held, as its put did; others are left out."""
         ...
 
     def free(self, refs: Iterable[SampleRef]) -> None:
         """Drop samples: idempotent, deferred while handles are open, never a newer generation."""
         ...
 
-    def abort(self, feature_id: str) -> None: ...
-    def stats(self) -> StoreStats: ...
-    def close(self) -> None: ...
+    def abort(self, feature_id: str) -> None:
+        """Drop whatever is held of an id, for one who has no ref: a producer that begins again.
+
+        `free` drops a generation and is what a trainer calls. An id that is not held is no error.
+        """
+        ...
+
+    def stats(self) -> StoreStats:
+        """Say what is held and read now."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the medium; closing twice is harmless.
+
+        Open handles stay valid. What a durable store holds stays; of another one nobody may count
+        on it once its last process has closed it.
+        """
+        ...
 
 
 class DurableStore(FeatureStore, Protocol):
-    """A store of capability `durable`: it outlives the process and says what it holds."""
+    """A store of capability `durable`: it outlives its processes, and notices altered bytes.
 
-    def read_manifest(self) -> dict[str, Any] | None: ...
-    def write_manifest(self, data: Mapping[str, Any]) -> None: ...
+    A run keeps features in it that others only pass on and free. Its manifest says what the samples
+    are (of which data, target and cut, and whether they are complete), so that a later run, or a
+    training host, knows without them whether it may train from this store.
+    """
+
+    def read_manifest(self) -> dict[str, Any] | None:
+        """Return what was written last, by any process; None if nothing was."""
+        ...
+
+    def write_manifest(self, data: Mapping[str, Any]) -> None:
+        """Replace the manifest as a whole by this JSON data; who is killed leaves the old one."""
+        ...
 
 
 class StoreError(DraftcoreError):

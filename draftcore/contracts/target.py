@@ -25,7 +25,7 @@ class PrefillRunner(Protocol):
     def features(
         self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
     ) -> dict[str, Tensor]:
-        """Run right-padded rows once; return [B, T, H] per feature, in the request's dtype."""
+        """Run right-padded rows once; return [B, T, H] or [B, T, K] per feature, in its dtype."""
 
 
 class TargetSpec(Protocol):
@@ -60,7 +60,7 @@ class TargetSpec(Protocol):
         """The running target, loaded once and shared by capture and decoding."""
 
     def require_layers(self, request: FeatureRequest) -> None:
-        """Raise UsageError where a request names a layer that the target does not have."""
+        """Raise UsageError for a layer, or a number of logits, that the target does not have."""
 
     def embedding(self) -> Tensor:
         """Return the token embedding, [V, H], in the stored dtype."""
@@ -85,7 +85,10 @@ class TargetModel(PrefillRunner, Protocol):
     end_tokens: frozenset[int]
 
     def run(self, request: FeatureRequest, **inputs: Any) -> dict[str, Tensor]:
-        """Run `decoder` on its inputs; return the outputs of the requested layers, and `last_hidden`."""
+        """Run `decoder` on its inputs; return what is requested, and `last_hidden`.
+
+        States are in the model's dtype, logits in fp32.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the LM head to last hidden states [..., H]; returns [..., V]."""
@@ -100,15 +103,18 @@ class TargetModel(PrefillRunner, Protocol):
         starts_B: Tensor,
         span: int,
         request: FeatureRequest,
+        seen_BTT: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Read tokens from a position of each row on, keeping keys and values; return as `run` does.
 
-        `span` bounds the positions (exclusive), known on the host, so attention covers only the
-        slots in use. A row's query at position p sees its slots 0..p.
+        `span` bounds the slots (exclusive), known on the host, so attention covers only those in
+        use. A row's query at position p sees its slots 0..p. The tokens of a tree come with
+        `seen_BTT`: the ones that each follows, and itself. Their slots are as they stand, the root
+        first; their positions are as deep as they are in the tree.
         """
 
-    def masks(self, positions_BT: Tensor, span: int) -> Any:
-        """Return additive masks [B, 1, T, S]: slots up to the query's position, within its window."""
+    def masks(self, positions_BT: Tensor, span: int, seen_BTT: Tensor | None = None) -> Any:
+        """Return additive masks [B, 1, T, S]: the slots that `forward` says, within the window."""
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Continue prompts greedily by transformers' own `generate`, cut after the first end token."""

@@ -36,7 +36,8 @@ STEP_WINDOW = 64  # steps whose batches are sorted by padded tokens together
 class PlannedBatch:
     """One use of a batch. `position` counts uses over the whole run, `index` is the cut's.
 
-    `place` is the batch's position in its step: rank `place % ranks` trains on it.
+    They and `step` count from 0, as indices do, `epoch` from 1, as for plugins. `place` is the batch's
+    position in its step: rank `place % ranks` trains on it.
     """
 
     position: int
@@ -86,7 +87,7 @@ class Plan:
         epoch, at = divmod(index, self.steps_per_epoch)
         first = epoch * len(self.batches) + at * self.accumulate
         return tuple(
-            PlannedBatch(first + place, index, place, epoch, int(chosen), self.batches[chosen])
+            PlannedBatch(first + place, index, place, epoch + 1, int(chosen), self.batches[chosen])
             for place, chosen in enumerate(self._epoch(epoch)[at])
         )
 

@@ -1,28 +1,28 @@
-"""Chain speculative decoding with a real target and a real draft, both KV-cached, batched.
+"""Speculative decoding with a real target and a real draft, both KV-cached, batched.
 
-One round: the draft proposes K tokens, the target reads them in one forward after the last known
-token, and keeps the longest prefix it agrees with plus one token of its own. Greedy decoding must
-reproduce the target's own `generate`; sampling keeps the target's distribution by rejection
-sampling (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1).
+One round: the draft proposes K tokens, a chain or a tree, the target reads them in one forward after
+the last known token, and keeps what it agrees with plus one token of its own. Greedy decoding must
+reproduce the target's own `generate`; sampling keeps the target's distribution.
 
 Shape letters: B rows still running, K drafted tokens, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 from draftcore.config import EvalConfig
-from draftcore.contracts.algorithm import Drafter
+from draftcore.contracts.algorithm import Drafter, Proposal
 from draftcore.contracts.runner import DecodeRunner, Prompts, Rows
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError
+from draftcore.evaluation.proposals import checked, depth_of, lineage, verify, verify_tree
 from draftcore.evaluation.report import Decoded, Report, Tie
 from draftcore.target import cut_after
 
@@ -90,6 +90,7 @@ class EagerRows:
             self.last_B = torch.multinomial(probs_BV, 1, generator=self.generator)[:, 0]
         self.state = drafter.allocate(B, max_len)
         drafter.prefill(self.state, tokens_BT, self.lengths_B, features, self.last_B)
+        self.proposal: Proposal | None = None
 
     def keep(self, rows: Sequence[int]) -> None:
         keep_B = torch.tensor(rows, device=self.lengths_B.device)
@@ -99,27 +100,49 @@ class EagerRows:
         self.lengths_B, self.last_B = self.lengths_B[keep_B], self.last_B[keep_B]
 
     def propose(self) -> None:
-        given = self.temperature, self.generator
-        self.drafts_BK, self.probs_BKV = self.drafter.propose(self.state, *given)
+        found = self.drafter.propose(self.state, self.temperature, self.generator)
+        sizes, first = (len(self.last_B), self.target.spec.vocab_size), self.proposal is None
+        self.proposal = checked(found, self.drafter, *sizes, self.temperature, values=first)
 
-    def verify(self, span: int) -> tuple[Tensor, Tensor]:
-        features = self._read(torch.cat([self.last_B[:, None], self.drafts_BK], dim=1), span)
-        drafts = self.drafts_BK, self.probs_BKV
+    def verify(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
+        proposal, seen_BTT = self.proposal, None
+        assert proposal is not None
+        if proposal.parents_BK is not None:
+            seen_BTT = lineage(proposal.parents_BK)
+        window_BT = torch.cat([self.last_B[:, None], proposal.tokens_BK], dim=1)
+        features = self._read(window_BT, span, seen_BTT)
         logits_BTV = self.target.logits(features["last_hidden"])
-        tokens_BT, counts_B = verify(logits_BTV, *drafts, self.temperature, self.generator)
-        self.drafter.accept(self.state, tokens_BT, features, counts_B)
-        self.last_B = tokens_BT.gather(1, counts_B[:, None] - 1)[:, 0]
+        given = logits_BTV, proposal, self.temperature, self.generator
+        if seen_BTT is None:
+            tokens_BP, counts_B, room_B = verify(*given)
+        else:
+            *verdict, path_BP = verify_tree(*given, seen_BTT, depth_of(self.drafter))
+            tokens_BP, counts_B, room_B = verdict
+            features = self._follow(path_BP, features)
+        self.drafter.accept(self.state, tokens_BP, features, counts_B)
+        self.last_B = tokens_BP.gather(1, counts_B[:, None] - 1)[:, 0]
         self.lengths_B = self.lengths_B + counts_B
-        return tokens_BT, counts_B
+        return tokens_BP, counts_B, room_B
 
     def plain(self, span: int) -> None:
         features = self._read(self.last_B[:, None], span)
         self.last_B = self.target.logits(features["last_hidden"])[:, 0].argmax(-1)
         self.lengths_B = self.lengths_B + 1
 
-    def _read(self, tokens_BT: Tensor, span: int) -> dict[str, Tensor]:
+    def _read(
+        self, tokens_BT: Tensor, span: int, seen_BTT: Tensor | None = None
+    ) -> dict[str, Tensor]:
         request = self.drafter.request
-        return self.target.forward(self.cache, tokens_BT, self.lengths_B, span, request)
+        return self.target.forward(self.cache, tokens_BT, self.lengths_B, span, request, seen_BTT)
+
+    def _follow(self, path_BP: Tensor, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Move a path's keys and values to the slots of its positions; return its features."""
+        B, P = path_BP.shape
+        rows, first = torch.arange(B, device=path_BP.device)[:, None], self.lengths_B[:, None]
+        slots_BP = first + torch.arange(P, device=path_BP.device)
+        for slots in itertools.chain(*self.cache):
+            slots[rows, slots_BP] = slots[rows, first + path_BP]
+        return {name: x[rows, path_BP] for name, x in features.items()}
 
 
 def right_padded(prompts: Prompts, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -127,45 +150,6 @@ def right_padded(prompts: Prompts, device: torch.device | str) -> tuple[Tensor, 
     rows = [torch.tensor(prompt) for prompt in prompts]
     tokens_BT = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     return tokens_BT.to(device), torch.tensor([len(row) for row in rows], device=device)
-
-
-def verify(
-    logits_BTV: Tensor,
-    drafts_BK: Tensor,
-    draft_probs_BKV: Tensor | None,
-    temperature: float,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """Accept a prefix of the drafts and add one token of the target's own.
-
-    Returns tokens_BT (T = K + 1; the first counts_B of a row count) and counts_B in 1..K+1. With
-    temperature 0 a draft is accepted where it is the target's argmax; else with probability
-    min(1, p/q), the replacement being drawn from max(0, p - q) renormalised. Raises UsageError for
-    drafts to sample from that come without their probabilities.
-    """
-    B, K = drafts_BK.shape
-    if temperature == 0:
-        choice_BT = logits_BTV.argmax(-1)
-        accepted_B = (choice_BT[:, :K] == drafts_BK).long().cumprod(1).sum(1)
-        return choice_BT, accepted_B + 1
-    if draft_probs_BKV is None:
-        raise UsageError(
-            f"eval.temperature is {temperature}, and this draft proposes tokens without the "
-            "probabilities that sampling needs\n  set eval.temperature=0"
-        )
-    p_BTV = torch.softmax(logits_BTV.float() / temperature, -1)
-    at = drafts_BK[..., None]
-    p_BK, q_BK = p_BTV[:, :K].gather(-1, at)[..., 0], draft_probs_BKV.gather(-1, at)[..., 0]
-    coin_BK = torch.rand(B, K, generator=generator, device=p_BK.device)
-    accepted_B = (coin_BK * q_BK < p_BK).long().cumprod(1).sum(1)
-    # Past the last draft nothing was proposed, so the residual there is the target's own p.
-    q_BTV = torch.cat([draft_probs_BKV, torch.zeros_like(p_BTV[:, :1])], dim=1)
-    rows = torch.arange(B, device=p_BK.device)
-    residual_BV = (p_BTV - q_BTV)[rows, accepted_B].clamp(min=0)
-    own_B = torch.multinomial(residual_BV, 1, generator=generator)[:, 0]
-    tokens_BT = torch.cat([drafts_BK, drafts_BK[:, :1]], dim=1)
-    tokens_BT[rows, accepted_B] = own_B
-    return tokens_BT, accepted_B + 1
 
 
 # ---------------------------------------------------------------- decoding with any runner
@@ -201,6 +185,7 @@ def evaluate_prompts(runner: DecodeRunner, prompts: Prompts, config: EvalConfig)
     return Report.of(
         [results[i] for i in range(len(prompts))],
         runner.drafter.num_drafts,
+        depth_of(runner.drafter),
         lossless=True if config.temperature == 0 else None,
         ties=tuple(ties),
         draft_seconds=clock.draft / max(1, clock.rounds),
@@ -234,17 +219,18 @@ def speculate(
         flight.propose()
         drafted = _now(runner)
         span = max(len(one.prompt) + len(one.tokens) for one in active) + K
-        tokens_BT, counts_B = flight.verify(span)
-        counts, new = counts_B.tolist(), tokens_BT.tolist()  # the round's one transfer
+        tokens_BT, counts_B, room_B = flight.verify(span)
+        figures_BF = torch.cat([counts_B[:, None], room_B[:, None], tokens_BT], 1)
+        figures = figures_BF.tolist()  # the round's one transfer
         clock.draft += drafted - began
         clock.verify += _now(runner) - drafted
         clock.rounds += 1
-        for one, tokens, count in zip(active, new, counts, strict=True):
+        for one, (count, room, *tokens) in zip(active, figures, strict=True):
             # Tokens count up to the end token or the limit; what lies beyond counts nowhere.
             left = limit - len(one.tokens)
             kept = cut_after(tokens[:count][:left], end)
             one.accepted.append(min(count - 1, len(kept)))
-            one.room.append(min(K, len(kept) if kept[-1] in end else left))
+            one.room.append(min(room, len(kept) if kept[-1] in end else left))
             one.tokens += kept
 
 
@@ -260,7 +246,7 @@ def resolve_ties(
     target, ties = runner.target, list[Tie]()
     bound = config.tie_bound or TIE_BOUNDS[target.dtype]
     while decoded.tokens != reference:
-        pairs = enumerate(zip_longest(decoded.tokens, reference))
+        pairs = enumerate(itertools.zip_longest(decoded.tokens, reference))
         at, (ours, theirs) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
         gap = target.top2_gap([*decoded.prompt, *reference[:at]])
         if gap > bound or theirs is None:

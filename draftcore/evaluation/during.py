@@ -22,6 +22,7 @@ from draftcore.data.dataset import Dataset, read_prompts
 from draftcore.data.plan import Plan
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
+from draftcore.evaluation.report import more_metrics
 from draftcore.tensors import all_finite
 from draftcore.training.loop import DraftSetup
 from draftcore.training.metrics import ratios, totals
@@ -66,7 +67,7 @@ class HeldOut:
                         )
                     tokens_T = torch.from_numpy(data.tokens(row))
                     mask_T = torch.from_numpy(data.loss_mask(row))
-                    found[row] = Sample(SampleId(ids[row], 0), tokens_T, mask_T, features)
+                    found[row] = Sample(SampleId(ids[row], 1), tokens_T, mask_T, features)
         return [found[row] for row in sorted(found)]
 
 
@@ -85,10 +86,12 @@ class Probe:
     runner: DecodeRunner | None = None
     decoded: Draft | None = None
 
-    def evaluate(self, built: Draft, step: int, total_steps: int) -> dict[str, Any]:
-        """Return held-out loss and metrics and, with train.eval_prompts, the acceptance length."""
+    def evaluate(self, built: Draft, context: StepContext) -> dict[str, Any]:
+        """Return held-out loss and metrics, with train.eval_prompts the acceptance length, and more.
+
+        The rest is what the algorithm and the plugins of the run add by `eval_metrics`.
+        """
         config, was_training = self.setup.config, built.module.training
-        context = StepContext(step, total_steps, config.train.seed)
         devices = [self.device] if self.device.type == "cuda" else []
         for device in devices:
             torch.cuda.synchronize(device)  # a capture may be under way, by the same target
@@ -100,6 +103,7 @@ class Probe:
                     self.runner, self.decoded = self.decoder(built), built
                 found = evaluate_prompts(self.runner, self.held_out.prompts, config.eval)
                 report["acceptance_length"] = found.acceptance_length
+            report |= more_metrics(self.setup.hook, built, report, self.setup.options)
             built.module.train(was_training)
         return report
 
@@ -108,5 +112,9 @@ class Probe:
         outputs = []
         for start in range(0, len(samples), size):
             batch = self.setup.collate(samples[start : start + size], self.device)
-            outputs.append(self.setup.hook.forward_loss(draft=built, batch=batch, context=context))
+            outputs.append(
+                self.setup.hook.forward_loss(
+                    draft=built, batch=batch, context=context, options=self.setup.options
+                )
+            )
         return ratios(totals(outputs))

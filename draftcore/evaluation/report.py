@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,13 @@ class Report:
     draft_seconds: float
     verify_seconds: float
     plain_seconds: float
+    more: Mapping[str, float] = field(default_factory=dict)  # what `eval_metrics` added
 
     @classmethod
-    def of(cls, decoded: Sequence[Decoded], num_drafts: int, **others: Any) -> Report:
+    def of(cls, decoded: Sequence[Decoded], num_drafts: int, depth: int, **others: Any) -> Report:
         """Count what was decoded; `others` are the fields that are not counted.
+
+        `depth` is how many of the drafts of a round can be accepted: all, unless they are a tree.
 
         A prompt whose first token ended it has no round. The interval of the length is a
         bootstrap over prompts (2.5th and 97.5th percentile, 1,000 draws, fixed seed).
@@ -79,7 +82,7 @@ class Report:
         rounds = np.array([len(one.accepted) for one in decoded], dtype=np.float64)
         # Per prompt and position k: rounds whose first k + 1 drafts were all accepted, and rounds in
         # which position k could count, before the end token and the length limit.
-        ks = range(num_drafts)
+        ks = range(depth)
         hits = np.array([[sum(n > k for n in d.accepted) for k in ks] for d in decoded], float)
         chances = np.array([[sum(n > k for n in d.room) for k in ks] for d in decoded], float)
         draws = np.random.default_rng(0).integers(0, len(decoded), (1000, len(decoded)))
@@ -103,7 +106,8 @@ class Report:
         return (self.draft_seconds + self.verify_seconds) / self.plain_seconds
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "break_even_length": self.break_even_length}
+        data = dataclasses.asdict(self)
+        return {**data.pop("more"), **data, "break_even_length": self.break_even_length}
 
     def write(self, folder: Path) -> None:
         """Write report.json and acceptance.png."""
@@ -125,13 +129,14 @@ class Report:
             ("lossless", lossless),
             ("prompts", f"{self.prompts} ({self.tokens} tokens in {self.rounds} rounds)"),
             ("draft / verify / plain step", " / ".join(f"{1e3 * t:.1f}" for t in times) + " ms"),
+            *((name, f"{value:.4g}") for name, value in self.more.items()),
         ]
 
     def plot(self, file: Path) -> None:
         """Draw acceptance by position with its intervals."""
         from matplotlib.figure import Figure  # 0.3 s; no pyplot, so no window system is touched
 
-        positions = np.arange(1, self.num_drafts + 1)
+        positions = np.arange(1, len(self.acceptance_by_position) + 1)
         rates = np.array(self.acceptance_by_position)
         errors = np.abs(np.array(self.acceptance_by_position_95).T - rates)
         figure = Figure(layout="constrained")
@@ -144,6 +149,14 @@ class Report:
             f"(break-even {self.break_even_length:.2f}, {self.prompts} prompts)"
         )
         figure.savefig(file, dpi=144)
+
+
+def more_metrics(
+    hook: Any, draft: Any, report: Mapping[str, Any], options: Any
+) -> dict[str, float]:
+    """Ask the algorithm and the plugins of a run what they add to a report."""
+    found = hook.eval_metrics(draft=draft, report=report, options=options)
+    return {name: float(value) for made in found for name, value in made.items()}
 
 
 def _ratio(top: Any, bottom: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -363,11 +363,11 @@ def tasks_of(
 
 
 def misfit(
-    task: Task, refs: Sequence[SampleRef], names: Sequence[str], form: tuple[int, str], origin: str
+    task: Task, refs: Sequence[SampleRef], forms: Mapping[str, tuple[int, str]], origin: str
 ) -> DraftcoreError | None:
     """Say what is wrong with refs from elsewhere, by row where rows are to blame.
 
-    `form` is the features' width and dtype.
+    `forms` are the size and dtype of a token's features, by name.
     """
     if tuple(ref.feature_id for ref in refs) != task.batch.ids:
         return DraftcoreError(
@@ -376,15 +376,15 @@ def misfit(
     reasons = {}
     for at, (ref, ids) in enumerate(zip(refs, task.batch.token_ids, strict=True)):
         specs = {spec.name: spec for spec in ref.tensors}
-        forms = {(specs[name].shape[1:], specs[name].dtype) for name in names if name in specs}
+        found = {spec.name: (spec.shape[1:], spec.dtype) for spec in ref.tensors}
         if ref.provenance != origin:
             why = f"was captured as {ref.provenance}, not {origin}"
-        elif lacking := sorted({*names, *TEXT} - specs.keys()):
+        elif lacking := sorted({*forms, *TEXT} - specs.keys()):
             why = f"lacks {', '.join(lacking)}"
         elif short := [name for name, spec in specs.items() if spec.shape[:1] != (len(ids),)]:
             why = f"has not {len(ids)} rows of {', '.join(short)}\n  {SHORT}"
-        elif forms != {((form[0],), form[1])}:
-            why = f"has features of (width, dtype) {sorted(forms)}, not {form}"
+        elif odd := [name for name, (n, dtype) in forms.items() if found[name] != ((n,), dtype)]:
+            why = f"has {odd[0]} of (shape, dtype) {found[odd[0]]}, not {forms[odd[0]]}"
         else:
             continue
         reasons[at] = f"sample {ref.feature_id} {why}"

@@ -35,6 +35,8 @@ def provenance(
         "capture": config.capture.name,
         "train.batch": config.train.batch,
     }
+    if request.topk:
+        made["topk"] = request.topk
     if chosen := choices(options):
         made["capture.options"] = chosen
     if (runner := config.runner.prefill) != type(config.runner)().prefill:

@@ -7,6 +7,7 @@ came from. A loose file is a plugin whose dist is its path.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shlex
 import sys
@@ -111,21 +112,42 @@ def loose(file: Path) -> Plugin:
     return Plugin(file.stem, str(file), digest, file.stem, loose=True, state="found")
 
 
-def unmet(
-    requires: Iterable[str], version_of: Callable[[str], str] = importlib_metadata.version
-) -> list[str]:
-    """Return the requirements, without their markers, that `version_of` does not satisfy."""
-    from packaging.requirements import InvalidRequirement, Requirement  # 20 ms
+@functools.cache
+def version_of(name: str) -> str:
+    """Return the version of an installed distribution, '' of one that is not here."""
+    with contextlib.suppress(PackageNotFoundError):
+        text = importlib_metadata.distribution(name).read_text("METADATA") or ""
+        return text.partition("\nVersion: ")[2].partition("\n")[0]
+    return ""
 
-    lacking = []
-    for line in requires:
-        with contextlib.suppress(InvalidRequirement, PackageNotFoundError):
-            need = Requirement(line)
-            idle = need.marker is not None and not need.marker.evaluate({"extra": ""})
-            if idle or need.specifier.contains(version_of(need.name), prereleases=True):
-                continue
-        lacking.append(line.partition(";")[0].strip())
-    return lacking
+
+def unmet(requires: Iterable[str], version_of: Callable[[str], str] = version_of) -> list[str]:
+    """Return the requirements, without their markers, that `version_of` does not satisfy."""
+    return [line.partition(";")[0].strip() for line in requires if not _met(line, version_of)]
+
+
+def _met(line: str, version_of: Callable[[str], str]) -> bool:
+    """Compare numbers where that is enough: `packaging`, which knows every form, takes 30 ms."""
+    number = r"\d+(?:\.\d+)*"
+    plain = re.fullmatch(rf"([\w.-]+) ?((?:(?:<|>=){number},?)*)", line)
+    if "extra ==" in line:
+        return True
+    if plain and (this := re.fullmatch(rf"({number})(\.post.*|\+.*)?", version_of(plain[1]))):
+        bounds = re.findall(rf"(<|>=)({number})", plain[2])
+        return all((_release(this[1]) < _release(to)) == (sign == "<") for sign, to in bounds)
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    with contextlib.suppress(InvalidRequirement):
+        need = Requirement(line)
+        idle = need.marker is not None and not need.marker.evaluate({"extra": ""})
+        here = version_of(need.name)
+        return idle or bool(here and need.specifier.contains(here, prereleases=True))
+    return False
+
+
+def _release(version: str) -> list[int]:
+    parts = [int(part) for part in version.split(".")]
+    return parts + [0] * (8 - len(parts))
 
 
 def remedy(error: BaseException, plugin: Plugin) -> str:

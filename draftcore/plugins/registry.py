@@ -9,6 +9,7 @@ pluggy's own loader is not used, because its first bad plugin ends the loop, or 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import sys
@@ -61,12 +62,18 @@ class Registry:
     def ready(self) -> tuple[Plugin, ...]:
         return tuple(plugin for plugin in self.plugins if plugin.state == "ready")
 
-    def find(self, kind: Kind, name: str) -> Plugin:
+    def find(self, kind: Kind, name: str, plugin: str = "") -> Plugin:
         """Return the one plugin that offers (kind, name). Raises UsageError unless it is ready.
 
         The built-in plugin, loose files and the entry point of that name go first; the others are
-        imported only where none of these offers it.
+        imported only where none of these offers it. Of several, `plugin` names the one.
         """
+        if plugin:
+            owner = self.named(plugin)
+            if owner.offer(kind, name):
+                return owner
+            offers = ", ".join(map(str, owner.offers)) or "nothing"
+            raise UsageError(f"{owner} offers no {kind} {name!r}\n  it offers: {offers}")
         near = self.judged(lambda p: p.name == name or p.loose or p.dist == BUILT_IN)
         able = _usable(near, kind, name) or _usable(self.plugins, kind, name)
         if len(able) == 1:
@@ -108,7 +115,7 @@ class Registry:
                 why = f": {plugin.problem}\n  {plugin.fix}" if plugin.problem else ""
                 lines.append(f"  {plugin} is {state}{why}")
             if not same[0].problem:
-                lines.append("  uninstall all but one; a file: leave out --plugin")
+                lines.append("  choose one: `plugin`, beside the name; or uninstall the others")
         else:
             hint, install = catalog.advice(what, name, known)
             bad = [f"  quarantined: {p}: {p.problem}" for p in self.plugins if p.problem]
@@ -180,7 +187,7 @@ def _judge(plugin: Plugin, found: Iterable[Plugin]) -> None:
     except _UnusableError as error:
         plugin.problem, plugin.fix, plugin.state = error.args
     except pluggy.PluginValidationError as error:
-        plugin.problem, plugin.fix, plugin.state = str(error), SEE_HOOKS, "broken"
+        plugin.problem, plugin.fix, plugin.state = _explained(error), SEE_HOOKS, "broken"
     except (Exception, SystemExit) as error:  # the plugin's own code may raise, or exit
         plugin.problem, plugin.state = f"{type(error).__name__}: {error}", "broken"
         plugin.fix = dists.remedy(error, plugin)
@@ -193,18 +200,13 @@ def _check_metadata(plugin: Plugin, found: Iterable[Plugin]) -> None:
         fix = "uninstall all but one of these, or rename it if it is a file"
         raise _UnusableError(f"{' and '.join(same)} have a plugin of this name", fix, "conflict")
     on_core = [need for need in plugin.requires if re.match(r"draftcore(?![\w.-])", need, re.I)]
-    unclear = [need for need in on_core if core and not _plainly_met(need, core)]
-    for need in dists.unmet(unclear, lambda _: core) if unclear else ():
+    for need in dists.unmet(on_core, lambda _: core) if core else ():
         problem, fix = f"requires {need}, and this is draftcore {core}", dists.install(need)
         raise _UnusableError(problem, fix, "incompatible")
-
-
-def _plainly_met(need: str, core: str) -> bool:
-    """Say that `draftcore<0.2,>=0.1` admits release 0.1.5: `packaging`, which knows all, takes 30 ms."""
-    bounds = r"draftcore<(\d+)\.(\d+),>=(\d+)\.(\d+) (\d+)\.(\d+)\.\d+"
-    found = re.fullmatch(bounds, f"{need} {core}", re.I)
-    numbers = [int(number) for number in found.groups()] if found else []
-    return bool(found) and numbers[2:4] <= numbers[4:] < numbers[:2]
+    if needs := dists.unmet([need for need in plugin.requires if need not in on_core]):
+        names = [re.sub(r"[^\w.-].*", "", need) for need in needs]
+        here = ", ".join(f"{name} {dists.version_of(name) or 'none'}" for name in names)
+        raise _UnusableError(f"requires {', '.join(needs)}; here: {here}", dists.install(*needs))
 
 
 def _check_code(plugin: Plugin) -> None:
@@ -217,7 +219,23 @@ def _check_code(plugin: Plugin) -> None:
         raise _UnusableError(f"{plugin.module} is a class, not a module or an instance", fix)
     if plugin.loose and instance.__file__ != plugin.dist:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
-    manager = register([plugin])  # pluggy checks arguments, we check what it lets pass
+    manager = _trial()
+    try:
+        manager.register(instance)  # pluggy checks arguments, we check what it lets pass
+        _check_hooks(plugin, manager)
+    finally:
+        if manager.is_registered(instance):
+            manager.unregister(instance)
+
+
+@functools.cache
+def _trial() -> pluggy.PluginManager:
+    """Return the manager that each plugin is registered with alone, as making one takes 4 ms."""
+    return register(())
+
+
+def _check_hooks(plugin: Plugin, manager: pluggy.PluginManager) -> None:
+    instance = plugin.instance
     hooks = manager.get_hookcallers(instance) or []
     for hook in hooks:
         if not (hook.has_spec() or all(impl.optionalhook for impl in hook.get_hookimpls())):
@@ -225,19 +243,38 @@ def _check_code(plugin: Plugin) -> None:
     if not hooks:
         raise _UnusableError(f"registers no hook{_unmarked(instance, HOOKS)}")
     plugin.hooks = tuple(name for name in HOOKS if name in {hook.name for hook in hooks})
-    answers = manager.hook.describe()
-    offers = tuple(offer for answer in answers for offer in answer)
-    good = all(isinstance(offer, Offer) and offer.kind in NEEDED for offer in offers)
-    if not good or len(answers) < len(owners(manager.hook.describe)):  # pluggy drops a None
-        raise TypeError(f"describe() must return Offers of {', '.join(NEEDED)}, not {offers}")
-    if sum(offer.kind == "algorithm" for offer in offers) > 1:
-        raise TypeError("describe() returned several algorithms; a plugin offers one at most")
-    plugin.offers = offers
+    offers = instance.describe() if "describe" in plugin.hooks else ()
+    listed = isinstance(offers, Sequence)
+    if not listed or not all(isinstance(o, Offer) and o.kind in NEEDED for o in offers):
+        fix = f"return a list of Offers of the kinds {', '.join(NEEDED)}"
+        raise _UnusableError(f"describe() returned {offers!r}", fix)
+    if sum(offer.kind == "algorithm" and not offer.implementation for offer in offers) > 1:
+        fix = "write each as a class, and name it by Offer(..., implementation='module:Class')"
+        raise _UnusableError("describe() returned several algorithms written as functions", fix)
+    plugin.offers = tuple(offers)
     for offer in offers:
-        needed = NEEDED[offer.kind] + DISAGG * ("disagg" in offer.capabilities)
-        if lacking := [name for name in needed if not owners(getattr(manager.hook, name))]:
-            problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(lacking)}"
-            raise _UnusableError(problem + _unmarked(instance, lacking))
+        if not offer.implementation and (missing := lacking(offer, manager.hook)):
+            problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(missing)}"
+            raise _UnusableError(problem + _unmarked(instance, missing))
+
+
+def lacking(offer: Offer, hook: Any) -> list[str]:
+    """Name the hooks that an offer of this kind and these capabilities needs, and nobody answers."""
+    needed = NEEDED[offer.kind] + DISAGG * ("disagg" in offer.capabilities)
+    return [name for name in needed if not owners(getattr(hook, name))]
+
+
+def _explained(error: pluggy.PluginValidationError) -> str:
+    """Say in our words which arguments a hook does not have, and which it has."""
+    text = str(error)
+    hook, unknown = (
+        re.search(r"for hook '(\w+)'", text),
+        re.search(r"Argument\(s\) \{(.*?)\}", text),
+    )
+    if not (hook and unknown):
+        return text
+    has = ", ".join(list(inspect.signature(getattr(Specs, hook[1])).parameters)[1:])
+    return f"{hook[1]} has no argument {unknown[1]}; it has {has} (a newer draftcore may have more)"
 
 
 def _unmarked(instance: Any, names: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import sync, write_atomic
 from draftcore.training.distributed import ALONE, Ranks
+from draftcore.training.optimizer import full
 
 MARK = "COMPLETE"
 FORMAT = 2
@@ -60,21 +61,29 @@ class Checkpoint:
         draft.module.load_state_dict(tensors, strict=False)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> Tensors:
-        """Restore the optimizer's moments, to the bit, each placed and sharded as its weight is.
+        """Restore what the optimizer kept, to the bit, each tensor placed and sharded as its weight is.
 
         Returns the random states of this rank; none if the run that saved had fewer ranks.
         """
-        kept = self._read(OPTIMIZER)
+        kept: dict[str, Any] = {**self._read(OPTIMIZER), **self.state.get("optimizer", {})}
         weights: dict[str, Any] = dict(module.named_parameters())
-        for name, weight in weights.items():
-            for key in [key for key in kept if key.startswith(f"{name}/")]:
-                value = kept[key].to(weight.device)
-                if hasattr(weight, "placements") and value.shape == weight.shape:
-                    from torch.distributed.tensor import distribute_tensor
+        groups = {f"groups/{at}": group for at, group in enumerate(optimizer.param_groups)}
+        counted = {  # as in torch's own load_state_dict, any other `step` stays on the CPU
+            p for g in groups.values() if g.get("fused") or g.get("capturable") for p in g["params"]
+        }
+        for (name, _, key), value in ((path.rpartition("/"), kept[path]) for path in kept):
+            if name in groups:
+                groups[name][key] = value
+            if (weight := weights.get(name)) is None:
+                continue
+            if isinstance(value, Tensor) and (key != "step" or weight in counted):
+                value = value.to(weight.device)
+            if hasattr(weight, "placements") and getattr(value, "shape", None) == weight.shape:
+                from torch.distributed.tensor import distribute_tensor
 
-                    mesh, placements = weight.device_mesh, weight.placements
-                    value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-                optimizer.state[weight][key.removeprefix(f"{name}/")] = value
+                mesh, placements = weight.device_mesh, weight.placements
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            optimizer.state[weight][key] = value
         tail = f".{self.ranks.rank}" if self.ranks.rank else ""
         return {name: kept[name + tail] for name in ("rng.cpu", "rng.cuda") if name + tail in kept}
 
@@ -145,14 +154,26 @@ def trained_tensors(draft: Draft, rank: int = 0) -> Tensors:
     return _whole(((name, t) for name, t in state.items() if name not in draft.frozen), rank)
 
 
-def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Tensors:
-    """The moments of each parameter, whole, on the CPU of rank 0."""
-    moments = (
-        (f"{name}/{key}", value)
+def optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, fresh: Sequence[Any], rank: int
+) -> tuple[Tensors, dict[str, Any]]:
+    """What an optimizer keeps of each weight, and has changed in its groups since they were `fresh`.
+
+    Tensors, whole, on the CPU of rank 0, and the rest. Raises DraftcoreError for what is neither.
+    """
+    found: dict[str, Any] = {
+        f"{name}/{key}": value
         for name, parameter in module.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
-    )
-    return _whole(moments, rank)
+    }
+    for at, (group, was) in enumerate(zip(optimizer.param_groups, fresh, strict=True)):
+        own = {key: value for key, value in group.items() if key not in ("params", "lr")}
+        found |= {f"groups/{at}/{k}": v for k, v in own.items() if k not in was or v != was[k]}
+    rest = {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+    if odd := [name for name, v in rest.items() if not isinstance(v, int | float | str | None)]:
+        kind = type(optimizer).__name__
+        raise DraftcoreError(f"{kind} keeps {odd[0]}, which is no tensor, number or text")
+    return _whole(((name, found[name]) for name in found if name not in rest), rank), rest
 
 
 def _whole(tensors: Iterable[tuple[str, Tensor]], rank: int) -> Tensors:
@@ -162,9 +183,9 @@ def _whole(tensors: Iterable[tuple[str, Tensor]], rank: int) -> Tensors:
     """
     found = {}
     for name, tensor in tensors:
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        whole = full(tensor)
         if rank == 0:
-            found[name] = full.detach().to("cpu", copy=True).contiguous()
+            found[name] = whole.detach().to("cpu", copy=True).contiguous()
     return found
 
 

@@ -99,14 +99,20 @@ class Ranks:
 ALONE = Ranks()
 
 
-def flat_gradients(parameters: Iterable[Tensor]) -> Tensor:
-    """Let gradients lie in one flat buffer, of which each is a view; returns the buffer, for replicas."""
+def lay_gradients(parameters: Iterable[Tensor], flats: list[Tensor], at: int = 0) -> None:
+    """Let gradients lie in the flat buffer `at`, of which each is a view; makes it if need be.
+
+    The first takes over the gradients that are there.
+    """
     trained = [p for p in parameters if p.requires_grad]
-    sizes = [p.numel() for p in trained]
-    flat = torch.zeros(sum(sizes), device=trained[0].device)
-    for parameter, part in zip(trained, torch.split(flat, sizes), strict=True):
+    if not flats:
+        held = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        flats.append(torch.cat([grad.flatten() for grad in held]))
+    while len(flats) <= at:
+        flats.append(torch.zeros_like(flats[0]))
+    parts = torch.split(flats[at], [p.numel() for p in trained])
+    for parameter, part in zip(trained, parts, strict=True):
         parameter.grad = part.view_as(parameter)
-    return flat
 
 
 # ---------------------------------------------------------------- several ranks

@@ -3,9 +3,9 @@
 Read `train` first. Every topology trains through it; what differs lies in the loader. Batches are
 outside and drafts inside: each batch is held until the last draft's backward. Several drafts train
 side by side, each as if it were alone: what a step of one depends on, its own random state included,
-lies in its `Trainer`. A loss is one numerator and one denominator: both are summed over the batches
-of a step and over the ranks, and the gradients divided once, so accumulation and ranks do not change
-the update.
+lies in its `Trainer`. A loss is one numerator and one denominator, or several such terms: both are
+summed over the batches of a step and over the ranks, and the gradients divided once, so accumulation
+and ranks do not change the update. Of several terms each has a buffer of gradients.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from draftcore.contracts.algorithm import (
     SampleId,
     StepContext,
     StepOutput,
+    Stop,
 )
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.data.plan import Plan, PlannedBatch
@@ -39,9 +40,15 @@ from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 from draftcore.tensors import all_finite
 from draftcore.training import checkpoint
-from draftcore.training.distributed import Ranks, flat_gradients
-from draftcore.training.metrics import MetricsLog, Sums, joined, ratios, totals
-from draftcore.training.optimizer import build_optimizer, learning_rate, local, scale_and_clip
+from draftcore.training.distributed import Ranks, lay_gradients
+from draftcore.training.metrics import MetricsLog, Sums, joined, ratios, totals, weighted
+from draftcore.training.optimizer import (
+    build_optimizer,
+    full,
+    learning_rate,
+    local,
+    scale_and_clip,
+)
 from draftcore.training.progress import Progress
 
 
@@ -72,9 +79,8 @@ class DraftSetup:
 
         They are moved before they are padded: a host took an eighth of a GPU's step for that.
         """
-        names = self.request.names
         own = [
-            dataclasses.replace(s, features={name: s.features[name] for name in names}).to(device)
+            dataclasses.replace(s, features=self.request.select(s.features)).to(device)
             for s in samples
         ]
         batch: DraftBatch = self.hook.collate(samples=own, options=self.options)
@@ -92,15 +98,15 @@ def train(
     let_go: Callable[[], None],
     finished: Callable[[int], None],
     beside: Callable[[], str],
-) -> tuple[str, dict[str, Exception]]:
-    """Train until the plan ends or `stop` says so.
+) -> tuple[str, dict[str, Exception], dict[str, Stop]]:
+    """Train until the plan ends, `stop` says so or observers have stopped every draft.
 
-    Returns `complete`, `interrupted` or `failed`, and the errors of drafts that failed, by label: one
-    of several that fails leaves the others alone. `let_go` ends the use of the batch that was yielded
-    last; `finished` is told of each position up to which no rank needs a batch any more; `skipped`
-    takes in the rows that other ranks skip.
+    Returns `complete`, `stopped`, `interrupted` or `failed`, and by label the errors of drafts that
+    failed and what stopped a draft: one of several that ends leaves the others alone. `let_go` ends
+    the use of the batch that was yielded last; `finished` is told of each position up to which no rank
+    needs a batch any more; `skipped` takes in the rows that other ranks skip.
     """
-    active, failed = list(trainers), dict[str, Exception]()
+    active, failed, ended = list(trainers), dict[str, Exception](), dict[str, Stop]()
     at, total, stopped = min(trainer.step for trainer in active), plan.total_steps, False
     with Progress(total, at, shown=ranks.rank == 0, beside=beside) as progress:
         while at < total and active and not stopped:
@@ -116,7 +122,7 @@ def train(
                     waited += time.perf_counter() - asked
                     missing = batch is None  # asked to stop while it waited for features
                 for trainer in stepping:
-                    trainer.accumulate(at, batch, last=place == passes - 1)
+                    trainer.accumulate(batch, last=place == passes - 1)
             new = dict(list(skipped.items())[known:])
             said = ranks.agree((missing, stop(), new, {t.label: t.sums() for t in stepping}))
             lacking, stops, reasons, sums = zip(*said, strict=True)
@@ -138,12 +144,17 @@ def train(
             at += 1
             seconds = time.perf_counter() - began
             for trainer in [t for t in stepping if t in active]:
-                trainer.report(waited, seconds)
+                answer = trainer.report(waited, seconds)
+                if answer is not None and at < total:
+                    trainer.save(answer)
+                    active.remove(trainer)
+                    ended[trainer.label] = answer
             progress.show(at, {t.label: t.metrics for t in active})
     for trainer in active:
         trainer.save()
-    reason = "interrupted" if at < total and active else "failed" if failed else "complete"
-    return reason, failed
+    if at < total and active:
+        return "interrupted", failed, ended
+    return "failed" if failed else "stopped" if ended else "complete", failed, ended
 
 
 class RandomState:
@@ -180,7 +191,7 @@ class Trainer:
     plan: Plan
     skipped: Mapping[int, str]
     observers: Any
-    evaluate: Callable[[Draft, int, int], dict[str, Any]] | None  # at a step of so many, on rank 0
+    evaluate: Callable[[Draft, StepContext], dict[str, Any]] | None  # on rank 0
     last: dataclasses.InitVar[checkpoint.Checkpoint | None]
 
     def __post_init__(self, last: checkpoint.Checkpoint | None) -> None:
@@ -195,18 +206,27 @@ class Trainer:
         if self.config.shard and ranks.size > 1:
             from draftcore.training.sharding import Sharded  # 1.6 s that others do not pay
 
-            self.sharded = Sharded(setup.hook, built, ranks, evaluated=bool(self.evaluate))
+            self.sharded = Sharded(setup.hook, built, setup.options, ranks, bool(self.evaluate))
         defaults, warmup = built.defaults, self.config.warmup_ratio
         self.lr = self.config.lr or defaults.lr
         self.clip = self.config.clip or defaults.clip
         self.warmup = defaults.warmup_ratio if warmup is None else warmup
-        self.optimizer = build_optimizer(
-            built.parameter_groups, weight_decay=self.config.weight_decay, betas=self.config.betas
-        )
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.flat = None  # the replicas' gradients
+        given: Any = {"weight_decay": self.config.weight_decay, "betas": self.config.betas}
+        own = setup.hook.optimizer(draft=built, lr=self.lr, options=setup.options, **given)
+        groups = [{"lr": self.lr, **group} for group in built.parameter_groups]
+        self.optimizer = own or build_optimizer(groups, **given)
+        self.fresh = [dict(group) for group in self.optimizer.param_groups]
+        self.parameters = [p for group in self.fresh for p in group["params"]]
+        if odd := {p for group in groups for p in group["params"]} ^ set(self.parameters):
+            names = (name for name, p in built.module.named_parameters() if p in odd)
+            raise DraftcoreError(f"optimizer and parameter groups differ in {', '.join(names)}")
+        self.flats = list[Tensor]()  # the gradients of each term, of replicas or of several terms
         if ranks.size > 1 and not self.sharded:
-            self.flat = flat_gradients(self.parameters)
+            lay_gradients(self.parameters, self.flats)
+        answering = ("gradients_ready", "step_finished", "evaluated")
+        self.heard = ranks.first(
+            lambda: [name for name in answering if getattr(self.observers, name).get_hookimpls()]
+        )
         self.step, self.metrics, states = 0, {"loss": 0.0}, dict[str, Tensor]()
         if last is not None:
             states = last.load_optimizer(self.optimizer, built.module)
@@ -222,20 +242,25 @@ class Trainer:
         log = Path(os.devnull) if ranks.rank else setup.folder / "metrics.jsonl"
         self.log = MetricsLog(log, self.step)
 
-    def accumulate(self, step: int, batch: Batch | None, *, last: bool) -> None:
+    def context(self, step: int, *, training: bool) -> StepContext:
+        """Say where a step stands, counted from 1."""
+        epoch = (step - 1) // self.plan.steps_per_epoch + 1
+        return StepContext(step, self.plan.total_steps, self.config.seed, training, epoch)
+
+    def accumulate(self, batch: Batch | None, *, last: bool) -> None:
         """Add a batch's gradient to the step's; none, or one whose rows were all skipped, adds nothing."""
         self.samples = batch.samples if batch is not None else ()
         if batch is not None and batch.samples:
-            self.outputs.append((batch.planned, self.backward(step, batch.samples, last=last)))
+            self.outputs.append((batch.planned, self.backward(batch.samples, last=last)))
         elif self.sharded:  # all ranks call FSDP alike: here on a row without loss
-            width, dtype = self.setup.about["width"], getattr(torch, self.setup.request.dtype)
-            features = {n: torch.zeros(8, width, dtype=dtype) for n in self.setup.request.names}
+            forms = self.setup.request.forms(self.setup.about["width"]).items()
+            features = {n: torch.zeros(8, s, dtype=getattr(torch, d)) for n, (s, d) in forms}
             tokens, mask = torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.bool)
-            self.backward(step, [Sample(SampleId("", 0), tokens, mask, features)], last=last)
+            self.backward([Sample(SampleId("", 1), tokens, mask, features)], last=last)
 
-    def backward(self, step: int, samples: Sequence[Sample], *, last: bool) -> StepOutput:
+    def backward(self, samples: Sequence[Sample], *, last: bool) -> StepOutput:
         """Compute a batch's loss and gradient: bf16 compute over fp32 masters, or fp32."""
-        context = StepContext(step, self.plan.total_steps, self.config.seed)
+        context = self.context(self.step + 1, training=True)
         half = torch.autocast(self.device.type, torch.bfloat16, self.config.precision == "bf16")
         with self.random:
             batch = self.setup.collate(samples, self.device)
@@ -244,10 +269,21 @@ class Trainer:
                     output = self.sharded.loss(batch, context, last=last)
                 else:
                     hook, draft = self.setup.hook, self.built
-                    output = hook.forward_loss(draft=draft, batch=batch, context=context)
-            if output.numerator.requires_grad:
-                output.numerator.backward()  # type: ignore[no-untyped-call]
-        return dataclasses.replace(output, numerator=output.numerator.detach())
+                    output = hook.forward_loss(
+                        draft=draft, batch=batch, context=context, options=self.setup.options
+                    )
+            terms = weighted(output)
+            for at, (numerator, _) in enumerate(terms):
+                if at:
+                    lay_gradients(self.parameters, self.flats, at)
+                if numerator.requires_grad:
+                    more = at + 1 < len(terms)
+                    numerator.backward(retain_graph=more)  # type: ignore[no-untyped-call]
+            if len(terms) > 1:
+                lay_gradients(self.parameters, self.flats)
+        return dataclasses.replace(
+            output, terms=[(top.detach(), bottom, 1) for top, bottom in terms]
+        )
 
     def sums(self) -> Sums:
         """What loss and metrics of the step are made of, on this rank."""
@@ -258,41 +294,87 @@ class Trainer:
 
         Raises DraftcoreError where the gradient is not finite; the weights are as before.
         """
-        total, norm = joined(sums), torch.zeros(())
-        if self.flat is not None:
-            dist.all_reduce(self.flat, group=self.ranks.work)
-        steps, schedule = self.plan.total_steps, self.config.schedule
-        lr = learning_rate(
-            self.step, steps, peak=self.lr, warmup_ratio=self.warmup, schedule=schedule
-        )
-        _, denominator = total.get("loss", (0.0, 0.0))
+        total, norm, seen = joined(sums), torch.zeros(()), dict[str, float]()
+        denominators = [below for key, (_, below) in total.items() if isinstance(key, int)]
+        denominator = self.join_gradients(denominators)
+        lr, *rates = self.rates()
         if denominator > 0:  # a step whose rows are all masked updates nothing
+            seen = self.show_gradients(denominator)
             divisor = torch.full((), denominator, device=self.device)
             norm = scale_and_clip(self.parameters, divisor, self.clip)
             if not bool(torch.isfinite(norm)):
                 self.refuse()
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.flat is None)
+        self.clear_gradients()
         self.outputs, self.settled = [], self.random.tensors
-        self.metrics = {"loss": 0.0, **ratios(total), "lr": lr, "grad_norm": float(norm)}
+        self.metrics = {**seen, "loss": 0.0, **ratios(total), "lr": lr, "grad_norm": float(norm)}
         self.step += 1
 
-    def report(self, waited: float, seconds: float) -> None:
-        """Write the step's metrics; save and evaluate where it is time to."""
+    def join_gradients(self, denominators: Sequence[float]) -> float:
+        """Add up the gradients of all ranks and of all terms; returns what still divides them."""
+        if len(denominators) > max(1, len(self.flats)):  # terms of other ranks alone
+            lay_gradients(self.parameters, self.flats, len(denominators) - 1)
+            lay_gradients(self.parameters, self.flats)
+        for flat in self.flats if self.ranks.size > 1 else ():
+            dist.all_reduce(flat, group=self.ranks.work)
+        if len(self.flats) < 2 or not any(denominators):
+            return sum(denominators)
+        divided = (flat / n for flat, n in zip(self.flats, denominators, strict=False) if n > 0)
+        self.flats[0].copy_(sum(divided, torch.zeros(())))
+        return 1.0
+
+    def show_gradients(self, divisor: float) -> dict[str, float]:
+        """Let observers see copies of the gradients, divided; returns the metrics they make of them."""
+        if "gradients_ready" not in self.heard:
+            return {}
+        named = self.built.module.named_parameters()
+        copies = {name: full(p.grad / divisor) for name, p in named if p.grad is not None}
+        told = {"step": self.step + 1, "draft": self.label}
+        found = self.observers.gradients_ready(gradients=copies, **told)
+        return {name: float(value) for made in found for name, value in made.items()}
+
+    def rates(self) -> list[float]:
+        """Return the step's learning rate: the run's, and that of each group of the optimizer."""
+        steps, schedule, ratio = self.plan.total_steps, self.config.schedule, self.warmup
+        factor = self.setup.hook.schedule(
+            step=self.step + 1, total_steps=steps, warmup_ratio=ratio, options=self.setup.options
+        )
+        return [
+            learning_rate(self.step, steps, peak=peak, warmup_ratio=ratio, schedule=schedule)
+            if factor is None
+            else factor * peak
+            for peak in (self.lr, *(float(group["lr"]) for group in self.fresh))
+        ]
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self.flats)
+        for flat in self.flats[1:]:
+            flat.zero_()
+
+    def report(self, waited: float, seconds: float) -> Stop | None:
+        """Write the step's metrics; save and evaluate where it is time to.
+
+        Returns what an observer answered to stop the draft, on all ranks.
+        """
         self.metrics |= {"fetch_seconds": waited, "seconds": seconds}
         if self.step % self.config.log_every == 0 or self.step == 1:
             self.log.write({"step": self.step, **self.metrics})
-        self.observers.step_finished(step=self.step, metrics=self.metrics, draft=self.label)
+        told = {"step": self.step, "draft": self.label}
+        answers = self.observers.step_finished(metrics=self.metrics, **told)
         if self.step % self.config.checkpoint_every == 0:
             self.save()
-        evaluate, step, total = self.evaluate, self.step, self.plan.total_steps
-        if evaluate is not None and step % (self.config.eval_every or 1) == 0:
+        evaluate = self.evaluate
+        if evaluate is not None and self.step % (self.config.eval_every or 1) == 0:
             whole = self.sharded.whole() if self.sharded else self.built
-            report = self.ranks.first(lambda: evaluate(whole, step, total))
-            self.log.write({"step": step, "evaluation": report})
-            self.observers.evaluated(step=step, report=report, draft=self.label)
+            context = self.context(self.step, training=False)
+            report = self.ranks.first(lambda: evaluate(whole, context))
+            self.log.write({"step": self.step, "evaluation": report})
+            answers = answers + self.observers.evaluated(report=report, **told)
+        if self.heard:  # by rank 0, where observers are
+            (answers, *_) = self.ranks.agree(answers)
+        return next(iter(answers), None)
 
     def refuse(self) -> None:
         """Raise for a gradient that is not finite, naming the rows at fault.
@@ -301,26 +383,27 @@ class Trainer:
         """
         guilty, held = [], () if self.sharded else self.samples
         for planned, output in self.outputs[:-1] if held else self.outputs:
-            if not bool(output.numerator.isfinite()):
+            if not all(bool(numerator.isfinite()) for numerator, *_ in output.terms):
                 guilty.append(f"one of the rows {list(planned.rows)}")
         for sample in held:
-            self.optimizer.zero_grad(set_to_none=self.flat is None)
-            self.backward(self.step, [sample], last=True)
-            if not all_finite([p.grad for p in self.parameters if p.grad is not None]):
+            self.clear_gradients()
+            self.backward([sample], last=True)
+            grads = self.flats or [p.grad for p in self.parameters if p.grad is not None]
+            if not all_finite(grads):
                 row = self.plan.feature_ids.index(sample.id.feature_id)
                 guilty.append(f"row {row} (sample {sample.id.feature_id})")
         named = [one for said in self.ranks.agree(guilty) for one in said]
         with self.ranks.together():
             raise DraftcoreError(
-                f"the gradient of step {self.step} is not finite; the weights were not changed\n"
+                f"the gradient of step {self.step + 1} is not finite; the weights were not changed\n"
                 f"  from: {', '.join(named) or 'no single row; the step as a whole'}\n"
                 "  look at these rows; a lower train.lr or train.precision=fp32 helps where it is not "
                 "the data"
             )
 
-    def save(self) -> None:
-        """Write a checkpoint of where the draft stands; once per step."""
-        if self.saved_step == self.step:
+    def save(self, stopped: Stop | None = None) -> None:
+        """Write a checkpoint of where the draft stands, and why if it was `stopped`; once per step."""
+        if self.saved_step == self.step and stopped is None:
             return
         with self.ranks.together():
             parts = [local(p.detach()) for p in self.parameters]  # of a shard it may be empty
@@ -330,7 +413,9 @@ class Trainer:
                     "  earlier checkpoints are intact; lower train.lr and start the same command"
                 )
         weights = checkpoint.trained_tensors(self.built, self.ranks.rank)
-        kept = checkpoint.optimizer_tensors(self.built.module, self.optimizer, self.ranks.rank)
+        kept, numbers = checkpoint.optimizer_state(
+            self.built.module, self.optimizer, self.fresh, self.ranks.rank
+        )
         for rank, states in enumerate(self.ranks.agree(self.settled)):
             kept |= {f"{name}.{rank}" if rank else name: t for name, t in states.items()}
         state = {
@@ -343,6 +428,8 @@ class Trainer:
             "config": self.setup.config.model_dump(mode="json"),
             "draft": dict(self.built.config),
             "skipped": sorted(self.skipped.items()),
+            "optimizer": numbers,
+            "stopped": stopped and stopped.reason,
         }
         root, keep = self.checkpoints, self.config.keep_checkpoints
         folder = self.ranks.first(lambda: checkpoint.save(root, weights, kept, state, keep))

@@ -14,16 +14,22 @@ from torch import Tensor
 from draftcore.contracts.algorithm import StepOutput
 from draftcore.errors import DraftcoreError
 
-Sums = dict[str, list[float]]  # of each metric its numerator and denominator
+# Numerator and denominator of each metric, by name, and of each term of the loss, by number.
+Sums = dict[str | int, list[float]]
+
+
+def weighted(output: StepOutput) -> list[tuple[Tensor, Tensor]]:
+    """Return each term of a loss as a numerator, times its weight, and a denominator."""
+    return [(top if weight == 1 else weight * top, bottom) for top, bottom, weight in output.terms]
 
 
 def totals(outputs: Iterable[StepOutput]) -> Sums:
-    """Add up numerators and denominators of the loss and of each metric over batches."""
-    sums: dict[str, Tensor] = {}
+    """Add up numerators and denominators of the loss's terms and of each metric over batches."""
+    sums: dict[str | int, Tensor] = {}
     for output in outputs:
-        loss = output.numerator.detach(), output.denominator
-        for name, pair in {**output.counts, "loss": loss}.items():
-            pair_2 = torch.stack([part.double() for part in pair])
+        pairs: dict[Any, Any] = {**output.counts, **dict(enumerate(weighted(output)))}
+        for name, pair in pairs.items():
+            pair_2 = torch.stack([part.detach().double() for part in pair])
             sums[name] = sums[name] + pair_2 if name in sums else pair_2
     table = torch.stack(list(sums.values())).tolist() if sums else []  # one transfer for all
     return dict(zip(sums, table, strict=True))
@@ -40,8 +46,12 @@ def joined(parts: Iterable[Sums]) -> Sums:
 
 
 def ratios(sums: Sums) -> dict[str, float]:
-    """Divide what was added up: never a mean of means."""
-    return {name: top / bottom for name, (top, bottom) in sorted(sums.items()) if bottom}
+    """Divide what was added up, never a mean of means; `loss` is the sum over its terms."""
+    found = {name: top / bottom for name, (top, bottom) in sums.items() if bottom}
+    named = {name: value for name, value in found.items() if isinstance(name, str)}
+    if terms := [value for name, value in found.items() if isinstance(name, int)]:
+        named["loss"] = sum(terms)
+    return dict(sorted(named.items()))
 
 
 class MetricsLog:

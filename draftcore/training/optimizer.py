@@ -1,4 +1,4 @@
-"""AdamW over fp32 masters, gradient clipping and the learning-rate schedule.
+"""The default optimizer, AdamW over fp32 masters, gradient clipping and the learning-rate schedule.
 
 Source of the formulas: SpecForge's optimizer, whose 20-step traces the tests hold. Its cosine is
 normalised to pass through the peak one step after the warm-up, so at step w (0-based, w > 0) the
@@ -54,11 +54,16 @@ def scale_and_clip(parameters: Iterable[Tensor], denominator: Tensor, max_norm: 
     each rank scales its own part, and the norm is that of the whole.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    total = torch.nn.utils.get_total_norm(grads)
-    norm: Tensor = getattr(total, "full_tensor", lambda: total)() / denominator
+    norm = full(torch.nn.utils.get_total_norm(grads)) / denominator
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / denominator
     torch._foreach_mul_([local(grad) for grad in grads], factor)
     return norm
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor whole, which all ranks take part in; any other as it is."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
 
 
 def local(tensor: Tensor) -> Tensor:

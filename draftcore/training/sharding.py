@@ -19,17 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
-from draftcore.errors import DraftcoreError
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.training.checkpoint import trained_tensors
 from draftcore.training.distributed import Ranks
+from draftcore.training.metrics import weighted
 
 
 class Sharded(nn.Module):
     """FSDP's root, whose forward is the loss; the draft's parameters are sharded in place."""
 
-    def __init__(self, hook: Any, draft: Draft, ranks: Ranks, *, evaluated: bool) -> None:
+    def __init__(
+        self, hook: Any, draft: Draft, options: Any, ranks: Ranks, evaluated: bool
+    ) -> None:
         super().__init__()
-        self.hook, self.draft, self.ranks, self.copied = hook, draft, ranks, draft
+        self.hook, self.options, self.ranks = hook, options, ranks
+        self.draft = self.copied = draft
         module = self.module = draft.module
         if evaluated and ranks.rank == 0:  # with parameters of its own; buffers are the target's
             shared: dict[int, object] = {id(buffer): buffer for buffer in module.buffers()}
@@ -51,8 +55,14 @@ class Sharded(nn.Module):
         ]
 
     def forward(self, batch: DraftBatch, context: StepContext) -> tuple[Any, ...]:
-        output = self.hook.forward_loss(draft=self.draft, batch=batch, context=context)
-        return output.numerator, output.denominator, output.counts
+        given = {"draft": self.draft, "batch": batch, "context": context}
+        output = self.hook.forward_loss(**given, options=self.options)
+        if len(output.terms) > 1:
+            raise UsageError(
+                f"the loss of this algorithm has {len(output.terms)} terms, which would each need the "
+                "gradient of all weights\n  leave out train.shard, or choose options with a single ratio"
+            )
+        return *weighted(output)[0], output.counts
 
     def loss(self, batch: DraftBatch, context: StepContext, *, last: bool) -> StepOutput:
         """Return a batch's loss; `last` is true where its backward ends the step's gradient."""

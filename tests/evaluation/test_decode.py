@@ -15,6 +15,7 @@ from draftcore_sdk.targets import tiny_target
 from torch import Tensor
 
 from draftcore.config import EvalConfig
+from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation import decode
@@ -23,8 +24,8 @@ from draftcore.evaluation.decode import (
     evaluate_prompts,
     resolve_ties,
     speculate,
-    verify,
 )
+from draftcore.evaluation.proposals import verify
 from draftcore.evaluation.report import Decoded, Report
 from draftcore.target import TransformersModel, TransformersTarget
 
@@ -57,7 +58,7 @@ class BigramDrafter:
 
     def propose(
         self, state: State, temperature: float = 0.0, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Proposal:
         token_B, drafts, probs = state["last"], [], []
         rows = torch.arange(len(token_B))
         for _ in range(self.num_drafts):
@@ -68,7 +69,7 @@ class BigramDrafter:
             token_B = drawn_B if temperature else guess_B
             drafts.append(token_B)
             probs.append(q_BV)
-        return torch.stack(drafts, 1), torch.stack(probs, 1) if temperature else None
+        return Proposal(torch.stack(drafts, 1), torch.stack(probs, 1) if temperature else None)
 
     def accept(
         self, state: State, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
@@ -114,9 +115,10 @@ def test_a_sliding_window_target_decodes_losslessly(tmp_path: Path) -> None:
 def test_a_verifier_that_accepts_everything_is_caught(
     target: TransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gullible(logits_BTV: Tensor, drafts_BK: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        counts_B = torch.full((len(drafts_BK),), drafts_BK.shape[1] + 1)
-        return torch.cat([drafts_BK, logits_BTV[:, -1:].argmax(-1)], 1), counts_B
+    def gullible(logits_BTV: Tensor, proposal: Proposal, *_: object) -> tuple[Tensor, ...]:
+        tokens_BT = torch.cat([proposal.tokens_BK, logits_BTV[:, -1:].argmax(-1)], 1)
+        counts_B = torch.full_like(tokens_BT[:, 0], tokens_BT.shape[1])
+        return tokens_BT, counts_B, counts_B - 1
 
     monkeypatch.setattr(decode, "verify", gullible)
     with pytest.raises(DraftcoreError, match="not lossless"):
@@ -151,9 +153,8 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     q_V /= q_V.sum()
     p_V = torch.softmax(logits_V / 0.7, -1)
     drafts_BK = torch.multinomial(q_V.expand(draws, V), 1, generator=generator)
-    tokens_BT, _ = verify(
-        logits_V.expand(draws, 2, V), drafts_BK, q_V.expand(draws, 1, V), 0.7, generator
-    )
+    proposal = Proposal(drafts_BK, q_V.expand(draws, 1, V))
+    tokens_BT, *_ = verify(logits_V.expand(draws, 2, V), proposal, 0.7, generator)
     observed_V = torch.bincount(tokens_BT[:, 0], minlength=V).double()
     assert chi_square(observed_V, draws * p_V) < 22.46  # 0.999 quantile, 6 degrees of freedom
     assert chi_square(draws * q_V, draws * p_V) > 1000  # what unverified drafts would give
@@ -184,7 +185,8 @@ def test_sampling_refuses_a_draft_without_probabilities(
     """Its drafts cannot be judged: they would be decoded greedily, and the report would be wrong."""
     runner = eager(target)
     propose = runner.drafter.propose
-    monkeypatch.setattr(runner.drafter, "propose", lambda *given: (propose(*given)[0], None))
+    without = lambda *given: Proposal(propose(*given).tokens_BK)  # noqa: E731
+    monkeypatch.setattr(runner.drafter, "propose", without)
     with pytest.raises(UsageError, match=r"probabilities .*\n.*eval.temperature=0"):
         evaluate_prompts(runner, PROMPTS, EvalConfig(max_new_tokens=4, temperature=0.7))
 
@@ -192,7 +194,7 @@ def test_sampling_refuses_a_draft_without_probabilities(
 def report_of(*decoded: tuple[Sequence[int], list[int], list[int]], num_drafts: int) -> Report:
     return Report.of(
         [Decoded([], list(tokens), accepted, room) for tokens, accepted, room in decoded],
-        num_drafts, lossless=True, ties=(), draft_seconds=1, verify_seconds=2, plain_seconds=1.5,
+        num_drafts, num_drafts, lossless=True, ties=(), draft_seconds=1, verify_seconds=2, plain_seconds=1.5,
     )  # fmt: skip
 
 

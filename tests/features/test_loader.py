@@ -50,6 +50,7 @@ from draftcore.features.producer import fill, produce, put_batch
 from draftcore.features.queue import Queue, RemoteQueue
 from draftcore.features.stores.base import OpenHandle
 from draftcore.features.stores.file import FileStore
+from draftcore.run import TEXT_BYTES
 from draftcore.target import TransformersTarget
 from tests.features.conftest import SOON, Loopback
 
@@ -143,7 +144,8 @@ class World:
     def __init__(
         self, folder: Path, rows: int = 11, *, skipped: Sequence[int] = (), **plan: Any
     ) -> None:
-        self.folder, self.samples, self.names = folder, Rows(rows), NAMES
+        self.folder, self.samples = folder, Rows(rows)
+        self.forms: dict[str, tuple[int, str]] = {NAMES[0]: (WIDTH, "float32")}
         settings = {"batch": 2, "accumulate": 2, "seed": 3, "epochs": 2, **plan}
         self.plan = Plan(self.samples.feature_ids, self.samples.lengths.tolist(), **settings)
         self.skipped = dict.fromkeys(skipped, "bad before")
@@ -168,7 +170,7 @@ class World:
         ]
         for _ in fill(batches, self.capture(), store, ORIGIN, self.samples, skipped):
             pass
-        return Stored(store, self.plan, skipped, self.names)
+        return Stored(store, self.plan, skipped, [*self.forms])
 
     def queued(
         self,
@@ -180,7 +182,7 @@ class World:
         self.closing.callback(store.close)
         queue = self.queue = Queue(
             {"store": store.uri}, ahead=ahead, limit=1 << 19, skipped=self.skips(), free=store.free,
-            misfit=lambda task, refs: misfit(task, refs, self.names, (self.width, "float32"), ORIGIN),
+            misfit=lambda task, refs: misfit(task, refs, self.forms, ORIGIN),
         )  # fmt: skip
         queue.offer(tasks_of(self.plan.uses(0), self.samples, self.plan, 24), 0)
         ends = [RemoteQueue(Loopback(queue)) for _ in range(producers)]
@@ -190,9 +192,7 @@ class World:
             thread.start()
             self.closing.callback(thread.join, SOON)
         self.closing.callback(queue.end, "finished")
-        return Queued(queue, store, self.plan, self.names, SOON)
-
-    width = WIDTH
+        return Queued(queue, store, self.plan, [*self.forms], SOON)
 
 
 @pytest.fixture
@@ -254,12 +254,15 @@ def test_so_do_they_with_a_real_target(tmp_path: Path, target_folder: Path) -> N
     """Padding and batch size change its last bits; the plan's batches do not differ."""
     world = World(tmp_path, rows=7, batch=3, accumulate=1, epochs=1)
     target = TransformersTarget(str(target_folder), device="cpu")
-    request = FeatureRequest((1, 3), True, "float32")
-    world.names, world.width = request.names, 48  # type: ignore[assignment]
+    request = FeatureRequest((1, 3), True, "float32", topk=5, embeddings=True)
+    world.forms = request.forms(48)
     world.capture = lambda: LocalCapture(target, request)
     wanted = read(world, world.captured())
-    assert set(wanted[0][6]) == {"hidden.1", "hidden.3", "last_hidden"}
+    assert set(wanted[0][6]) == set(request.names)
     require_equal(read(world, world.stored()), wanted)
+    store = FileStore(tmp_path / "features")
+    for ref in store.lookup(world.samples.feature_ids).values():
+        assert ref.nbytes == ref.tokens * (request.token_bytes(48) + TEXT_BYTES)
     with world.closing:
         require_equal(read(world, world.queued()), wanted)
 
@@ -424,8 +427,8 @@ def features(**changes: Any) -> Change:
         (without("hidden.1"), "lacks hidden.1"),
         (without("loss_mask"), "lacks loss_mask"),
         (features(shape=(2, WIDTH)), "chunked prefill or a prefix cache"),
-        (features(shape=(4, WIDTH + 1)), "has features of"),
-        (features(dtype="bfloat16"), "has features of"),
+        (features(shape=(4, WIDTH + 1)), "has hidden.1 of"),
+        (features(dtype="bfloat16"), "has hidden.1 of"),
     ],
 )
 def test_refs_that_do_not_fit_are_told_what_is_wrong(
@@ -440,7 +443,7 @@ def test_refs_that_do_not_fit_are_told_what_is_wrong(
     store.close()
 
     def wrong(*refs: SampleRef) -> DraftcoreError | None:
-        return misfit(task, refs, NAMES, (WIDTH, "float32"), ORIGIN)
+        return misfit(task, refs, world.forms, ORIGIN)
 
     assert wrong(first, last) is None
     assert said in str(found := wrong(first, change(last)))

@@ -12,7 +12,14 @@ import pytest
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, load
 
-HEADER = "from draftcore import hookimpl\nfrom draftcore.contracts.offers import Offer\n"
+HEADER = """\
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+
+class Opened(str):  # a text that has the members of a store
+    put = put_many = get = get_many = lookup = free = abort = stats = close = uri = None
+
+"""
 STORE = """
     @hookimpl
     def describe():
@@ -20,7 +27,7 @@ STORE = """
 
     @hookimpl
     def feature_store(name, uri):
-        return f"{name} at {uri}"
+        return Opened(f"{name} at {uri}")
 """
 
 

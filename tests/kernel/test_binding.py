@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.plugins.binding import bind, observers
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WRAPPER = """
     @hookimpl(wrapper=True)
     def feature_store(uri):
-        return f"wrapped {yield}"
+        return Opened(f"wrapped {yield}")
 """
 OBSERVER = """
     seen = []
@@ -28,10 +28,9 @@ OBSERVER = """
 WITH_OPTIONS = """
     @hookimpl
     def describe():
-        return [Offer("store", "tuned", frozenset({"durable"}), f"{__name__}_options:Options")]
+        return [Offer("capture", "tuned", frozenset({"per-rank"}), f"{__name__}_options:Options")]
     @hookimpl
-    def feature_store(uri, options):
-        return options
+    def capture(options): ...
 """
 OPTIONS = """
     from pydantic import BaseModel
@@ -48,8 +47,8 @@ OPTIONS = """
 
 
 def open_store(site: Site, name: str, *extras: str, files: tuple[Path, ...] = ()) -> object:
-    binding = bind(site.load(files), "store", name, extras)
-    return binding.hook.feature_store(name=name, uri="there", options=None)
+    binding = bind(site.load(files), "store", name, extras=extras)
+    return binding.hook.feature_store(name=name, uri="there")
 
 
 def test_a_binding_calls_its_owner_and_the_wrappers_selected_in_the_order_of_their_names(
@@ -75,7 +74,7 @@ def test_a_loose_file_is_selected_without_being_named(site: Site) -> None:
 def test_a_loose_file_with_an_offer_is_chosen_by_that_offer_alone(site: Site) -> None:
     site.store("a")
     source = "@hookimpl\ndef describe():\n    return [Offer('store', 'mine')]\n"
-    source += "@hookimpl\ndef feature_store(uri):\n    return 'mine'\n"
+    source += "@hookimpl\ndef feature_store(uri):\n    return Opened('mine')\n"
     file = site.loose("my_store", source)
     assert open_store(site, "a", files=(file,)) == "a at there"
     assert open_store(site, "mine", files=(file,)) == "mine"
@@ -120,10 +119,9 @@ def tuned(site: Site) -> Site:
 
 
 def test_options_become_the_plugins_own_model(tuned: Site) -> None:
-    binding = bind(tuned.load(), "store", "tuned")
-    assert binding.capabilities == {"durable"}
-    options = binding.options({"limit_bytes": 9, "pool": {"pages": 2}})
-    assert (options.limit_bytes, options.pool.pages) == (9, 2)
+    binding = bind(tuned.load(), "capture", "tuned", {"limit_bytes": 9, "pool": {"pages": 2}})
+    assert binding.capabilities == {"per-rank"}
+    assert (binding.options.limit_bytes, binding.options.pool.pages) == (9, 2)
 
 
 @pytest.mark.parametrize(
@@ -154,21 +152,130 @@ def test_what_is_wrong_with_an_option_is_said_with_the_options_of_its_section(
     tuned: Site, options: dict[str, object], says: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        bind(tuned.load(), "store", "tuned").options(options)
+        bind(tuned.load(), "capture", "tuned", options)
     where, problem, _ = str(caught.value).splitlines()
-    assert "store 'tuned', plugin tuned (draftcore-tuned 0.1): 1 wrong" in where
+    assert "capture 'tuned', plugin tuned (draftcore-tuned 0.1): 1 wrong" in where
     assert problem == f"  {says}"
 
 
 def test_options_for_an_offer_that_has_none_are_refused(site: Site) -> None:
     site.store("plain")
-    binding = bind(site.load(), "store", "plain")
-    assert binding.options({}) is None
+    assert bind(site.load(), "store", "plain").options is None
     with pytest.raises(UsageError, match="leave out colour"):
-        binding.options({"colour": "red"})
+        bind(site.load(), "store", "plain", {"colour": "red"})
 
 
 def test_a_model_that_cannot_be_imported_is_reported(site: Site) -> None:
     site.plugin("tuned", WITH_OPTIONS)
     with pytest.raises(UsageError, match="python -c 'import fake_tuned_options'"):
-        bind(site.load(), "store", "tuned").options({})
+        bind(site.load(), "capture", "tuned")
+
+
+# ------------------------------------------------------------ algorithms as classes
+
+FAMILY = """
+    @hookimpl
+    def describe():
+        heads = f"{__name__}_classes:Heads"
+        return [
+            Offer("algorithm", "tied", options=f"{__name__}_options:Options", implementation=heads),
+            Offer("algorithm", "lazy", implementation=f"{__name__}_classes:Lazy"),
+            Offer("algorithm", "else", implementation=f"{__name__}_classes:Else"),
+        ]
+"""
+CLASSES = """
+    from draftcore.contracts.algorithm import Algorithm, DraftBatch
+    from draftcore.contracts.capture import FeatureRequest
+
+    class Lazy(Algorithm):
+        def feature_request(self, target):
+            return FeatureRequest((target,), True, "float32")
+
+        def build_draft(self, target, data): ...
+
+        def collate(self, samples):
+            return samples
+
+    class Heads(Lazy):
+        def forward_loss(self, draft, batch, context):
+            return draft
+
+        def feature_request(self, target):
+            return FeatureRequest((self.options.limit_bytes,), False, "float32")
+
+    class Else: ...
+"""
+
+
+@pytest.fixture
+def family(site: Site) -> Site:
+    site.module("fake_family_options", OPTIONS)
+    site.module("fake_family_classes", CLASSES)
+    site.plugin("family", FAMILY)
+    return site
+
+
+def test_methods_of_a_class_answer_the_hooks_and_know_their_options(family: Site) -> None:
+    site = family
+    site.plugin(
+        "around", "@hookimpl(wrapper=True)\ndef feature_request(target):\n    return (yield)"
+    )
+    bound: Any = bind(site.load(), "algorithm", "tied", {"limit_bytes": 3}, ["around"])
+    assert bound.hook.feature_request(target=None, options=bound.options).layers == (3,)
+    assert [offer.name for offer in bound.plugin.offers] == ["tied", "lazy", "else"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("lazy", "Lazy lacks forward_loss"), ("else", "Else is no subclass of Algorithm")],
+)
+def test_a_class_that_is_no_whole_algorithm_is_refused(family: Site, name: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        bind(family.load(), "algorithm", name)
+
+
+# ------------------------------------------------------------ what a hook returns
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ("None", "returned None, and that does not fit: it is None, not StepOutput"),
+        ("7", "returned a int, and that does not fit: it is a int, not StepOutput"),
+        ("StepOutput(1, one, {})", "[0][0] is a int, not Tensor"),
+        ("StepOutput(one, one, {'acc': 0.5})", "its counts['acc'] is a float, not tuple[torch.Ten"),
+        ("StepOutput(one, one, {'acc': (one, 2)})", "its counts['acc'][1] is a int, not Tensor"),
+        ("StepOutput(one, one, {'acc': (one,)})", "its counts['acc'] has 1 parts, not 2"),
+    ],
+)
+def test_what_does_not_fit_the_contract_is_named_with_hook_and_plugin(
+    site: Site, returned: str, says: str
+) -> None:
+    source = f"""
+        import torch
+        from draftcore.contracts.algorithm import StepOutput
+
+        one = torch.ones(())
+
+        @hookimpl
+        def describe():
+            return [Offer("algorithm", "mine")]
+        @hookimpl
+        def feature_request(): ...
+        @hookimpl
+        def build_draft(): ...
+        @hookimpl
+        def collate(): ...
+        @hookimpl
+        def forward_loss(options):
+            assert options is None
+            return {returned}
+    """
+    site.plugin("mine", source)
+    bound: Any = bind(site.load(), "algorithm", "mine")
+    with pytest.raises(DraftcoreError) as caught:
+        bound.hook.forward_loss(draft=None, batch=None, context=None, options=bound.options)
+    first, remedy = str(caught.value).splitlines()
+    assert "the hook forward_loss of mine " in first
+    assert says in first
+    assert remedy.strip().startswith("draftcore hooks forward_loss")

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 import draftcore
 from draftcore.cli import main
+from tests.kernel.conftest import STORE
 
 if TYPE_CHECKING:
     from tests.kernel.conftest import Site
@@ -83,7 +84,15 @@ def test_the_listing_as_data_has_every_field_and_nothing_else(site: Site) -> Non
         "state": "ready",
         "problem": "",
         "fix": "",
-        "offers": [{"kind": "store", "name": "good", "capabilities": [], "options": ""}],
+        "offers": [
+            {
+                "kind": "store",
+                "name": "good",
+                "capabilities": [],
+                "options": "",
+                "implementation": "",
+            }
+        ],
         "hooks": ["describe", "feature_store"],
     }
     assert (bad["state"], bad["fix"]) == ("broken", "pip install surely_missing")
@@ -103,11 +112,33 @@ def test_listing_works_whatever_is_broken_and_only_check_makes_it_an_exit_status
     assert states == {"exits": "broken", "verbs": "ready"}
 
 
+def test_two_plugins_of_one_offer_are_both_ready_and_the_clash_is_told(site: Site) -> None:
+    for name in ("a", "b"):
+        site.plugin(name, STORE.replace("NAME", "same"))
+    told = "a and b offer the store 'same': a run chooses by `plugin` beside the name"
+    assert invoke(site, "list-plugins").output.splitlines()[-1] == told
+    assert json.loads(invoke(site, "list-plugins", "--json").output)["clashes"] == [told]
+    assert invoke(site, "list-plugins", "--check").exit_code == 1
+
+
+def test_a_hook_is_shown_with_the_fields_of_its_records(site: Site) -> None:
+    text = invoke(site, "hooks", "forward_loss").output
+    assert "one plugin answers; required of every algorithm; here: none\n" in text
+    for record, field in (("DraftBatch", "loss_mask_BT: Tensor"), ("StepContext", "seed: int")):
+        assert f"\n{record}: " in text
+        assert f"    {field}\n" in text
+    assert (
+        "serves(other: FeatureRequest) -> bool" in invoke(site, "hooks", "feature_request").output
+    )
+    assert "\nProposal: The drafts of a round" in invoke(site, "hooks", "drafter").output
+    assert "'forward_loss'" in invoke(site, "hooks", "forwrd_loss").stderr
+
+
 def test_hooks_shows_signature_document_and_who_implements(site: Site) -> None:
     site.store("good")
     text = invoke(site, "hooks").output
-    assert "feature_store(name: str, uri: str, options: Any) -> FeatureStore\n" in text
-    assert "one plugin answers; here: good\n" in text
+    assert "feature_store(name: str, uri: str) -> FeatureStore\n" in text
+    assert "one plugin answers; required of every store; here: good\n" in text
     hooks = json.loads(invoke(site, "hooks", "--json").output)["hooks"]
     data = {hook["name"]: hook for hook in hooks}
     assert data["feature_store"]["plugins"] == ["good"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,15 +64,18 @@ BROKEN = {
     "1 / 0": "ZeroDivisionError: division by zero",
     "raise SystemExit('no GPU')": "SystemExit: no GPU",
     "@hookimpl\ndef forwrd_loss(draft): ...": "unknown hook 'forwrd_loss' (did you mean 'forward_l",
-    "@hookimpl\ndef evaluated(step, colour): ...": "{'colour'}",
+    "@hookimpl\ndef evaluated(step, colour): ...": "evaluated has no argument 'colour'; it has step, re",
     FORGOTTEN: "registers no hook; put @hookimpl above capture, evaluated",
     "answer = 42": "registers no hook",
     offering("raise RuntimeError('no driver')"): "RuntimeError: no driver",
     offering("raise SystemExit(3)"): "SystemExit: 3",
-    offering("return None"): "must return Offers",
-    offering("return ['store']"): "must return Offers",
-    offering("return [Offer('shop', 'x')]"): "must return Offers of algorithm, capture, store",
-    offering("return [Offer('algorithm', 'a'), Offer('algorithm', 'b')]"): "one at most",
+    offering("return None"): "describe() returned None",
+    offering("return Offer('store', 'x')"): "describe() returned Offer(kind='store', name='x'",
+    offering("return ['store']"): "describe() returned ['store']",
+    offering("return [Offer('shop', 'x')]"): "describe() returned [Offer(kind='shop'",
+    offering(
+        "return [Offer('algorithm', n) for n in 'ab']"
+    ): "several algorithms written as functions",
     offering("return [Offer('graph', 'mine')]"): "offers the graph 'mine' without graph_backend",
     offering(
         "return [Offer('store', 'mine')]", WRAPPER
@@ -123,6 +127,22 @@ def test_a_broken_import_is_fixed_by_the_requirement_that_is_not_installed(site:
     requires = ["surely-missing-engine>=2", "pluggy>=1", "other; extra == 'more'"]
     site.plugin("bad", "import surely_missing", requires=requires)
     assert site.judged("bad").fix == "pip install 'surely-missing-engine>=2'"
+
+
+@pytest.mark.parametrize(
+    "bound", [">=99", "<0.1", "~=99.0", ">=1.5; python_version>'3.99'", "==1.*"]
+)
+def test_a_plugin_whose_requirement_is_here_in_another_version_is_broken(
+    site: Site, bound: str
+) -> None:
+    """Whatever the form of the bound; a marker that does not apply asks for nothing."""
+    site.plugin("bad", OBSERVER, requires=[f"pluggy{bound}"])
+    found = site.judged("bad")
+    if ";" in bound or bound == "==1.*":
+        assert found.state == "ready", found.problem
+    else:
+        assert found.state == "broken"
+        assert found.problem == f"requires pluggy{bound}; here: pluggy {version('pluggy')}"
 
 
 def test_a_plugin_whose_own_files_are_gone_is_installed_again(site: Site) -> None:
@@ -227,6 +247,7 @@ def test_a_plugin_for_another_draftcore_is_not_even_imported(site: Site) -> None
 def test_a_requirement_that_is_met_or_is_not_on_the_core_is_no_obstacle(site: Site) -> None:
     site.core("0.4.2")
     met = ["draftcore>=0.4,<0.5", "draftcore (>=0.4)"]
+    site.metadata("draftcore-old", {}, version="0.0.9")
     site.plugin("good", OBSERVER, requires=[*met, "draftcore-old<0.1", "draftcore<1; extra == 'x'"])
     assert site.judged("good").state == "ready"
 
@@ -337,8 +358,11 @@ def test_two_plugins_with_one_offer_are_both_named(site: Site) -> None:
         "cannot use the store 'same'",
         "  a (draftcore-a 0.1) is ready",
         "  b (draftcore-b 0.1) is ready",
-        "  uninstall all but one; a file: leave out --plugin",
+        "  choose one: `plugin`, beside the name; or uninstall the others",
     ]
+    assert site.load().find("store", "same", plugin="b").name == "b"
+    with pytest.raises(UsageError, match=r"a .draftcore-a 0.1. offers no store 'other'"):
+        site.load().find("store", "other", plugin="a")
 
 
 def test_a_broken_plugin_of_the_offers_name_or_dist_is_its_reason_unless_one_is_ready(

@@ -26,7 +26,7 @@ def same_bits(one: Run, other: Run) -> bool:
 def test_domino_comes_and_goes_and_dflash_notices_nothing(
     new_environment: NewEnvironment, new_run: NewRun
 ) -> None:
-    here = new_environment("draftcore", "draftcore-dflash")
+    here = new_environment("draftcore", "draftcore-nn", "draftcore-dflash")
     listed = here.plugins()
     assert "dflash" in listed
     assert "domino" not in listed

@@ -1,4 +1,4 @@
-"""`pip install draftcore draftcore-eagle3` alone trains, evaluates and exports."""
+"""`pip install draftcore draftcore-eagle3`, which brings draftcore-nn, trains, evaluates, exports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Note())
 def test_they_do_the_main_job_and_ask_for_no_other_dist(
     new_environment: NewEnvironment, new_run: NewRun
 ) -> None:
-    here = new_environment("draftcore", "draftcore-eagle3")
+    here = new_environment("draftcore", "draftcore-nn", "draftcore-eagle3")
     (here.packages / "note_imports.py").write_text(NOTE_IMPORTS)
     (here.packages / "note_imports.pth").write_text("import note_imports\n")
     run = new_run("eagle3", layers=[1, 2, 4], draft_vocab_size=240, ttt_length=2, num_drafts=3)
@@ -40,4 +40,4 @@ def test_they_do_the_main_job_and_ask_for_no_other_dist(
     elsewhere = ("topology.producers=1", f"run={run.folder}-elsewhere")
     assert "complete: step 2 of 2" in here.draftcore("train", run.yaml, *elsewhere)
     imported = set((here.folder / "imported.txt").read_text().split())
-    assert imported == {"draftcore", "draftcore_eagle3"}
+    assert imported == {"draftcore", "draftcore_nn", "draftcore_eagle3"}

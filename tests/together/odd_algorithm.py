@@ -1,5 +1,6 @@
 """An algorithm with all that sharding may stumble over, as a loose plugin.
 
+It learns from the target's likeliest tokens and from embeddings, beside a layer's output.
 Nested wrap units, a weight that the loss reads outside of the module's forward, a parameter of the
 target's, one weight under two names, shapes that do not divide by the number of ranks, and, with
 DROPOUT, random numbers from torch's own generator.
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,6 +21,10 @@ from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetSpec
 
 DROPOUT = 0.0
+
+
+class OddOptions(BaseModel):
+    topk: int = 4
 
 
 class Layer(nn.Module):
@@ -51,12 +57,12 @@ class Odd(nn.Module):
 
 @hookimpl
 def describe() -> list[Offer]:
-    return [Offer("algorithm", "odd")]
+    return [Offer("algorithm", "odd", options=f"{__name__}:OddOptions")]
 
 
 @hookimpl
-def feature_request() -> FeatureRequest:
-    return FeatureRequest((3,), False, "float32")
+def feature_request(options: OddOptions) -> FeatureRequest:
+    return FeatureRequest((3,), False, "float32", options.topk, embeddings=True)
 
 
 @hookimpl
@@ -86,20 +92,26 @@ def collate(samples: Sequence[Sample]) -> DraftBatch:
         token_ids_BT=pad([sample.token_ids_T for sample in samples]),
         loss_mask_BT=pad([sample.loss_mask_T for sample in samples]),
         attention_mask_BT=pad([torch.ones_like(sample.loss_mask_T) for sample in samples]),
-        features={"hidden.3": pad([sample.features["hidden.3"] for sample in samples])},
+        features={
+            name: pad([sample.features[name] for sample in samples])
+            for name in ("hidden.3", "embeddings", "topk_logits", "topk_ids")
+        },
     )
 
 
 @hookimpl
 def forward_loss(draft: Draft, batch: DraftBatch) -> StepOutput:
-    """Cross entropy of the next token; counts padding too, as a loss may."""
-    module = cast(Odd, draft.module)
-    hidden = module(batch.features["hidden.3"][:, :-1])
+    """Cross entropy of the next token and of the likeliest; counts padding too, as a loss may."""
+    module, given = cast(Odd, draft.module), batch.features
+    hidden = module((given["hidden.3"] + given["embeddings"])[:, :-1])
     logits = functional.linear(hidden, module.head, module.bias)
     mask = batch.loss_mask_BT[:, 1:].float()
     loss = functional.cross_entropy(
         logits.flatten(0, 1), batch.token_ids_BT[:, 1:].flatten(), reduction="none"
     )
+    likely_BTK = given["topk_logits"][:, :-1].softmax(-1)
+    ours_BTK = logits.log_softmax(-1).gather(-1, given["topk_ids"][:, :-1].long())
+    loss = loss - 0.5 * (likely_BTK * ours_BTK).sum(-1).flatten()
     numerator = (loss * mask.flatten()).sum()
     rows = batch.attention_mask_BT.sum().float()
     right = ((logits.argmax(-1) == batch.token_ids_BT[:, 1:]) * mask).sum()

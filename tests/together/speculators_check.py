@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from draftcore_eagle3 import plugin
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.loss import Rows
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
@@ -68,11 +68,11 @@ def export(folder: Path, shape: dict[str, Any], **options: Any) -> Exported:
     """Export a draft with random weights, for a target of eight layers, through the hook."""
     target = TransformersTarget(str(tiny_target(folder / "target", num_hidden_layers=8, **shape)))
     summary = DataSummary("", 1, 1, 1, 1, COUNTS)
-    draft = plugin.build_draft(target, summary, Eagle3Options(ttt_length=STEPS, **options))
+    draft = Eagle3(Eagle3Options(ttt_length=STEPS, **options)).build_draft(target, summary)
     torch.manual_seed(4)
     for parameter in draft.module.parameters():  # norms are vectors about 1, and not equal
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
-    plugin.export_draft(draft, folder / "export", "serving")
+    Eagle3(Eagle3Options()).export_draft(draft, folder / "export", "serving")
     return Exported(draft, target, folder / "export")
 
 
@@ -103,7 +103,7 @@ def samples(exported: Exported) -> list[Sample]:
     width, vocab = exported.module.config.hidden_size, exported.module.config.vocab_size
     return [
         Sample(
-            SampleId(str(length), 0),
+            SampleId(str(length), 1),
             torch.randint(vocab, (length,), generator=generator),
             torch.ones(length, dtype=torch.bool),
             # Layers of different size, so that their order matters with fc_norm too.
@@ -119,7 +119,7 @@ def samples(exported: Exported) -> list[Sample]:
 @torch.no_grad()
 def our_logits(exported: Exported) -> list[Tensor]:
     """Logits [N, U] of each step; N = all rows but each sample's last, sample after sample."""
-    batch = plugin.collate(samples(exported), Eagle3Options(ttt_length=STEPS))
+    batch = Eagle3(Eagle3Options(ttt_length=STEPS)).collate(samples(exported))
     rows = Rows.of(batch.loss_mask_BT, STEPS)
     return [exported.module.lm_head(x) for x in exported.module.unroll(batch, rows)]
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from click.testing import CliRunner
-from draftcore_dflash import plugin as dflash
-from draftcore_eagle3 import plugin as eagle3
+from draftcore_dflash.algorithm import DFlash
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_sdk.exports import change, config_of
 from draftcore_sdk.targets import tiny_target
 from speculators import SpeculatorModel, SpeculatorModelConfig
@@ -42,7 +42,7 @@ from draftcore.target import TransformersTarget
 LIMIT = 1e-5
 SERVER = "vllm"  # whose conventions are speculators' own
 IDS = "eagle_aux_hidden_state_layer_ids"
-PLUGINS: dict[str, Any] = {"eagle3": eagle3, "dflash": dflash}
+ALGORITHMS: dict[str, Any] = {"eagle3": Eagle3(None), "dflash": DFlash(None)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},
     "dflash": {"num_layers": 2, "block_size": 5, "layers": [1, 4]},
@@ -74,7 +74,7 @@ class Exported(NamedTuple):
         return bool(verdict["agrees"])
 
     def read(self) -> ServedDraft:
-        found: ServedDraft = PLUGINS[self.algorithm].read_export(self.folder, SERVER)
+        found: ServedDraft = ALGORITHMS[self.algorithm].read_export(self.folder, SERVER)
         return found
 
     def converted(self) -> Any:
@@ -243,7 +243,7 @@ MISTAKES: dict[str, tuple[str, Edit]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", PLUGINS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_clean_export_is_read_alike_and_verified(algorithm: str, runs: Any) -> None:
     exported = runs(algorithm)
     ours, theirs = both(exported)

@@ -141,9 +141,9 @@ def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(
         "@hookimpl(wrapper=True)\n"
         "def forward_loss(draft, batch, context):\n"
         "    output = yield\n"
-        "    import dataclasses\n"
+        "    from draftcore.contracts.algorithm import StepOutput\n"
         "    factor = float('nan') if batch.token_ids_BT.shape[1] > 150 else 1.0\n"
-        "    return dataclasses.replace(output, numerator=output.numerator * factor)\n"
+        "    return StepOutput(output.numerator * factor, output.denominator, output.counts)\n"
     )
     conversations(project.folder / "train.jsonl", ["one", "two", "long " * 30, "four"])
     result = project.cli("train", ok=False, plugin=plugin)

@@ -73,12 +73,12 @@ def test_every_yaml_is_a_whole_run_with_options_that_its_plugins_take(name: str,
     ]
     for kind, choice in chosen:
         if choice and choice.name not in INVENTED:
-            options = bind(registry, kind, choice.name).options(choice.options)
+            options = bind(registry, kind, choice.name, choice.options).options
             if choice.name == "graphs":
                 if options.backend not in ("eager", "auto"):
-                    bind(registry, "graph", options.backend).options(options.options)
+                    bind(registry, "graph", options.backend, options.options)
                 for plugin, its in options.plugins.items():
-                    bind(registry, "graph-plugin", plugin).options(its)
+                    bind(registry, "graph-plugin", plugin, its)
 
 
 SHOWN = [text for page in DOCS if page.name != OWN_TEST for text in blocks(page, "console")]

@@ -154,10 +154,11 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
     parts = trainer_parts(run, "both")
     (trainer,) = parts.trainers
     assert trainer.evaluate is not None
-    trainer.evaluate(trainer.built, 6, 6)
+    context = trainer.context(6, training=False)
+    trainer.evaluate(trainer.built, context)
     weight = next(iter(trainer.built.module.parameters()))
     weight.data = weight.data.clone()  # what was captured reads the old ones
-    trainer.evaluate(trainer.built, 6, 6)
+    trainer.evaluate(trainer.built, context)
     assert next(iter(run.runners["decode"].report())).startswith(f"{2 * captures} captured")
     assert parts.features.store is not None
     parts.features.store.close()
@@ -259,7 +260,7 @@ def test_a_backend_that_cannot_be_opened_is_refused_before_the_target_is_read(
         assert asked in refused.output
 
 
-def test_a_drafter_whose_state_no_graph_can_hold_is_refused_by_the_rule(
+def test_a_drafter_whose_state_or_trees_no_graph_can_hold_is_refused_by_the_rule(
     tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from draftcore_eagle3.drafter import Eagle3Drafter
@@ -275,6 +276,11 @@ def test_a_drafter_whose_state_no_graph_can_hold_is_refused_by_the_rule(
     refused = project.cli("eval", *RECORDING, ok=False)
     assert "the rule 'drafter-state' refuses it" in refused.output
     assert "state[1] is a int, which a graph would freeze" in refused.output
+    monkeypatch.setattr(Eagle3Drafter, "allocate", allocate)
+    monkeypatch.setattr(Eagle3Drafter, "depth", 2, raising=False)
+    refused = project.cli("eval", *RECORDING, ok=False)
+    assert "the rule 'drafter-trees' refuses it" in refused.output
+    assert "depth 2\n  set runner.decode.name=eager" in refused.output
 
 
 CHOSEN = """

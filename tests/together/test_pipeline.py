@@ -103,11 +103,11 @@ def test_samples_are_moved_to_the_device_before_they_are_padded(
         padded.extend(part.device.type for part in parts)
         return pad(parts, *args, **kwargs)
 
-    monkeypatch.setattr(torch.nn.utils.rnn, "pad_sequence", noted)
+    monkeypatch.setattr("draftcore_nn.batches.pad_sequence", noted)
     (draft,) = Run(load_config(project.yaml), load()).drafts
     samples = [
         Sample(
-            SampleId(f"{length:024x}", 0),
+            SampleId(f"{length:024x}", 1),
             torch.ones(length, dtype=torch.long),
             torch.ones(length, dtype=torch.bool),
             {name: torch.zeros(length, 8) for name in draft.request().names},
@@ -157,4 +157,4 @@ def test_a_wrapper_from_a_loose_file_sees_every_step(project: Project, tmp_path:
         "    return output\n"
     )
     project.cli("train", "train.max_steps=3", plugin=plugin)
-    assert Path(seen).read_text().splitlines() == ["0 4", "1 4", "2 4"]
+    assert Path(seen).read_text().splitlines() == ["1 4", "2 4", "3 4"]

@@ -221,8 +221,9 @@ def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(
         "def forward_loss(draft, batch, context):\n"
         "    output = yield\n"
         "    marked_B = batch.loss_mask_BT.any(-1) & (batch.token_ids_BT.sum(-1) % 3 == 0)\n"
-        "    if hasattr(draft.module, 'prefix_gru') and context.step == 1 and marked_B.any():\n"
-        "        return dataclasses.replace(output, numerator=output.numerator * float('inf'))\n"
+        "    if hasattr(draft.module, 'prefix_gru') and context.step == 2 and marked_B.any():\n"
+        "        (top, bottom, weight), = output.terms\n"
+        "        return dataclasses.replace(output, terms=[(top * float('inf'), bottom, weight)])\n"
         "    return output\n"
     )
     drafts = {label: DRAFTS[label] for label in ("blocks", "domino")}
@@ -237,7 +238,7 @@ def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(
     alone = result.output.partition("error: ")[2]
     assert "one of the rows [" in alone or "row " in alone
     assert "(sample " in said
-    assert "domino: the gradient of step 1 is not finite" in said
+    assert "domino: the gradient of step 2 is not finite" in said
     assert two.losses(two.run / "blocks") == pytest.approx(one.losses(one.run / "blocks"), rel=1e-5)
     assert len(two.losses(two.run / "domino")) == 1
 
@@ -268,13 +269,33 @@ def test_a_loss_without_a_gradient_is_an_error_and_no_hang(
         "@hookimpl(wrapper=True)\n"
         "def forward_loss():\n"
         "    output = yield\n"
-        "    detached = dataclasses.replace(output, numerator=output.numerator.detach())\n"
+        "    (top, bottom, weight), = output.terms\n"
+        "    detached = dataclasses.replace(output, terms=[(top.detach(), bottom, weight)])\n"
         "    return detached if os.environ['RANK'] == '1' else output\n"
     )
     ranks = start(project, "train.shard=true", plugin=constant)
     assert ranks.finish() == [1, 1]
     assert "does not depend on the draft's weights" in ranks.output(1)
     assert "error: rank 1 failed" in ranks.output(0)
+
+
+def test_a_loss_of_several_terms_is_refused_for_a_sharded_draft(
+    tmp_path: Path, new_project: NewProject, start: Start
+) -> None:
+    file = tmp_path / "two_terms.py"
+    file.write_text(
+        "import dataclasses\n"
+        "from draftcore import hookimpl\n"
+        "@hookimpl(wrapper=True)\n"
+        "def forward_loss():\n"
+        "    output = yield\n"
+        "    return dataclasses.replace(output, terms=[*output.terms, *output.terms])\n"
+    )
+    ranks = start(new_project(tmp_path / "project"), "train.shard=true", plugin=file)
+    assert 0 not in ranks.finish()
+    said = ranks.output(0) + ranks.output(1)
+    assert "has 2 terms" in said
+    assert "leave out train.shard" in said
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(

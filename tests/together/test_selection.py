@@ -42,5 +42,5 @@ def test_training_imports_no_plugin_that_it_did_not_select(
     assert "warning" not in done.stderr.lower()
     modules, _, listing = modules.partition("\n")
     packages = {name.partition(".")[0] for name in modules.split() if "draftcore_" in name}
-    assert packages == {"draftcore_eagle3"}
+    assert packages == {"draftcore_eagle3", "draftcore_nn"}
     assert "AssertionError: imported" in listing

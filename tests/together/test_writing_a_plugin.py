@@ -8,9 +8,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
+from torch import Tensor
+
+from draftcore.contracts.algorithm import Proposal
+from draftcore.evaluation.decode import EagerRows, EagerRunner
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject
@@ -40,7 +46,8 @@ class Author:
         program, *arguments = shlex.split(line)
         start = [] if program == "python" else ["-m", program]
         if program == "pip":
-            arguments += ["-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+            alone = ["--no-deps", "--no-build-isolation"] if "install" in arguments else []
+            arguments += ["-q", "--disable-pip-version-check", *alone]
         done = subprocess.run(
             [self.python, *start, *arguments], cwd=self.folder, capture_output=True, text=True,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
@@ -90,3 +97,74 @@ def test_the_loss_of_the_first_page_changes_what_is_trained(
         project.cli("train", "train.max_steps=2", plugin=plugin)
         losses.append(project.losses())
     assert all(losses[1][step] > losses[0][step] for step in losses[0])
+
+
+class Scripted:
+    """Target and drafter of the page's two rounds, which note what they are given and answer."""
+
+    device, spec, request = torch.device("cpu"), SimpleNamespace(vocab_size=100), None
+
+    def __init__(self) -> None:
+        self.lines, self.num_drafts = list[str](), 3
+        self.says = {13: 14, 14: 15, 15: 16, 16: 17, 99: 50}
+        self.says |= {17: 18, 18: 19, 77: 51, 66: 52, 19: 20}
+        self.drafts = Proposal(torch.tensor([[15, 16, 99]]))
+
+    def note(self, which: str, **given: Tensor | None) -> None:
+        told = [
+            f"{name} {' '.join(map(str, x[0].tolist()))}"
+            for name, x in given.items()
+            if x is not None
+        ]
+        self.lines.append(f"{which:12}{'   '.join(told)}".replace("_", " "))
+
+    def allocate(self, batch: int, max_len: int) -> list[list[Tensor]]:
+        return []
+
+    def said(self, tokens_BT: Tensor) -> Tensor:
+        return torch.tensor([[self.says.get(token, 0) for token in tokens_BT[0].tolist()]])
+
+    def forward(
+        self, cache: Any, tokens_BT: Tensor, starts_B: Tensor, span: int, request: Any,
+        seen_BTT: Tensor | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        deep_BT = (
+            torch.arange(tokens_BT.shape[1])[None] if seen_BTT is None else seen_BTT.sum(-1) - 1
+        )
+        if starts_B[0]:
+            at_BT = starts_B + deep_BT
+            self.note("target", reads=tokens_BT, at_positions=at_BT, says=self.said(tokens_BT))
+        return {"last_hidden": tokens_BT}
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        said = self.said(tokens.view(1, -1)).view(tokens.shape)
+        return torch.nn.functional.one_hot(said, 100).float()
+
+    def prefill(
+        self, state: Any, tokens_BT: Tensor, lengths_B: Tensor, features: Any, next_B: Tensor
+    ) -> None:
+        given = {"tokens": tokens_BT, "features_of": features["last_hidden"], "next": next_B[None]}
+        self.note("prefill", **given)
+
+    def propose(self, *_: object) -> Proposal:
+        self.note("propose", tokens=self.drafts.tokens_BK, parents=self.drafts.parents_BK)
+        return self.drafts
+
+    def accept(self, state: Any, tokens_BP: Tensor, features: Any, counts_B: Tensor) -> None:
+        new = slice(int(counts_B))
+        given = {"tokens": tokens_BP[:, new], "features_of": features["last_hidden"][:, new]}
+        self.note("accept", **given, counts=counts_B[None])
+
+
+def test_the_rounds_in_numbers_are_what_happens() -> None:
+    both: Any = Scripted()
+    rows = EagerRows(EagerRunner(both, both), [[11, 12, 13]], 20, 0.0, seed=0)
+    rows.propose()
+    rows.verify(20)
+    both.num_drafts, both.depth = 4, 2
+    parents_BK = torch.tensor([[-1, -1, 0, 0]])
+    both.drafts = Proposal(torch.tensor([[18, 77, 66, 19]]), parents_BK=parents_BK)
+    rows.propose()
+    rows.verify(20)
+    (shown,) = blocks("text")
+    assert both.lines == [line for line in shown.splitlines() if "   " in line]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from draftcore import hookimpl
 from draftcore.config import Choice, DataConfig, RunConfig, TargetConfig, TrainConfig
 from draftcore.contracts.algorithm import (
     Draft,
@@ -20,11 +21,15 @@ from draftcore.contracts.algorithm import (
     SampleId,
     StepContext,
     StepOutput,
+    Stop,
     TrainingDefaults,
 )
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.skipped import Skipped
+from draftcore.plugins.binding import observers
+from draftcore.plugins.dists import Plugin
+from draftcore.plugins.registry import Registry, register
 from draftcore.training.checkpoint import Checkpoint, latest
 from draftcore.training.distributed import ALONE, Ranks
 from draftcore.training.loop import DraftSetup, Trainer, train
@@ -57,11 +62,13 @@ class Module(nn.Module):
 
 
 class Algorithm:
-    """The hooks of an algorithm; `wrong` may change a batch's loss."""
+    """The hooks of an algorithm whose loss has up to three `terms`; `wrong` may change a batch's."""
 
-    def __init__(self) -> None:
+    def __init__(self, terms: int = 1) -> None:
+        self.terms, self.contexts = terms, list[StepContext]()
         self.wrong: Callable[[DraftBatch, StepContext, Tensor], Tensor] = lambda b, c, loss: loss
 
+    @hookimpl
     def collate(self, samples: Sequence[Sample], options: Options) -> DraftBatch:
         def pad(parts: list[Tensor]) -> Tensor:
             return nn.utils.rnn.pad_sequence(parts, batch_first=True)
@@ -74,28 +81,48 @@ class Algorithm:
             {NAME: pad([sample.features[NAME].to(options.dtype) for sample in samples])},
         )
 
+    @hookimpl
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
-        """Squared error of a number per token."""
+        """Squared error of a number per token; then its square, and that of rows of two tokens."""
+        self.contexts.append(context)
         guess_BT = draft.module(batch.features[NAME])
         error_BT = (guess_BT - batch.token_ids_BT) ** 2 * batch.loss_mask_BT
         loss, count = self.wrong(batch, context, error_BT.sum()), batch.loss_mask_BT.sum()
-        return StepOutput(loss, count, {"error": (error_BT.detach().sum(), count)})
+        counts = {"error": (error_BT.detach().sum(), count)}
+        if self.terms == 1:
+            return StepOutput(loss, count, counts)
+        real_BT = batch.attention_mask_BT
+        short_BT = real_BT & (real_BT.sum(1, keepdim=True) == 2)
+        others = [((guess_BT**2 * rows_BT).sum(), rows_BT.sum()) for rows_BT in (real_BT, short_BT)]
+        terms = [(loss, count, 1.0), (*others[0], 0.5), (*others[1], 3.0)]
+        return StepOutput(terms=terms[: self.terms], counts=counts)
 
 
-class Observers:
+class Observer:
     """Notes what a run tells of."""
 
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
 
-    def step_finished(self, step: int, metrics: dict[str, float], draft: str) -> None:
+    @hookimpl
+    def step_finished(self, step: int, draft: str) -> None:
         self.said.append(("step", draft, step))
 
-    def evaluated(self, step: int, report: dict[str, Any], draft: str) -> None:
+    @hookimpl
+    def evaluated(self, step: int, draft: str) -> None:
         self.said.append(("evaluated", draft, step))
 
-    def checkpoint_saved(self, step: int, folder: Path, draft: str) -> None:
+    @hookimpl
+    def checkpoint_saved(self, step: int, draft: str) -> None:
         self.said.append(("saved", draft, step))
+
+
+def registry_of(*plugins: object) -> Registry:
+    """These objects as plugins that every run has, each named like its class."""
+    made = [
+        Plugin(type(one).__name__.lower(), "", "", "", loose=True, instance=one) for one in plugins
+    ]
+    return Registry(made)
 
 
 @dataclass
@@ -119,6 +146,8 @@ class Run:
         ranks: Ranks = ALONE,
         evaluate: Any = None,
         skipped: dict[int, str] | None = None,
+        terms: int = 1,
+        plugins: Sequence[object] = (),
         **settings: Any,
     ) -> None:
         self.folder, self.ranks = folder, ranks
@@ -137,12 +166,13 @@ class Run:
             batch=train.batch, accumulate=accumulate, seed=train.seed, epochs=train.epochs,
             max_steps=train.max_steps,
         )  # fmt: skip
-        self.observers, self.evaluate = Observers(), evaluate
-        self.algorithms = {label: Algorithm() for label in labels}
+        self.observers, self.evaluate, self.plugins = Observer(), evaluate, plugins
+        self.algorithms = {label: Algorithm(terms) for label in labels}
         self.masked, self.bad = set[int](), dict[int, str]()  # rows without loss; that turn out bad
         self.stop_after = self.dry_after = 10**9  # batches, of this rank
         self.read = self.let_gone = 0
         self.finished, self.trainers = list[int](), list[Trainer]()
+        self.stopped = dict[str, Stop]()
 
     def length(self, row: int) -> int:
         return 2 + row % 5
@@ -172,17 +202,19 @@ class Run:
         """Build the drafts and load their checkpoints."""
         request = FeatureRequest((0,), False, "float32")
         about = {"target": "none", "width": WIDTH, "plugins": [], "features": "made up"}
+        everybody = registry_of(self.observers, *self.plugins)
+        watching = observers(Registry(()) if self.ranks.rank else everybody)
         for label in self.labels:
+            hook = register(registry_of(self.algorithms[label], *self.plugins).plugins).hook
             setup = DraftSetup(
-                label, self.folder / label, self.config, self.algorithms[label], self.options,
-                request, about,
-            )  # fmt: skip
+                label, self.folder / label, self.config, hook, self.options, request, about
+            )
             last = self.found(label)
             if last is not None:
                 self.skipped |= {int(row): why for row, why in last.state["skipped"]}
             trainer = Trainer(
                 setup, self.draft(), self.ranks, self.plan, self.skipped,
-                self.observers, self.evaluate, last,
+                watching, self.evaluate, last,
             )  # fmt: skip
             self.trainers.append(trainer)
         self.uses = self.plan.uses(
@@ -193,16 +225,17 @@ class Run:
     def train(self) -> tuple[str, dict[str, Exception]]:
         if not self.trainers:
             self.build()
-        return train(
+        reason, failed, self.stopped = train(
             self.plan, self.trainers, self, ranks=self.ranks, skipped=self.skipped,
             stop=lambda: self.read >= self.stop_after, finished=self.finished.append,
             let_go=self.let_go, beside=str,
         )  # fmt: skip
+        return reason, failed
 
     def step_on(self, rows: Sequence[int]) -> None:
         """Take the first step, on these rows as its only batch."""
-        batch = Batch(self.plan.step(0)[0], [self.sample(row, 0) for row in rows])
-        self.trainers[0].accumulate(0, batch, last=True)
+        batch = Batch(self.plan.step(0)[0], [self.sample(row, 1) for row in rows])
+        self.trainers[0].accumulate(batch, last=True)
         self.trainers[0].update([self.trainers[0].sums()])
 
     # ------------------------------------------------------------ as a loader
@@ -231,7 +264,8 @@ class Run:
 
     def moments(self, at: int = 0) -> list[Tensor]:
         """Of each weight in turn: exp_avg, exp_avg_sq, step."""
-        states = self.trainers[at].optimizer.state.values()
+        trainer = self.trainers[at]
+        states = [trainer.optimizer.state.get(p, {}) for p in trainer.parameters]
         return [state[key].clone() for state in states for key in sorted(state)]
 
     def lines(self, label: str = "") -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftcore import hookimpl
+from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.training.checkpoint import MARK, latest, open_checkpoint
 
@@ -164,6 +166,68 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_stopped(new_run: N
         ours_, theirs_ = (load_file(folder(one, total) / name) for one in (last, straight))
         assert ours_.keys() == theirs_.keys()
         assert all(torch.equal(ours_[key], theirs_[key]) for key in theirs_)
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps tensors of two types, a number, a word and nothing; and counts in its group."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "count": 0, "mean": 0.5, "betas": (0.5, 0.9)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            group["mean"] = 0.9 * group["mean"] + 0.1 / group["count"]
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    exact = torch.zeros_like(weight, dtype=torch.float64)
+                    state |= {"exact": exact, "seen": 0, "phase": "even", "none": None}
+                    state["signs"] = torch.zeros_like(weight, dtype=torch.int8)
+                state["seen"] += 1 / 3
+                state["phase"] = "odd" if state["phase"] == "even" else "even"
+                state["exact"].mul_(0.9).add_(weight.grad.double())
+                state["signs"].add_(weight.grad.sign().to(torch.int8))
+                turn = 1 if state["phase"] == "odd" else state["seen"]
+                move = state["exact"] * turn * group["mean"] + state["signs"]
+                weight.sub_(move.to(weight.dtype), alpha=group["lr"])
+
+
+class Brings:
+    """Lets the draft be trained by `Odd`."""
+
+    @hookimpl
+    def optimizer(self, draft: Draft, lr: float) -> torch.optim.Optimizer:
+        return Odd(draft.parameter_groups, lr)
+
+
+def test_any_optimizer_resumes_to_the_bit_with_all_that_it_keeps(new_run: NewRun) -> None:
+    """Of weights and of groups; tensors keep their type and numbers stay numbers."""
+    settings: dict[str, Any] = {"dropout": 0.5, "epochs": 2, "plugins": [Brings()], "lr": 0.01}
+    straight = new_run("straight", **settings)
+    straight.train()
+    for stopped in (2, 9):
+        part = new_run("parts", **settings).build()
+        part.stop_after = stopped
+        part.train()
+    last = new_run("parts", **settings)
+    assert last.train() == ("complete", {})
+    assert last.losses() == straight.losses()
+    ours, theirs = (run.trainers[0].optimizer.state_dict() for run in (last, straight))
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["param_groups"][0]["count"] == straight.plan.total_steps
+    assert ours["state"].keys() == theirs["state"].keys() == {0, 1, 2}
+    for at, state in theirs["state"].items():
+        assert state.keys() == {"exact", "signs", "seen", "phase", "none"}
+        for key, value in state.items():
+            found = ours["state"][at][key]
+            assert type(found) is type(value)
+            assert (
+                (found.dtype == value.dtype and torch.equal(found, value))
+                if isinstance(value, Tensor)
+                else found == value
+            )
 
 
 # ---------------------------------------------------------------- writing

@@ -6,7 +6,7 @@ Ranks are real processes over gloo; what they do is one of the functions under "
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from draftcore import hookimpl
 from draftcore.config import TrainConfig
-from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, TrainingDefaults
+from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, Stop, TrainingDefaults
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.training.distributed import ALONE, Ranks, join
 from draftcore.training.sharding import require_shardable
@@ -101,7 +102,9 @@ def train(
     save_file(run.weights(), folder / f"weights.{ranks.rank}")
     skipped = sorted(run.skipped.items())
     saved = [at for kind, _, at in run.observers.said if kind == "saved"]
-    return {"ended": [reason, run.trainers[0].step, saved], "skipped": skipped, "read": run.read}
+    why = [[stop.plugin, stop.reason] for stop in run.stopped.values()]
+    ended = [reason, run.trainers[0].step, *why]
+    return {"ended": ended, "saved": saved, "skipped": skipped, "read": run.read}
 
 
 def fail(ranks: Ranks, folder: Path, *, rank: int, error: Exception) -> None:
@@ -109,7 +112,7 @@ def fail(ranks: Ranks, folder: Path, *, rank: int, error: Exception) -> None:
     run = Run(folder / "run", ranks=ranks, rows=40).build()
 
     def wrong(batch: DraftBatch, context: StepContext, loss: Tensor) -> Tensor:
-        if context.step == 2 and ranks.rank == rank:
+        if context.step == 3 and ranks.rank == rank:
             raise error
         return loss
 
@@ -147,18 +150,23 @@ def talk(ranks: Ranks, folder: Path) -> Any:
 # ---------------------------------------------------------------- the update
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "terms"), [(2, 1), (3, 1), (2, 3)])
 def test_ranks_end_with_the_weights_of_one_and_equal_to_the_bit(
-    start: Start, new_run: NewRun, ranks: int
+    start: Start, new_run: NewRun, ranks: int, terms: int
 ) -> None:
-    """Steps of five batches leave a rank with fewer than others, and the last, of one, with none."""
+    """Steps of five batches leave a rank with fewer than others, and the last, of one, with none.
+
+    Of several terms, of which each has gradients and a denominator of its own, as of one.
+    """
     settings: dict[str, Any] = {"rows": 21, "accumulate": 5, "batch": 1, "weight_decay": 0.1}
+    settings["terms"] = terms
     one = new_run("one", **settings)
     one.train()
     assert len(one.plan.step(one.plan.total_steps - 1)) == 1
     ended = start(train, ranks, **settings)
     said = ended.said()
-    assert [one["ended"] for one in said] == [["complete", 5, [5]]] * ranks
+    assert [one["ended"] for one in said] == [["complete", 5]] * ranks
+    assert said[0]["saved"] == [5]
     assert sum(one["read"] for one in said) == 21
     first, *others = ended.weights()
     assert len(others) == ranks - 1
@@ -200,9 +208,39 @@ def test_a_stop_of_one_rank_ends_all_after_the_same_step(
 ) -> None:
     """The step at which it is asked; not one for which a batch does not come."""
     ended = start(train, rows=40, accumulate=4, **settings)
-    assert [one["ended"] for one in ended.said()] == [["interrupted", step, [step]]] * 2
+    said = ended.said()
+    assert [one["ended"] for one in said] == [["interrupted", step]] * 2
+    assert said[0]["saved"] == [step]
     first, second = ended.weights()
     assert all(torch.equal(second[name], first[name]) for name in first)
+
+
+class Impatient:
+    """Stops training after the second step; all ranks have it, and rank 0 alone asks it."""
+
+    @hookimpl
+    def gradients_ready(self, gradients: Mapping[str, Tensor]) -> dict[str, float]:
+        return {"largest": max(float(one.abs().max()) for one in gradients.values())}
+
+    @hookimpl
+    def step_finished(self, step: int) -> Stop | None:
+        return Stop("two are enough") if step == 2 else None
+
+
+def test_an_observers_stop_ends_all_ranks_after_the_same_step(
+    start: Start, new_run: NewRun
+) -> None:
+    """And what observers see of gradients is the sum over ranks, divided."""
+    settings: dict[str, Any] = {"rows": 21, "accumulate": 4, "batch": 1, "plugins": [Impatient()]}
+    ended = start(train, **settings)
+    said = ended.said()
+    assert [one["ended"] for one in said] == [["stopped", 2, ["impatient", "two are enough"]]] * 2
+    assert said[0]["saved"] == [2]
+    one = new_run("one", **settings)
+    one.train()
+    lines = [json.loads(x) for x in (ended.folder / "run/metrics.jsonl").read_text().splitlines()]
+    largest = [line["largest"] for line in one.lines()]
+    assert [line["largest"] for line in lines] == pytest.approx(largest, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftcore import hookimpl
+from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput, Stop
 from draftcore.errors import DraftcoreError
 from draftcore.training.loop import stop_on_signal
 
 if TYPE_CHECKING:
-    from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext
     from tests.training.conftest import NewRun
 
 
@@ -23,7 +26,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
 
 
-def poison(*rows: int, step: int = 0) -> Any:
+def poison(*rows: int, step: int = 1) -> Any:
     """Make the loss of some rows at a step infinite."""
     ids = {f"s{row}" for row in rows}
 
@@ -60,6 +63,89 @@ def test_the_gradient_is_that_of_the_mean_over_all_supervised_tokens(new_run: Ne
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("terms", [2, 3])
+def test_a_loss_of_several_terms_is_divided_term_by_term_however_a_step_is_split(
+    new_run: NewRun, terms: int
+) -> None:
+    """Numbers by hand; and a term that many batches have nothing of, the third, is no other."""
+    found = []
+    for batch, accumulate in ((6, 1), (2, 3), (1, 6)):
+        settings = {"batch": batch, "accumulate": accumulate, "double": True, "rows": 6}
+        run = new_run(f"{batch}", terms=terms, max_steps=1, **settings)
+        run.train()
+        found.append((run.lines()[0], run.moments()))
+    draft, sums = run.draft(), torch.zeros(3, 2, dtype=torch.float64)
+    for sample in (run.sample(row, 1) for row in range(6)):
+        guess_T = draft.module(sample.features["hidden.0"].double())
+        error_T = ((guess_T - sample.token_ids_T) ** 2)[sample.loss_mask_T]
+        for at, part_T in enumerate([error_T, guess_T**2, guess_T**2 * (len(guess_T) == 2)]):
+            counted = len(part_T) if at < 2 or len(guess_T) == 2 else 0
+            sums[at] = sums[at] + torch.stack([part_T.sum(), torch.tensor(float(counted))])
+    weights = torch.tensor([1.0, 0.5, 3.0], dtype=torch.float64)[:terms]
+    loss = (weights * sums[:terms, 0] / sums[:terms, 1]).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    grads = [p.grad.flatten() for p in draft.module.parameters() if p.grad is not None]
+    norm = float(torch.linalg.vector_norm(torch.cat(grads)).detach())
+    for line, moments in found:
+        assert line["loss"] == pytest.approx(float(loss.detach()), rel=1e-12)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-12)
+        for ours, theirs in zip(moments, found[0][1], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+
+
+def test_a_term_without_a_denominator_over_the_whole_step_adds_nothing(new_run: NewRun) -> None:
+    """Rows of two tokens are left out: the third term has nothing, the others are as without it."""
+    short = {0: "short", 5: "short", 10: "short"}
+    two, three = (new_run(f"{terms}", terms=terms, skipped=short) for terms in (2, 3))
+    for run in (two, three):
+        run.train()
+    assert three.losses() == two.losses()
+    assert same(three.weights(), two.weights())
+
+
+def test_a_single_term_is_a_ratio_to_the_bit(new_run: NewRun) -> None:
+    ratio, term = new_run("ratio", dropout=0.5), new_run("term", dropout=0.5, plugins=[AsTerms()])
+    for run in (ratio, term):
+        run.train()
+    assert term.losses() == ratio.losses()
+    assert same(term.weights(), ratio.weights())
+
+
+class AsTerms:
+    """Writes a ratio as the term that it is."""
+
+    @hookimpl(wrapper=True)
+    def forward_loss(self) -> Generator[None, StepOutput, StepOutput]:
+        output = yield
+        term = (output.numerator, output.denominator, 1.0)
+        return StepOutput(terms=[term], counts=output.counts)
+
+
+def test_a_loss_is_one_ratio_or_several_terms_and_says_so() -> None:
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    ratio, terms = StepOutput(one, two, {}), StepOutput(terms=[(one, two, 0.5), (two, one, 1.0)])
+    assert ratio.terms == ((one, two, 1.0),)
+    assert replace(ratio, terms=[*ratio.terms, (two, one, 3.0)]).terms[1] == (two, one, 3.0)
+    assert replace(terms, counts={"x": (one, two)}).terms == terms.terms
+    with pytest.raises(AttributeError, match=r"has 2 terms: read output\.terms"):
+        _ = terms.numerator
+    for wrong in ({}, {"numerator": one}, {"numerator": one, "terms": terms.terms}):
+        with pytest.raises(
+            TypeError, match=r"either StepOutput\(numerator, .* or StepOutput\(terms="
+        ):
+            StepOutput(**wrong)
+
+
+def test_steps_and_epochs_count_from_one_for_whoever_is_told_of_them(new_run: NewRun) -> None:
+    """In losses, of training and held out, in samples, and in what observers are told."""
+    run = new_run(epochs=2, accumulate=3).build()  # three steps an epoch, of a batch to three each
+    run.train()
+    told = {(c.step, c.epoch, c.total_steps, c.training) for c in run.algorithms[""].contexts}
+    assert told == {(step, 1 if step < 4 else 2, 6, True) for step in range(1, 7)}
+    assert {planned.epoch for planned in run.plan.uses(0)} == {1, 2}
+    assert [at for kind, _, at in run.observers.said if kind == "step"] == list(range(1, 7))
+
+
 def test_all_steps_are_trained_in_the_plans_order_and_each_batch_is_let_go(new_run: NewRun) -> None:
     run = new_run(epochs=2)
     assert run.train() == ("complete", {})
@@ -72,6 +158,132 @@ def test_all_steps_are_trained_in_the_plans_order_and_each_batch_is_let_go(new_r
     assert next(run.uses, None) is None
 
 
+# ---------------------------------------------------------------- what plugins may answer
+
+
+class Descent:
+    """Plain gradient descent, whose second group falls twice as fast; and a rate that halves."""
+
+    @hookimpl
+    def optimizer(self, draft: Draft, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        first, *others = draft.parameter_groups[0]["params"]
+        groups = [{"params": others}, {"params": [first], "lr": 2 * lr}]
+        return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay)
+
+    @hookimpl
+    def schedule(self, step: int, total_steps: int) -> float:
+        assert 1 <= step <= total_steps
+        return 0.5**step
+
+
+def test_an_optimizer_and_a_schedule_of_a_plugin_take_the_steps(new_run: NewRun) -> None:
+    """By hand: weight - rate * gradient, with the peak rate of its group."""
+    run = new_run(max_steps=2, plugins=[Descent(), Watch()], lr=0.25, clip=1e9).build()
+    seen, before = run.plugins[1], run.trainers[0].built.module.state_dict()
+    wanted = {name: weight.clone() for name, weight in before.items()}
+    run.train()
+    assert isinstance(seen, Watch)
+    for step, gradients in enumerate(seen.gradients, 1):
+        for name, gradient in gradients.items():
+            rate = (0.5 if name == "first.weight" else 0.25) * 0.5**step
+            wanted[name] -= rate * gradient
+    wanted["second.bias"] = wanted["first.bias"]
+    for name, weight in run.weights().items():
+        torch.testing.assert_close(weight, wanted[name])
+    assert [line["lr"] for line in run.lines()] == [0.125, 0.0625]
+
+
+class Watch:
+    """Keeps the gradients that it is shown, spoils them, and counts their weights."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+
+    @hookimpl
+    def gradients_ready(self, gradients: Mapping[str, Tensor]) -> dict[str, float]:
+        self.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
+        for gradient in gradients.values():
+            gradient.zero_()
+        return {"weights": len(gradients), "loss": -1.0}
+
+
+@pytest.mark.parametrize("terms", [1, 3])
+def test_gradients_are_shown_divided_and_unclipped_and_are_copies(
+    new_run: NewRun, terms: int
+) -> None:
+    watch = Watch()
+    settings: dict[str, Any] = {"dropout": 0.5, "clip": 1e-3, "terms": terms}
+    shown, alone = new_run("shown", plugins=[watch], **settings), new_run("alone", **settings)
+    for run in (shown, alone):
+        run.train()
+    assert shown.losses() == alone.losses()
+    assert same(shown.weights(), alone.weights())
+    for line, gradients in zip(shown.lines(), watch.gradients, strict=True):
+        norms = torch.stack([torch.linalg.vector_norm(one) for one in gradients.values()])
+        assert line["grad_norm"] == pytest.approx(float(torch.linalg.vector_norm(norms)), rel=1e-5)
+        assert line["weights"] == 3
+
+
+class Forgetful:
+    """An optimizer of some weights only."""
+
+    @hookimpl
+    def optimizer(self, draft: Draft, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(draft.parameter_groups[0]["params"][1:], lr=lr)
+
+
+def test_an_optimizer_that_leaves_out_a_weight_is_refused_with_its_name(new_run: NewRun) -> None:
+    with pytest.raises(DraftcoreError, match=r"parameter groups differ in first\.weight$"):
+        new_run(plugins=[Forgetful()]).build()
+
+
+class Stopper:
+    """Stops a draft after a step, or by an evaluation of that step."""
+
+    def __init__(self, step: int, draft: str = "", evaluation: bool = False) -> None:
+        self.at, self.evaluation = (step, draft), evaluation
+
+    @hookimpl
+    def step_finished(self, step: int, draft: str) -> Stop | None:
+        return Stop("enough") if (step, draft) == self.at and not self.evaluation else None
+
+    @hookimpl
+    def evaluated(self, step: int, draft: str) -> Stop | None:
+        return Stop("enough") if (step, draft) == self.at and self.evaluation else None
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_stop_ends_training_after_its_step_with_a_checkpoint_that_goes_on(
+    new_run: NewRun, evaluation: bool
+) -> None:
+    """Also after a step whose checkpoint was there; and a stop after the last step is none."""
+    settings: dict[str, Any] = {
+        "dropout": 0.5, "checkpoint_every": 1, "eval_every": 1, "evaluate": lambda *_: {},
+    }  # fmt: skip
+    run = new_run(plugins=[Stopper(3, evaluation=evaluation)], **settings)
+    assert run.train() == ("stopped", {})
+    assert run.stopped == {"": Stop("enough", "stopper")}
+    last = run.found()
+    assert last is not None
+    assert (last.step, last.state["stopped"]) == (3, "enough")
+    again = new_run(plugins=[Stopper(4, evaluation=evaluation)], **settings)
+    assert again.train() == ("complete", {})
+    straight = new_run("straight", **settings)
+    straight.train()
+    assert same(again.weights(), straight.weights())
+    found = again.found()
+    assert found is not None
+    assert found.state["stopped"] is None
+
+
+def test_a_stop_of_one_of_several_drafts_leaves_the_others_alone(new_run: NewRun) -> None:
+    run = new_run(labels=("a", "b"), plugins=[Stopper(2, "a")])
+    assert run.train() == ("stopped", {})
+    assert [trainer.step for trainer in run.trainers] == [2, 4]
+    assert list(run.stopped) == ["a"]
+    assert [found.step for label in ("a", "b") if (found := run.found(label))] == [2, 4]
+
+
 # ---------------------------------------------------------------- steps that change nothing
 
 
@@ -80,7 +292,13 @@ def test_a_step_without_anything_to_learn_changes_nothing_and_counts(
     new_run: NewRun, way: str
 ) -> None:
     """No weight decay, no momentum, no bias correction: to the bit."""
-    run = new_run(dropout=0.5, weight_decay=0.1).build()
+
+    class Watcher:
+        @hookimpl
+        def step_finished(self) -> None:
+            seen.append((run.weights(), run.moments()))
+
+    run = new_run(dropout=0.5, weight_decay=0.1, plugins=[Watcher()]).build()
     trainer = run.trainers[0]
     nothing = {row for planned in run.plan.step(1) for row in planned.rows}
     if way == "skipped":
@@ -88,9 +306,6 @@ def test_a_step_without_anything_to_learn_changes_nothing_and_counts(
     else:
         run.masked |= nothing
     seen: list[tuple[dict[str, Tensor], list[Tensor]]] = []
-    run.observers.step_finished = (  # type: ignore[method-assign]
-        lambda step, metrics, draft: seen.append((run.weights(), run.moments()))
-    )
     run.train()
     before, after = seen[0], seen[1]
     assert same(after[0], before[0])
@@ -128,16 +343,17 @@ def test_rows_that_turn_out_bad_are_left_out_and_kept_in_the_checkpoint(new_run:
 # ---------------------------------------------------------------- gradients that are not finite
 
 
+@pytest.mark.parametrize("terms", [1, 3])
 def test_a_gradient_that_is_not_finite_names_its_row_and_leaves_the_weights(
-    new_run: NewRun,
+    new_run: NewRun, terms: int
 ) -> None:
-    straight = new_run("straight").build()
+    straight = new_run("straight", terms=terms).build()
     straight.stop_after = 3
     straight.train()
-    run = new_run().build()
+    run = new_run(terms=terms).build()
     row = run.plan.step(2)[-1].rows[-1]
-    run.algorithms[""].wrong = poison(row, step=2)
-    with pytest.raises(DraftcoreError, match="gradient of step 2 is not finite") as caught:
+    run.algorithms[""].wrong = poison(row, step=3)
+    with pytest.raises(DraftcoreError, match="gradient of step 3 is not finite") as caught:
         run.train()
     text = str(caught.value)
     assert f"s{row}" in text
@@ -163,11 +379,11 @@ def test_one_of_several_drafts_that_fails_leaves_the_others_as_if_it_was_not_the
 ) -> None:
     labels = ("a", "b", "c")
     run = new_run(labels=labels, dropout=0.5).build()
-    run.algorithms["b"].wrong = poison(*range(13), step=2)
+    run.algorithms["b"].wrong = poison(*range(13), step=3)
     reason, failed = run.train()
     assert reason == "failed"
     assert list(failed) == ["b"]
-    assert "step 2 is not finite" in str(failed["b"])
+    assert "step 3 is not finite" in str(failed["b"])
     alone = new_run("alone", dropout=0.5)
     alone.train()
     for at, label in ((0, "a"), (2, "c")):
@@ -239,8 +455,9 @@ def test_checkpoints_and_lines_are_written_as_often_as_is_asked(new_run: NewRun)
 
 
 def test_an_evaluation_is_written_beside_the_steps(new_run: NewRun) -> None:
-    def evaluate(built: Draft, step: int, total_steps: int) -> dict[str, Any]:
-        return {"loss": step / total_steps, "trained": built.module.training}
+    def evaluate(built: Draft, context: StepContext) -> dict[str, Any]:
+        assert not context.training
+        return {"loss": context.step / context.total_steps, "epoch": context.epoch}
 
     run = new_run(eval_every=2, evaluate=evaluate)
     run.train()

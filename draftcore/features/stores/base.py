@@ -61,7 +61,13 @@ class BaseStore:
     `_write` keeps the bytes of a put, `_find` says what is held, `_read` returns tensors, `_drop` ends
     that samples are held, and `_usage` counts. One whose readers need the bytes of a dropped sample in
     place gives them back in `_reclaim`. Methods are called with `_mutex` held, but for those that move
-    bytes: `_write` and `_read`.
+    bytes: `_write` and `_read`, which hold it themselves around what threads must not do side by side.
+
+    What is kept here, so that a store need not: a generation per put (`new_generation`), who reads
+    what, the limit, and the bytes that were dropped and are still read. A store keeps the index: its
+    `_write` lets `_find` see the samples of a put once all their bytes are there, never before, and
+    then all at once, also if the process is killed at any line. A durable store adds `read_manifest`
+    and `write_manifest`; one that has something to close extends `close`, which may be called twice.
     """
 
     def __init__(self, uri: str, max_bytes: int | None = None) -> None:
@@ -75,25 +81,39 @@ class BaseStore:
     # ------------------------------------------------------------ what a store writes
 
     def _write(self, refs: Sequence[SampleRef], items: Sequence[StoreItem]) -> None:
-        """Keep the tensors of one put, all or none. Raises StoreFull where the medium is full."""
+        """Keep the tensors of one put, all or none. Raises StoreFull where the medium is full.
+
+        From here on they are found under their ids, instead of what was. It may still be there:
+        `_drop` is called for it next.
+        """
         raise NotImplementedError
 
     def _find(self, ids: Sequence[str], refs: Sequence[SampleRef] = ()) -> Mapping[str, SampleRef]:
-        """Return the current ref of each id that is held; `refs` are what the caller knows of them."""
+        """Return the current ref of each id that is held, as it was put, and leave out other ids.
+
+        `refs` are what the caller knows of them, which may spare a look.
+        """
         raise NotImplementedError
 
     def _read(
         self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]], device: str
     ) -> Sequence[Mapping[str, "Tensor"]]:
-        """Return these tensors of each sample. Raises StoreError for what is not whole."""
+        """Return these tensors of each sample, on a device. Raises StoreError for what is not whole.
+
+        They must not change with what is put or dropped later: copies, or views of bytes that stay
+        until `_reclaim`.
+        """
         raise NotImplementedError
 
     def _drop(self, refs: Sequence[SampleRef]) -> None:
-        """Hold these generations no more; their handles here may still be open."""
+        """Hold these generations no more, and no other; their handles here may still be open."""
         raise NotImplementedError
 
     def _usage(self) -> tuple[int, int, int | None]:
-        """Return samples held, bytes taken up, and bytes free on the medium where that is known."""
+        """Return samples held, bytes taken up, and bytes free on the medium where that is known.
+
+        Bytes that were dropped and are still read here (`_leaving`) are left out, and added later.
+        """
         raise NotImplementedError
 
     def _reclaim(self, ref: SampleRef) -> None:
@@ -111,7 +131,7 @@ class BaseStore:
                 older = list(self._find([item.feature_id for item in items]).values())
                 refs = describe_items(items, new_generation(older), self.uri)
                 if self.max_bytes is not None:
-                    held_bytes = self._usage()[1]
+                    held_bytes = self.stats().nbytes
                     require_room(self.uri, refs, held_bytes=held_bytes, max_bytes=self.max_bytes)
             if refs:
                 self._write(refs, items)
@@ -156,6 +176,7 @@ class BaseStore:
     def stats(self) -> StoreStats:
         with self._mutex:
             samples, nbytes, free = self._usage()
+            nbytes += sum(ref.nbytes for ref in self._leaving.values())
             return StoreStats(samples, nbytes, self.max_bytes, self._readers.total(), free)
 
     def close(self) -> None:

@@ -155,14 +155,14 @@ class FileStore(BaseStore):
         known, cache = {shard.name for shard in self._shards.values()}, self._shards
         if not known <= names:  # some are gone: begin anew, with the files that were read before
             known, self._shards, self._held, self._stale = set(), {}, {}, set()
-        for name in sorted(names - known):
-            self._admit(name, cache)
+        if not all([self._admit(name, cache) for name in sorted(names - known)]):
+            return self._scan()  # what replaced the one that is gone may not have been listed
         self._partial = [self.folder / name for name in names - known if name.endswith(".tmp")]
 
-    def _admit(self, name: str, cache: Mapping[str, _Shard]) -> None:
-        """Hold what the name of a file says is held of it; nothing if the file is gone."""
+    def _admit(self, name: str, cache: Mapping[str, _Shard]) -> bool:
+        """Hold what the name of a file says is held of it; return False if the file is gone."""
         if (match := SHARD.fullmatch(name)) is None:
-            return
+            return True
         generation, freed = match[1], int(match[2] or "0", 16)
         try:
             if generation in cache:
@@ -173,7 +173,7 @@ class FileStore(BaseStore):
         except StoreError:
             if (self.folder / name).exists():
                 raise
-            return
+            return False
         self._shards[generation] = _Shard(name, refs)
         for at, ref in enumerate(refs):
             if not freed >> at & 1:
@@ -182,6 +182,7 @@ class FileStore(BaseStore):
                     self._held[ref.feature_id] = ref
                 if other is not None:
                     self._stale.add(min(other.generation, generation))
+        return True
 
     def _drop(self, refs: Sequence[SampleRef]) -> None:
         """Let the names of the files say what is held of them, and remove those of nothing."""
@@ -207,9 +208,9 @@ class FileStore(BaseStore):
     def _usage(self) -> tuple[int, int, int]:
         """Bytes are those of all files: one stays as long as one of its samples."""
         self._scan()
-        removed = [ref for ref in self._leaving.values() if ref.generation not in self._shards]
+        partly = [ref for ref in self._leaving.values() if ref.generation in self._shards]
         nbytes = sum(shard.nbytes for shard in self._shards.values())
-        nbytes += sum(ref.nbytes for ref in removed)
+        nbytes -= sum(ref.nbytes for ref in partly)  # which are counted as read
         place = next(f for f in (self.folder, *self.folder.parents) if f.exists())
         return len(self._held), nbytes, shutil.disk_usage(place).free
 

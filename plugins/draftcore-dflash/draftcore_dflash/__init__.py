@@ -2,7 +2,7 @@
 
 `plugin` holds the hooks, `options` what can be set, `config` the draft's shape, `blocks` anchors and
 what their blocks are to predict, `model` the backbone and the draft with its loss, `attention` its
-attention, `head` the target's head with cross entropy, `loss` the objectives, `drafter` the cached
+attention, `loss` the objectives, `drafter` the cached
 decoder, `serving` the layout that sglang, vLLM and llama.cpp read, `served` the same export as the
 first two compute it.
 """

@@ -4,9 +4,7 @@ A query of the block at anchor a sees context keys j < a (in a sliding layer onl
 window) and its own block, under one softmax. All blocks of a sample share the context keys, so
 that part is one fused kernel over [rows of all blocks, T] with an additive mask; the in-block part
 is a small product per block, and blocks never meet, so nothing of size [rows, rows] exists.
-The two are joined by their log-sum-exps, exactly: the fused kernel's backward, given the *joint*
-output and log-sum-exp, yields exact gradients, since dS = P * (dO.V - rowsum(dO * O)) holds with
-P, O of the joint softmax for any part of the keys.
+The two are joined by their log-sum-exps, exactly (see `draftcore_nn.attention`).
 
 Softmax arithmetic is in fp32 (fp64 for fp64 inputs).
 
@@ -16,22 +14,16 @@ Shape letters: B batch, T tokens, M kept blocks, S rows of a block, Q all rows o
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from draftcore_nn import attention as fused
+from draftcore_nn.layers import full_precision
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftcore_dflash.blocks import Blocks
-
-aten = torch.ops.aten
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Switch autocast off: what runs inside keeps the dtypes it is given."""
-    return torch.autocast(device.type, enabled=False)
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,7 @@ class _JointAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         with full_precision(query.device):
             query_BAQD = _pad(query, bias, slot_M)
-            output, logsumexp, saved = _context(query_BAQD, context_key, context_value, bias)
+            output, logsumexp, saved = fused.attend(query_BAQD, context_key, context_value, bias)
             scores_MASS = _own_scores(query, key, causal)
             context_MAS = _take(logsumexp, query, slot_M).transpose(1, 2).to(scores_MASS.dtype)
             joint_MAS = torch.logaddexp(context_MAS, scores_MASS.logsumexp(-1))
@@ -114,7 +106,7 @@ class _JointAttention(torch.autograd.Function):
             ctx.saved_tensors
         )
         with full_precision(query.device):
-            grad_query, grad_context_key, grad_context_value = _context_backward(
+            grad_query, grad_context_key, grad_context_value = fused.attend_backward(
                 _pad(grad, bias, slot_M), _pad(query, bias, slot_M), context_key, context_value,
                 bias, _pad(joined, bias, slot_M),
                 _pad(joint_MAS.transpose(1, 2)[..., None], bias, slot_M)[..., 0], saved,
@@ -160,40 +152,3 @@ def _take(x_BAQ: Tensor, like_MSA: Tensor, slot_M: Tensor) -> Tensor:
     """Undo `_pad`: turn [B, A, Q, ...] into [M, S, A, ...]."""
     rows = torch.unflatten(x_BAQ.transpose(1, 2), 1, (-1, like_MSA.shape[1]))
     return rows.flatten(0, 1).index_select(0, slot_M)
-
-
-# The fused kernels of scaled_dot_product_attention that take a mask, called by name because the
-# public function gives no log-sum-exp: CPU and CUDA.
-
-
-def _context(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return output [B, A, Q, D], log-sum-exp [B, A, Q], and what else the backward needs."""
-    if query.device.type == "cpu":
-        output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=bias
-        )
-        return output, logsumexp, ()
-    output, logsumexp, *philox = aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias.expand(-1, query.shape[1], -1, -1), True
-    )
-    return output, logsumexp[..., : query.shape[2]], tuple(philox)
-
-
-def _context_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, output: Tensor,
-    logsumexp: Tensor, philox: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors, rows = (grad, query, key, value), query.shape[2]
-    if query.device.type == "cpu":
-        # This kernel reads log-sum-exp by the strides its forward gave it: [B, Q, A] in memory.
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-            *tensors, output, logsumexp, 0.0, False, attn_mask=bias
-        )
-    # This kernel wants rows of log-sum-exp padded to 32.
-    padded = torch.nn.functional.pad(logsumexp, (0, -rows % 32)).contiguous()
-    return aten._scaled_dot_product_efficient_attention_backward(  # type: ignore[no-any-return]
-        *tensors, bias.expand(-1, query.shape[1], -1, -1), output, padded, *philox, 0.0,
-        [True, True, True, False],
-    )[:3]  # fmt: skip

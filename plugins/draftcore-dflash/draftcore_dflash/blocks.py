@@ -118,7 +118,7 @@ def draw_blocks(batch: DraftBatch, num_anchors: int, seed: int) -> Blocks:
 
 def draw_anchors(eligible: Tensor, num_anchors: int, seed: int, sample: SampleId) -> Tensor:
     """Choose ascending anchors among the eligible positions of one use of one sample."""
-    key = f"{seed}/{sample.feature_id}/{sample.epoch}".encode()
+    key = f"{seed}/{sample.feature_id}/{sample.epoch - 1}".encode()
     digest = hashlib.blake2b(key, digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     order = torch.randperm(len(eligible), generator=generator)

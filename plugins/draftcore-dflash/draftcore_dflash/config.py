@@ -1,14 +1,11 @@
-"""The shape of a draft, and how it follows from the target.
-
-A draft copies what its server will assume of the target: hidden size, vocabulary, rms eps, RoPE.
-Layer ids are 0-based outputs; the last layer's is refused, since no server can capture it.
-"""
+"""The shape of a draft, and how it follows from the target. Layer ids are 0-based outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from draftcore_nn.target import DecoderShape, capturable, shape_of_target
 
 from draftcore.errors import UsageError
 
@@ -17,28 +14,16 @@ if TYPE_CHECKING:
     from draftcore_dflash.options import BackboneOptions
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Sections of a multimodal RoPE coincide for text, so they are dropped.
-TEXT_IRRELEVANT = ("mrope_section", "mrope_interleaved", "type")
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(DecoderShape):
     """Everything that fixes a draft's tensors and its forward; JSON data with tuples as lists.
 
-    `rope` has the keys of transformers' `rope_parameters`; `layers` are the captured ones, in the
-    order of `fc`'s columns; `is_causal` overrides every layer type's own rule inside a block.
+    `layers` are the captured ones, in the order of `fc`'s columns; `is_causal` overrides every layer
+    type's own rule inside a block, and says it where that is the same for all layers.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope: Mapping[str, Any]
     layers: tuple[int, ...]
     num_target_layers: int
     block_size: int
@@ -48,12 +33,7 @@ class DraftConfig:
     is_causal: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UsageError(
-                f"{self.num_attention_heads} attention heads cannot share "
-                f"{self.num_key_value_heads} key-value heads evenly\n"
-                "  set num_attention_heads to a multiple of num_key_value_heads"
-            )
+        super().__post_init__()
         if self.head_dim % 2:
             raise UsageError(
                 f"head_dim {self.head_dim} is odd, and rotary positions turn pairs\n"
@@ -69,6 +49,9 @@ class DraftConfig:
             raise UsageError(
                 f"layer_types names {sorted(unknown)}\n  a draft layer is {FULL} or {SLIDING}"
             )
+        rules = {layer_type == SLIDING for layer_type in self.layer_types}
+        if self.is_causal is None and len(rules) == 1:
+            object.__setattr__(self, "is_causal", rules.pop())
         if (SLIDING in self.layer_types) != (self.sliding_window is not None):
             raise UsageError(
                 f"layer_types are {list(self.layer_types)}, sliding_window is "
@@ -85,20 +68,8 @@ def shape_from_target(target: TargetSpec, options: BackboneOptions) -> dict[str,
 
     Raises UsageError where the target lacks a size, has no supported RoPE, or is too shallow.
     """
-    text = target.text_config
-    heads = _size(text, "num_attention_heads")
     return {
-        "hidden_size": _size(text, "hidden_size"),
-        "intermediate_size": options.intermediate_size or _size(text, "intermediate_size"),
-        "num_attention_heads": options.num_attention_heads or heads,
-        "num_key_value_heads": options.num_key_value_heads
-        or _size(text, "num_key_value_heads", heads),
-        "head_dim": options.head_dim
-        or _size(text, "head_dim", _size(text, "hidden_size") // heads),
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": float(getattr(text, "rms_norm_eps", 1e-6)),
-        "max_position_embeddings": _size(text, "max_position_embeddings"),
-        "rope": rope_of(text),
+        **shape_of_target(target, options),
         "layers": captured_layers(options.layers, options.num_layers, target.num_layers),
         "num_target_layers": target.num_layers,
         "block_size": options.block_size,
@@ -107,36 +78,6 @@ def shape_from_target(target: TargetSpec, options: BackboneOptions) -> dict[str,
         "sliding_window": options.sliding_window,
         "is_causal": options.is_causal,
     }
-
-
-def _size(text: Any, name: str, fallback: int | None = None) -> int:
-    value = getattr(text, name, None) or fallback
-    if value is None:
-        raise UsageError(
-            f"the target's config ({text.model_type}) has no {name}\n"
-            f"  set the option {name}, if there is one; other targets are not supported"
-        )
-    return int(value)
-
-
-def rope_of(text: Any) -> dict[str, Any]:
-    """Return a config's RoPE parameters; those of full attention where layers differ.
-
-    Raises UsageError for positions that are not rotary or change with the sequence's length.
-    """
-    rope = dict(getattr(text, "rope_parameters", None) or {})
-    rope = dict(rope.get(FULL) or rope)
-    kind = rope.setdefault("rope_type", "default")
-    if "rope_theta" not in rope or kind not in ROPE_TYPES:
-        found = f"RoPE type {kind!r}" if "rope_theta" in rope else "no rotary positions"
-        raise UsageError(
-            f"the target's config ({text.model_type}) has {found}\n"
-            f"  a DFlash draft copies its target's RoPE; supported: {', '.join(ROPE_TYPES)}"
-        )
-    rope.setdefault("partial_rotary_factor", getattr(text, "partial_rotary_factor", None) or 1.0)
-    if rope["partial_rotary_factor"] == 1:
-        del rope["partial_rotary_factor"]
-    return {key: value for key, value in rope.items() if key not in TEXT_IRRELEVANT}
 
 
 def layer_types(options: BackboneOptions) -> tuple[str, ...]:
@@ -159,40 +100,13 @@ def captured_layers(
     By default the outputs round-half-to-even(1 + i(L-4)/(K-1)), or L/2 for K = 1. Raises UsageError
     for ids that are out of range or equal, and where the default ones collide.
     """
-    last, count = num_target_layers - 1, num_draft_layers
     if asked is not None:
-        chosen = asked
-    elif count == 1:
-        chosen = (num_target_layers // 2,)
-    else:
-        step = (num_target_layers - 4) / (count - 1)
-        chosen = tuple(round(1 + i * step) for i in range(count))
-    distinct = len(set(chosen)) == len(chosen)
-    if distinct and all(0 <= layer < last for layer in chosen):
-        return chosen
-    if asked is None:
-        problem = f"the default captured layers of {count} draft layers collide: {list(chosen)}"
-    elif not distinct:
-        problem = f"layers {list(chosen)} are not distinct"
-    elif last in chosen:
-        problem = (
-            f"layer {last} is the last one; servers capture a layer at the input of the next, "
-            "so its output cannot be had"
-        )
-    else:
-        problem = f"layers {list(chosen)} are out of range"
-    raise UsageError(
-        f"{problem}\n"
-        f"  the target has {num_target_layers} layers: ids 0 to {last - 1} can be captured\n"
-        f"  {_remedy(min(len(chosen), last), last)}"
-    )
-
-
-def _remedy(count: int, available: int) -> str:
-    if available < 1:
-        return "use a deeper target"
-    spread = [i * (available - 1) // max(1, count - 1) for i in range(count)]
-    return f"set layers to distinct ids, for example {spread}"
+        return capturable(asked, num_target_layers)
+    if num_draft_layers == 1:
+        return capturable((num_target_layers // 2,), num_target_layers, asked=False)
+    step = (num_target_layers - 4) / (num_draft_layers - 1)
+    default = tuple(round(1 + i * step) for i in range(num_draft_layers))
+    return capturable(default, num_target_layers, asked=False)
 
 
 def mask_token(target: TargetSpec, asked: int | None) -> int:

@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from draftcore_nn.decoding import at, choose, select_rows, write_slots
 from torch import Tensor
 from torch.nn import functional
 
+from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
 from draftcore_dflash.config import SLIDING
@@ -79,14 +81,14 @@ class DFlashDrafter:
     @torch.inference_mode()
     def propose(
         self, state: DraftState, temperature: float = 0.0, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Proposal:
         """Draft K tokens a row; with a temperature also their distributions over the vocabulary.
 
         The tokens of a round are drawn independently. Proposing changes nothing in the state.
         """
         hidden_BSH = self.block_hidden(state)
         logits_BKV = hidden_BSH[:, 1 : self.num_drafts + 1] @ self.draft.head.T
-        return choose(logits_BKV, temperature, generator)
+        return Proposal(*choose(logits_BKV, temperature, generator))
 
     @torch.inference_mode()
     def accept(
@@ -99,12 +101,12 @@ class DFlashDrafter:
         """Add the verified round to the context; its last token is the next anchor."""
         offsets_K = torch.arange(tokens_BK.shape[1], device=tokens_BK.device)
         self._extend(state, features, state.anchor_B[:, None] + offsets_K)
-        state.last_B.copy_(tokens_BK.gather(1, counts_B[:, None] - 1)[:, 0])
+        state.last_B.copy_(at(tokens_BK, counts_B - 1))
         state.anchor_B.add_(counts_B)
 
     @torch.inference_mode()
     def select(self, state: DraftState, rows_B: Tensor) -> DraftState:
-        return DraftState(**{name: value[rows_B] for name, value in vars(state).items()})
+        return select_rows(state, rows_B)
 
     def block_hidden(self, state: DraftState) -> Tensor:
         """Run every row's masked block over its context; returns normed states [B, S, H]."""
@@ -148,19 +150,5 @@ class DFlashDrafter:
         turns = self.draft.rotary(positions_BT)
         for index, (layer, _) in enumerate(self.draft.typed_layers()):
             key_BTGD, value_BTGD = layer.self_attn.keys_values(context_BTH, turns)
-            slots = positions_BT[:, None, :, None].expand_as(key_BTGD.transpose(1, 2))
-            state.keys_BLGCD[:, index].scatter_(2, slots, key_BTGD.transpose(1, 2))
-            state.values_BLGCD[:, index].scatter_(2, slots, value_BTGD.transpose(1, 2))
-
-
-def choose(
-    logits: Tensor, temperature: float, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor | None]:
-    """Pick tokens [...] from logits [..., V]; when sampling, also return their distributions."""
-    if temperature <= 0:
-        return logits.argmax(-1), None
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    probs = (logits / temperature).softmax(-1, dtype=exact)
-    # The first arrival of exponential clocks; torch.multinomial checks its input on the host.
-    clocks = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / clocks.clamp_min(torch.finfo(exact).tiny)).argmax(-1), probs
+            write_slots(state.keys_BLGCD[:, index], key_BTGD, positions_BT)
+            write_slots(state.values_BLGCD[:, index], value_BTGD, positions_BT)

@@ -6,7 +6,7 @@ the block alone. Embedding and head are the target's: frozen buffers outside the
 target's own dtype.
 
 Shape letters: B batch, T tokens, M kept blocks, S rows of a block, R rows with weight, H hidden,
-V vocabulary, A query heads, G key/value heads, D head width.
+A query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -16,10 +16,19 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from draftcore_nn.layers import (
+    Projections,
+    RMSNorm,
+    Rotary,
+    SwiGLU,
+    TargetVocabulary,
+    full_precision,
+    init_linears,
+    rotate,
+)
+from draftcore_nn.losses import cross_entropy
+from draftcore_nn.target import target_tensors
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers import Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftcore.contracts.algorithm import (
     Draft,
@@ -28,83 +37,23 @@ from draftcore.contracts.algorithm import (
     StepOutput,
     TrainingDefaults,
 )
-from draftcore_dflash.attention import Sight, attend, full_precision
+from draftcore_dflash.attention import Sight, attend
 from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
 from draftcore_dflash.config import SLIDING, DraftConfig
-from draftcore_dflash.head import cross_entropy
 from draftcore_dflash.loss import Objective, Sampling, dpace_weights, metrics, scatter
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
     from draftcore_dflash.options import DFlashOptions
 
-FROZEN = frozenset({"embed_tokens", "target_head"})
 Turns = tuple[Tensor, Tensor]
 
 
-class RMSNorm(nn.Module):
-    """RMS normalisation in fp32 (fp64 for fp64 inputs), returned in the input's dtype."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight.to(exact)
-        return functional.rms_norm(x.to(exact), weight.shape, weight, self.eps).to(x.dtype)
-
-
-class Rotary(nn.Module):
-    """Rotary positions by transformers' own frequencies; D' = the rotated part of a head."""
-
-    inverse_frequency: Tensor
+class Attention(Projections):
+    """Grouped-query attention with a norm per head of queries and keys."""
 
     def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        rope = dict(config.rope)
-        if rope["rope_type"] == "default":
-            # Linear scaling by one is the default, and knows the partial rotary factor.
-            rope.update(rope_type="linear", factor=1.0)
-        qwen = Qwen3Config(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=rope,
-        )
-        frequency, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](qwen)
-        self.scale = float(scale)
-        self.register_buffer("inverse_frequency", frequency, persistent=False)
-
-    def forward(self, positions: Tensor) -> Turns:
-        """Return cosines and sines [..., D'/2] of integer positions [...]."""
-        angles = positions[..., None].to(self.inverse_frequency.dtype) * self.inverse_frequency
-        return angles.cos() * self.scale, angles.sin() * self.scale
-
-
-def rotate(x_AD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads [..., A, D] by the angles of their rows, [..., D'/2]."""
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    half = cos.shape[-1]
-    left, right, rest = torch.split(x_AD, [half, half, x_AD.shape[-1] - 2 * half], -1)
-    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x_AD.dtype)
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
-
-
-class Attention(nn.Module):
-    """The projections of grouped-query attention, with a norm per head of queries and keys."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        width, self.head_dim = config.hidden_size, config.head_dim
-        self.heads = (config.num_attention_heads, config.num_key_value_heads)
-        queries, keys = (count * config.head_dim for count in self.heads)
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, keys, bias=False)
-        self.o_proj = nn.Linear(queries, width, bias=False)
+        super().__init__(config, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -125,19 +74,6 @@ class Attention(nn.Module):
         return x_GD if queries == keys else x_GD.repeat_interleave(queries // keys, -2)
 
 
-class MLP(nn.Module):
-    """The feed-forward part of a layer, a SwiGLU."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
 class DecoderLayer(nn.Module):
     """One layer; `forward` is for training, a cached decoder uses the parts."""
 
@@ -147,7 +83,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = MLP(width, config.intermediate_size)
+        self.mlp = SwiGLU(width, config.intermediate_size)
 
     def forward(
         self, hidden_MSH: Tensor, context_BTH: Tensor, turns: Turns, context_turns: Turns,
@@ -168,14 +104,8 @@ class DecoderLayer(nn.Module):
         return hidden_H + self.mlp(self.post_attention_layernorm(hidden_H))  # type: ignore[no-any-return]
 
 
-class Backbone(nn.Module):
-    """The block decoder, without a loss.
-
-    `embedding_VH` and `head_VH` (None where tied) are the target's, kept in their dtype.
-    """
-
-    embed_tokens: Tensor
-    target_head: Tensor | None
+class Backbone(TargetVocabulary):
+    """The block decoder, without a loss."""
 
     def __init__(
         self,
@@ -184,40 +114,20 @@ class Backbone(nn.Module):
         embedding_VH: Tensor,
         head_VH: Tensor | None,
     ) -> None:
-        super().__init__()
+        super().__init__(embedding_VH, head_VH)
         self.config, self.sampling = config, sampling
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in config.layer_types)
         self.norm = RMSNorm(width, eps)
-        self.rotary = Rotary(config)
-        self.register_buffer("embed_tokens", embedding_VH, persistent=False)
-        self.register_buffer("target_head", head_VH, persistent=False)
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products here and now: autocast's, or the weights'."""
-        device = self.fc.weight.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return self.fc.weight.dtype
-
-    @property
-    def head(self) -> Tensor:
-        """The target's LM head in the compute dtype, [V, H]."""
-        head_VH = self.embed_tokens if self.target_head is None else self.target_head
-        return head_VH.to(self.compute_dtype)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
 
     def typed_layers(self) -> Iterator[tuple[DecoderLayer, str]]:
         """Yield each layer with its type."""
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             assert isinstance(layer, DecoderLayer)
             yield layer, kind
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens [...] into [..., H]."""
-        return functional.embedding(tokens, self.embed_tokens).to(self.compute_dtype)
 
     def context(self, features: Mapping[str, Tensor]) -> Tensor:
         """Join the captured layers, [..., H] each, into one context vector per position."""
@@ -298,12 +208,6 @@ class DFlashDraft(Backbone):
         return StepOutput(numerator, denominator, metrics(hits_MS, targets.valid_MS, exact))
 
 
-def target_tensors(target: TargetSpec) -> tuple[Tensor, Tensor | None]:
-    """Return the target's embedding and head; None for a head that is the embedding."""
-    tied = bool(target.text_config.tie_word_embeddings)
-    return target.embedding(), None if tied else target.head()
-
-
 def build(target: TargetSpec, config: DraftConfig, options: DFlashOptions) -> Draft:
     """Build a draft with fresh weights."""
     module = DFlashDraft(
@@ -314,15 +218,13 @@ def build(target: TargetSpec, config: DraftConfig, options: DFlashOptions) -> Dr
 
 def as_draft(module: Backbone) -> Draft:
     """Initialise a module, N(0, 0.02) with norms 1, and say how it is trained."""
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=0.02)
+    init_linears(module)
     config: dict[str, Any] = dataclasses.asdict(module.config)
     return Draft(
         module=module,
         config=config,
         defaults=TrainingDefaults(lr=6e-4, warmup_ratio=0.04, clip=1.0),
         parameter_groups=[{"params": list(module.parameters())}],
-        frozen=FROZEN,
+        frozen=Backbone.FROZEN,
         wrap_units=tuple(f"layers.{i}" for i in range(len(module.layers))),
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from draftcore_nn.options import DecoderOptions
+from pydantic import Field
 
 Loss = Literal[
     "ce", "dpace", "dpace_cumulative_confidence_only", "dpace_continuation_value_only"
@@ -12,10 +13,8 @@ Loss = Literal[
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
-class BackboneOptions(BaseModel):
+class BackboneOptions(DecoderOptions):
     """Options of the block-diffusion backbone. What is left out is taken from the target."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_layers: int = Field(default=5, ge=1, description="decoder layers of the draft")
     layers: tuple[int, ...] | None = Field(
@@ -51,10 +50,6 @@ class BackboneOptions(BaseModel):
         description="the token that stands for one to be drafted; by default the tokenizer's mask "
         "token, else an unused row of the embedding, else its pad, end or unknown token",
     )
-    num_attention_heads: int | None = Field(default=None, ge=1, description="query heads")
-    num_key_value_heads: int | None = Field(default=None, ge=1, description="key and value heads")
-    head_dim: int | None = Field(default=None, ge=2, description="width of a head")
-    intermediate_size: int | None = Field(default=None, ge=1, description="width of the MLP")
     warm_start: str | None = Field(
         default=None,
         description="folder of an exported or published draft to start from; its shape, captured "

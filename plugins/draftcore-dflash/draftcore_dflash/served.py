@@ -93,6 +93,7 @@ class ServedBackbone:
     def block_size(self) -> int:
         return int(self.field("block_size"))
 
+    @property
     def most(self) -> int | None:
         return self.block_size - 1
 

@@ -1,7 +1,7 @@
 """DFlash at a size for tests, and the fixtures that are made of it."""
 
 import pytest
-from draftcore_dflash import plugin
+from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
 from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
     Tiny,
@@ -17,7 +17,7 @@ from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
 def algorithm() -> Tiny:
     layers = (1, 3, 4)
     return Tiny(
-        plugin,
+        DFlash,
         DFlashOptions,
         {"num_layers": 2, "layers": layers, "block_size": 4, "num_anchors": 5},
         features=[f"hidden.{layer}" for layer in layers],

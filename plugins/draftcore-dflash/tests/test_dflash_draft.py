@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_dflash import plugin
+from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.config import captured_layers, mask_token
 from draftcore_dflash.options import DFlashOptions
 from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeTarget
@@ -19,7 +19,7 @@ from draftcore.errors import UsageError
 
 def build(target: TargetSpec, **options: Any) -> Draft:
     torch.manual_seed(0)
-    return plugin.build_draft(target, NO_DATA, DFlashOptions(**{"num_layers": 2, **options}))
+    return DFlash(DFlashOptions(**{"num_layers": 2, **options})).build_draft(target, NO_DATA)
 
 
 def test_a_fresh_draft_fits_its_target(target: TargetSpec) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_dflash import plugin
+from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.blocks import Blocks
 from draftcore_dflash.model import Backbone
 from draftcore_dflash.options import DFlashOptions
@@ -22,10 +22,10 @@ def trained(draft: Draft, tokens_T: Tensor, features: dict[str, Tensor]) -> Tens
     """Logits [S, V] of the block at the last token, by training's forward."""
     module, anchor = draft.module, len(tokens_T) - 1
     assert isinstance(module, Backbone)
-    sample = Sample(SampleId("", 0), tokens_T, torch.ones(anchor + 1).bool(), features)
+    sample = Sample(SampleId("", 1), tokens_T, torch.ones(anchor + 1).bool(), features)
     blocks = Blocks.of(torch.tensor([[anchor]]), torch.tensor([[True]]))
     with torch.no_grad():
-        hidden = module.block_hidden(plugin.collate([sample], DFlashOptions()), blocks)[0]
+        hidden = module.block_hidden(DFlash(DFlashOptions()).collate([sample]), blocks)[0]
         return hidden @ module.head.T
 
 
@@ -50,13 +50,13 @@ def test_proposals_equal_training_over_ragged_rounds(
     features = {f"hidden.{layer}": x for layer, x in zip(LAYERS, hidden, strict=True)}
     rows_B, at_B = torch.arange(3), torch.tensor([7, 1, 9])
 
-    drafter = plugin.drafter(draft, target.model, DFlashOptions(block_size=DRAFTS + 1))
+    drafter = DFlash(DFlashOptions(block_size=DRAFTS + 1)).drafter(draft, target.model)
     state = drafter.allocate(3, 40)
     known = {name: x[:, : int(at_B.max())] for name, x in features.items()}
     drafter.prefill(state, tokens_BT[:, : int(at_B.max())], at_B, known, tokens_BT[rows_B, at_B])
     for accepted in ([3, 0, 1], [1, 2, 3], [0, 3, 2]):
-        drafts_BK, _ = drafter.propose(state)
-        _, probs = drafter.propose(state, temperature=1.0)
+        drafts_BK = drafter.propose(state).tokens_BK
+        probs = drafter.propose(state, temperature=1.0).probs_BKV
         assert probs is not None
         for row, at in enumerate(at_B.tolist()):
             # The anchor's own features are never seen.
@@ -72,4 +72,4 @@ def test_proposals_equal_training_over_ragged_rounds(
 
 def test_a_block_drafts_no_more_than_it_holds(make_draft: MakeDraft, target: TargetSpec) -> None:
     with pytest.raises(UsageError, match="a block of 4 drafts 3 tokens"):
-        plugin.drafter(make_draft(), target.model, DFlashOptions(block_size=4, num_drafts=4))
+        DFlash(DFlashOptions(block_size=4, num_drafts=4)).drafter(make_draft(), target.model)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_dflash import plugin
+from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.blocks import Blocks
 from draftcore_dflash.config import DraftConfig
 from draftcore_dflash.loss import Objective, Sampling
@@ -62,10 +62,10 @@ class Golden:
         raw = {n: self.tensors[f"raw.{index}.{n}"] for n in ("input_ids", "loss_mask")}
         hidden = self.tensors[f"raw.{index}.hidden_states"][0].chunk(len(self.config.layers), -1)
         features = {f"hidden.{k}": h for k, h in zip(self.config.layers, hidden, strict=True)}
-        return Sample(SampleId(str(index), 0), raw["input_ids"], raw["loss_mask"].bool(), features)
+        return Sample(SampleId(str(index), 1), raw["input_ids"], raw["loss_mask"].bool(), features)
 
     def batch(self) -> DraftBatch:
-        return plugin.collate(self.samples(), DFlashOptions())
+        return DFlash(DFlashOptions()).collate(self.samples())
 
     def blocks(self, prefix: str = "") -> Blocks:
         return Blocks.of(
@@ -146,7 +146,7 @@ def test_golden_accumulation_window(golden: Golden) -> None:
     """Micro-batches of one sample each, with anchors of their own, normalised once."""
     draft = golden.draft()
     outputs = [
-        draft.loss(plugin.collate([sample], DFlashOptions()), golden.blocks(f"window.{index}."))
+        draft.loss(DFlash(DFlashOptions()).collate([sample]), golden.blocks(f"window.{index}."))
         for index, sample in enumerate(golden.samples())
     ]
     numerator = torch.stack([output.numerator for output in outputs]).sum()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_dflash import head, plugin
+from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.attention import Sight, attend
 from draftcore_dflash.blocks import Blocks, draw_anchors
 from draftcore_dflash.config import DraftConfig
 from draftcore_dflash.model import Backbone, DFlashDraft
 from draftcore_dflash.options import DFlashOptions
+from draftcore_nn import losses
 from draftcore_sdk.algorithm_fixtures import (
     MakeDraft,
     MakeSamples,
@@ -28,7 +29,7 @@ from draftcore.contracts.algorithm import Sample, SampleId, StepContext
 from draftcore.contracts.target import TargetSpec
 
 SEED = 11
-CONTEXT = StepContext(step=0, total_steps=1, seed=SEED)
+CONTEXT = StepContext(step=1, total_steps=1, seed=SEED)
 OPTIONS = DFlashOptions()
 # fp64 sums of some hundred terms in another order.
 check_close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
@@ -203,7 +204,7 @@ def test_loss_and_gradients_equal_a_naive_draft(
     theta = shape.get("rope_parameters", {}).get("rope_theta", 10000.0)
     use_exact_frequencies(module, theta)
     settings = DFlashOptions(**{"block_size": 4, "num_anchors": 5, **options})
-    output = plugin.forward_loss(draft, plugin.collate(samples, settings), CONTEXT)
+    output = DFlash(OPTIONS).forward_loss(draft, DFlash(settings).collate(samples), CONTEXT)
     ours = output.numerator / output.denominator
     theirs = Naive(module, theta).loss(samples, settings)
     check_close(ours, theirs)
@@ -221,18 +222,18 @@ def test_anchors_are_uniform_without_replacement() -> None:
     eligible = torch.arange(3, 13)
     counts = torch.zeros(16)
     for index in range(600):
-        counts[draw_anchors(eligible, 4, SEED, SampleId(str(index), 0))] += 1
+        counts[draw_anchors(eligible, 4, SEED, SampleId(str(index), 1))] += 1
     assert counts.sum() == 2400
     # Each of 10 positions is drawn with probability 0.4: 240 +- 12 of 600; four deviations.
     assert torch.all((counts[3:13] - 240).abs() < 48)
 
 
 def test_anchors_depend_on_seed_sample_and_epoch_alone() -> None:
-    eligible, sample = torch.arange(100), SampleId("a", 0)
+    eligible, sample = torch.arange(100), SampleId("a", 1)
     first = draw_anchors(eligible, 5, SEED, sample)
     torch.manual_seed(99)  # another state of the global generator, as after a resume
-    assert torch.equal(first, draw_anchors(eligible, 5, SEED, SampleId("a", 0)))
-    for other in ((SEED + 1, sample), (SEED, SampleId("a", 1)), (SEED, SampleId("b", 0))):
+    assert torch.equal(first, draw_anchors(eligible, 5, SEED, SampleId("a", 1)))
+    for other in ((SEED + 1, sample), (SEED, SampleId("a", 2)), (SEED, SampleId("b", 1))):
         assert not torch.equal(first, draw_anchors(eligible, 5, *other))
 
 
@@ -254,10 +255,10 @@ def test_dpace_gives_one_update_however_a_batch_is_split(
     draft, samples = make_draft(loss="dpace"), make_samples(9, 5, 7, 3)
     nothing = torch.zeros_like(samples[0].loss_mask_T)
     samples[0] = dataclasses.replace(samples[0], loss_mask_T=nothing)
-    whole = accumulate(plugin, draft, [plugin.collate(samples, OPTIONS)], CONTEXT)
+    whole = accumulate(DFlash(OPTIONS), draft, [DFlash(OPTIONS).collate(samples)], CONTEXT)
     for cut in (1, 2, 3):
-        parts = [plugin.collate(part, OPTIONS) for part in (samples[:cut], samples[cut:])]
-        check_same(whole, accumulate(plugin, draft, parts, CONTEXT))
+        parts = [DFlash(OPTIONS).collate(part) for part in (samples[:cut], samples[cut:])]
+        check_same(whole, accumulate(DFlash(OPTIONS), draft, parts, CONTEXT))
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -267,9 +268,9 @@ def test_a_sample_too_short_for_its_block_is_no_error(
     """Of two tokens to learn the first is an anchor without any context."""
     (sample,) = make_samples(length)
     sample = dataclasses.replace(sample, loss_mask_T=torch.ones(length, dtype=torch.bool))
-    batches = [plugin.collate(part, OPTIONS) for part in ([sample], make_samples(9))]
-    output, gradients = accumulate(plugin, make_draft(), batches, CONTEXT)
-    alone = plugin.forward_loss(make_draft(), batches[0], CONTEXT)
+    batches = [DFlash(OPTIONS).collate(part) for part in ([sample], make_samples(9))]
+    output, gradients = accumulate(DFlash(OPTIONS), make_draft(), batches, CONTEXT)
+    alone = DFlash(OPTIONS).forward_loss(make_draft(), batches[0], CONTEXT)
     assert float(alone.denominator) == length - 1
     assert output.numerator.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
@@ -278,21 +279,21 @@ def test_a_sample_too_short_for_its_block_is_no_error(
 def test_slices_of_the_head_change_nothing(
     make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft, batch = make_draft(), plugin.collate(make_samples(12, 9), OPTIONS)
-    whole = accumulate(plugin, draft, [batch], CONTEXT)
-    monkeypatch.setattr(head, "LOGIT_ELEMENTS", 3 * 270)
-    assert len(list(head.slices(10, 270))) == 4
-    check_same(whole, accumulate(plugin, draft, [batch], CONTEXT))
+    draft, batch = make_draft(), DFlash(OPTIONS).collate(make_samples(12, 9))
+    whole = accumulate(DFlash(OPTIONS), draft, [batch], CONTEXT)
+    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 3 * 270)
+    assert len(losses.row_slices(10, 270)) == 4
+    check_same(whole, accumulate(DFlash(OPTIONS), draft, [batch], CONTEXT))
 
 
 def test_bf16_compute_keeps_the_loss_in_fp32(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     draft = make_draft(dtype=torch.float32)
-    batch = plugin.collate(make_samples(30, 20), OPTIONS)
-    plain, gradients = accumulate(plugin, draft, [batch], CONTEXT)
+    batch = DFlash(OPTIONS).collate(make_samples(30, 20))
+    plain, gradients = accumulate(DFlash(OPTIONS), draft, [batch], CONTEXT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed, rounded = accumulate(plugin, draft, [batch], CONTEXT)
+        mixed, rounded = accumulate(DFlash(OPTIONS), draft, [batch], CONTEXT)
     assert mixed.numerator.dtype == torch.float32
     # bf16 keeps 8 bits: some percent on a loss of random weights.
     torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
@@ -309,12 +310,12 @@ def test_metrics_count_leading_hits(make_draft: MakeDraft, make_samples: MakeSam
     sample = dataclasses.replace(sample, loss_mask_T=torch.ones(9, dtype=torch.bool))
     blocks = Blocks.of(torch.tensor([[3]]), torch.tensor([[True]]))
     with torch.no_grad():
-        hidden = module.block_hidden(plugin.collate([sample], OPTIONS), blocks)
+        hidden = module.block_hidden(DFlash(OPTIONS).collate([sample]), blocks)
         proposed = (hidden @ module.head.T).argmax(-1)[0]
     sample.token_ids_T[4:7] = proposed[1:4]
 
     def measure() -> dict[str, tuple[float, float]]:
-        output = module.loss(plugin.collate([sample], OPTIONS), blocks)
+        output = module.loss(DFlash(OPTIONS).collate([sample]), blocks)
         return {name: (float(a), float(b)) for name, (a, b) in output.counts.items()}
 
     assert measure() == {"accuracy": (3, 3), "acceptance_length": (4, 1)}

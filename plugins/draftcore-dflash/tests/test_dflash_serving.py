@@ -10,7 +10,7 @@ from typing import Any
 import draftcore_dflash
 import pytest
 import torch
-from draftcore_dflash import plugin
+from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
 from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft, MakeTarget, Refusals, drop, put
 from draftcore_sdk.algorithm_training import require_same_bits
@@ -42,7 +42,7 @@ def draft(make_draft: MakeDraft) -> Draft:
 
 @pytest.fixture
 def exported(draft: Draft, folder: Path) -> Path:
-    plugin.export_draft(draft, folder, "serving")
+    DFlash(OPTIONS).export_draft(draft, folder, "serving")
     return folder
 
 
@@ -89,12 +89,12 @@ def test_a_shape_is_kept_and_causality_stated_where_one_value_is_true_of_all_lay
 ) -> None:
     """Servers take full layers for bidirectional, sliding ones for causal, unless it is stated."""
     draft = make_draft(dtype=torch.float32, **options)
-    plugin.export_draft(draft, folder, "serving")
+    DFlash(OPTIONS).export_draft(draft, folder, "serving")
     data = config_of(folder)
     assert data.get("is_causal") is stated
     assert data["sliding_window"] == options.get("sliding_window")
     assert data["use_sliding_window"] is ("sliding_window" in options)
-    again = plugin.import_draft(folder, target, OPTIONS)
+    again = DFlash(OPTIONS).import_draft(folder, target)
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
     meant = {"is_causal": None}  # is stated, or follows from the layers' types
     assert {**again.config, **meant} == {**draft.config, **meant}
@@ -107,11 +107,11 @@ def test_rope_survives_in_either_spelling(
 ) -> None:
     target = make_target(rope_parameters=ROPES[rope])
     draft = make_draft(of=target)
-    plugin.export_draft(draft, folder, "serving")
+    DFlash(OPTIONS).export_draft(draft, folder, "serving")
     dim = config_of(folder)["rope_parameters"].get("rope_dim")
     assert dim == (4 if rope == "partial" else None)  # sglang's name for it
     change_config(folder, **dict.fromkeys(gone, GONE))
-    ours, theirs = draft.module.rotary, plugin.import_draft(folder, target, OPTIONS).module.rotary
+    ours, theirs = draft.module.rotary, DFlash(OPTIONS).import_draft(folder, target).module.rotary
     assert len(ours.inverse_frequency) == (2 if rope == "partial" else 4)
     found = theirs.inverse_frequency.double()
     torch.testing.assert_close(found, ours.inverse_frequency, rtol=1e-6, atol=0)
@@ -133,7 +133,7 @@ def test_published_spellings_are_read(draft: Draft, exported: Path, target: Targ
     change_tensors(exported, rename)
     left_out = ("block_size", "is_causal", "layer_types", "sliding_window", "target_hidden_size")
     change_config(exported, **dict.fromkeys(left_out, GONE))
-    again = plugin.import_draft(exported, target, OPTIONS)
+    again = DFlash(OPTIONS).import_draft(exported, target)
     assert again.module.config.block_size == 4
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
@@ -141,9 +141,9 @@ def test_published_spellings_are_read(draft: Draft, exported: Path, target: Targ
 def test_layers_and_mask_token_left_out_are_the_default_ones(
     make_draft: MakeDraft, folder: Path, target: TargetSpec
 ) -> None:
-    plugin.export_draft(make_draft(layers=None), folder, "serving")
+    DFlash(OPTIONS).export_draft(make_draft(layers=None), folder, "serving")
     change_config(folder, dflash_config={})
-    config = plugin.import_draft(folder, target, DFlashOptions(mask_token_id=7)).module.config
+    config = DFlash(DFlashOptions(mask_token_id=7)).import_draft(folder, target).module.config
     assert (config.layers, config.mask_token_id) == ((1, 5), 7)
 
 
@@ -169,7 +169,7 @@ def test_a_config_we_would_compute_differently_is_refused(
     value, message = REFUSED_CONFIGS[field]
     change_config(exported, **{field: value})
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported, target, OPTIONS)
+        DFlash(OPTIONS).import_draft(exported, target)
 
 
 REFUSED_TENSORS = {
@@ -184,17 +184,17 @@ def test_damaged_tensors_are_refused_by_name(case: str, exported: Path, target: 
     change, message = REFUSED_TENSORS[case]
     change_tensors(exported, change)
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported, target, OPTIONS)
+        DFlash(OPTIONS).import_draft(exported, target)
 
 
 def test_a_warm_start_takes_over_weights_layers_and_mask_token(
     make_draft: MakeDraft, folder: Path, target: TargetSpec
 ) -> None:
     draft = make_draft(dtype=torch.float32, layers=(0, 2, 6), mask_token_id=3)
-    plugin.export_draft(draft, folder, "serving")
+    DFlash(OPTIONS).export_draft(draft, folder, "serving")
     options = DFlashOptions(warm_start=str(folder), loss="dpace")
-    assert plugin.feature_request(target, options).layers == (0, 2, 6)
-    again = plugin.build_draft(target, NO_DATA, options)
+    assert DFlash(options).feature_request(target).layers == (0, 2, 6)
+    again = DFlash(options).build_draft(target, NO_DATA)
     assert again.module.config.mask_token_id == 3
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
@@ -207,7 +207,7 @@ def test_options_against_a_warm_start_are_refused(
 ) -> None:
     options = DFlashOptions(warm_start=str(exported), **option)
     with pytest.raises(UsageError, match=f"option {next(iter(option))} is"):
-        plugin.feature_request(target, options)
+        DFlash(options).feature_request(target)
 
 
 # ------------------------------------------------------------ as servers read it
@@ -222,14 +222,14 @@ def test_the_servers_reader_shares_no_code_with_what_it_checks() -> None:
 @pytest.mark.parametrize("server", ["sglang", "vllm"])
 @pytest.mark.parametrize("rope", ROPES)
 def test_every_rope_is_read_as_it_was_trained(rope: str, server: str, tmp_path: Path) -> None:
-    options = DFlashOptions(num_layers=2, block_size=4)
+    options = {"num_layers": 2, "block_size": 4}
     assert largest_gap("draftcore_dflash.plugin", options, rope, server, tmp_path) < 1e-3
 
 
 def test_servers_read_no_unknown_kind_of_draft(exported: Path) -> None:
     change_config(exported, architectures=["SomeDraftModel"])
     with pytest.raises(UnservableError, match="DFlashDraftModel"):
-        plugin.read_export(exported, "sglang")
+        DFlash(OPTIONS).read_export(exported, "sglang")
 
 
 def test_without_layer_ids_each_server_has_a_default_of_its_own(
@@ -237,13 +237,15 @@ def test_without_layer_ids_each_server_has_a_default_of_its_own(
 ) -> None:
     host, drafts = Host.of(target), {"two": {"num_layers": 2, "layers": (1, 5)}, "three": {}}
     for name, options in drafts.items():
-        plugin.export_draft(make_draft(**{"num_layers": 3, **options}), folder / name, "serving")
+        DFlash(OPTIONS).export_draft(
+            make_draft(**{"num_layers": 3, **options}), folder / name, "serving"
+        )
         change_config(folder / name, "dflash_config", target_layer_ids=GONE)
-    assert plugin.read_export(folder / "two", "sglang").captured(host) == (1, 5)
+    assert DFlash(OPTIONS).read_export(folder / "two", "sglang").captured(host) == (1, 5)
     with pytest.raises(UnservableError, match="three layers then, and makes fc for 2"):
-        plugin.read_export(folder / "two", "vllm").captured(host)
-    assert plugin.read_export(folder / "three", "sglang").captured(host) == (1, 3, 5)
-    assert plugin.read_export(folder / "three", "vllm").captured(host) == (1, 3, 4)
+        DFlash(OPTIONS).read_export(folder / "two", "vllm").captured(host)
+    assert DFlash(OPTIONS).read_export(folder / "three", "sglang").captured(host) == (1, 3, 5)
+    assert DFlash(OPTIONS).read_export(folder / "three", "vllm").captured(host) == (1, 3, 4)
 
 
 def test_vllm_looks_for_the_mask_token_in_one_place(exported: Path, target: TargetSpec) -> None:
@@ -252,9 +254,9 @@ def test_vllm_looks_for_the_mask_token_in_one_place(exported: Path, target: Targ
     host, tokens_T = Host.of(target), torch.arange(5)
     at = Round(host, tokens_T, 7, 3 * (torch.zeros(5, 32),), torch.zeros(5, 32))
     none = torch.zeros(0, dtype=torch.long)
-    assert plugin.read_export(exported, "sglang").logits(at, none).shape == (1, 270)
+    assert DFlash(OPTIONS).read_export(exported, "sglang").logits(at, none).shape == (1, 270)
     with pytest.raises(UnservableError, match=r"no dflash_config\.mask_token_id, and vLLM"):
-        plugin.read_export(exported, "vllm").logits(at, none)
+        DFlash(OPTIONS).read_export(exported, "vllm").logits(at, none)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.extra.weight"])
@@ -263,6 +265,6 @@ def test_a_tensor_of_no_dflash_draft_is_unread_by_sglang_and_not_by_vllm(
 ) -> None:
     """A head of the draft's own vLLM would use, and nothing of ours has one."""
     change_tensors(exported, put(name, torch.ones(2, 32)))
-    assert plugin.read_export(exported, "sglang").ignored == (name.removeprefix("model."),)
+    assert DFlash(OPTIONS).read_export(exported, "sglang").ignored == (name.removeprefix("model."),)
     with pytest.raises(UnservableError, match=f"no place for: {name}"):
-        plugin.read_export(exported, "vllm")
+        DFlash(OPTIONS).read_export(exported, "vllm")

@@ -9,9 +9,11 @@ Shape letters: B batch, K drafts, S rows of a block, V vocabulary.
 from __future__ import annotations
 
 import torch
-from draftcore_dflash.drafter import DFlashDrafter, DraftState, choose
+from draftcore_dflash.drafter import DFlashDrafter, DraftState
+from draftcore_nn.decoding import Choice, chain, choose
 from torch import Tensor
 
+from draftcore.contracts.algorithm import Proposal
 from draftcore_domino.model import DominoDraft
 
 
@@ -25,20 +27,19 @@ class DominoDrafter(DFlashDrafter):
     @torch.inference_mode()
     def propose(
         self, state: DraftState, temperature: float = 0.0, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Proposal:
         """Draft K tokens a row; with a temperature also the distribution each was drawn from."""
         draft, config = self.domino, self.domino.domino
         hidden_BKH = self.block_hidden(state)[:, config.first_row :][:, : self.num_drafts]
         logits_BKV = hidden_BKH @ draft.head.T
-        tokens, probs = [state.last_B], []
+        token_B, choices = state.last_B, list[Choice]()
         memory: Tensor | None = None
         for k in range(self.num_drafts):
-            states_B1G, memory = draft.read(tokens[-1][:, None], memory)
+            states_B1G, memory = draft.read(token_B[:, None], memory)
             logits_BV = logits_BKV[:, k]
             if k >= config.pure_draft_prefix_len:
                 low_BE = draft.low_rank(hidden_BKH[:, k], states_B1G[:, 0])
                 logits_BV = logits_BV + draft.up(low_BE)
-            token_B, probs_BV = choose(logits_BV, temperature, generator)
-            tokens.append(token_B)
-            probs += [] if probs_BV is None else [probs_BV]
-        return torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None
+            choices.append(choose(logits_BV, temperature, generator))
+            token_B, _ = choices[-1]
+        return chain(choices)

@@ -3,7 +3,7 @@
 Final logits are the base logits W h plus a correction U z of low rank, so W h serves both. The
 weights of all rows are known beforehand, so the forward computes the gradients of the whole
 objective along with it: one product with W for the losses, one for the gradient, and the
-backward only scales. As in draftcore-dflash, logits exist for a slice of rows only.
+backward only scales. As in `draftcore_nn.losses`, logits exist for a slice of rows only.
 
 Shape letters: R rows, H hidden, E rank of the correction, V vocabulary; r a slice of rows.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from draftcore_dflash import head
-from draftcore_dflash.attention import full_precision
+from draftcore_nn.layers import full_precision
+from draftcore_nn.losses import residual_, row_slices
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -56,7 +56,7 @@ class _Corrected(torch.autograd.Function):
         grads = [torch.zeros_like(x) for x in (hidden_RH, low_RE, up_VE)] if wanted else []
         up = up_VE.to(half)
         with full_precision(hidden_RH.device):
-            for rows in head.slices(len(hidden_RH), len(head_VH)):
+            for rows in row_slices(len(hidden_RH), len(head_VH)):
                 hidden_rH, low_rE, label_r1 = hidden_RH[rows], low_RE[rows], labels_R[rows, None]
                 base_rV = (hidden_rH @ head_VH.T).to(exact)
                 final_rV = base_rV + low_rE @ up.T
@@ -67,8 +67,8 @@ class _Corrected(torch.autograd.Function):
                 if not grads:
                     continue
                 weight_r1 = weight_R[rows, None]
-                base_rV = head.residual_(base_rV, label_r1).mul_(base_share * weight_r1)
-                final_rV = head.residual_(final_rV, label_r1).mul_((1 - base_share) * weight_r1)
+                base_rV = residual_(base_rV, label_r1).mul_(base_share * weight_r1)
+                final_rV = residual_(final_rV, label_r1).mul_((1 - base_share) * weight_r1)
                 grads[0][rows] = base_rV.add_(final_rV).to(half) @ head_VH
                 final_rV = final_rV.to(half)
                 grads[1][rows] = final_rV @ up

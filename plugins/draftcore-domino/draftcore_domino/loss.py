@@ -35,4 +35,4 @@ class Schedule:
                 "  set train.max_steps, or train.epochs over data whose size is known"
             )
         steps = max(1, int(context.total_steps * self.ratio))
-        return self.start * max(0.0, 1.0 - context.step / steps)
+        return self.start * max(0.0, 1.0 - (context.step - 1) / steps)

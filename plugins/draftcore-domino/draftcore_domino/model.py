@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from draftcore_dflash.attention import full_precision
 from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
 from draftcore_dflash.loss import Sampling, metrics, scatter
-from draftcore_dflash.model import Backbone, as_draft, target_tensors
+from draftcore_dflash.model import Backbone, as_draft
+from draftcore_nn.layers import full_precision
+from draftcore_nn.target import target_tensors
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftcore_dflash import serving as dflash
+from draftcore_nn import serving
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.errors import UsageError
@@ -28,7 +29,7 @@ ARCHITECTURES = (dflash.ARCHITECTURE, "DominoDraftModel")
 
 
 def export(draft: Draft, folder: Path, layout: str) -> None:
-    """Write config.json and model.safetensors; raises as DFlash's export does."""
+    """Write config.json and model.safetensors; raises as `write_export` does."""
     assert isinstance(draft.module, DominoDraft)
     config, data = draft.module.domino, dflash.serving_config(draft.module)
     data["dflash_config"] |= {
@@ -38,19 +39,21 @@ def export(draft: Draft, folder: Path, layout: str) -> None:
         "gru_hidden_dim": config.gru_hidden_dim,
         "emb_dim": config.emb_dim,
     }
-    dflash.write(draft.module, {**data, "emb_dim": config.emb_dim}, folder, layout)
+    data["emb_dim"] = config.emb_dim
+    serving.write_export(folder, layout, data, dict(draft.module.named_parameters()))
 
 
 def load(folder: Path, target: TargetSpec, options: DominoOptions) -> Draft:
     """Read a draft, exported here or published elsewhere; raises UsageError for what differs."""
     draft = build(target, read_config(folder, target, options), options)
-    dflash.load_tensors(draft, folder)
+    serving.fill(draft.module, serving.read_tensors(folder, dflash.RENAMED), folder)
     return draft
 
 
 def read_config(folder: Path, target: TargetSpec, options: DominoOptions) -> DominoConfig:
     """Read the shape of a draft from its config.json, and check it against target and options."""
-    data = dflash.read_json(folder, ARCHITECTURES)
+    data = serving.read_config(folder)
+    serving.require_architecture(data, folder, *ARCHITECTURES)
     shape = dflash.parse_shape(data, folder, target, options)
     config = DominoConfig(**shape, **head_fields(data, folder))
     if config.pure_draft_prefix_len != 1:

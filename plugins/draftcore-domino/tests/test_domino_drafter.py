@@ -3,7 +3,7 @@
 import pytest
 import torch
 from draftcore_dflash.blocks import Blocks
-from draftcore_domino import plugin
+from draftcore_domino.algorithm import Domino
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
 from draftcore_sdk.algorithm_fixtures import MakeDraft
@@ -24,8 +24,8 @@ def teacher_forced(
     known = torch.cat([tokens_T, drafts_K])
     unseen = torch.zeros(len(known) - anchor, WIDTH)
     named = {name: torch.cat([x, unseen]) for name, x in features.items()}
-    sample = Sample(SampleId("", 0), known, torch.ones(len(known), dtype=torch.bool), named)
-    batch = plugin.collate([sample], DominoOptions())
+    sample = Sample(SampleId("", 1), known, torch.ones(len(known), dtype=torch.bool), named)
+    batch = Domino(DominoOptions()).collate([sample])
     blocks = Blocks.of(torch.tensor([[anchor]]), torch.tensor([[True]]))
     with torch.no_grad():
         hidden = module.block_hidden(batch, blocks)
@@ -44,16 +44,17 @@ def test_proposals_equal_one_teacher_forced_pass(
     tokens_BT = torch.randint(250, (3, 10), generator=generator)
     hidden = torch.randn(3, 3, 9, WIDTH, generator=generator, dtype=torch.float64)
     features = {f"hidden.{layer}": x for layer, x in zip(LAYERS, hidden, strict=True)}
-    drafter = plugin.drafter(draft, target.model, DominoOptions(block_size=BLOCK))
+    drafter = Domino(DominoOptions(block_size=BLOCK)).drafter(draft, target.model)
     state, next_B = drafter.allocate(3, 40), tokens_BT[torch.arange(3), lengths_B]
     drafter.prefill(state, tokens_BT[:, :9], lengths_B, features, next_B)
-    drafts_BK, _ = drafter.propose(state)
-    sampled_BK, probs = drafter.propose(state, 0.5, torch.Generator().manual_seed(0))
+    drafts_BK = drafter.propose(state).tokens_BK
+    sampled = drafter.propose(state, 0.5, torch.Generator().manual_seed(0))
+    probs = sampled.probs_BKV
     assert probs is not None
     assert drafts_BK.shape == (3, BLOCK - 1)
     for row, length in enumerate(lengths_B.tolist()):
         known = tokens_BT[row, : length + 1], {n: x[row, :length] for n, x in features.items()}
         logits = teacher_forced(draft, *known, drafts_BK[row])
         assert drafts_BK[row].tolist() == logits.argmax(-1).tolist()
-        logits = teacher_forced(draft, *known, sampled_BK[row])
+        logits = teacher_forced(draft, *known, sampled.tokens_BK[row])
         torch.testing.assert_close(probs[row], (logits / 0.5).softmax(-1), rtol=1e-9, atol=1e-12)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_dflash import plugin as dflash
+from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.blocks import Blocks
 from draftcore_dflash.loss import Sampling
 from draftcore_dflash.serving import config_fields
@@ -54,7 +54,7 @@ class Golden:
         self.config = DominoConfig(**config_fields(config, FOLDER), **head_fields(config, FOLDER))
         given = self.data["lambda_schedule"]
         self.schedule = Schedule(given["start"], given["ratio"])
-        self.share = self.schedule.base_share(StepContext(given["step"], given["total"], seed=0))
+        self.share = self.schedule.base_share(StepContext(given["step"] + 1, given["total"], 0))
 
     def draft(self, gamma: float | None) -> DominoDraft:
         draft = DominoDraft(
@@ -76,10 +76,10 @@ class Golden:
             hidden = self.tensors[f"raw.{index}.hidden_states"][0]
             parts = zip(self.config.layers, hidden.chunk(len(self.config.layers), -1), strict=True)
             features = {f"hidden.{layer}": part for layer, part in parts}
-            identity, mask = SampleId(str(index), 0), raw["loss_mask"].bool()
+            identity, mask = SampleId(str(index), 1), raw["loss_mask"].bool()
             samples.append(Sample(identity, raw["input_ids"], mask, features))
         blocks = Blocks.of(self.tensors["anchors"], self.tensors["anchor_keep"].bool())
-        return draft.loss(dflash.collate(samples, DominoOptions()), blocks, share)
+        return draft.loss(DFlash(DominoOptions()).collate(samples), blocks, share)
 
 
 @pytest.fixture(params=NAMES)
@@ -138,5 +138,5 @@ def test_golden_lambda_schedule(case: str, table: list[float]) -> None:
     """Eleven steps from the first to the last, evenly spaced."""
     start, ratio, total = (float(value.split("=")[1]) for value in case.split(","))
     steps = [round(i * total / (len(table) - 1)) for i in range(len(table))]
-    found = [Schedule(start, ratio).base_share(StepContext(s, int(total), 0)) for s in steps]
+    found = [Schedule(start, ratio).base_share(StepContext(s + 1, int(total), 0)) for s in steps]
     assert found == pytest.approx(table, abs=1e-12)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_dflash import head
 from draftcore_dflash.blocks import Blocks, draw_blocks
-from draftcore_domino import plugin
+from draftcore_domino.algorithm import Domino
 from draftcore_domino.loss import Schedule
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
+from draftcore_nn import losses
 from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples, accumulate
 from torch import Tensor
 from torch.nn import functional
@@ -24,7 +24,7 @@ from draftcore.contracts.algorithm import DraftBatch, StepContext
 from draftcore.errors import UsageError
 
 SEED = 11
-CONTEXT = StepContext(step=3, total_steps=20, seed=SEED)  # lambda 0.7
+CONTEXT = StepContext(step=4, total_steps=20, seed=SEED)  # lambda 0.7
 OPTIONS = DominoOptions()
 # fp64 sums of some hundred terms in another order.
 check_close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
@@ -95,8 +95,8 @@ def test_loss_and_gradients_equal_a_naive_head(
     draft, samples = make_draft(**options), make_samples(11, 6, 9)
     module = draft.module
     assert isinstance(module, DominoDraft)
-    batch = plugin.collate(samples, OPTIONS)
-    output = plugin.forward_loss(draft, batch, CONTEXT)
+    batch = Domino(OPTIONS).collate(samples)
+    output = Domino(OPTIONS).forward_loss(draft, batch, CONTEXT)
     ours = output.numerator / output.denominator
     blocks, gamma = draw_blocks(batch, 5, SEED), options.get("loss_decay_gamma", 7.0)
     theirs = Naive(module).loss(batch, blocks, share=0.7, gamma=gamma)
@@ -112,28 +112,30 @@ def test_loss_and_gradients_equal_a_naive_head(
 
 
 def test_a_schedule_lasts_whole_steps_and_at_least_one() -> None:
-    shares = [Schedule(0.8, 0.5).base_share(StepContext(step, 9, 0)) for step in range(9)]
+    shares = [Schedule(0.8, 0.5).base_share(StepContext(step, 9, 0)) for step in range(1, 10)]
     assert shares == pytest.approx([0.8, 0.6, 0.4, 0.2, 0, 0, 0, 0, 0])  # int(4.5) = 4 steps
-    short = [Schedule(1.0, 0.0).base_share(StepContext(step, 9, 0)) for step in range(2)]
+    short = [Schedule(1.0, 0.0).base_share(StepContext(step, 9, 0)) for step in (1, 2)]
     assert short == [1.0, 0.0]
 
 
 def test_a_run_of_unknown_length_is_refused(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
-    batch = plugin.collate(make_samples(9), OPTIONS)
+    batch = Domino(OPTIONS).collate(make_samples(9))
     with pytest.raises(UsageError, match=r"number of steps is unknown(.|\n)*train.max_steps"):
-        plugin.forward_loss(make_draft(), batch, StepContext(step=0, total_steps=0, seed=0))
+        Domino(OPTIONS).forward_loss(
+            make_draft(), batch, StepContext(step=1, total_steps=0, seed=0)
+        )
 
 
 def test_the_context_decides_what_is_trained(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     """At the start the head gets no gradient; the loss is the base loss, and later the final."""
-    batch = plugin.collate(make_samples(11, 9), OPTIONS)
-    for step, share, name in ((0, 1.0, "base_loss"), (15, 0.0, "final_loss")):
+    batch = Domino(OPTIONS).collate(make_samples(11, 9))
+    for step, share, name in ((1, 1.0, "base_loss"), (16, 0.0, "final_loss")):
         draft = make_draft()
-        output = plugin.forward_loss(draft, batch, StepContext(step, 20, SEED))
+        output = Domino(OPTIONS).forward_loss(draft, batch, StepContext(step, 20, SEED))
         assert output.counts["lambda"][0] == share
         check_close(output.numerator, output.counts[name][0])
         output.numerator.backward()  # type: ignore[no-untyped-call]
@@ -149,10 +151,10 @@ def test_the_context_decides_what_is_trained(
 def test_slices_of_the_head_change_nothing(
     make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft, batch = make_draft(), plugin.collate(make_samples(12, 9), OPTIONS)
-    whole = accumulate(plugin, draft, [batch], CONTEXT)
-    monkeypatch.setattr(head, "LOGIT_ELEMENTS", 3 * 270)
-    sliced = accumulate(plugin, draft, [batch], CONTEXT)
+    draft, batch = make_draft(), Domino(OPTIONS).collate(make_samples(12, 9))
+    whole = accumulate(Domino(OPTIONS), draft, [batch], CONTEXT)
+    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 3 * 270)
+    sliced = accumulate(Domino(OPTIONS), draft, [batch], CONTEXT)
     check_close(sliced[0].numerator, whole[0].numerator)
     check_close(dict(sliced[0].counts), dict(whole[0].counts))
     check_close(sliced[1], whole[1])
@@ -162,11 +164,11 @@ def test_bf16_compute_keeps_the_loss_and_the_gru_in_fp32(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     draft = make_draft(dtype=torch.float32)
-    batch, module = plugin.collate(make_samples(30, 20), OPTIONS), draft.module
+    batch, module = Domino(OPTIONS).collate(make_samples(30, 20)), draft.module
     assert isinstance(module, DominoDraft)
-    plain, gradients = accumulate(plugin, draft, [batch], CONTEXT)
+    plain, gradients = accumulate(Domino(OPTIONS), draft, [batch], CONTEXT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed, rounded = accumulate(plugin, draft, [batch], CONTEXT)
+        mixed, rounded = accumulate(Domino(OPTIONS), draft, [batch], CONTEXT)
         states, _ = module.read(batch.token_ids_BT)
     assert mixed.numerator.dtype == states.dtype == torch.float32
     # bf16 keeps 8 bits: some percent on a loss of random weights.

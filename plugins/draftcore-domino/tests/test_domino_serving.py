@@ -6,9 +6,9 @@ from typing import Any
 import draftcore_domino
 import pytest
 import torch
-from draftcore_dflash import plugin as dflash
+from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
-from draftcore_domino import plugin
+from draftcore_domino.algorithm import Domino
 from draftcore_domino.options import DominoOptions
 from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft
 from draftcore_sdk.algorithm_training import require_same_bits
@@ -43,12 +43,12 @@ def draft(make_draft: MakeDraft) -> Draft:
 
 @pytest.fixture
 def exported(draft: Draft, folder: Path) -> Path:
-    plugin.export_draft(draft, folder, "serving")
+    Domino(DominoOptions()).export_draft(draft, folder, "serving")
     return folder
 
 
 def test_a_fresh_draft_has_the_published_sizes(target: TargetSpec) -> None:
-    draft = plugin.build_draft(target, NO_DATA, DominoOptions(num_layers=2))
+    draft = Domino(DominoOptions(num_layers=2)).build_draft(target, NO_DATA)
     parameters = dict(draft.module.named_parameters())
     assert parameters["prefix_gru.weight_ih_l0"].shape == (3072, 32)
     assert parameters["prefix_gru.weight_hh_l0"].shape == (3072, 1024)
@@ -94,7 +94,7 @@ def test_an_export_keeps_the_servers_contract(exported: Path) -> None:
 def test_the_research_spelling_is_read(draft: Draft, exported: Path, target: TargetSpec) -> None:
     change_config(exported, architectures=["DominoDraftModel"])
     change_config(exported, "dflash_config", emb_dim=GONE)
-    again = plugin.import_draft(exported, target, DominoOptions())
+    again = Domino(DominoOptions()).import_draft(exported, target)
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
 
@@ -119,32 +119,32 @@ def test_what_breaks_the_contract_is_refused(case: str, exported: Path, target: 
     change_config(exported, "dflash_config", **nested)
     change_config(exported, **top)
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported, target, DominoOptions())
+        Domino(DominoOptions()).import_draft(exported, target)
 
 
 @pytest.mark.parametrize("name", HEAD)
 def test_a_missing_part_of_the_head_is_named(name: str, exported: Path, target: TargetSpec) -> None:
     change_tensors(exported, lambda tensors: tensors.pop(name))
     with pytest.raises(UsageError, match=f"missing {name}"):
-        plugin.import_draft(exported, target, DominoOptions())
+        Domino(DominoOptions()).import_draft(exported, target)
 
 
 def test_dflash_does_not_take_a_domino_draft_for_its_own(
     exported: Path, target: TargetSpec
 ) -> None:
     with pytest.raises(UsageError, match="projector_type 'domino'"):
-        dflash.import_draft(exported, target, DFlashOptions())
+        DFlash(DFlashOptions()).import_draft(exported, target)
 
 
 def test_a_warm_start_takes_over_weights_and_shape(
     draft: Draft, exported: Path, target: TargetSpec
 ) -> None:
     options = DominoOptions(warm_start=str(exported))
-    assert plugin.feature_request(target, options).layers == (1, 3, 4)
-    again = plugin.build_draft(target, NO_DATA, options)
+    assert Domino(options).feature_request(target).layers == (1, 3, 4)
+    again = Domino(options).build_draft(target, NO_DATA)
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
     with pytest.raises(UsageError, match="option gru_hidden_dim is 5"):
-        plugin.feature_request(target, options.model_copy(update={"gru_hidden_dim": 5}))
+        Domino(options.model_copy(update={"gru_hidden_dim": 5})).feature_request(target)
 
 
 # ------------------------------------------------------------ as sglang reads it
@@ -158,5 +158,5 @@ def test_the_servers_reader_shares_code_with_the_backbones_alone() -> None:
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_every_rope_is_read_as_it_was_trained(rope: str, tmp_path: Path) -> None:
-    options = DominoOptions(num_layers=2, block_size=4, gru_hidden_dim=12, emb_dim=6)
+    options = {"num_layers": 2, "block_size": 4, "gru_hidden_dim": 12, "emb_dim": 6}
     assert largest_gap("draftcore_domino.plugin", options, rope, "sglang", tmp_path) < 1e-3

@@ -2,9 +2,7 @@
 
 At step k a query sees the step-0 keys up to its row and one extra key per step 1..k from the same
 row, under one softmax. Scores over the step-0 keys never exist as a matrix: a fused kernel returns
-its output and log-sum-exp, and the extra keys are merged in. The same kernel's backward, given the
-*joint* output and log-sum-exp, yields exact gradients, since
-dS = P * (dO.V - rowsum(dO * O)) holds with P, O of the joint softmax for any part of the keys.
+its output and log-sum-exp, and the extra keys are merged in (see `draftcore_nn.attention`).
 
 All kernels accumulate the softmax in fp32 (fp64 for fp64 inputs).
 
@@ -14,19 +12,13 @@ X extra keys.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from draftcore_nn import attention as fused
+from draftcore_nn.layers import full_precision
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-aten = torch.ops.aten
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Switch autocast off: what runs inside keeps the dtypes it is given."""
-    return torch.autocast(device.type, enabled=False)
 
 
 def attend(
@@ -48,7 +40,7 @@ class _JointAttention(torch.autograd.Function):
     def forward(ctx: Any, query_NAD: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
         extra_key, extra_value, rows_N = rest
         with full_precision(query_NAD.device):
-            output, logsumexp, saved = _causal(_pad(query_NAD, key, rows_N), key, value)
+            output, logsumexp, saved = fused.attend(_pad(query_NAD, key, rows_N), key, value)
             output_NAD, logsumexp_NA = _take(output, rows_N), _take(logsumexp, rows_N)
             # The step-0 keys count as one key with their log-sum-exp for a score.
             scores = torch.cat([logsumexp_NA[..., None], _extra_scores(query_NAD, extra_key)], -1)
@@ -68,8 +60,8 @@ class _JointAttention(torch.autograd.Function):
             ctx.saved_tensors
         )
         with full_precision(query_NAD.device):
-            grad_query, grad_key, grad_value = _causal_backward(
-                _pad(grad_NAD, key, rows_N), _pad(query_NAD, key, rows_N), key, value,
+            grad_query, grad_key, grad_value = fused.attend_backward(
+                _pad(grad_NAD, key, rows_N), _pad(query_NAD, key, rows_N), key, value, None,
                 _pad(output_NAD, key, rows_N), _pad(joint_NA[..., None], key, rows_N)[..., 0],
                 saved,
             )  # fmt: skip
@@ -114,46 +106,3 @@ def _pad(x_NAD: Tensor, like_BATD: Tensor, rows_N: Tensor) -> Tensor:
 def _take(x_BAT: Tensor, rows_N: Tensor) -> Tensor:
     """Undo `_pad`: turn [B, A, T, ...] into [N, A, ...]."""
     return x_BAT.transpose(1, 2).flatten(0, 1).index_select(0, rows_N)
-
-
-# The three fused kernels of scaled_dot_product_attention, called by name because the public
-# function gives no log-sum-exp: CPU; CUDA in half precision; CUDA in fp32.
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return output [B, A, T, D], log-sum-exp [B, A, T], and what else the backward needs."""
-    if query.device.type == "cpu":
-        output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, True
-        )
-        return output, logsumexp, ()
-    if query.dtype in (torch.float16, torch.bfloat16):
-        output, logsumexp, _, _, _, _, *philox, _ = aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, True
-        )
-        return output, logsumexp, tuple(philox)
-    output, logsumexp, *philox = aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, True, 0.0, True
-    )
-    return output, logsumexp[..., : query.shape[2]], tuple(philox)
-
-
-def _causal_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
-    philox: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors, length = (grad, query, key, value), query.shape[2]
-    if query.device.type == "cpu":
-        # This kernel reads log-sum-exp by the strides its forward gave it: [B, T, A] in memory.
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-            *tensors, output, logsumexp, 0.0, True
-        )
-    if query.dtype in (torch.float16, torch.bfloat16):
-        return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-            *tensors, output, logsumexp.contiguous(), None, None, length, length, 0.0, True, *philox
-        )
-    # This kernel wants rows of log-sum-exp padded to 32.
-    padded = torch.nn.functional.pad(logsumexp, (0, -length % 32)).contiguous()
-    return aten._scaled_dot_product_efficient_attention_backward(  # type: ignore[no-any-return]
-        *tensors, None, output, padded, *philox, 0.0, [True, True, True, False], True
-    )[:3]

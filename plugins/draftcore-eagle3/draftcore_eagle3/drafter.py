@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from draftcore_nn.decoding import Choice, at, chain, choose, select_rows, write_slots
 from torch import Tensor
 from torch.nn import functional
 
+from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore_eagle3.model import Eagle3Draft
 
@@ -72,20 +74,21 @@ class Eagle3Drafter:
         next_B: Tensor,
     ) -> None:
         """Fill the cache from right-padded prompts; the last row stays pending."""
-        last_B1 = lengths_B[:, None] - 1
-        tokens_BT = functional.pad(tokens_BT[:, 1:], (0, 1)).scatter(1, last_B1, next_B[:, None])
+        last_B = lengths_B - 1
+        next_B1, last_B1 = next_B[:, None], last_B[:, None]
+        tokens_BT = functional.pad(tokens_BT[:, 1:], (0, 1)).scatter(1, last_B1, next_B1)
         hidden_BTH = self.draft.combine(features)
         positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         self._run(state, tokens_BT, hidden_BTH, positions_BT.expand_as(tokens_BT))
-        state.tokens_BP[:, :1] = tokens_BT.gather(1, last_B1)
-        state.hidden_BPH[:, :1] = _at(hidden_BTH, last_B1)
-        state.start_B.copy_(lengths_B - 1)
+        state.tokens_BP[:, 0] = next_B
+        state.hidden_BPH[:, 0] = at(hidden_BTH, last_B)
+        state.start_B.copy_(last_B)
         state.counts_B.fill_(1)
 
     @torch.inference_mode()
     def propose(
         self, state: DraftState, temperature: float = 0.0, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Proposal:
         """Draft K tokens a row; with a temperature also their distributions over the target's V.
 
         The distributions are zero outside the draft vocabulary. Proposing changes only leftovers,
@@ -94,19 +97,16 @@ class Eagle3Drafter:
         offsets_P = torch.arange(self.num_drafts + 1, device=state.start_B.device)
         positions_BP = state.start_B[:, None] + offsets_P
         output_BPH = self._run(state, state.tokens_BP, state.hidden_BPH, positions_BP)
-        last_B1 = (state.counts_B[:, None] - 1).clamp_min(0)
-        position_B1 = state.start_B[:, None] + last_B1
-        normed_B1H, hidden_B1H = self.draft.head_and_feedback(_at(output_BPH, last_B1))
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for step in range(self.num_drafts):
-            if step > 0:
-                output_B1H = self._run(state, tokens[-1], hidden_B1H, position_B1 + step)
-                normed_B1H, hidden_B1H = self.draft.head_and_feedback(output_B1H)
-            token_B1, probs_B1V = self._choose(normed_B1H, temperature, generator)
-            tokens.append(token_B1)
-            probs += [] if probs_B1V is None else [probs_B1V]
-        return torch.cat(tokens, 1), torch.cat(probs, 1) if probs else None
+        last_B = (state.counts_B - 1).clamp_min(0)
+        position_B1 = (state.start_B + last_B)[:, None]
+        normed_BH, hidden_BH = self.draft.head_and_feedback(at(output_BPH, last_B))
+        choices = [self._choose(normed_BH, temperature, generator)]
+        for step in range(1, self.num_drafts):
+            token_B, _ = choices[-1]
+            rows_B1 = token_B[:, None], hidden_BH[:, None], position_B1 + step
+            normed_BH, hidden_BH = self.draft.head_and_feedback(self._run(state, *rows_B1)[:, 0])
+            choices.append(self._choose(normed_BH, temperature, generator))
+        return chain(choices)
 
     @torch.inference_mode()
     def accept(
@@ -124,16 +124,15 @@ class Eagle3Drafter:
 
     @torch.inference_mode()
     def select(self, state: DraftState, rows_B: Tensor) -> DraftState:
-        return DraftState(**{name: value[rows_B] for name, value in vars(state).items()})
+        return select_rows(state, rows_B)
 
     def _run(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run rows [B, R] at their positions through the layer, writing their cache slots."""
         layer, attention = self.draft.midlayer, self.draft.midlayer.self_attn
         qkv = layer.project(self.draft.embed(tokens), hidden)
         query, key, value = attention.heads_of(qkv, *self.draft.rotary(positions))
-        index = positions[:, None, :, None].expand_as(key.transpose(1, 2))
-        state.keys_BGSD.scatter_(2, index, key.transpose(1, 2).to(state.keys_BGSD.dtype))
-        state.values_BGSD.scatter_(2, index, value.transpose(1, 2).to(state.values_BGSD.dtype))
+        write_slots(state.keys_BGSD, key, positions)
+        write_slots(state.values_BGSD, value, positions)
         slots_S = torch.arange(state.keys_BGSD.shape[2], device=positions.device)
         attended = functional.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -145,25 +144,14 @@ class Eagle3Drafter:
         return layer.finish(hidden, attended.transpose(1, 2))
 
     def _choose(
-        self, normed_B1H: Tensor, temperature: float, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Pick a target token [B, 1] from the final state, and its distribution [B, 1, V]."""
-        logits_B1U, ids_U = self.draft.lm_head(normed_B1H), self.draft.token_ids()
-        if temperature <= 0:
-            choice_B1 = logits_B1U.argmax(-1)
-            return choice_B1 if ids_U is None else ids_U[choice_B1], None
-        exact = torch.promote_types(logits_B1U.dtype, torch.float32)
-        probs_B1U = (logits_B1U / temperature).softmax(-1, dtype=exact)
-        # The first arrival of exponential clocks; torch.multinomial checks its input on the host.
-        clocks_B1U = torch.empty_like(probs_B1U).exponential_(generator=generator)
-        tiny = torch.finfo(exact).tiny
-        choice_B1 = (probs_B1U / clocks_B1U.clamp_min(tiny)).argmax(-1)
+        self, normed_BH: Tensor, temperature: float, generator: torch.Generator | None
+    ) -> Choice:
+        """Pick a target token [B] from the final state, and its distribution [B, V]."""
+        ids_U = self.draft.token_ids()
+        choice_B, probs_BU = choose(self.draft.lm_head(normed_BH), temperature, generator)
         if ids_U is None:
-            return choice_B1, probs_B1U
-        probs_B1V = probs_B1U.new_zeros(len(choice_B1), 1, self.draft.config.vocab_size)
-        return ids_U[choice_B1], probs_B1V.index_copy(2, ids_U, probs_B1U)
-
-
-def _at(x_BTH: Tensor, index_B1: Tensor) -> Tensor:
-    """Take one row of each sample, [B, 1, H]."""
-    return x_BTH.gather(1, index_B1[..., None].expand(-1, -1, x_BTH.shape[-1]))
+            return choice_B, probs_BU
+        if probs_BU is None:
+            return ids_U[choice_B], None
+        probs_BV = probs_BU.new_zeros(len(choice_B), self.draft.config.vocab_size)
+        return ids_U[choice_B], probs_BV.index_copy(1, ids_U, probs_BU)

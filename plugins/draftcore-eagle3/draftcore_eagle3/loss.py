@@ -26,16 +26,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from draftcore_nn.layers import full_precision
+from draftcore_nn.losses import row_slices
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore_eagle3.attention import full_precision
-
 if TYPE_CHECKING:
     from draftcore_eagle3.options import Eagle3Options
-
-# Teacher logits exist for this many elements at a time: 256 MiB in fp32.
-TEACHER_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -106,10 +103,10 @@ def teach(
     if ids_U is not None:
         index_V = torch.full_like(index_V, -1).index_copy(0, ids_U, index_V[: len(ids_U)])
     # Slices are counted from the batch's shape, which torch.compile knows; late ones may be empty.
-    size = max(1, TEACHER_ELEMENTS // len(head_VH))
+    num_rows = last_hidden_BTH.shape[0] * last_hidden_BTH.shape[1]
     parts = [
-        _teach_rows(functional.linear(hidden_MH[start : start + size], head_VH), ids_U, index_V)
-        for start in range(0, last_hidden_BTH.shape[0] * last_hidden_BTH.shape[1], size)
+        _teach_rows(functional.linear(hidden_MH[rows], head_VH), ids_U, index_V)
+        for rows in row_slices(num_rows, len(head_VH))
     ]
     share_MU, label_M, *probs = (torch.cat(part) for part in zip(*parts, strict=True))
     return Teacher(probs[0] if probs else share_MU, share_MU, label_M)

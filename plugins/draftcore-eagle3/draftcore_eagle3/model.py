@@ -17,10 +17,19 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from draftcore_nn.layers import (
+    Projections,
+    RMSNorm,
+    Rotary,
+    SwiGLU,
+    TargetVocabulary,
+    full_precision,
+    init_linears,
+    rotate,
+)
+from draftcore_nn.target import target_tensors
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftcore.contracts.algorithm import (
     Draft,
@@ -29,7 +38,7 @@ from draftcore.contracts.algorithm import (
     StepOutput,
     TrainingDefaults,
 )
-from draftcore_eagle3.attention import attend, full_precision
+from draftcore_eagle3.attention import attend
 from draftcore_eagle3.config import DraftConfig
 from draftcore_eagle3.loss import Objective, Rows, step_loss, teach
 from draftcore_eagle3.vocabulary import to_ids, to_offsets
@@ -38,72 +47,12 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
     from draftcore_eagle3.options import Eagle3Options
 
-FROZEN = frozenset({"embed_tokens", "target_head"})
 
-
-class RMSNorm(nn.Module):
-    """RMS normalisation in fp32 (fp64 for fp64 inputs), returned in the input's dtype."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight.to(exact)
-        return functional.rms_norm(x.to(exact), weight.shape, weight, self.eps).to(x.dtype)
-
-
-class Rotary(nn.Module):
-    """Rotary positions by transformers' own frequencies; D' = the rotated part of a head."""
-
-    inverse_frequency: Tensor
+class Attention(Projections):
+    """Grouped-query attention over [embedding, hidden]."""
 
     def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        rope = dict(config.rope)
-        if rope["rope_type"] == "default":
-            # Linear scaling by one is the default, and knows the partial rotary factor.
-            rope.update(rope_type="linear", factor=1.0)
-        llama = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=rope,
-        )
-        frequency, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](llama)
-        self.scale = float(scale)
-        self.register_buffer("inverse_frequency", frequency, persistent=False)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [..., D'/2] of integer positions [...]."""
-        angles = positions[..., None].to(self.inverse_frequency.dtype) * self.inverse_frequency
-        return angles.cos() * self.scale, angles.sin() * self.scale
-
-
-def rotate(x_AD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads [..., A, D] by the angles of their rows, [..., D'/2]."""
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    half = cos.shape[-1]
-    left, right, rest = torch.split(x_AD, [half, half, x_AD.shape[-1] - 2 * half], -1)
-    turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x_AD.dtype)
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
-
-
-class Attention(nn.Module):
-    """The projections of grouped-query attention over [embedding, hidden]; no biases."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.heads = (config.num_attention_heads, config.num_key_value_heads)
-        queries, keys = (count * config.head_dim for count in self.heads)
-        self.q_proj = nn.Linear(2 * config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        super().__init__(config, 2 * config.hidden_size)
 
     def split_weight(self) -> tuple[Tensor, Tensor]:
         """Return the joint q/k/v weight as its embedding half and its hidden half, [Q, H] each."""
@@ -120,19 +69,6 @@ class Attention(nn.Module):
         return query_AD, key_GD, value_GD
 
 
-class MLP(nn.Module):
-    """The feed-forward part of a layer, a SwiGLU."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
 class DecoderLayer(nn.Module):
     """The layer, in two halves: attention itself differs between training and decoding."""
 
@@ -143,7 +79,7 @@ class DecoderLayer(nn.Module):
         self.hidden_norm = RMSNorm(width, eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = MLP(width, config.intermediate_size)
+        self.mlp = SwiGLU(width, config.intermediate_size)
 
     def project(self, embedding_H: Tensor, hidden_H: Tensor) -> Tensor:
         """Return q/k/v side by side, [..., Q], not yet rotated."""
@@ -157,15 +93,12 @@ class DecoderLayer(nn.Module):
         return hidden_H + self.mlp(self.post_attention_layernorm(hidden_H))  # type: ignore[no-any-return]
 
 
-class Eagle3Draft(nn.Module):
+class Eagle3Draft(TargetVocabulary):
     """The draft with its loss: `forward` is one training-time test over a batch.
 
-    `embedding_VH` and `head_VH` (None where tied) are the target's, kept in their dtype; `ids_U`
-    are the draft vocabulary's ascending target ids (None for the full vocabulary).
+    `ids_U` are the draft vocabulary's ascending target ids (None for the full vocabulary).
     """
 
-    embed_tokens: Tensor
-    target_head: Tensor | None
     d2t: Tensor | None
 
     def __init__(
@@ -176,7 +109,7 @@ class Eagle3Draft(nn.Module):
         head_VH: Tensor | None,
         ids_U: Tensor | None,
     ) -> None:
-        super().__init__()
+        super().__init__(embedding_VH, head_VH)
         self.config, self.objective = config, objective
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(3 * width, width, bias=False)
@@ -184,10 +117,8 @@ class Eagle3Draft(nn.Module):
         self.midlayer = DecoderLayer(config)
         self.norm = RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         self.register_buffer("d2t", None if ids_U is None else to_offsets(ids_U))
-        self.register_buffer("embed_tokens", embedding_VH, persistent=False)
-        self.register_buffer("target_head", head_VH, persistent=False)
 
     @property
     def teacher_head(self) -> Tensor:
@@ -197,18 +128,6 @@ class Eagle3Draft(nn.Module):
     def token_ids(self) -> Tensor | None:
         """Target ids of the draft vocabulary, [U]; None for the full vocabulary."""
         return None if self.d2t is None else to_ids(self.d2t)
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products here and now: autocast's, or the weights'."""
-        device = self.fc.weight.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return self.fc.weight.dtype
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens [...] into [..., H]."""
-        return functional.embedding(tokens, self.embed_tokens).to(self.compute_dtype)
 
     def combine(self, features: Mapping[str, Tensor]) -> Tensor:
         """Join the captured layers, [..., H] each, into the first hidden input [..., H]."""
@@ -236,8 +155,7 @@ class Eagle3Draft(nn.Module):
         objective = self.objective
         rows = Rows.of(batch.loss_mask_BT, objective.ttt_length)
         teacher = teach(
-            self.teacher_head.to(self.compute_dtype), self.token_ids(),
-            batch.features["last_hidden"], rows.supervised_M,
+            self.head, self.token_ids(), batch.features["last_hidden"], rows.supervised_M
         )  # fmt: skip
         exact, known_M = teacher.probs_MU.dtype, teacher.label_M >= 0
         num_rows = batch.attention_mask_BT.sum().to(exact)
@@ -296,15 +214,9 @@ def build(
     target: TargetSpec, config: DraftConfig, options: Eagle3Options, ids_U: Tensor | None
 ) -> Draft:
     """Build a draft with fresh weights: N(0, 0.02), norms 1, the LM head from the target's rows."""
-    embedding_VH = target.embedding()
-    tied = bool(target.config.get_text_config().tie_word_embeddings)
-    head_VH = embedding_VH if tied else target.head()
-    module = Eagle3Draft(
-        config, Objective.of(options), embedding_VH, None if tied else head_VH, ids_U
-    )
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=0.02)
+    module = Eagle3Draft(config, Objective.of(options), *target_tensors(target), ids_U)
+    init_linears(module)
+    head_VH = module.teacher_head
     with torch.no_grad():
         module.lm_head.weight.copy_(head_VH if ids_U is None else head_VH[ids_U])
     return Draft(
@@ -312,5 +224,5 @@ def build(
         config=dataclasses.asdict(config),
         defaults=TrainingDefaults(lr=1e-4, warmup_ratio=0.015, clip=0.5),
         parameter_groups=[{"params": list(module.parameters())}],
-        frozen=FROZEN,
+        frozen=Eagle3Draft.FROZEN,
     )

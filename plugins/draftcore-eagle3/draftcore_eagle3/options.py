@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from draftcore_nn.options import DecoderOptions
+from pydantic import Field
 
 
-class Eagle3Options(BaseModel):
+class Eagle3Options(DecoderOptions):
     """Options of the algorithm `eagle3`. What is left out is taken from the target."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     layers: tuple[int, int, int] | None = Field(
         default=None,
@@ -45,10 +44,6 @@ class Eagle3Options(BaseModel):
         default=False,
         description="feed back the state after the final norm (EAGLE-3.1)",
     )
-    num_attention_heads: int | None = Field(default=None, ge=1, description="query heads")
-    num_key_value_heads: int | None = Field(default=None, ge=1, description="key and value heads")
-    head_dim: int | None = Field(default=None, ge=2, description="width of a head")
-    intermediate_size: int | None = Field(default=None, ge=1, description="width of the MLP")
     warm_start: str | None = Field(
         default=None,
         description="folder of an exported or published draft to start from; its shape, captured "

@@ -71,6 +71,7 @@ class ServedEagle3:
             "dtype": config.get("dtype") or config.get("torch_dtype"),
         }
 
+    @property
     def most(self) -> int | None:
         return None
 

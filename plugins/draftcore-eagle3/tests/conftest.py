@@ -1,7 +1,7 @@
 """EAGLE-3 at a size for tests, and the fixtures that are made of it."""
 
 import pytest
-from draftcore_eagle3 import plugin
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
     Tiny,
@@ -20,7 +20,7 @@ VOCAB = 48
 @pytest.fixture(scope="session")
 def algorithm() -> Tiny:
     return Tiny(
-        plugin,
+        Eagle3,
         Eagle3Options,
         {"ttt_length": 3},
         features=["hidden.1", "hidden.3", "hidden.4", "last_hidden"],

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_eagle3 import plugin
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.config import captured_layers
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
@@ -23,7 +23,7 @@ SEEN = DataSummary("", 1, 6, 6, 6, {5: 3, 40: 2, 7: 1})
 
 def build(target: TargetSpec, **options: Any) -> Any:
     torch.manual_seed(0)
-    return plugin.build_draft(target, SEEN, Eagle3Options(**options))
+    return Eagle3(Eagle3Options(**options)).build_draft(target, SEEN)
 
 
 def test_a_fresh_draft_starts_from_its_target(target: TargetSpec) -> None:
@@ -56,7 +56,7 @@ def test_a_tied_target_is_held_once(make_target: MakeTarget) -> None:
     assert module.target_head is None
     assert module.teacher_head is module.embed_tokens
     assert module.embed_tokens.dtype == torch.bfloat16
-    assert plugin.feature_request(target, Eagle3Options()).dtype == "bfloat16"
+    assert Eagle3(Eagle3Options()).feature_request(target).dtype == "bfloat16"
 
 
 # ------------------------------------------------------------ captured layers
@@ -68,7 +68,7 @@ def test_default_layers(depth: int, layers: tuple[int, ...]) -> None:
 
 
 def test_request_names_the_layers_and_the_last_hidden_state(target: TargetSpec) -> None:
-    request = plugin.feature_request(target, Eagle3Options(layers=(6, 0, 2)))
+    request = Eagle3(Eagle3Options(layers=(6, 0, 2))).feature_request(target)
     assert request.names == ("hidden.0", "hidden.2", "hidden.6", "last_hidden")
 
 

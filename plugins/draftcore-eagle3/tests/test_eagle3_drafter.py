@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_eagle3 import plugin
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.loss import Rows
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
@@ -26,8 +26,8 @@ def teacher_forced(
     known = torch.cat([tokens_T, drafts_K])
     unseen = torch.zeros(len(known) - row - 1, WIDTH)
     named = {name: torch.cat([x, unseen]) for name, x in features.items()}
-    sample = Sample(SampleId("", 0), known, torch.ones(len(known), dtype=torch.bool), named)
-    batch = plugin.collate([sample], Eagle3Options())
+    sample = Sample(SampleId("", 1), known, torch.ones(len(known), dtype=torch.bool), named)
+    batch = Eagle3(Eagle3Options()).collate([sample])
     every = Rows.of(torch.ones_like(batch.loss_mask_BT), DRAFTS)
     probs_KV = torch.zeros(len(drafts_K), VOCAB, dtype=torch.float64)
     ids = module.token_ids()
@@ -53,21 +53,21 @@ def test_proposals_equal_training_over_ragged_rounds(
     features = {f"hidden.{layer}": x for layer, x in zip(LAYERS, hidden, strict=True)}
     rows_B, at_B = torch.arange(3), torch.tensor([7, 4, 9])
 
-    drafter = plugin.drafter(draft, target.model, Eagle3Options(num_drafts=DRAFTS))
+    drafter = Eagle3(Eagle3Options(num_drafts=DRAFTS)).drafter(draft, target.model)
     state = drafter.allocate(3, 50)
     known = {name: x[:, : int(at_B.max())] for name, x in features.items()}
     drafter.prefill(state, tokens_BT[:, : int(at_B.max())], at_B, known, tokens_BT[rows_B, at_B])
     for accepted in ([0, 2, 4], [4, 4, 0], [1, 0, 3], [4, 4, 4]):
-        drafts_BK, _ = drafter.propose(state)
-        sampled_BK, probs_BKV = drafter.propose(state, 0.7, torch.Generator().manual_seed(0))
-        assert probs_BKV is not None
+        drafts_BK = drafter.propose(state).tokens_BK
+        sampled = drafter.propose(state, 0.7, torch.Generator().manual_seed(0))
+        assert sampled.probs_BKV is not None
         for row, at in enumerate(at_B.tolist()):
             seen = tokens_BT[row, : at + 1], {name: x[row, :at] for name, x in features.items()}
             greedy = teacher_forced(draft, *seen, drafts_BK[row])
             assert drafts_BK[row].tolist() == greedy.argmax(-1).tolist()
-            sharp = teacher_forced(draft, *seen, sampled_BK[row]) ** (1 / 0.7)
+            sharp = teacher_forced(draft, *seen, sampled.tokens_BK[row]) ** (1 / 0.7)
             expected = sharp / sharp.sum(-1, keepdim=True)
-            torch.testing.assert_close(probs_BKV[row], expected, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(sampled.probs_BKV[row], expected, rtol=1e-9, atol=1e-12)
         read = at_B[:, None] + torch.arange(DRAFTS + 1)
         new = {name: x[rows_B[:, None], read] for name, x in features.items()}
         drafter.accept(state, tokens_BT[rows_B[:, None], read + 1], new, torch.tensor(accepted) + 1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_eagle3 import plugin
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.loss import Objective, simulated_acceptance_length
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
@@ -27,7 +27,7 @@ from draftcore.contracts.algorithm import DraftBatch, Sample, SampleId, StepCont
 
 OWN = Path(__file__).parents[3] / "tests" / "goldens"
 FOLDER = Path(os.environ.get("DRAFTCORE_GOLDENS", OWN))
-CONTEXT = StepContext(step=0, total_steps=1, seed=0)
+CONTEXT = StepContext(step=1, total_steps=1, seed=0)
 NAMES = sorted(path.stem for path in FOLDER.glob("eagle3*.json")) or ["eagle3"]
 
 
@@ -70,10 +70,10 @@ class Golden:
         aux = self.tensors[f"raw.{index}.aux_hidden_state"][0].chunk(3, -1)
         features = {f"hidden.{layer}": part for layer, part in enumerate(aux)}
         features["last_hidden"] = self.tensors[f"raw.{index}.hidden_state"][0]
-        return Sample(SampleId(str(index), 0), raw["input_ids"], raw["loss_mask"].bool(), features)
+        return Sample(SampleId(str(index), 1), raw["input_ids"], raw["loss_mask"].bool(), features)
 
     def batch(self) -> DraftBatch:
-        return plugin.collate(self.samples(), Eagle3Options())
+        return Eagle3(Eagle3Options()).collate(self.samples())
 
 
 @pytest.fixture(params=NAMES)
@@ -117,7 +117,7 @@ def test_golden_evaluation_over_single_samples(golden: Golden) -> None:
     `eval/avg_acc` is left out: in the one case at hand two different averages give its value.
     """
     draft, expected = golden.draft(), golden.data["evaluator_metrics_over_single_sample_batches"]
-    outputs = [draft(plugin.collate([s], Eagle3Options()), CONTEXT) for s in golden.samples()]
+    outputs = [draft(Eagle3(Eagle3Options()).collate([s]), CONTEXT) for s in golden.samples()]
     rows = sum(float(output.denominator) for output in outputs)
     metrics = {}
     for name in outputs[0].counts:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_eagle3 import plugin
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.attention import attend
 from draftcore_eagle3.loss import simulated_acceptance_length
 from draftcore_eagle3.model import Eagle3Draft
@@ -26,7 +26,7 @@ from torch.nn import functional
 from draftcore.contracts.algorithm import Draft, Sample, StepContext, StepOutput
 from draftcore.contracts.target import TargetSpec
 
-CONTEXT = StepContext(step=0, total_steps=1, seed=0)
+CONTEXT = StepContext(step=1, total_steps=1, seed=0)
 OPTIONS = Eagle3Options()
 # fp64 sums of some hundred terms in another order.
 check_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
@@ -179,7 +179,7 @@ def test_loss_and_gradients_equal_a_naive_draft(
     samples, theta = make_samples(9, 5, 7), rope.get("rope_theta", 10000.0)
     use_exact_frequencies(draft.module, theta)
     settings = Eagle3Options(**{"ttt_length": 3, **options})
-    output = plugin.forward_loss(draft, plugin.collate(samples, settings), CONTEXT)
+    output = Eagle3(OPTIONS).forward_loss(draft, Eagle3(settings).collate(samples), CONTEXT)
     ours = output.numerator / output.denominator
     theirs = Naive(draft, theta).loss(samples, settings)
     check_close(ours, theirs)
@@ -202,8 +202,8 @@ def test_what_meets_no_supervised_row_adds_nothing(
     def measure(steps: int, first: bool) -> tuple[Draft, StepOutput]:
         draft, (sample,) = make_draft(loss=loss, ttt_length=steps, kl_scale=0.5), make_samples(5)
         mask = torch.tensor([first, False, False, False, False])
-        batch = plugin.collate([dataclasses.replace(sample, loss_mask_T=mask)], OPTIONS)
-        return draft, plugin.forward_loss(draft, batch, CONTEXT)
+        batch = Eagle3(OPTIONS).collate([dataclasses.replace(sample, loss_mask_T=mask)])
+        return draft, Eagle3(OPTIONS).forward_loss(draft, batch, CONTEXT)
 
     draft, output = measure(3, first=False)
     output.numerator.backward()  # type: ignore[no-untyped-call]
@@ -223,8 +223,10 @@ def test_a_teacher_who_knows_no_draft_token_is_finite(
         dataclasses.replace(s, features={n: 1e4 * x for n, x in s.features.items()})
         for s in make_samples(9, 9)
     ]
-    batch = plugin.collate(samples, OPTIONS)
-    output, gradients = accumulate(plugin, make_draft(draft_vocab_size=24), [batch], CONTEXT)
+    batch = Eagle3(OPTIONS).collate(samples)
+    output, gradients = accumulate(
+        Eagle3(OPTIONS), make_draft(draft_vocab_size=24), [batch], CONTEXT
+    )
     assert output.numerator.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
 
@@ -233,10 +235,10 @@ def test_bf16_compute_keeps_the_loss_in_fp32(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
     draft = make_draft(dtype=torch.float32, draft_vocab_size=24)
-    batch = plugin.collate(make_samples(30, 20), OPTIONS)
-    plain, _ = accumulate(plugin, draft, [batch], CONTEXT)
+    batch = Eagle3(OPTIONS).collate(make_samples(30, 20))
+    plain, _ = accumulate(Eagle3(OPTIONS), draft, [batch], CONTEXT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed, gradients = accumulate(plugin, draft, [batch], CONTEXT)
+        mixed, gradients = accumulate(Eagle3(OPTIONS), draft, [batch], CONTEXT)
     assert {tensor.dtype for tensor in (mixed.numerator, *gradients)} == {torch.float32}
     # bf16 keeps 8 bits: some percent on a loss of random weights.
     torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
@@ -255,17 +257,17 @@ def test_supervised_rows_follow_the_mask_as_published_or_as_predicted(
     options, (sample,) = Eagle3Options(supervise=supervise), make_samples(6)
     mask = torch.tensor([False, False, True, True, False, True])
     sample = dataclasses.replace(sample, loss_mask_T=mask)
-    assert plugin.collate([sample], options).loss_mask_BT[0].long().tolist() == rows
+    assert Eagle3(options).collate([sample]).loss_mask_BT[0].long().tolist() == rows
     for length in (1, 2):
-        batch = plugin.collate(make_samples(length), options)
-        assert plugin.forward_loss(make_draft(), batch, CONTEXT).numerator.isfinite()
+        batch = Eagle3(options).collate(make_samples(length))
+        assert Eagle3(OPTIONS).forward_loss(make_draft(), batch, CONTEXT).numerator.isfinite()
 
 
 def test_metrics_count_what_their_names_say(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
-    batch = plugin.collate(make_samples(9, 5), OPTIONS)
-    output = plugin.forward_loss(make_draft(ttt_length=2), batch, CONTEXT)
+    batch = Eagle3(OPTIONS).collate(make_samples(9, 5))
+    output = Eagle3(OPTIONS).forward_loss(make_draft(ttt_length=2), batch, CONTEXT)
     for step in range(2):
         supervised = int(batch.loss_mask_BT[:, step:].sum())
         assert float(output.counts[f"accuracy_{step}"][1]) == supervised

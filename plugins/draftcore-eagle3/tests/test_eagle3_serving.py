@@ -10,7 +10,7 @@ from typing import Any
 import draftcore_eagle3
 import pytest
 import torch
-from draftcore_eagle3 import plugin
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft, MakeTarget, Refusals, drop, put
 from draftcore_sdk.algorithm_training import require_same_bits
@@ -41,7 +41,7 @@ def draft(make_draft: MakeDraft) -> Draft:
 
 @pytest.fixture
 def exported(draft: Draft, folder: Path) -> Path:
-    plugin.export_draft(draft, folder, "serving")
+    Eagle3(OPTIONS).export_draft(draft, folder, "serving")
     return folder
 
 
@@ -77,10 +77,10 @@ def test_rope_survives_in_either_spelling(
 ) -> None:
     target = make_target(rope_parameters=ROPES[rope])
     draft = make_draft(of=target)
-    plugin.export_draft(draft, folder, "serving")
+    Eagle3(OPTIONS).export_draft(draft, folder, "serving")
     change_config(folder, **dict.fromkeys(gone, GONE))
     assert LlamaConfig.from_dict(config_of(folder)).rope_parameters["rope_theta"] == 7e5
-    ours, theirs = draft.module.rotary, plugin.import_draft(folder, target, OPTIONS).module.rotary
+    ours, theirs = draft.module.rotary, Eagle3(OPTIONS).import_draft(folder, target).module.rotary
     assert len(ours.inverse_frequency) == (2 if rope == "partial" else 4)
     found = theirs.inverse_frequency.double()
     torch.testing.assert_close(found, ours.inverse_frequency, rtol=1e-6, atol=0)
@@ -101,7 +101,7 @@ def test_published_spellings_are_read(
 
     change_tensors(exported, rename)
     change_config(exported, eagle_aux_hidden_state_layer_ids=GONE)
-    again = plugin.import_draft(exported, target, OPTIONS)
+    again = Eagle3(OPTIONS).import_draft(exported, target)
     assert again.config == draft.config
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
@@ -127,7 +127,7 @@ def test_a_config_we_would_compute_differently_is_refused(
     value, message = REFUSED_CONFIGS[field]
     change_config(exported, **{field: value})
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported, target, OPTIONS)
+        Eagle3(OPTIONS).import_draft(exported, target)
 
 
 def absolute(tensors: dict[str, torch.Tensor]) -> None:
@@ -150,17 +150,17 @@ def test_damaged_tensors_are_refused_by_name(case: str, exported: Path, target: 
     change, message = REFUSED_TENSORS[case]
     change_tensors(exported, change)
     with pytest.raises(UsageError, match=message):
-        plugin.import_draft(exported, target, OPTIONS)
+        Eagle3(OPTIONS).import_draft(exported, target)
 
 
 def test_a_warm_start_takes_over_weights_mapping_and_layers(
     make_draft: MakeDraft, folder: Path, target: TargetSpec
 ) -> None:
     draft = make_draft(dtype=torch.float32, draft_vocab_size=24, layers=[0, 2, 6])
-    plugin.export_draft(draft, folder, "serving")
+    Eagle3(OPTIONS).export_draft(draft, folder, "serving")
     options = Eagle3Options(warm_start=str(folder), loss="lk_alpha")
-    assert plugin.feature_request(target, options).layers == (0, 2, 6)
-    again = plugin.build_draft(target, NO_DATA, options)
+    assert Eagle3(options).feature_request(target).layers == (0, 2, 6)
+    again = Eagle3(options).build_draft(target, NO_DATA)
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
 
@@ -172,7 +172,7 @@ def test_options_against_a_warm_start_are_refused(
 ) -> None:
     options = Eagle3Options(warm_start=str(exported), **option)
     with pytest.raises(UsageError, match=f"option {next(iter(option))} is"):
-        plugin.feature_request(target, options)
+        Eagle3(options).feature_request(target)
 
 
 # ------------------------------------------------------------ as servers read it
@@ -187,14 +187,14 @@ def test_the_servers_reader_shares_no_code_with_what_it_checks() -> None:
 @pytest.mark.parametrize("server", ["sglang", "vllm"])
 @pytest.mark.parametrize("rope", ROPES)
 def test_every_rope_is_read_as_it_was_trained(rope: str, server: str, tmp_path: Path) -> None:
-    options = Eagle3Options(num_attention_heads=6, num_key_value_heads=3, num_drafts=3)
+    options = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_drafts": 3}
     assert largest_gap("draftcore_eagle3.plugin", options, rope, server, tmp_path) < 1e-3
 
 
 def test_servers_read_no_unknown_kind_of_draft(exported: Path) -> None:
     change_config(exported, architectures=["Eagle3DraftModel"])
     with pytest.raises(UnservableError, match="LlamaForCausalLMEagle3"):
-        plugin.read_export(exported, "sglang")
+        Eagle3(OPTIONS).read_export(exported, "sglang")
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "input_norm.weight"])
@@ -208,6 +208,6 @@ def test_vllm_refuses_a_tensor_without_a_place(name: str, exported: Path) -> Non
             del tensors["norm.weight"]
 
     change_tensors(exported, add)
-    assert plugin.read_export(exported, "sglang").ignored == (() if prefixed else (name,))
+    assert Eagle3(OPTIONS).read_export(exported, "sglang").ignored == (() if prefixed else (name,))
     with pytest.raises(UnservableError, match=f"no place for: {name}"):
-        plugin.read_export(exported, "vllm")
+        Eagle3(OPTIONS).read_export(exported, "vllm")

@@ -41,7 +41,7 @@ class CompiledLayers:
     def _in_place(self) -> Iterator[None]:
         """Put the compiled layers in, for a capture alone: decoding keeps the layers as they are."""
         for layer, compiled in zip(self.model.layers, self.compiled, strict=True):
-            layer.forward = compiled  # type: ignore[method-assign]
+            layer.forward = compiled
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftcore.contracts.algorithm import Drafter
+from draftcore.contracts.algorithm import Drafter, Proposal
 from draftcore.contracts.runner import (
     Batch,
     GraphBackend,
@@ -33,7 +33,8 @@ from draftcore.contracts.runner import (
 )
 from draftcore.contracts.target import TargetCache, TargetModel
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation.decode import EagerRunner, right_padded, verify
+from draftcore.evaluation.decode import EagerRunner, right_padded
+from draftcore.evaluation.proposals import checked, verify
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
 from draftcore_graphs.divided import DividedRow
@@ -86,6 +87,7 @@ class DecodeGraphRunner(GraphRunner):
             Slot("live_B", lambda key: (key.rows,), torch.bool, "rows"),
             Slot("source_B", lambda key: (key.rows,), torch.long, "rows"),  # ZERO: the first row
             Slot("drafts_BK", lambda key: (key.rows, K), torch.long, "none"),
+            Slot("room_B", lambda key: (key.rows,), torch.long, "none"),
         )
         self.buffers = StaticBuffers(slots, [ShapeKey(rows)], self.target.device)
         self.cache = self.target.allocate(rows, max_len)
@@ -160,8 +162,12 @@ class DecodeGraphRunner(GraphRunner):
     def _draft(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
         def draft(batch: Batch) -> None:
             state = narrow(self.state, key.rows)
-            drafts_BK, _ = self.drafter.propose(state)
-            batch["drafts_BK"].copy_(drafts_BK)
+            found = self.drafter.propose(state)
+            proposal = checked(found, self.drafter, key.rows, self.target.spec.vocab_size)
+            batch["drafts_BK"].copy_(proposal.tokens_BK)
+            batch["room_B"].fill_(self.drafter.num_drafts)
+            if proposal.counts_B is not None:
+                batch["room_B"].copy_(proposal.counts_B)
             settle(self.state, state)
 
         return draft
@@ -169,20 +175,21 @@ class DecodeGraphRunner(GraphRunner):
     def _verify(self, key: ShapeKey) -> Callable[[Batch], Outputs]:
         cache, generator = narrow(self.cache, key.rows), torch.Generator(self.target.device)
 
-        def read_and_verify(batch: Batch) -> tuple[Tensor, Tensor]:
+        def read_and_verify(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
             last_B, lengths_B, source_B = (batch[n] for n in ("last_B", "lengths_B", "source_B"))
             drafts_BK = batch["drafts_BK"]
             window_BT, request = torch.cat([last_B[:, None], drafts_BK], 1), self.drafter.request
             features = self.target.forward(cache, window_BT, lengths_B, key.length, request)
             logits_BTV = self.target.logits(features["last_hidden"])
-            tokens_BT, counts_B = verify(logits_BTV, drafts_BK, None, 0.0, generator)
+            proposal = Proposal(drafts_BK, counts_B=batch["room_B"])
+            tokens_BT, counts_B, room_B = verify(logits_BTV, proposal, 0.0, generator)
             tokens_BT, counts_B = tokens_BT[source_B], counts_B[source_B]
             state = narrow(self.state, key.rows)
             self.drafter.accept(state, tokens_BT, features, counts_B)
             settle(self.state, state)
             last_B.copy_(tokens_BT.gather(1, counts_B[:, None] - 1)[:, 0])
             lengths_B.add_(counts_B)
-            return tokens_BT, counts_B
+            return tokens_BT, counts_B, room_B
 
         return read_and_verify
 
@@ -204,7 +211,8 @@ class GraphRows:
 
     def __init__(self, runner: DecodeGraphRunner, rows: int, live: int) -> None:
         self.runner, self.rows, self.live = runner, rows, live
-        self.last_B = runner.buffers.view(ShapeKey(rows))["last_B"][:live].clone()
+        self.last_B = runner.buffers.view(ShapeKey(rows))["last_B"][:live]
+        self.begun = False
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
@@ -223,18 +231,28 @@ class GraphRows:
 
     @torch.inference_mode()
     def propose(self) -> None:
-        self.runner.run(ShapeKey(self.rows, variant=DRAFT), {})
+        runner, key = self.runner, ShapeKey(self.rows, variant=DRAFT)
+        runner.run(key, {})
+        if not self.begun:
+            batch, vocab_size = runner.buffers.view(key), runner.target.spec.vocab_size
+            drafts = Proposal(batch["drafts_BK"], counts_B=batch["room_B"])
+            checked(drafts, runner.drafter, self.rows, vocab_size, values=True)
+        self.begun = True
 
     @torch.inference_mode()
-    def verify(self, span: int) -> tuple[Tensor, Tensor]:
-        tokens_BT, counts_B = self.runner.run(self._key(span, VERIFY), {})
-        return tokens_BT[: self.live].clone(), counts_B[: self.live].clone()
+    def verify(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
+        key = self._key(span, VERIFY)
+        tokens_BT, counts_B, room_B = self.runner.run(key, {})
+        self.last_B = self.runner.buffers.view(key)["last_B"][: self.live]
+        live = slice(self.live)
+        return tokens_BT[live].clone(), counts_B[live].clone(), room_B[live].clone()
 
     @torch.inference_mode()
     def plain(self, span: int) -> None:
         key = self._key(span, PLAIN)
         self.runner.ready([*self.runner.keys(), key])
         self.runner.run(key, {})
+        self.last_B = self.runner.buffers.view(key)["last_B"][: self.live]
 
     def _key(self, span: int, variant: str) -> ShapeKey:
         bucket = pad_to(span, self.runner.phase.lengths)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from draftcore.contracts.algorithm import Drafter
-from draftcore.contracts.offers import Bound
 from draftcore.contracts.runner import DecodeRunner, GraphBackend, GraphPlugin, RunnerContext
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import UsageError
 from draftcore.evaluation.decode import EagerRunner
 from draftcore.tensors import resolve_device
 from draftcore_graphs.decode import DecodeGraphRunner
@@ -64,8 +63,12 @@ class Graphs:
         phase = self._resolve(model.spec)
         if phase.backend != EAGER:
             rows, length = PROBED
-            if found := fault(drafter.allocate(rows, length), rows):
-                phase = self._resolve(model.spec, faults={"drafter-state": found})
+            found = {
+                "drafter-trees": "" if not hasattr(drafter, "depth") else f"depth {drafter.depth}",
+                "drafter-state": fault(drafter.allocate(rows, length), rows),
+            }
+            if faults := {rule: why for rule, why in found.items() if why}:
+                phase = self._resolve(model.spec, faults=faults)
         if phase.backend == EAGER:
             self._note_eager(phase)
             return EagerRunner(model, drafter)
@@ -85,13 +88,13 @@ class Graphs:
         given, context, model = self.options, self.context, target.text_config
         for plugin, options in given.plugins.items():
             with self._naming(f"plugins.{plugin}"):
-                context.bind("graph-plugin", plugin).options(options)
+                context.bind("graph-plugin", plugin, options)
         backends, plugins = context.offered("graph"), context.offered("graph-plugin")
         if given.backend == EAGER:  # the target may not even be able to run here
             return resolve(context.phase, given, Facts(0, 0, "", backends, plugins))
         if given.backend != AUTO:
             with self._naming("backend"):
-                context.bind("graph", given.backend).options(given.options)
+                context.bind("graph", given.backend, given.options)
         facts = Facts(
             rows=context.rows,
             longest=context.longest + (STEP if context.phase == "decode" else 0),
@@ -121,33 +124,18 @@ class Graphs:
             self._eager.append(f"eager, {phase.decided['backend']}")
 
     def _backend(self, phase: Phase) -> tuple[GraphBackend, frozenset[str]]:
-        bound = self.context.bind("graph", phase.backend)
-        options = bound.options(phase.options)
+        bound = self.context.bind("graph", phase.backend, phase.options)
         with self._naming("backend"):
-            backend = bound.hook.graph_backend(name=phase.backend, options=options)
-        return _answered(backend, bound, "graph_backend"), bound.capabilities
+            backend = bound.hook.graph_backend(name=phase.backend, options=bound.options)
+        return backend, bound.capabilities
 
     def _plugins(self, phase: Phase) -> list[GraphPlugin]:
         """Open the phase's graph plugins, in the order in which they are named."""
         opened = []
         for name, given in phase.plugins.items():
-            bound = self.context.bind("graph-plugin", name)
-            plugin = bound.hook.graph_plugin(name=name, options=bound.options(given))
-            opened.append(_answered(plugin, bound, "graph_plugin"))
+            bound = self.context.bind("graph-plugin", name, given)
+            opened.append(bound.hook.graph_plugin(name=name, options=bound.options))
         return opened
-
-
-T = TypeVar("T")
-
-
-def _answered(opened: T | None, bound: Bound, hook: str) -> T:
-    if opened is None:
-        offer = bound.offer
-        raise DraftcoreError(
-            f"plugin {bound.plugin} offers the {offer.kind} {offer.name!r} and answers None\n"
-            f"  its hook {hook} must return one for every name that it offers"
-        )
-    return opened
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:

@@ -172,6 +172,13 @@ RULES: tuple[Rule, ...] = (
         "set eval.temperature=0",
     ),
     Rule(
+        "drafter-trees",
+        ("decode",),
+        lambda facts, backend: "drafter-trees" in facts.faults,
+        "the algorithm drafts trees, and a round of those is not recorded",
+        judges_later_by="the drafter",
+    ),
+    Rule(
         "drafter-state",
         ("decode",),
         lambda facts, backend: "drafter-state" in facts.faults,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.target import TargetModel
 from draftcore.target import TransformersModel, TransformersTarget
 
@@ -31,9 +32,9 @@ class ShiftingDrafter(RepeatingDrafter):
 
     def propose(
         self, state: dict[str, Tensor], temperature: float = 0.0, generator: Any = None
-    ) -> tuple[Tensor, None]:
-        drafts_BK, _ = super().propose(state)
-        return (drafts_BK + self.module.shift.long()) % self.vocabulary, None
+    ) -> Proposal:
+        drafts_BK = super().propose(state).tokens_BK
+        return Proposal((drafts_BK + self.module.shift.long()) % self.vocabulary)
 
 
 @pytest.fixture(scope="session")

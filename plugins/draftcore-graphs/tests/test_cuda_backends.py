@@ -385,6 +385,7 @@ def test_compiled_buckets_come_and_go_without_leaving_memory(piecewise: GraphBac
 
 
 REQUEST = FeatureRequest((0, 5), True, "float32")
+WIDER = FeatureRequest((0, 5), True, "float32", topk=3, embeddings=True)
 
 
 def prefill(
@@ -416,10 +417,12 @@ def test_every_bucket_of_prefill_replays_to_the_bits_of_eager(
     options = BreakableOptions(debug=name == "debug")
     backend = open_backend("full" if name == "full" else "breakable", options)
     runner = prefill(backend, tmp_path, dtype, breaks=name != "full")
+    runner.features(*batch_of(1, 8), WIDER)
     for key in sorted(runner.captured):
-        runner.features(*batch_of(key.rows, key.length - 2), REQUEST)
+        request = WIDER if "topk" in key.variant else REQUEST
+        runner.features(*batch_of(key.rows, key.length - 2), request)
         assert largest_gap(runner, key) == 0, key
-    assert runner.counts == {"replayed": 9}
+    assert runner.counts == {"replayed": 18}
     runner.forget()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +15,12 @@ from draftcore_sdk.replays import largest_gap
 from torch import Tensor
 
 from draftcore.config import EvalConfig
+from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.runner import Batch, GraphPlugin, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation.decode import (
-    EagerRunner,
-    right_padded,
-    speculate,
-    verify,
-)
+from draftcore.evaluation.decode import EagerRunner, right_padded, speculate
+from draftcore.evaluation.proposals import verify
 from draftcore.evaluation.report import Decoded
 
 CONFIG = EvalConfig(max_new_tokens=24, batch=4)
@@ -64,6 +62,21 @@ def test_token_streams_and_acceptance_are_those_of_eager_decoding(
     assert runner.captures == (9 if count > 2 else 3)
 
 
+def test_rows_may_propose_fewer_tokens_than_they_might(
+    target: TargetModel, drafter: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the last token says: rounds and chances are those of eager decoding."""
+    propose = drafter.propose
+
+    def fewer(state: dict[str, Tensor], *sampling: Any) -> Proposal:
+        return replace(propose(state, *sampling), counts_B=state["last_B"] % 3)
+
+    monkeypatch.setattr(drafter, "propose", fewer)
+    graphs = decode(target, drafter, prompts, make(target, drafter))
+    assert graphs == decode(target, drafter, prompts)
+    assert {0, 1, 2} <= {room for row in graphs for room in row.room}
+
+
 def test_every_bucket_replays_to_the_bits_of_eager(
     target: TargetModel, drafter: Any, prompts: list[list[int]]
 ) -> None:
@@ -82,16 +95,10 @@ def test_a_row_of_padding_stands_where_the_row_it_repeats_stands(
 ) -> None:
     """Even where it is judged otherwise, as in half precision, or it would outrun its cache."""
 
-    def lenient(
-        logits_BTV: Tensor,
-        drafts_BK: Tensor,
-        draft_probs_BKV: Tensor | None,
-        temperature: float,
-        generator: Any,
-    ) -> tuple[Tensor, Tensor]:
-        tokens_BT, counts_B = verify(logits_BTV, drafts_BK, draft_probs_BKV, temperature, generator)
+    def lenient(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tokens_BT, counts_B, room_B = verify(*given)
         last_B = torch.arange(len(counts_B)) == 3
-        return tokens_BT, torch.where(last_B, drafts_BK.shape[1] + 1, counts_B)
+        return tokens_BT, torch.where(last_B, tokens_BT.shape[1], counts_B), room_B
 
     monkeypatch.setattr("draftcore_graphs.decode.verify", lenient)
     runner = make(target, drafter)

@@ -102,7 +102,7 @@ def test_cleanup_lets_go_of_what_was_compiled(backend: PiecewiseBackend) -> None
 
 def test_prefill_through_it_gives_the_features_of_eager(target: TargetModel) -> None:
     """fp32 on one device, one mask against another: sums of 48 products, in another order."""
-    request = FeatureRequest((0, 2), True, "float32")
+    request = FeatureRequest((0, 2), True, "float32", topk=3, embeddings=True)
     phase = Phase("prefill", "piecewise", rows=(4,), lengths=(8,))
     runner = PrefillGraphRunner(target, phase, PiecewiseBackend("eager", None))
     generator = torch.Generator().manual_seed(0)

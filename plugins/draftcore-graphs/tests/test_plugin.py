@@ -16,7 +16,7 @@ from draftcore_graphs.options import (
     PiecewiseOptions,
 )
 from draftcore_graphs.resolve import PLUGIN_RULES, RULES
-from draftcore_sdk.suite import hooks_of, offer_of, options_of
+from draftcore_sdk.suite import opened
 
 from draftcore.contracts.runner import GraphBackend
 from draftcore.errors import UsageError
@@ -26,8 +26,8 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is CU
 
 
 def open_backend(name: str, **options: Any) -> GraphBackend:
-    model = options_of(offer_of(PLUGIN, "graph", name), options)
-    return hooks_of(PLUGIN).graph_backend(name=name, options=model)
+    backend: GraphBackend = opened(PLUGIN, "graph", name, options)
+    return backend
 
 
 @without_cuda

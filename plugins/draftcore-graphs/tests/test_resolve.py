@@ -27,6 +27,7 @@ REFUSED = {
     "experts": ({"experts": "eager"}, "any"),
     "capture": ({"capture": frozenset()}, "any"),
     "sampling": ({"temperature": 0.7}, "any"),
+    "drafter-trees": ({"faults": {"drafter-trees": "depth 3"}}, "any"),
     "drafter-state": ({"faults": {"drafter-state": "state.step is a int"}}, "any"),
     "masks": ({"faults": {"masks": "hidden.1 differs"}}, "any"),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.tbo import Cut, TwoBatchOverlap, balanced_cut, merge, split
-from draftcore_sdk.suite import hooks_of, offer_of, options_of
+from draftcore_sdk.suite import opened
 from torch import Tensor
 
 from draftcore.contracts.runner import Batch, Outputs, ShapeKey
@@ -121,15 +121,10 @@ def test_rows_of_padding_are_not_counted_whatever_they_hold() -> None:
 
 def test_the_share_below_which_a_row_is_cut_is_an_option() -> None:
     lengths = random_batch([4] * 3, 0)
-    opened = [
-        hooks_of(PLUGIN).graph_plugin(
-            name="tbo", options=options_of(offer_of(PLUGIN, "graph-plugin", "tbo"), given)
-        )
-        for given in ({}, {"least_share": 0.3})
-    ]
-    for plugin in opened:
+    plugins = [opened(PLUGIN, "graph-plugin", "tbo", given) for given in ({}, {"least_share": 0.3})]
+    for plugin in plugins:
         plugin.on_capture(ShapeKey(3, 4), lengths, each_token)
-    assert [list(plugin.cuts.values()) for plugin in opened] == [[Cut(1, 2)], [Cut(1)]]
+    assert [list(plugin.cuts.values()) for plugin in plugins] == [[Cut(1, 2)], [Cut(1)]]
 
 
 def test_what_another_plugin_has_cut_is_not_cut_again() -> None:

@@ -7,7 +7,8 @@
 
 There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each kind of offer:
 `algorithms.AlgorithmSuite`, `captures.CaptureSuite`, `stores.StoreSuite`, `channels.ChannelSuite`,
-`runners.RunnerSuite`, `graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`.
+`runners.RunnerSuite`, `graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what
+goes around an algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`.
 `draftcore check-plugin NAME` runs all that apply, `draftcore new-plugin NAME` writes a plugin that
 passes them. A suite opens everything through the plugin's hooks, as a run does.
 """
@@ -23,8 +24,9 @@ SUITES = (
     "plugins",
     "runners",
     "stores",
+    "wrappers",
 )
-PARTS = ("algorithm_fixtures", "algorithm_training")
+PARTS = ("algorithm_fixtures", "algorithm_training", "drafting")
 
 if "pytest" in sys.modules:  # asserts in a suite explain themselves as those of a test file do
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{n}" for n in (*SUITES, *PARTS)))

@@ -6,7 +6,7 @@ A conftest imports the fixtures and adds one, `algorithm`, that says what they a
 
     @pytest.fixture(scope="session")
     def algorithm() -> Tiny:
-        return Tiny(plugin, MyOptions, {"num_layers": 2}, ["hidden.1", "last_hidden"], shape={})
+        return Tiny(MyAlgorithm, MyOptions, {"num_layers": 2}, ["hidden.1", "last_hidden"], shape={})
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SHAPE = {"hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 8, 
 
 @dataclass(frozen=True)
 class Tiny:
-    """An algorithm at a size for tests: its hooks and options, and what keeps it small.
+    """An algorithm at a size for tests: its class and options, and what keeps it small.
 
     `small` are the options of every draft, `shape` goes to `tiny_target`, `features` are those of
     samples, with token ids below `tokens`. `std` is that of a draft's random weights: large, as flat
     distributions hide mistakes.
     """
 
-    plugin: Any
+    made_with: Callable[[Any], Any]  # its options
     options: Callable[..., Any]
     small: Mapping[str, Any]
     features: Sequence[str]
@@ -60,6 +60,11 @@ class Tiny:
     summary: DataSummary = NO_DATA
     tokens: int = 250
     std: float = 0.2
+
+    @property
+    def plain(self) -> Any:
+        """The algorithm with its default options."""
+        return self.made_with(self.options())
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +91,7 @@ def make_draft(algorithm: Tiny, target: TargetSpec) -> MakeDraft:
     def make(of: TargetSpec = target, dtype: torch.dtype = torch.float64, **options: Any) -> Draft:
         torch.manual_seed(2)
         settings = algorithm.options(**{**algorithm.small, **options})
-        draft: Draft = algorithm.plugin.build_draft(of, algorithm.summary, settings)
+        draft: Draft = algorithm.made_with(settings).build_draft(of, algorithm.summary)
         draft.module.to(dtype)
         for parameter in draft.module.parameters():
             nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=algorithm.std)
@@ -110,7 +115,7 @@ def make_samples(algorithm: Tiny) -> MakeSamples:
                 torch.randn(shape, generator=generator, dtype=dtype) for _ in algorithm.features
             ]
             features = dict(zip(algorithm.features, values, strict=True))
-            return Sample(SampleId(f"3.{index}", 0), tokens_T, learned_T, features)
+            return Sample(SampleId(f"3.{index}", 1), tokens_T, learned_T, features)
 
         return [sample(index, length) for index, length in enumerate(lengths)]
 
@@ -127,11 +132,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def accumulate(
-    plugin: Any, draft: Draft, batches: Sequence[DraftBatch], context: StepContext
+    algorithm: Any, draft: Draft, batches: Sequence[DraftBatch], context: StepContext
 ) -> tuple[StepOutput, list[Tensor]]:
     """Run micro-batches as one update; return what their outputs sum up to, and the gradients."""
     draft.module.zero_grad()
-    output = summed([plugin.forward_loss(draft, batch, context) for batch in batches])
+    output = as_ratio(summed([algorithm.forward_loss(draft, batch, context) for batch in batches]))
     torch.autograd.backward([output.numerator / output.denominator])
     gradients = [p.grad.clone() for p in draft.module.parameters() if p.grad is not None]
     return output, gradients
@@ -147,8 +152,19 @@ def summed(outputs: Sequence[StepOutput]) -> StepOutput:
         name: (total(o.counts[name][0] for o in outputs), total(o.counts[name][1] for o in outputs))
         for name in outputs[0].counts
     }
-    sums = total(o.numerator for o in outputs), total(o.denominator for o in outputs)
-    return StepOutput(*sums, counts)
+    terms = [
+        (total(term[0] for term in same), total(term[1] for term in same), same[0][2])
+        for same in zip(*(output.terms for output in outputs), strict=True)
+    ]
+    return StepOutput(terms=terms, counts=counts)
+
+
+def as_ratio(output: StepOutput) -> StepOutput:
+    """Return a loss as one ratio: of several terms their sum, over 1."""
+    if len(output.terms) == 1 and output.terms[0][2] == 1:
+        return StepOutput(*output.terms[0][:2], output.counts)
+    parts = [w * n / torch.where(d == 0, torch.ones_like(d), d) for n, d, w in output.terms]
+    return StepOutput(sum(parts[1:], parts[0]), torch.ones_like(parts[0].detach()), output.counts)
 
 
 def use_exact_frequencies(module: nn.Module, theta: float = 10000.0) -> None:
@@ -178,18 +194,18 @@ class Refusals:
     def test_pickles_are_not_read(
         self, algorithm: Tiny, make_draft: MakeDraft, folder: Path, target: TargetSpec
     ) -> None:
-        algorithm.plugin.export_draft(make_draft(dtype=torch.float32), folder, "serving")
+        algorithm.plain.export_draft(make_draft(dtype=torch.float32), folder, "serving")
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
         with pytest.raises(UsageError, match=r"pytorch_model.bin is a pickle.*safetensors"):
-            algorithm.plugin.import_draft(folder, target, algorithm.options())
+            algorithm.plain.import_draft(folder, target)
 
     def test_an_absent_folder_and_an_unknown_layout_are_explained(
         self, algorithm: Tiny, make_draft: MakeDraft, folder: Path, target: TargetSpec
     ) -> None:
         with pytest.raises(UsageError, match=re.escape("no config.json")):
-            algorithm.plugin.import_draft(folder, target, algorithm.options())
+            algorithm.plain.import_draft(folder, target)
         with pytest.raises(UsageError, match=r"did you mean 'serving'\?"):
-            algorithm.plugin.export_draft(make_draft(), folder, "servin")
+            algorithm.plain.export_draft(make_draft(), folder, "servin")
         assert not folder.exists()
 
     def test_a_diverged_draft_is_not_exported(
@@ -198,5 +214,5 @@ class Refusals:
         draft = make_draft()
         draft.module.get_parameter("fc.weight").data[3, 3] = float("nan")
         with pytest.raises(DraftcoreError, match=r"fc.weight is not finite"):
-            algorithm.plugin.export_draft(draft, folder, "serving")
+            algorithm.plain.export_draft(draft, folder, "serving")
         assert not folder.exists()

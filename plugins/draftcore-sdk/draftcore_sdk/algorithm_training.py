@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from draftcore.contracts.algorithm import StepOutput
 from draftcore.target import TransformersTarget
 from draftcore.training.checkpoint import trained_tensors
 from draftcore_sdk.example import LAYERS, Example, WatchedTarget
-from draftcore_sdk.suite import Suite, hooks_of, offer_of, options_of
+from draftcore_sdk.suite import Suite, bound
 from draftcore_sdk.workbench import SEED, STEPS, Bench, Measured, global_seed, padded, snapshot
 
 
@@ -27,11 +28,11 @@ class Training(Suite):
     @pytest.fixture(scope="class")
     @classmethod
     def bench(cls, tmp_path_factory: Any) -> Bench:
-        offer = offer_of(cls.plugin, "algorithm", cls.name)
-        options, hooks = options_of(offer, cls.options), hooks_of(cls.plugin)
+        own = bound(cls.plugin, "algorithm", cls.name, cls.options)
         example = Example.of(tmp_path_factory.getbasetemp() / "algorithm-suite")
         folder = tmp_path_factory.mktemp("runs")
-        return Bench(hooks, offer, options, example, folder, cls.options, cls.loose)
+        loose = [cls.loose] if cls.loose else []
+        return Bench(own.hook, own.offer, own.options, example, folder, cls.options, loose)
 
     # ------------------------------------------------------------ feature_request
 
@@ -65,7 +66,9 @@ class Training(Suite):
             assert parameter.isfinite().all(), name
 
     def test_the_same_seed_builds_the_same_bits(self, bench: Bench) -> None:
-        require_same_bits(snapshot(bench.build()), snapshot(bench.build()))
+        before, first = copy.deepcopy(bench.options), snapshot(bench.build())
+        assert bench.options == before, f"build_draft changes its options: {before}"
+        require_same_bits(snapshot(bench.build()), first)
 
     def test_frozen_names_tensors_that_are_not_trained(self, bench: Bench) -> None:
         draft, parameters = bench.draft, dict(bench.draft.module.named_parameters())
@@ -83,6 +86,12 @@ class Training(Suite):
         assert set(grouped) <= trainable.keys(), "a group holds a foreign parameter"
         assert len(grouped) == len(trainable), "a parameter is in two groups"
 
+    def test_the_recommended_settings_can_train(self, bench: Bench) -> None:
+        recommended = bench.draft.defaults
+        assert recommended.lr > 0, recommended
+        assert recommended.clip > 0, recommended
+        assert 0 <= recommended.warmup_ratio < 1, f"warmup is a share of the run: {recommended}"
+
     def test_wrap_units_name_submodules(self, bench: Bench) -> None:
         units = bench.draft.wrap_units
         assert all(isinstance(bench.draft.module.get_submodule(n), nn.Module) for n in units)
@@ -99,14 +108,16 @@ class Training(Suite):
         again.module.eval()
         again.module.load_state_dict(trained_tensors(bench.trained.draft), strict=False)
         batch = bench.batch
-        require_same_output(bench.loss(again, batch), bench.loss(bench.trained.draft, batch))
+        ours, theirs = bench.loss(again, batch), bench.loss(bench.trained.draft, batch)
+        require_same_output(ours, theirs, "from its checkpoint and without, the draft has")
 
     # ------------------------------------------------------------ collate
 
     def test_collate_takes_one_sample_and_several(self, bench: Bench) -> None:
         for samples in (bench.varied[:1], bench.varied):
             batch, lengths = bench.collate(samples), [len(s.token_ids_T) for s in samples]
-            assert batch.ids == tuple(sample.id for sample in samples)
+            ids = tuple(sample.id for sample in samples)
+            assert batch.ids == ids, f"its ids are not the samples', in their order: {batch.ids}"
             assert len(batch.token_ids_BT) == len(samples)
             assert batch.loss_mask_BT.shape == batch.token_ids_BT.shape
             assert batch.attention_mask_BT.shape == batch.token_ids_BT.shape
@@ -128,7 +139,10 @@ class Training(Suite):
     def test_collate_runs_where_its_samples_lie(self, bench: Bench) -> None:
         """What it makes beside them is made there; a device of tensors without numbers shows it."""
         try:
-            bench.collate([sample.to("meta") for sample in bench.varied])
+            batch = bench.collate([sample.to("meta") for sample in bench.varied])
+            tensors = contents(batch.__dict__).items()
+            others = [name for name, tensor in tensors if tensor.device.type != "meta"]
+            assert not others, f"made elsewhere than where the samples lie: {', '.join(others)}"
         except RuntimeError as error:
             if not (isinstance(error, NotImplementedError) or "meta tensor" in str(error)):
                 raise
@@ -137,13 +151,14 @@ class Training(Suite):
     # ------------------------------------------------------------ forward_loss: what it returns
 
     def test_loss_and_metrics_are_ratios_of_finite_scalars(self, bench: Bench) -> None:
-        output = bench.loss(bench.draft, bench.batch)
-        for part in (output.numerator, output.denominator):
-            assert part.shape == ()
-            assert bool(part.isfinite())
-        assert output.numerator.requires_grad
-        assert not output.denominator.requires_grad, "the denominator must be detached"
-        assert output.denominator > 0
+        output = bench.output(bench.draft, bench.batch)
+        for numerator, denominator, _ in output.terms:
+            for part in (numerator, denominator):
+                assert part.shape == ()
+                assert bool(part.isfinite())
+            assert numerator.requires_grad, "the numerator carries no gradient"
+            assert not denominator.requires_grad, "the denominator must be detached"
+            assert denominator > 0
         for name, (above, below) in output.counts.items():
             assert above.shape == below.shape == (), name
             attached = above.requires_grad or below.requires_grad
@@ -155,17 +170,41 @@ class Training(Suite):
             first = bench.measure(bench.batch)
         with global_seed(2):
             second = bench.measure(bench.batch)
-        require_same_output(second.output, first.output)
+        said = "called twice, it gives"
+        require_same_output(second.output, first.output, said)
         require_same_bits(second.gradients, first.gradients)
+
+    def test_the_loss_leaves_the_draft_as_it_is(self, bench: Bench) -> None:
+        """Ranks and micro-batches would not agree on what it changes; `gradients_ready` is for that."""
+        draft = bench.build()
+        before = snapshot(draft)
+        for training in (True, False):
+            draft.module.train(training)
+            bench.loss(draft, bench.batch)
+            require_same_bits(snapshot(draft), before)
+            assert draft.module.training is training, "the loss puts the draft into another mode"
+
+    def test_every_feature_that_is_asked_for_counts(self, bench: Bench) -> None:
+        """What is captured, stored and moved for nothing is the dearest part of a run."""
+        batch, plain = bench.batch, bench.whole.output.numerator
+        for name, value in batch.features.items():
+            other = dataclasses.replace(batch, features={**batch.features, name: value.roll(1, 1)})
+            same = torch.equal(bench.loss(bench.draft, other).numerator, plain)
+            assert not same, f"{name} is asked for, and the loss is the same without"
 
     def test_an_all_masked_batch_adds_nothing(self, bench: Bench) -> None:
         samples = [
             dataclasses.replace(sample, loss_mask_T=torch.zeros_like(sample.loss_mask_T))
             for sample in bench.varied
         ]
+        counts = bench.whole.output.counts
         measured = bench.measure(bench.collate(samples))
-        assert float(measured.output.numerator) == 0
-        assert bool(measured.output.denominator.isfinite())
+        assert measured.output.counts.keys() == counts.keys(), "it has other metrics"
+        attached = bench.loss(bench.draft, bench.collate(samples)).numerator.requires_grad
+        assert attached, "without a gradient, the other ranks would wait for one"
+        above, below = float(measured.output.numerator), float(measured.output.denominator)
+        assert above == 0, f"the numerator is {above:.6g}, not 0: what the loss mask hides counts"
+        assert math.isfinite(below), f"the denominator is {below}"
         for name, gradient in measured.gradients.items():
             assert not gradient.any(), f"gradient of {name} is nan or not 0"
 
@@ -174,7 +213,7 @@ class Training(Suite):
     def test_gradients_reach_every_trainable_parameter(self, bench: Bench) -> None:
         """At some step of a run: a schedule may hold a part back for a while."""
         draft = bench.build()
-        for step in (0, STEPS // 2, STEPS - 1):
+        for step in (1, STEPS // 2, STEPS):
             bench.loss(draft, bench.batch, step).numerator.backward()  # type: ignore[no-untyped-call]
         trainable = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}
         untouched = [name for name, p in trainable.items() if p.grad is None or not p.grad.any()]
@@ -189,6 +228,11 @@ class Training(Suite):
         for name, tensor in [*draft.module.named_parameters(), *draft.module.named_buffers()]:
             if name in draft.frozen or tensor.untyped_storage().data_ptr() in lent:
                 assert tensor.grad is None, f"a gradient reaches {name}, which is the target's"
+        trainable = {n for n, p in draft.module.named_parameters() if p.requires_grad}
+        for name in trained_tensors(draft).keys() - trainable:
+            tensor = draft.module.state_dict()[name]
+            its = not any(torch.equal(tensor, one) for one in watched.handed)
+            assert its, f"{name} is the target's and in every checkpoint: name it in Draft.frozen"
         bench.train(draft, steps=2)
         for tensor, old in zip(watched.handed, before, strict=True):
             assert torch.equal(tensor, old), "training changes a tensor of the target"
@@ -218,25 +262,31 @@ class Training(Suite):
             # A random direction's slope is about as large as the norm. Our own algorithms differ
             # by 2e-8 of it.
             close = abs(rise - slope) <= 1e-6 * norm_of(measured)
-            assert close, f"the loss rises by {rise}, not {slope}"
+            assert close, (
+                f"the loss rises by {rise:.6g}, the gradient says {slope:.6g}\nwhat depends on the "
+                "parameters is detached, or a backward is wrong; on purpose: offer `stop_gradient`"
+            )
 
     # ------------------------------------------------------------ forward_loss: batches
 
     def test_padding_and_order_in_a_batch_do_not_change_the_loss(self, bench: Bench) -> None:
-        require_close(bench.measure(padded(bench.batch, 5)), bench.whole)
-        require_close(bench.measure(bench.collate(bench.varied[::-1])), bench.whole)
+        more, turned = padded(bench.batch, 5), bench.collate(bench.varied[::-1])
+        require_close(bench.measure(more), bench.whole, "with 5 more places of padding", PADDED)
+        require_close(bench.measure(turned), bench.whole, "with the rows in reverse order", PLACED)
 
     @pytest.mark.parametrize("cut", [1, 2, 3, 4])
     def test_any_split_into_micro_batches_gives_one_update(self, bench: Bench, cut: int) -> None:
         """The last of the samples is far longer than others: a neighbour's length does not count."""
         bench.require_absent("split_dependent", "its loss is a mean over the micro-batch")
         parts = [bench.collate(part) for part in (bench.varied[:cut], bench.varied[cut:])]
-        require_close(bench.measure(*parts), bench.whole)
+        said = f"of {cut} and {len(bench.varied) - cut} samples, summed up,"
+        require_close(bench.measure(*parts), bench.whole, said, MEANT)
 
     def test_a_batch_twice_over_has_the_same_loss(self, bench: Bench) -> None:
         """A numerator that was divided already would be divided again."""
         twice, once = bench.loss(bench.draft, bench.collate(bench.varied * 2)), bench.whole.output
-        assert_close(twice.numerator / twice.denominator, once.numerator / once.denominator)
+        found, expected = twice.numerator / twice.denominator, once.numerator / once.denominator
+        assert_close(found, expected, "the loss of all samples twice", DIVIDED)
 
     # ------------------------------------------------------------ capability `compile`
 
@@ -245,7 +295,7 @@ class Training(Suite):
         compiled = torch.compile(
             lambda batch: bench.loss(bench.draft, batch), fullgraph=True, backend="eager"
         )
-        assert_close(compiled(bench.batch).numerator, bench.whole.output.numerator)
+        assert_close(compiled(bench.batch).numerator, bench.whole.output.numerator, "compiled: it")
 
     # ------------------------------------------------------------ learning
 
@@ -264,26 +314,38 @@ class Training(Suite):
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-6, 1e-5
 
 
-def assert_close(found: Tensor, expected: Tensor, metric: str = "the loss") -> None:
+PADDED = "what is padded counts: weigh by the masks"
+PLACED = "what a row adds depends on its place in the batch"
+MEANT = (
+    "a mean over the micro-batch? Return sums: the trainer divides once. If the published loss is "
+    "such a mean, offer `split_dependent`.\nOtherwise what a sample adds depends on its neighbours"
+)
+DIVIDED = "the numerator was divided already, and would be divided again"
+
+
+def assert_close(found: Tensor, expected: Tensor, said: str, cause: str = "") -> None:
     """Compare values that differ in the order of summation at most."""
-    explain: Callable[[str], str] = lambda text: f"{metric}: {text}"  # noqa: E731
-    torch.testing.assert_close(
-        found, expected, rtol=LOSS_TOLERANCE, atol=1e-7, equal_nan=True, msg=explain
-    )
+    ours, theirs = float(found.detach()), float(expected.detach())
+    if math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE, abs_tol=1e-7) or ours != ours != theirs:
+        return
+    times = f", {ours / theirs:.4g} times as much" if theirs else ""
+    pytest.fail(f"{said} is {ours:.6g}, not {theirs:.6g}{times}\n{cause}".strip())
 
 
-def require_close(found: Measured, expected: Measured) -> None:
+def require_close(found: Measured, expected: Measured, said: str, cause: str) -> None:
     """The same loss, metrics and gradient, up to the order of summation."""
-    assert_close(found.output.numerator, expected.output.numerator)
-    assert_close(found.output.denominator, expected.output.denominator)
-    assert found.output.counts.keys() == expected.output.counts.keys()
-    for name, (above, below) in expected.output.counts.items():
-        ours = found.output.counts[name]
-        assert_close(ours[0] / ours[1], above / below, f"metric {name}")
+    ours, theirs = found.output, expected.output
+    assert_close(ours.numerator, theirs.numerator, f"{said} the numerator", cause)
+    assert_close(ours.denominator, theirs.denominator, f"{said} the denominator", cause)
+    assert ours.counts.keys() == theirs.counts.keys()
+    for name, (above, below) in theirs.counts.items():
+        ratio = ours.counts[name][0] / ours.counts[name][1]
+        assert_close(ratio, above / below, f"{said} the metric {name}", cause)
     norm = norm_of(expected)
     for name, gradient in expected.gradients.items():
         gap = float((found.gradients[name] - gradient).norm())
-        assert gap <= GRADIENT_TOLERANCE * norm, f"gradient of {name}: {gap:.3g} of {norm:.3g}"
+        close = gap <= GRADIENT_TOLERANCE * norm
+        assert close, f"{said} the gradient of {name} differs by {gap:.3g} of {norm:.3g}\n{cause}"
 
 
 def norm_of(measured: Measured) -> float:
@@ -294,14 +356,22 @@ def require_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
     """Compare dtype, shape and every bit."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), f"{name} differs"
+        forms = [f"{one.dtype} {list(one.shape)}" for one in (found[name], tensor)]
+        assert forms[0] == forms[1], f"{name} is {forms[0]}, not {forms[1]}"
+        places = (found[name] != tensor).nonzero().tolist()
+        assert torch.equal(found[name], tensor), (
+            f"{name}: {len(places)} of {tensor.numel()} values differ, first at {places[0]}"
+        )
 
 
-def require_same_output(found: StepOutput, expected: StepOutput) -> None:
-    """The same loss to the bit."""
-    assert torch.equal(found.numerator, expected.numerator)
-    assert torch.equal(found.denominator, expected.denominator)
+def require_same_output(found: StepOutput, expected: StepOutput, said: str) -> None:
+    """The same loss and metrics to the bit."""
+    pairs = {"numerator": (found.numerator, expected.numerator)}
+    pairs["denominator"] = found.denominator, expected.denominator
+    pairs |= {f"{n} (above)": (found.counts[n][0], expected.counts[n][0]) for n in found.counts}
+    for name, (ours, theirs) in pairs.items():
+        same = torch.equal(ours, theirs)
+        assert same, f"{said} a {name} of {float(ours):.9g} and of {float(theirs):.9g}"
 
 
 def contents(fields: Mapping[str, Any]) -> dict[str, Tensor]:

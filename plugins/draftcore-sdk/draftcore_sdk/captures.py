@@ -5,16 +5,19 @@ pass, row by row and without padding. A backend that reads its target elsewhere 
 such as a running server, overrides `target_folder` and serves what `capture_target` writes.
 
 Other implementations add in another order than transformers does, so features are compared with
-the reference within rounding; a backend is compared with itself bit by bit.
+the reference within rounding; a backend is compared with itself bit by bit. A backend that claims
+`topk` or `embeddings` is tested for those as well.
 
-Shape letters: T tokens, H width, V vocabulary.
+Shape letters: T tokens, H width, K logits, V vocabulary.
 """
 
 import copy
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch, Fe
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore.target import TransformersTarget
+from draftcore_sdk.memory import CYCLES, differing, watched_bytes
 from draftcore_sdk.suite import Suite
 from draftcore_sdk.targets import tiny_target
 
@@ -43,8 +47,13 @@ REQUESTS = {
     "every layer": FeatureRequest(tuple(range(LAYERS)), True, "float32"),
     "bfloat16": FeatureRequest((0, 2), True, "bfloat16"),
     "float16": FeatureRequest((3,), True, "float16"),
+    "topk": FeatureRequest((), False, "float16", topk=5),
+    "embeddings": FeatureRequest((1,), False, "bfloat16", embeddings=True),
 }
 ALL = REQUESTS["every layer"]
+WIDEST = replace(ALL, topk=5, embeddings=True)
+# How far a number may be off in a type, relative to itself, where it was rounded once.
+HALVES = {"bfloat16": 2**-8, "float16": 2**-11}
 
 
 class CaptureSuite(Suite):
@@ -68,12 +77,21 @@ class CaptureSuite(Suite):
         captures: list[Capture] = []
 
         def opener(request: FeatureRequest) -> Capture:
+            asked = {name for name in ("topk", "embeddings") if getattr(request, name)}
+            if lacking := asked - set(self.said("capture", "")):
+                pytest.skip(f"the capture does not claim {' and '.join(sorted(lacking))}")
             captures.append(self.open("capture", target=target, request=request))
             return captures[-1]
 
         yield opener
         for capture in captures:
             capture.close()
+
+    @property
+    def everything(self) -> FeatureRequest:
+        """All that the backend says it gives."""
+        said = self.said("capture", "")
+        return replace(ALL, topk=5 * ("topk" in said), embeddings="embeddings" in said)
 
     # ------------------------------------------------------------ what comes back
 
@@ -82,13 +100,17 @@ class CaptureSuite(Suite):
         self, open_capture: OpenCapture, shape: str
     ) -> None:
         """Also where the batch is padded to its longest row, and where it is one row."""
-        request, dtype = REQUESTS[shape], getattr(torch, REQUESTS[shape].dtype)
+        request, forms = REQUESTS[shape], REQUESTS[shape].forms(WIDTH)
         capture = open_capture(request)
         for rows in ((0, 1, 2), (1, 0), (3,), (3, 4)):
             for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):
                 assert set(features) == set(request.names)
-                for value in features.values():
-                    assert (value.shape, value.dtype) == ((len(ROWS[row]), WIDTH), dtype)
+                for name, value in features.items():
+                    size, dtype = forms[name]
+                    form = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+                    right = (len(ROWS[row]), size), dtype
+                    assert form == right, f"{name} is {form}, which should be {right}"
+                    assert not value.requires_grad, "features are data: capture without gradients"
 
     def test_batches_and_rows_keep_their_order(
         self, open_capture: OpenCapture, target_folder: Path
@@ -105,11 +127,13 @@ class CaptureSuite(Suite):
         assert [one.batch for one in captured] == asked
         for one, ask in zip(captured, asked, strict=True):
             for features, tokens in zip(one.features, ask.token_ids, strict=True):
-                require_near(features["hidden.0"], reference.features(tokens)["hidden.0"])
+                right = reference.features(tokens)["hidden.0"]
+                others = {f"those of {row}": reference.features(row)["hidden.0"] for row in rows}
+                require_near(features["hidden.0"], right, others)
 
     # ------------------------------------------------------------ which tensors they are
 
-    @pytest.mark.parametrize("name", ALL.names)
+    @pytest.mark.parametrize("name", WIDEST.names)
     def test_features_are_the_ones_of_their_name(
         self, open_capture: OpenCapture, target_folder: Path, name: str
     ) -> None:
@@ -117,10 +141,29 @@ class CaptureSuite(Suite):
 
         That of the last layer is the state before the final norm, `last_hidden` the one after it.
         """
-        for features, tokens in zip(
-            features_of(open_capture(ALL), batch(0, 1)), ROWS, strict=False
-        ):
-            require_near(features[name], Reference(target_folder).features(tokens)[name])
+        reference, rows = Reference(target_folder), (0, 1, 3, 4)
+        capture = open_capture(self.everything if name in self.everything.names else WIDEST)
+        for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):
+            states, logits_TV = reference.features(ROWS[row]), reference.logits(ROWS[row])
+            if "topk" in name:
+                require_largest(features["topk_logits"], features["topk_ids"].long(), logits_TV)
+            else:
+                states["embeddings"] = reference.embeddings(ROWS[row])
+                norm, named = reference.decoder.norm, states.items()
+                normed = {f"the final norm of {what}": norm(value) for what, value in named}
+                require_near(features[name], states[name], {**states, **normed})
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_a_stored_type_holds_the_numbers_of_float32(
+        self, open_capture: OpenCapture, dtype: str
+    ) -> None:
+        """Rounded to it, once."""
+        requests = replace(self.everything, dtype=dtype), self.everything
+        pairs = (features_of(open_capture(request), batch(0, 1)) for request in requests)
+        for found, right in zip(*pairs, strict=True):
+            for name in self.everything.names:
+                if name != "topk_ids":
+                    require_near(found[name].float(), right[name], rounded=HALVES[dtype])
 
     @pytest.mark.parametrize("beyond", [LAYERS, -1])
     def test_a_layer_out_of_range_is_refused_with_the_range(
@@ -137,30 +180,37 @@ class CaptureSuite(Suite):
         self, open_capture: OpenCapture
     ) -> None:
         """Within rounding: a batch of another shape adds in another order."""
-        capture = open_capture(ALL)
+        capture = open_capture(self.everything)
         together = features_of(capture, batch(0, 4, 2))
         for features, row in zip(together, (0, 4, 2), strict=True):
             (alone,) = features_of(capture, batch(row))
-            for name in ALL.names:
-                require_near(features[name], alone[name])
+            for name in self.everything.names:
+                if name != "topk_ids":
+                    require_near(features[name], alone[name])
+
+    def test_no_token_sees_what_follows(self, open_capture: OpenCapture) -> None:
+        (whole,) = features_of(capture := open_capture(ALL), batch(1))
+        (begun,) = features_of(capture, batch(members=[ROWS[1][:9]]))
+        for name in ALL.names:
+            require_near(whole[name][:9], begun[name])
 
     def test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it(
         self, open_capture: OpenCapture
     ) -> None:
         """What a run resumed after a crash captures again must be what it had."""
-        asked, capture = batch(0, 1, 2), open_capture(ALL)
-        first = features_of(open_capture(ALL), asked)
+        asked, capture = batch(0, 1, 2), open_capture(self.everything)
+        first = features_of(open_capture(self.everything), asked)
         for found in list(capture.features([batch(1, 4), asked, batch(3), asked]))[1::2]:
             require_same(found.features, first)
         require_same(features_of(capture, asked), first)
 
     def test_joined_requests_give_the_bits_of_each(self, open_capture: OpenCapture) -> None:
         """Algorithms that train side by side share one capture."""
-        one = FeatureRequest((0, 2), False, "float32")
-        other = FeatureRequest((2, 3), True, "float32")
+        other = replace(self.everything, layers=(2, 3), embeddings=False)
+        one = replace(self.everything, layers=(2, 0), last_hidden=False, topk=other.topk // 2)
         joined = features_of(open_capture(one.union(other)), batch(0, 1))
         for request in (one, other):
-            parts = [{name: features[name] for name in request.names} for features in joined]
+            parts = [request.select(features) for features in joined]
             require_same(parts, features_of(open_capture(request), batch(0, 1)))
 
     # ------------------------------------------------------------ what it does besides
@@ -190,19 +240,35 @@ class CaptureSuite(Suite):
         assert len(asked) < 64
         assert [one.batch.index for one in captured] == list(range(1, 64))
 
+    @torch.enable_grad()
     def test_capturing_changes_nothing_that_training_reads(self, open_capture: OpenCapture) -> None:
         """A rank captures its batches between its steps."""
         capture = open_capture(ALL)
         features_of(capture, batch(0, 1, 2))
-        before = of_the_process()
-        features_of(capture, batch(0, 1, 2))
-        assert of_the_process() == before, "the next step would draw or compute otherwise"
+        before = {**of_the_process(), "gradients": True}
+        for _ in capture.features([batch(0, 1, 2), batch(3)]):
+            now = of_the_process()
+            changed = [name for name, value in before.items() if now[name] != value]
+            assert not changed, f"the next step would draw or compute otherwise: {changed}"
 
-    def test_closing_twice_is_harmless(self, open_capture: OpenCapture) -> None:
-        capture = open_capture(REQUESTS["both"])
-        list(capture.features([batch(0)]))
+    def test_capturing_again_and_again_keeps_nothing(self, open_capture: OpenCapture) -> None:
+        capture, held = open_capture(ALL), list[int]()
+        with watched_bytes(torch.device("cpu")) as bytes_held:
+            for _ in range(CYCLES):
+                features_of(capture, batch(0, 1))
+                held.append(bytes_held())
+        assert held[-1] <= held[2], f"bytes held after each batch: {held}"
+
+    def test_closing_is_harmless_twice_and_to_another_capture(
+        self, open_capture: OpenCapture
+    ) -> None:
+        """An evaluation during training opens one of its own."""
+        capture, other = (open_capture(REQUESTS["both"]) for _ in range(2))
+        before = features_of(other, batch(0))
+        features_of(capture, batch(0))
         capture.close()
         capture.close()
+        require_same(features_of(other, batch(0)), before)
 
 
 # ---------------------------------------------------------------- pieces of the tests
@@ -223,7 +289,7 @@ def batch(
     *numbers: int, members: Sequence[Sequence[int]] = (), rows: Sequence[int] = (), index: int = 0
 ) -> CaptureBatch:
     """Make a batch of these rows of ROWS, or of any tokens."""
-    members = members or [ROWS[number] for number in numbers]
+    members = [list(row) for row in members or [ROWS[number] for number in numbers]]
     rows = tuple(rows or numbers or range(len(members)))
     return CaptureBatch(index, rows, tuple(f"sample-{row}" for row in rows), tuple(members))
 
@@ -235,6 +301,7 @@ def of_the_process() -> dict[str, Any]:
         "Python's random state": random.getstate(),
         "numpy's random state": str(np.random.get_state()),
         "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32 products": torch.get_float32_matmul_precision(),
@@ -243,9 +310,10 @@ def of_the_process() -> dict[str, Any]:
 
 def features_of(capture: Capture, asked: CaptureBatch) -> Sequence[Mapping[str, Tensor]]:
     """Capture one batch and return its rows' features."""
-    (captured,) = capture.features([asked])
+    given = copy.deepcopy(asked)
+    (captured,) = capture.features([given])
     assert isinstance(captured, CapturedBatch)
-    assert captured.batch == asked
+    assert (captured.batch, given) == (asked, asked), "it changed the batch"
     return captured.features
 
 
@@ -253,14 +321,14 @@ class Reference:
     """The target in transformers' own words: one row at a time, unpadded, in fp32."""
 
     def __init__(self, folder: Path) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.decoder = model.get_decoder()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.decoder = self.model.get_decoder()
         self.without_norm = copy.deepcopy(self.decoder)
         self.without_norm.norm = nn.Identity()
 
     @torch.inference_mode()
     def features(self, tokens: Sequence[int]) -> dict[str, Tensor]:
-        """All features [T, H] of a row, by name."""
+        """All hidden states [T, H] of a row, by name."""
         given_1T = torch.tensor([list(tokens)])
         output = self.decoder(input_ids=given_1T, output_hidden_states=True)
         before_norm_1TH = self.without_norm(input_ids=given_1T).last_hidden_state
@@ -269,13 +337,60 @@ class Reference:
         found = {f"hidden.{k}": hidden_1TH[0] for k, hidden_1TH in enumerate(layers)}
         return {**found, "last_hidden": output.last_hidden_state[0]}
 
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        return self.model(input_ids=torch.tensor([list(tokens)])).logits[0]  # type: ignore[no-any-return]
 
-def require_near(found_TH: Tensor, expected_TH: Tensor) -> None:
-    """Compare within fp32 rounding, relative to the largest number there."""
+    @torch.inference_mode()
+    def embeddings(self, tokens: Sequence[int]) -> Tensor:
+        return self.model.get_input_embeddings()(torch.tensor(list(tokens)))  # type: ignore[no-any-return]
+
+
+def require_near(
+    found_TH: Tensor,
+    expected_TH: Tensor,
+    others: Mapping[str, Tensor] = MappingProxyType({}),
+    rounded: float = 0.0,
+) -> None:
+    """Compare within fp32 rounding, relative to the largest number there, and `rounded` of each.
+
+    What differs is compared with `others` as well, so that the test says what it found instead.
+    """
     assert found_TH.shape == expected_TH.shape
-    scale = float(expected_TH.abs().max())
-    gap = float((found_TH.double() - expected_TH.double()).abs().max())
-    assert gap <= ROUNDING * scale, f"differs by {gap:.3g} where the largest number is {scale:.3g}"
+    found_TH, expected_TH = found_TH.cpu().double(), expected_TH.double()
+
+    def far(right_TH: Tensor) -> Tensor:
+        bound_TH = ROUNDING * right_TH.abs().max() + rounded * right_TH.abs()
+        return ~((found_TH - right_TH).abs() <= bound_TH)
+
+    wrong_TH = far(expected_TH)
+    if bool(wrong_TH.any()):
+        moved = {"those of the token before": 1, "those of the token after": -1}
+        guesses = {why: expected_TH.roll(by, 0) for why, by in moved.items()} | dict(others)
+        same = [
+            why
+            for why, right_TH in guesses.items()
+            if len(right_TH) == len(found_TH) > 2 and not far(right_TH)[1:-1].any()
+        ]
+        at = wrong_TH.nonzero()[0].tolist()
+        instead = f"; they are {' and '.join(same)}" if same else ""
+        pytest.fail(
+            f"{int(wrong_TH.sum())} of {wrong_TH.numel()} values differ, first at {at}: "
+            f"{float(found_TH[*at]):.6g}, right is {float(expected_TH[*at]):.6g}{instead}"
+        )
+
+
+def require_largest(found_TK: Tensor, ids_TK: Tensor, logits_TV: Tensor) -> None:
+    """Compare with the largest logits of the target; near neighbours may be in either order."""
+    (right_TK, right_ids_TK), K = logits_TV.topk(found_TK.shape[1]), found_TK.shape[1]
+    assert bool((found_TK.diff(dim=1) <= 0).all()), "the logits are not in descending order"
+    logprobs = {"log-probabilities": logits_TV.log_softmax(-1).topk(K).values}
+    logprobs["log-probabilities of the K alone"] = right_TK.log_softmax(-1)
+    require_near(found_TK, right_TK, logprobs)
+    off = {f"of ids {by:+d}": (right_ids_TK + by) % logits_TV.shape[1] for by in (1, -1)}
+    others = {why: logits_TV.gather(1, odd_TK) for why, odd_TK in off.items()}
+    require_near(logits_TV.gather(1, ids_TK % logits_TV.shape[1]), right_TK, others)
+    assert all(len(set(row)) == K for row in ids_TK.tolist()), "an id is there twice"
 
 
 def require_same(
@@ -285,4 +400,4 @@ def require_same(
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
-            assert torch.equal(one[name], value), f"{name} has other bits"
+            assert torch.equal(one[name], value), f"{name}: {differing(one[name], value)}"

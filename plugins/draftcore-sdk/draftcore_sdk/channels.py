@@ -4,14 +4,15 @@ A channel is tried with a real queue behind it, as a run's producers use it. A s
 `impatient`, and the fixture `channel_uri` where a channel needs more than a folder.
 """
 
-import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from draftcore_sdk.suite import Suite, child_environment, offer_of, opened
 
 SOON = 60.0  # seconds within which it comes on a busy machine
 LONG = 4 * SOON  # seconds that a request waits for what comes before
-SECRET, OTHER = b"what both ends know", b"what a stranger knows"
+SECRET, OTHER = b"what both ends of this run know: 1", b"what both ends of this run know: 2"
+REASON = "wörds are lost\n  再 🙂 \\ \u2028"  # as people write, and other lines may end
 
 
 class Trainer:
@@ -143,19 +145,31 @@ class ChannelSuite(Suite):
         trainer.offer(tasks)
         found, store = producer.claim(22, 0)
         assert store == "test:"
-        assert [dataclasses.replace(one, claim="") for one in found] == tasks[:22]
+        assert len(found) == 22, f"22 tasks were asked for, {len(found)} came"
+        for one, right in zip(found, tasks, strict=False):
+            for field in ("position", "batch", "loss_masks", "nbytes"):
+                came, sent = getattr(one, field), getattr(right, field)
+                assert came == sent, f"{field} of task {right.position} came as {str(came)[:200]}"
         assert [one.position for one in loader.claim(4, 0)[0]] == [22, 23]
         refs = refs_of(found[7], provenance="p" * 25 * tokens)
         assert loader.receive(7, 0) is None
-        assert producer.publish(found[7].claim, refs)
+        assert producer.publish(found[7].claim, refs), "its claim was lost on the way"
         assert trainer.queue.receive(7, 0) == loader.receive(7, 0) == refs
 
     def test_a_failure_arrives_with_its_rows(self, ends: Ends, trainer: Trainer) -> None:
         producer = ends.join(trainer)
         trainer.offer([task(0, rows=3)])
         ((claimed,), _) = producer.claim(1, 0)
-        assert producer.publish(claimed.claim, BadRows({1: "wörds are lost"}))
-        assert trainer.queue.skipped == {claimed.batch.rows[1]: "wörds are lost"}
+        assert producer.publish(claimed.claim, BadRows({1: REASON}))
+        assert trainer.queue.skipped == {claimed.batch.rows[1]: REASON}
+
+    def test_a_batch_without_a_row_is_there(self, ends: Ends, trainer: Trainer) -> None:
+        producer = ends.join(trainer)
+        trainer.offer([task(0)])
+        assert producer.receive(0, 0) is None
+        ((claimed,), _) = producer.claim(1, 0)
+        assert producer.publish(claimed.claim, BadRows({0: REASON}))
+        assert producer.receive(0, 0) == (), "no refs, which is not the same as none yet"
 
     def test_a_late_publication_is_told_that_it_is_late(self, ends: Ends, trainer: Trainer) -> None:
         producer = ends.join(trainer)
@@ -177,20 +191,21 @@ class ChannelSuite(Suite):
     # ------------------------------------------------------------ waiting
 
     def test_a_claim_waits_for_an_offer_and_no_longer(self, ends: Ends, trainer: Trainer) -> None:
+        assert come(aside(ends.join(trainer).claim, 1, 0.1))[0] == []
         _, claim = ends.waiting(trainer)
         trainer.offer([task(0)])
-        assert [one.position for one in claim.result(SOON)[0]] == [0]
+        assert [one.position for one in come(claim)[0]] == [0]
 
     def test_who_waits_holds_nobody_up(self, ends: Ends, trainer: Trainer) -> None:
         claims = [ends.waiting(trainer)[1] for _ in range(3)]
-        assert aside(ends.join(trainer).about).result(SOON) == {"store": "test:"}
+        assert come(aside(ends.join(trainer).about)) == {"store": "test:"}
         assert not any(claim.done() for claim in claims)
 
     def test_a_client_that_closes_ends_its_own_call(self, ends: Ends, trainer: Trainer) -> None:
         producer, claim = ends.waiting(trainer)
         producer.client.close()
         with pytest.raises(ChannelAway):
-            claim.result(SOON)
+            come(claim)
 
     @pytest.mark.parametrize("state", ["finished", "failed"])
     def test_a_producer_hears_at_once_that_the_run_is_over(
@@ -199,7 +214,7 @@ class ChannelSuite(Suite):
         _, claim = ends.waiting(trainer)
         trainer.queue.end(state)
         with pytest.raises(RunEnded) as caught:
-            claim.result(SOON)
+            come(claim)
         assert caught.value.state == state
 
     # ------------------------------------------------------------ producers that come and go
@@ -216,12 +231,32 @@ class ChannelSuite(Suite):
         assert other.claim(1, 0)[0] == []
 
     def test_a_client_that_closes_returns_its_claims(self, ends: Ends, trainer: Trainer) -> None:
-        producer, other = ends.join(trainer), ends.join(trainer)
-        trainer.offer([task(0)])
+        """Its own, and no other's."""
+        producer, stays, other = (ends.join(trainer) for _ in range(3))
+        trainer.offer([task(0), task(1)])
         assert producer.claim(1, 0)[0]
+        ((kept,), _) = stays.claim(1, 0)
         assert other.claim(1, 0)[0] == []
         producer.client.close()
         eventually(lambda: other.claim(1, 1)[0])
+        assert stays.publish(kept.claim, refs_of(kept)), "another's claims were lost as well"
+
+    def test_what_is_closed_leaves_nothing_open(self, ends: Ends) -> None:
+        """Producers come and go while a run goes on, and tests start many runs."""
+
+        def come_and_go() -> None:
+            trainer, channel = ends.begin(), ends.channel()
+            client = channel.connect(lambda: trainer.address)
+            assert RemoteQueue(client).about() == {"store": "test:"}
+            for one in (client, channel, trainer.channel):
+                one.close()
+
+        come_and_go()
+        began, files = threading.active_count(), len(os.listdir("/dev/fd"))
+        for _ in range(4):
+            come_and_go()
+        eventually(lambda: threading.active_count() <= began, "threads are left")
+        eventually(lambda: len(os.listdir("/dev/fd")) <= files, "files or sockets are left open")
 
     def test_a_killed_producer_loses_its_claims(self, ends: Ends) -> None:
         trainer = ends.begin(ttl=1)
@@ -281,7 +316,7 @@ class ChannelSuite(Suite):
         asked = aside(ends.connect(find).about)
         assert looked.wait(SOON)
         address = ends.begin().address
-        assert asked.result(SOON) == {"store": "test:"}
+        assert come(asked) == {"store": "test:"}
 
     def test_a_producer_goes_on_with_the_next_trainer(self, ends: Ends) -> None:
         """A call that the old one was to answer is answered by the new one, like all after it."""
@@ -293,7 +328,7 @@ class ChannelSuite(Suite):
         trainers.append(ends.begin())
         trainers[0].queue.end("failed")
         trainers[1].offer([task(0)])
-        (claimed,) = waiting.result(SOON)[0]
+        (claimed,) = come(waiting)[0]
         assert producer.publish(claimed.claim, refs_of(claimed))
         assert trainers[1].queue.receive(0, 0) == refs_of(task(0))
 
@@ -324,12 +359,12 @@ class ChannelSuite(Suite):
                 assert trainer.queue.receive(at, 0) == refs_of(task(at))
 
         refused = aside(stranger.leave)
-        aside(work).result(SOON)
-        assert not refused.done()
+        come(aside(work))
+        assert not refused.done(), "a stranger's call was answered"
         stranger.client.close()
         with pytest.raises(ChannelAway):
-            refused.result(SOON)
-        assert aside(ends.join(trainer).about).result(SOON) == {"store": "test:"}
+            come(refused)
+        assert come(aside(ends.join(trainer).about)) == {"store": "test:"}
         assert stranger.producer not in {request["producer"] for request in trainer.heard}
 
 
@@ -357,11 +392,21 @@ def aside(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
     return future
 
 
-def eventually(condition: Callable[[], object]) -> None:
+def come(call: Future[Any]) -> Any:
+    """Wait for what a call returns or raises."""
+    try:
+        return call.result(SOON)
+    except FutureTimeoutError:
+        if call.done():
+            raise
+        pytest.fail(f"a call had no answer within {SOON:g} s")
+
+
+def eventually(condition: Callable[[], object], lacking: str = "waited in vain") -> None:
     """Wait for a condition."""
     until = time.monotonic() + SOON
     while not condition():
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < until, lacking
         time.sleep(0.005)
 
 
@@ -370,12 +415,14 @@ def task(position: int, rows: int = 1, tokens: int = 5) -> Task:
     token_ids: list[Sequence[int]] = [[n, *range(1, tokens + at)] for at, n in enumerate(numbers)]
     batch = CaptureBatch(position, numbers, tuple(f"s{n}" for n in numbers), tuple(token_ids))
     masks = tuple([at % 3 == 0 for at in range(len(ids))] for ids in token_ids)
-    return Task(position, batch, masks, nbytes=1000)
+    return Task(position, batch, masks, nbytes=10**12)
 
 
 def refs_of(task: Task, provenance: str = "") -> tuple[SampleRef, ...]:
     specs = (TensorSpec("x", (5, 100), "bfloat16"),)
-    return tuple(SampleRef(one, "1", "test:", specs, 5, 1000, provenance) for one in task.batch.ids)
+    return tuple(
+        SampleRef(one, "1", "test:", specs, 5, 10**12, provenance) for one in task.batch.ids
+    )
 
 
 def claim_and_stay(plugin: str, uri: str, options: str, address: str) -> None:

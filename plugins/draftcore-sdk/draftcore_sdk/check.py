@@ -16,14 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from draftcore.contracts.offers import Offer
 from draftcore.errors import DraftcoreError, UsageError, nearest
@@ -43,10 +44,21 @@ SUITE_OF = {
     "runner": "runners:RunnerSuite",
     "graph": "graphs:GraphBackendSuite",
     "graph-plugin": "graph_plugins:GraphPluginSuite",
+    "wrapper": "wrappers:WrapperSuite",
+    "observer": "wrappers:ObserverSuite",
+}
+WRAPPED = {
+    *("feature_request", "build_draft", "collate", "forward_loss", "optimizer", "schedule"),
+    *("drafter", "export_draft", "import_draft", "disagg_row", "build_disagg_draft_input"),
+}
+OBSERVED = {
+    *("run_started", "gradients_ready", "step_finished", "eval_metrics", "evaluated"),
+    *("checkpoint_saved", "run_finished"),
 }
 # What is shown of several cases of one test is the first of these.
 SHOWN = {"failed": "FAIL", "xfailed": "xfail", "passed": "ok", "skipped": "skipped"}
 ESSENTIAL = 8  # lines of a failed assertion; --traceback shows all
+LIMIT = 300.0  # seconds of a test, of which none takes 5 on a quiet machine
 
 
 @dataclass(frozen=True)
@@ -62,12 +74,16 @@ class Check:
 
     @property
     def title(self) -> str:
-        return f"{self.kind} {self.offer}".strip()
+        said = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.kind} {self.offer}".strip() + f" ({said})" * bool(said)
 
 
-def suites_of(plugin: Plugin, overrides: Sequence[str], uri: str | None) -> list[Check]:
-    """Return the checks of a plugin and of each of its offers.
+def suites_of(
+    plugin: Plugin, overrides: Sequence[str], uri: str | None, each: bool = False
+) -> list[Check]:
+    """Return the checks of a plugin, of each of its offers and of what it wraps and observes.
 
+    With `each`, an offer is checked with every other value of a boolean or literal option, too.
     Raises UsageError for an option that no offer has or that its model refuses, and for a URI
     that belongs to no store or channel of the plugin.
     """
@@ -83,7 +99,26 @@ def suites_of(plugin: Plugin, overrides: Sequence[str], uri: str | None) -> list
     for offer, options in options_by_offer(plugin, overrides).items():
         theirs = uri if uri and uri.partition(":")[0] == offer.name and offer in stored else ""
         checks.append(Check(offer.kind, offer.name, plugin.module, loose, options, theirs))
+        for name, value in variants(offer) if each else ():
+            varied = {**options, name: value}
+            with suppress(UsageError):  # a value that another option would have to go with
+                bind(Registry((plugin,)), offer.kind, offer.name, varied)
+                checks.append(Check(offer.kind, offer.name, plugin.module, loose, varied, theirs))
+    own = () if any(offer.kind == "algorithm" for offer in plugin.offers) else plugin.hooks
+    if any(hook in WRAPPED for hook in own):
+        checks.append(Check("wrapper", "", plugin.module, loose, {}, ""))
+    elif any(hook in OBSERVED for hook in own):
+        checks.append(Check("observer", "", plugin.module, loose, {}, ""))
     return checks
+
+
+def variants(offer: Offer) -> Iterator[tuple[str, Any]]:
+    """Yield each boolean or literal option of an offer with each value but the default."""
+    for name, field in options_model(offer).model_fields.items() if offer.options else ():
+        inside = [field.annotation, *get_args(field.annotation)]
+        values = [v for kind in inside if get_origin(kind) is Literal for v in get_args(kind)]
+        values += [True, False] * (bool in inside)
+        yield from ((name, value) for value in values if value != field.default)
 
 
 def options_by_offer(plugin: Plugin, overrides: Sequence[str]) -> dict[Offer, dict[str, Any]]:
@@ -101,16 +136,21 @@ def options_by_offer(plugin: Plugin, overrides: Sequence[str]) -> dict[Offer, di
     chosen = {o: {key: data[key] for key in data if key in known[o]} for o in plugin.offers}
     for offer, options in chosen.items():
         if options:
-            bind(Registry((plugin,)), offer.kind, offer.name).options(options)
+            bind(Registry((plugin,)), offer.kind, offer.name, options)
     return chosen
 
 
 def _option_names(offer: Offer) -> list[str]:
+    return list(options_model(offer).model_fields) if offer.options else []
+
+
+def options_model(offer: Offer) -> Any:
+    """Return an offer's options model, an empty one where it cannot be imported."""
     module, _, name = offer.options.partition(":")
     try:
-        return list(getattr(import_module(module), name).model_fields) if module else []
+        return getattr(import_module(module), name)
     except (ImportError, AttributeError):
-        return []  # the plugin's own suite says so
+        return BaseModel  # the plugin's own suite says so
 
 
 # ---------------------------------------------------------------- running
@@ -134,11 +174,11 @@ class Result:
         return self.test.removeprefix("test_").replace("_", " ")
 
 
-def run(checks: Sequence[Check], traceback: bool = False) -> Iterator[Result]:
-    """Run the suites in a child process; yield each test's result as it ends.
+def run(checks: Sequence[Check], traceback: bool = False, limit: float = LIMIT) -> Iterator[Result]:
+    """Run the suites in a child process; yield each test as it begins, and its result as it ends.
 
-    A child that dies is a failure of the test it was in. Raises DraftcoreError where pytest itself
-    gives up.
+    A child that dies, or hangs for `limit` seconds, is a failure of the test it was in. Raises
+    DraftcoreError where pytest itself gives up.
     """
     with tempfile.TemporaryDirectory(prefix="draftcore-check-") as name:
         folder = Path(name)
@@ -149,45 +189,62 @@ def run(checks: Sequence[Check], traceback: bool = False) -> Iterator[Result]:
             (folder / f"test_{number}.py").write_text(source)
         (folder / "pytest.ini").write_text("[pytest]\n")
         running = ""
-        with open(folder / "log", "w+") as log, _child(folder, log, traceback) as (child, lines):
+        flags = ["--tb=long" if traceback else "--tb=native", f"--limit={limit}"]
+        with open(folder / "log", "w+") as log, _child(folder, log, flags) as (child, lines):
             for line in map(json.loads, lines):
                 running = line.get("started", "")
-                if not running:
+                if running:
+                    yield _result(running, "running", 0.0)
+                else:
                     yield _result(**line if traceback else {**line, "traceback": ""})
             status = child.wait()
             log.seek(0)
+            said = log.read().strip()
             if running:
-                how = f"signal {-status}" if status < 0 else f"exit status {status}"
-                last = "\n".join(log.read().strip().splitlines()[-ESSENTIAL:])
-                message = f"the process ended here with {how}\n{last}".strip()
-                yield _result(running, "failed", 0.0, message)
+                yield _result(running, "failed", 0.0, _ended(status, said, limit))
             elif status not in (0, 1):
-                raise DraftcoreError(f"pytest ended with status {status}\n{log.read().strip()}")
+                raise DraftcoreError(f"pytest ended with status {status}\n{said}")
+
+
+def _ended(status: int, said: str, limit: float) -> str:
+    """Say how a process ended in the middle of a test."""
+    how = f"signal {-status}" if status < 0 else f"exit status {status}"
+    message, shown = f"the process ended here with {how}", said.splitlines()[-ESSENTIAL:]
+    if threads := said.partition("Timeout (")[2].split("\n\n")[1:]:  # the main one comes last
+        own = [line for line in threads[-1].splitlines()[1:] if "/pluggy/" not in line]
+        message, shown = f"no end after {limit:.0f} s, here:", own[: ESSENTIAL - 2]
+    return "\n".join([message, *shown, "what comes after it was not tested"])
 
 
 @contextmanager
 def _child(
-    folder: Path, log: IO[str], traceback: bool
+    folder: Path, log: IO[str], flags: Sequence[str]
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[str]]]:
-    """Start pytest; its report comes through a pipe, as tests may print anywhere else."""
+    """Start pytest; its report comes through a pipe, as tests may print anywhere else.
+
+    Through another one it notices that this process ends.
+    """
     read, write = os.pipe()
-    command = [sys.executable, "-P", "-m", "pytest", "-p", "draftcore_sdk.reporter"]
-    command += [f"--report-to={write}", "-c", str(folder / "pytest.ini"), f"--rootdir={folder}"]
+    noticed, held = os.pipe()
+    command = [sys.executable, "-P", "-m", "pytest", "-p", "draftcore_sdk.reporter", *flags]
+    command += [f"--report-to={write}", f"--end-with={noticed}"]
+    command += ["-c", str(folder / "pytest.ini"), f"--rootdir={folder}"]
     command += [f"--confcutdir={folder}", f"--basetemp={folder / 'tmp'}", "-p", "no:cacheprovider"]
     command += ["--import-mode=importlib", "--continue-on-collection-errors", "-vv"]
-    # native is twice as quick where everything fails; of it only the message is shown
-    command += ["--tb=long" if traceback else "--tb=native", str(folder)]
-    # passive: spinning OpenMP threads are no use where another process wants the cores
-    env = {"OMP_WAIT_POLICY": "PASSIVE", **child_environment()}
+    command += [str(folder)]
+    env = child_environment()
     env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
     with os.fdopen(read, encoding="utf-8") as lines:
         child = subprocess.Popen(
-            command, stdout=log, stderr=log, env=env, pass_fds=[write], start_new_session=True
-        )
+            command, stdout=log, stderr=log, env=env, pass_fds=[write, noticed],
+            start_new_session=True,
+        )  # fmt: skip
         os.close(write)
+        os.close(noticed)
         try:
             yield child, lines
         finally:
+            os.close(held)
             if child.poll() is None:  # Ctrl-C: with the processes that a suite started
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
@@ -233,6 +290,7 @@ class Report:
     def __init__(self, plugin: Plugin, checks: Sequence[Check]) -> None:
         self.plugin, self.checks = plugin, checks
         self.results: list[Result] = []
+        self.running: Result | None = None
         self.seconds = 0.0
 
     @property
@@ -243,17 +301,24 @@ class Report:
         """Yield the report line by line, taking results as they come."""
         began = time.perf_counter()
         yield from_here(str(self.plugin))
-        shown = -1
-        for (number, _), cases in groupby(results, key=lambda result: (result.check, result.test)):
-            found = list(cases)
-            self.results += found
-            if number != shown:
-                yield from ("", self.checks[number].title)
-                shown = number
-            yield from test_lines(found)
+        causes: dict[tuple[str, ...], list[Result]] = {}
+        for number, tests in groupby(results, key=lambda result: result.check):
+            yield from ("", self.checks[number].title)
+            for _, cases in groupby(tests, key=lambda result: result.test):
+                found = [case for case in cases if self._ended(case)]
+                self.results += found
+                causes.setdefault(cause(found), []).append(found[0])
+                if len(causes[cause(found)]) == 1 or not cause(found):
+                    yield from test_lines(found)
+            yield from repeated(causes)
         self.seconds = time.perf_counter() - began
         counts = ", ".join(f"{count} {word}" for word, count in self._counts().items() if count)
         yield from ("", f"{counts} in {self.seconds:.0f} s")
+
+    def _ended(self, case: Result) -> bool:
+        """Note which test is running, and say whether it is one that has ended."""
+        self.running = case if case.outcome == "running" else None
+        return self.running is None
 
     def to_json(self) -> dict[str, Any]:
         """Return the finished report; `where` and `traceback` say more of a failure."""
@@ -294,11 +359,28 @@ def test_lines(cases: Sequence[Result]) -> Iterator[str]:
             yield from (f"           {line}" for line in shown if line)
 
 
+def cause(cases: Sequence[Result]) -> tuple[str, ...]:
+    """What was raised and where, by which failures are one; () for a test that did not fail."""
+    failed = [case for case in cases if case.outcome == "failed" and case.where]
+    return (failed[0].message.partition("\n")[0], failed[0].where) if failed else ()
+
+
+def repeated(causes: dict[tuple[str, ...], list[Result]]) -> Iterator[str]:
+    """Yield a line for each cause that more than one test had; the first was shown whole."""
+    for why, (first, *others) in causes.items():
+        if why and others:
+            yield f"  FAIL     {len(others)} more in the same way as: {first.words}"
+            yield f"           {'; '.join(test.words for test in others)}"
+    causes.clear()
+
+
 def explanation(case: Result) -> tuple[str, ...]:
     """Return the essential lines of a failure, or the traceback where there is one."""
     if case.traceback:
         return tuple(case.traceback.splitlines())
     lines = [line for line in case.message.splitlines() if line.strip()]
+    bare = [at for at, line in enumerate(lines) if at and line.startswith("assert ")]
+    lines = lines[: bare[0]] if bare else lines  # what is compared, where words say it
     known = next((at for at, line in enumerate(lines) if "Full diff:" in line), len(lines))
     cut = lines[: min(known, ESSENTIAL)]
     more = ["... (draftcore --traceback check-plugin shows all)"] * (len(cut) < len(lines))

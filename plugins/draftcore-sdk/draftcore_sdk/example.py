@@ -62,7 +62,8 @@ class Example:
         spec = TransformersTarget(str(folder / "target"), device="cpu")
         prompts = [prompt(spec, text) for text in QUESTIONS]
         answers = spec.model.generate(prompts, ANSWER)
-        everything = FeatureRequest(tuple(range(LAYERS)), True, "float32")
+        vocabulary = spec.vocab_size
+        everything = FeatureRequest(tuple(range(LAYERS)), True, "float32", vocabulary, True)
         features = []
         for asked, answered in zip(prompts, answers, strict=True):
             tokens_1T = torch.tensor([asked + answered])

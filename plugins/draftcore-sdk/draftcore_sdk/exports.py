@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.serving import Host, Round
 from draftcore.target import TransformersTarget
-from draftcore_sdk.suite import hooks_of
+from draftcore_sdk.suite import bound
 from draftcore_sdk.targets import tiny_target
 
 GONE = "gone"  # in place of a value: without the field
@@ -81,34 +81,39 @@ def change_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> No
 # ---------------------------------------------------------------- a reader
 
 
-def largest_gap(plugin: str, options: Any, rope: str, server: str, folder: Path) -> float:
+def largest_gap(
+    plugin: str, options: Mapping[str, Any], rope: str, server: str, folder: Path
+) -> float:
     """How far a served draft is from the drafter's own log-probabilities, in nats.
 
     The draft has random weights and is for a target with this RoPE; both are written into `folder`.
     """
-    hooks: Any = hooks_of(plugin)
+    own = bound(plugin, "algorithm", "", options)
+    hooks, checked = own.hook, own.options
     path = tiny_target(folder / "target", num_hidden_layers=8, rope_parameters=ROPES[rope])
     target = TransformersTarget(str(path), device="cpu")
     nothing = DataSummary("", 0, 0, 0, 0, {})
-    draft = hooks.build_draft(target=target, data=nothing, options=options)
+    draft = hooks.build_draft(target=target, data=nothing, options=checked)
     torch.manual_seed(4)
     for parameter in draft.module.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.3)
-    hooks.export_draft(draft=draft, folder=folder / "export", layout="serving")
-    served = hooks.read_export(folder=folder / "export", server=server)
+    export = folder / "export"
+    hooks.export_draft(draft=draft, folder=export, layout="serving", options=checked)
+    served = hooks.read_export(folder=export, server=server, options=checked)
 
     host, generator = Host.of(target), torch.Generator().manual_seed(1)
     tokens_T = torch.randint(250, (LENGTH,), generator=generator)
     layers, last = served.captured(host), 99
     hidden = [torch.randn(LENGTH, host.hidden_size, generator=generator) for _ in layers]
-    drafter = hooks.drafter(draft=draft, target=target.model, options=options)
+    drafter = hooks.drafter(draft=draft, target=target.model, options=checked)
     state = drafter.allocate(1, LENGTH + 4)
     features = {f"hidden.{k}": x[None] for k, x in zip(layers, hidden, strict=True)}
     lengths_1, last_1 = torch.tensor([LENGTH]), torch.tensor([last])
     drafter.prefill(state, tokens_T[None], lengths_1, features, last_1)
-    drawn_1K, probs_1KV = drafter.propose(state, 1.0, generator)
+    drawn = drafter.propose(state, 1.0, generator)
+    assert drawn.probs_BKV is not None
     at = Round(host, tokens_T, last, tuple(hidden), hidden[-1])
-    return float(gaps(served, at, drawn_1K[0], probs_1KV[0]).max())
+    return float(gaps(served, at, drawn.tokens_BK[0], drawn.probs_BKV[0]).max())
 
 
 def imports_of_ours(module: Path) -> set[str]:

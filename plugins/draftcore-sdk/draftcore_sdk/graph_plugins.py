@@ -26,7 +26,8 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
 from draftcore.target import TransformersModel, TransformersTarget
-from draftcore_sdk.graphs import CYCLES, REPLAYS, copied, require_same, watched_bytes
+from draftcore_sdk.graphs import REPLAYS, copied, require_same
+from draftcore_sdk.memory import CYCLES, differing, watched_bytes
 from draftcore_sdk.suite import Suite
 from draftcore_sdk.targets import tiny_target
 
@@ -53,8 +54,7 @@ class GraphPluginSuite(Suite):
 
     @pytest.fixture
     def opened(self) -> GraphPlugin:
-        found = self.open("graph-plugin")
-        assert isinstance(found, GraphPlugin), "a graph plugin is a subclass of GraphPlugin"
+        found: GraphPlugin = self.open("graph-plugin")
         return found
 
     @pytest.fixture
@@ -92,8 +92,10 @@ class GraphPluginSuite(Suite):
                 lengths_B = torch.full((rows,), length)
                 found = through.features(tokens_BT, lengths_B, request)
                 right = without.features(tokens_BT, lengths_B, request)
+                assert through.masks_differ is False, "they differ: through it the runner refuses"
                 for name, value in right.items():
-                    assert found[name].shape == value.shape
+                    shape = found[name].shape
+                    assert shape == value.shape, f"{name} of {rows} x {length} tokens is {shape}"
                     gap = float((found[name] - value).abs().max() / value.abs().max())
                     assert gap <= ROUNDING, f"{name} of {rows} x {length} differs by {gap:.2g}"
         assert through.counts.keys() == {"replayed"}
@@ -128,11 +130,14 @@ class GraphPluginSuite(Suite):
     def test_it_changes_nothing_in_the_batch(self, bench: Bench) -> None:
         for seed, key in enumerate((LARGE, SMALL)):
             batch = bench.fill(key, seed)
+            for value in batch.values():
+                value[1:] = 0  # rows of padding
             before = {name: value.clone() for name, value in batch.items()}
             bench.opened.on_replay(key, batch)
             bench.opened.on_capture(key, batch, bench.work)
             for name, value in before.items():
-                assert torch.equal(batch[name], value), name
+                same = torch.equal(batch[name], value)
+                assert same, f"it changed {name}: {differing(batch[name], value)}"
 
     def test_its_buffers_stay_where_they_were_at_capture(self, bench: Bench) -> None:
         """A graph reads them there."""
@@ -156,7 +161,8 @@ class GraphPluginSuite(Suite):
             bench.opened.on_replay(LARGE, batch)
             seen.append([tensor.clone() for tensor in tensors_of(bench.opened)])
         for one, other in zip(*seen, strict=True):
-            assert torch.equal(one, other)
+            same = torch.equal(one, other)
+            assert same, f"other padding, another buffer: {differing(other, one)}"
 
     def test_a_replay_waits_for_no_device(self, bench: Bench) -> None:
         with NoWaiting():  # type: ignore[no-untyped-call]
@@ -219,6 +225,7 @@ class Bench:
             for key in keys:
                 batch = self.fill(key, 0)
                 work = self.recorded[key] = self.opened.on_capture(key, batch, self.work)
+                assert callable(work), f"on_capture returned {work}, not what is to be recorded"
                 self.backend.capture_one(key, lambda w=work, b=batch: w(b))  # type: ignore[misc]
 
     def replay(self, key: ShapeKey) -> Outputs:
@@ -229,9 +236,10 @@ class Bench:
     def require_replays(self, key: ShapeKey, seed: int) -> None:
         """Compare a replay with the work itself, called on the same contents."""
         batch = self.fill(key, seed)
-        expected = copied(self.work(batch))
+        expected, left = copied(self.work(batch)), copied(dict(batch))
         self.fill(key, seed)  # anew, as decoding moved on in the buffers
         require_same(self.replay(key), expected)
+        require_same(dict(batch), left, "the batch after a replay")
 
     def _prefill(self, batch: Batch, **parts: Any) -> Outputs:
         """A token at a time, so that a row that is divided needs nothing of its other part."""

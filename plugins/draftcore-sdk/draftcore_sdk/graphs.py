@@ -9,21 +9,22 @@ Shape letters: B rows, H width.
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from draftcore_graphs.breaks import run_eager
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from draftcore.contracts.runner import GraphBackend, Outputs, ShapeKey
-from draftcore.errors import DraftcoreError
+from draftcore.errors import UsageError
+from draftcore_sdk.memory import CYCLES, differing, watched_bytes
 from draftcore_sdk.suite import Suite
 
 ROWS, WIDTH = 16, 256
 LARGE, SMALL = ShapeKey(ROWS, 2, "x"), ShapeKey(ROWS // 2, 2, "x")
-CYCLES, REPLAYS = 20, 1000
+REPLAYS = 1000
 
 
 class Work:
@@ -72,7 +73,7 @@ class Bench:
 
     def can_run(self, key: ShapeKey) -> bool:
         found = self.backend.can_run({"input_BH": self.work.input_BH[: key.rows]}, key)
-        assert isinstance(found, bool)
+        assert isinstance(found, bool), f"can_run returned {found!r}, which is no bool"
         return found
 
     def replay(self, key: ShapeKey = LARGE) -> Outputs:
@@ -103,14 +104,19 @@ class GraphBackendSuite(Suite):
 
     @pytest.fixture
     def backend(self, device: torch.device) -> Iterator[GraphBackend]:
-        try:
-            backend = self.open("graph")
-        except DraftcoreError as error:
-            pytest.skip(f"it cannot be opened here: {error}")
-        assert isinstance(backend, GraphBackend), "a backend is a subclass of GraphBackend"
+        backend = self.opened()
         with torch.inference_mode():
             yield backend
         backend.cleanup()
+
+    def opened(self) -> GraphBackend:
+        try:
+            backend: GraphBackend = self.open("graph")
+        except UsageError as error:
+            if "cuda" not in self.said("graph", "device:") or torch.cuda.is_available():
+                raise
+            pytest.skip(f"it cannot be opened here: {error}")
+        return backend
 
     @pytest.fixture
     def bench(self, backend: GraphBackend, device: torch.device) -> Bench:
@@ -133,8 +139,25 @@ class GraphBackendSuite(Suite):
 
     def test_a_key_captured_again_is_replaced(self, bench: Bench) -> None:
         other = torch.full((3,), 7.0, device=bench.device)
-        bench.capture({LARGE: lambda: other * 2})
-        assert bench.replay().tolist() == [14.0] * 3
+        bench.capture({LARGE: lambda: (other * 2, [other + 1])})
+        require_same(bench.replay(), (other * 2, [other + 1]))
+
+    def test_every_key_has_a_graph_of_its_own(self, bench: Bench) -> None:
+        """Of as many rows, too."""
+        kinds = [(length, variant) for length in (1, 2, 3) for variant in ("x", "y")]
+        keys = [ShapeKey(ROWS, *kind) for kind in kinds]
+        bench.capture({k: partial(bench.work.input_BH.mul, at) for at, k in enumerate(keys)})
+        bench.work.vary(4)
+        for at, key in enumerate(keys):
+            assert bench.can_run(key), key
+            require_same(bench.replay(key), bench.work.input_BH * at)
+
+    def test_another_backend_has_graphs_of_its_own(self, bench: Bench) -> None:
+        """Prefill and decoding have one each."""
+        other, batch = self.opened(), {"input_BH": bench.work.input_BH}
+        assert not other.can_run(batch, LARGE), "it has another's graphs"
+        other.cleanup()
+        assert bench.can_run(LARGE), "the cleanup of one was that of another"
 
     @pytest.mark.parametrize("at", [1, 2, 3])
     def test_a_failing_function_leaves_the_backend_usable(self, bench: Bench, at: int) -> None:
@@ -150,10 +173,11 @@ class GraphBackendSuite(Suite):
         with pytest.raises(LookupError, match="on purpose"):
             bench.capture({failing: fail})
         assert not bench.can_run(failing)
+        assert gc.isenabled(), "the garbage collector is still off"
         bench.require_replays()
         bench.capture({failing: fail})
         bench.work.vary(5)
-        assert torch.equal(bench.replay(failing), bench.work.input_BH + 1)
+        require_same(bench.replay(failing), bench.work.input_BH + 1)
 
     # ------------------------------------------------------------ replay
 
@@ -173,7 +197,8 @@ class GraphBackendSuite(Suite):
         for key in (LARGE, LARGE, LARGE, SMALL):
             bench.replay(key)
         counted = [4] * SMALL.rows + [3] * (LARGE.rows - SMALL.rows)
-        assert bench.work.steps_B.tolist() == counted
+        stepped = bench.work.steps_B.tolist()
+        assert stepped == counted, f"rows are {stepped} steps on, of replays that each take one"
 
     def test_parameters_that_are_updated_in_place_are_read_as_they_are(self, bench: Bench) -> None:
         for factor in (2.0, -1.0):
@@ -199,7 +224,7 @@ class GraphBackendSuite(Suite):
             calls = len(seen)
             found = bench.replay().clone()
             assert len(seen) == calls + 1
-            assert torch.equal(found, broken())
+            require_same(found, broken())
             assert seen[-1] == seen[-2]
 
     def test_what_is_forked_off_and_joined_is_part_of_the_replay(self, bench: Bench) -> None:
@@ -222,13 +247,14 @@ class GraphBackendSuite(Suite):
         bench.capture({LARGE: forked})
         for seed in (1, 2):
             work.vary(seed)
-            assert torch.equal(bench.replay().clone(), forked())
+            require_same(bench.replay().clone(), forked())
 
     # ------------------------------------------------------------ the end
 
     def test_after_cleanup_nothing_runs_until_it_is_captured_again(self, bench: Bench) -> None:
         bench.backend.cleanup()
-        assert not bench.can_run(LARGE)
+        left = [key for key in (LARGE, SMALL) if bench.can_run(key)]
+        assert not left, f"after cleanup {left} can run"
         bench.capture({LARGE: bench.work.of(LARGE)})
         bench.require_replays()
 
@@ -259,35 +285,14 @@ def copied(outputs: Outputs) -> Outputs:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, outputs)
 
 
-def require_same(found: Outputs, expected: Outputs) -> None:
+def require_same(found: Outputs, expected: Outputs, what: str = "what a replay returns") -> None:
     """Compare the type, the keys, dtypes, shapes and every bit."""
-    ours, built = tree_flatten(found)
-    theirs, right = tree_flatten(expected)
-    assert built == right, f"a replay returns {built}, the function {right}"
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one is None) == (other is None)
+    ours, built = tree_flatten_with_path(found)
+    theirs, right = tree_flatten_with_path(expected)
+    assert built == right, f"{what} is of the form {built}, that of the function {right}"
+    for (path, one), (_, other) in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None), f"{what}{keystr(path)} is {one}, not {other}"
         if other is not None:
-            assert (one.dtype, one.shape) == (other.dtype, other.shape)
-            assert torch.equal(one, other), "a replay gives other bits than the function"
-
-
-@contextmanager
-def watched_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yield what says how many bytes tensors hold: all on a CUDA device, else those made since."""
-
-    def held() -> int:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            return torch.cuda.memory_allocated(device)
-        storages = {
-            item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
-            for item in gc.get_objects()
-            if type(item) in (Tensor, nn.Parameter)  # others may have no memory, or load lazily
-        }
-        return sum(storages.values())
-
-    gc.collect()
-    gc.freeze()  # to look at what a whole process holds would take a second each time
-    yield held
-    gc.unfreeze()
+            same = one.dtype == other.dtype and torch.equal(one, other)
+            assert same, f"{what}{keystr(path)}: {differing(one, other)}"
+            assert not one.requires_grad, "an output is data, and needs no gradient"

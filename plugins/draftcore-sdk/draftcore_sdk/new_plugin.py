@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from draftcore.plugins.registry import Registry
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Per kind, the requirements of the core that the written code imports as well.
+# Per kind, what the written code imports beside the core: requirements of the core, dists of ours.
 NEEDS: Mapping[str, tuple[str, ...]] = {
-    "algorithm": ("pydantic", "safetensors", "torch"),
+    "algorithm": ("draftcore-nn", "pydantic", "torch"),
     "store": ("safetensors", "torch"),
     "capture": ("torch",),
     "channel": (),
@@ -114,18 +114,19 @@ def render(name: str, kind: str) -> dict[str, str]:
 
 
 def dependencies(kind: str) -> list[str]:
-    """Return the requirements of a new plugin: this core's minor, and what the core requires."""
+    """Return the requirements of a new plugin: this core's minor, for all of ours, and what it requires."""
     from importlib_metadata import requires, version  # 40 ms, for this verb only
 
     ours = {re.split(r"[^\w.-]", line)[0]: line for line in requires("draftcore") or ()}
-    return [bounds(version("draftcore")), *(ours[need] for need in NEEDS[kind])]
+    minor = bounds(version("draftcore"))
+    return [ours.get(need, need + minor) for need in ("draftcore", *NEEDS[kind])]
 
 
 def bounds(version: str) -> str:
-    """Return the requirement on a core of this contract: its minor below 1.0, then its major."""
+    """Return the bounds of a core of this contract: its minor below 1.0, then its major."""
     major, minor = (int(number) for number in re.findall(r"\d+", version)[:2])
     beyond = f"{major}.{minor + 1}" if major == 0 else str(major + 1)
-    return f"draftcore>={major}.{minor},<{beyond}"
+    return f">={major}.{minor},<{beyond}"
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:

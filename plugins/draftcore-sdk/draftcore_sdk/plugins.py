@@ -21,6 +21,7 @@ from typing import Any, cast, get_args
 
 import click
 import pytest
+from click.testing import CliRunner
 from importlib_metadata import distribution
 from packaging.requirements import Requirement
 from pydantic import BaseModel, ValidationError
@@ -29,26 +30,51 @@ from draftcore.cli import main
 from draftcore.contracts.offers import Offer
 from draftcore.plugins.binding import bind
 from draftcore.plugins.dists import BUILT_IN, Plugin
-from draftcore.plugins.registry import Registry, load
-from draftcore_sdk.suite import Suite, child_environment, hooks_of
+from draftcore.plugins.registry import Registry, load, register
+from draftcore_sdk.suite import Suite, child_environment, registry_of
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic")
 BUDGET_MS = 100.0
 LOOK = """
-import json, sys, time
+import json, logging, os, random, signal, sys, threading, time, warnings
 import draftcore.cli
 from draftcore.plugins.registry import register
 from importlib import import_module
 
+ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "draftcore"]
+names = {module: list(vars(module)) for module in ours}
+done = []
+
+def state():
+    return {
+        "os.environ": dict(os.environ),
+        "the random state": random.getstate(),
+        "the filters of warnings": list(warnings.filters),
+        "the logging of others": (logging.root.level, list(logging.root.handlers)),
+        "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "the threads": threading.active_count(),
+        "the core": [id(getattr(m, name, None)) for m in ours for name in names[m]],
+        "processes and connections": list(done),
+    }
+
+def heard(event, arguments):
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect"):
+        done.append(event)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+sys.addaudithook(heard)
 module, _, instance = sys.argv[1].partition(":")
-began = time.perf_counter()
+manager, before, began = register(()), state(), time.perf_counter()
 found = import_module(module)
-took = 1e3 * (time.perf_counter() - began)
-manager = register(())
 manager.register(getattr(found, instance) if instance else found)
-manager.hook.describe()
+offers = manager.hook.describe()
+took = 1e3 * (time.perf_counter() - began)
 manager.hook.commands()
-print("\\n" + json.dumps([took, sorted({name.partition(".")[0] for name in sys.modules})]))
+again = [manager.hook.describe() for _ in range(9)]
+changed = ["what describe() says"] * (again != [offers] * 9)
+changed += [name for name, value in state().items() if value != before[name]]
+modules = sorted({name.partition(".")[0] for name in sys.modules})
+print("\\n" + json.dumps({"took": took, "modules": modules, "changed": changed}))
 """
 
 
@@ -95,6 +121,8 @@ class PluginSuite(Suite):
         verbs = verbs_of(self.plugin)
         if not verbs:
             pytest.skip("it adds no verbs")
+        odd = [str(verb) for verb in verbs if not (isinstance(verb, click.Command) and verb.name)]
+        assert not odd, f"no click.Command with a name: {', '.join(odd)}"
         return verbs
 
     # ------------------------------------------------------------ being listed
@@ -104,19 +132,26 @@ class PluginSuite(Suite):
 
     def test_looking_at_it_imports_nothing_heavy(self, found: Plugin) -> None:
         """In a process of its own: the module, `describe` and `commands`."""
-        _, modules = looked_at(self.plugin)
-        heavy = [name for name in HEAVY if name in modules]
+        heavy = [name for name in HEAVY if name in looked_at(self.plugin)["modules"]]
         assert not heavy, (
             f"{self.plugin} imports {', '.join(heavy)}: do that inside the hooks that need it\n"
             f"python -X importtime -c 'import {self.plugin.partition(':')[0]}' shows by what way"
         )
 
-    def test_importing_it_takes_less_than_100_ms(self, found: Plugin) -> None:
+    def test_looking_at_it_takes_less_than_100_ms(self, found: Plugin) -> None:
         """Beyond what draftcore imports, in the best of up to five tries: machines are noisy."""
-        tries = (looked_at(self.plugin, attempt)[0] for attempt in range(5))
+        tries = (looked_at(self.plugin, attempt)["took"] for attempt in range(5))
         quick = any(took < BUDGET_MS for took in tries)
-        took = looked_at(self.plugin)[0]
-        assert quick, f"importing {self.plugin} takes {took:.0f} ms, and no less in five tries"
+        took = looked_at(self.plugin)["took"]
+        assert quick, (
+            f"{self.plugin} takes {took:.0f} ms to import and describe, in the best of five"
+        )
+
+    def test_looking_at_it_leaves_the_process_as_it_is(self, found: Plugin) -> None:
+        """Every verb imports plugins that it may not need; `print` would break what reads stdout."""
+        looked = looked_at(self.plugin)
+        assert not looked["changed"], f"its import changes {', '.join(looked['changed'])}"
+        assert not looked["said"], f"its import prints: {looked['said']}"
 
     # ------------------------------------------------------------ offers
 
@@ -140,7 +175,7 @@ class PluginSuite(Suite):
             for model in models
             for section in sections(model)
             for name, field in section.model_fields.items()
-            if not field.description
+            if not (field.description or "").strip()
         ]
         assert not bare, f"without Field(description=...): {', '.join(bare)}"
 
@@ -149,8 +184,10 @@ class PluginSuite(Suite):
         for model in models:
             needed = [name for name, field in model.model_fields.items() if field.is_required()]
             assert not needed, f"{model.__name__} has no default for {', '.join(needed)}"
+            renamed = [name for name, field in model.model_fields.items() if field.validation_alias]
+            assert not renamed, f"set by another name than its own: {', '.join(renamed)}"
         for offer in found.offers:
-            bind(Registry((found,)), offer.kind, offer.name).options({})
+            bind(Registry((found,)), offer.kind, offer.name)
 
     def test_unknown_options_are_refused(self, models: list[type[BaseModel]]) -> None:
         """Sections inside the options too: a misspelt key must not be ignored."""
@@ -209,6 +246,9 @@ class PluginSuite(Suite):
     def test_its_verbs_have_help(self, verbs: list[click.Command]) -> None:
         silent = [str(verb.name) for verb in verbs if not verb.get_short_help_str()]
         assert not silent, f"without a docstring: {', '.join(silent)}"
+        for verb in verbs:
+            shown = CliRunner().invoke(verb, ["--help"])
+            assert shown.exit_code == 0, f"{verb.name} --help fails: {shown.exception!r}"
 
 
 # ---------------------------------------------------------------- pieces of the tests
@@ -221,16 +261,17 @@ def loaded(loose: Path | None, path: Sequence[str]) -> tuple[Plugin, ...]:
 
 
 @functools.cache
-def looked_at(plugin: str, attempt: int = 0) -> tuple[float, list[str]]:
+def looked_at(plugin: str, attempt: int = 0) -> dict[str, Any]:
     """Import a plugin in a fresh process and ask what it offers.
 
-    Returns the milliseconds of the import alone and every top-level module that is there then.
+    Returns how many milliseconds that takes, every top-level module that is there then, and what
+    it has changed in its process and printed.
     """
     command = [sys.executable, "-c", LOOK, plugin]
     done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
     assert done.returncode == 0, f"looking at {plugin} fails\n{done.stderr.strip()}"
-    took, modules = json.loads(done.stdout.splitlines()[-1])
-    return took, modules
+    *said, found = done.stdout.splitlines()
+    return {**json.loads(found), "said": "\n".join(said).strip()}
 
 
 def options_model(offer: Offer) -> type[BaseModel]:
@@ -269,5 +310,5 @@ def refuses_unknown(model: type[BaseModel]) -> bool:
 
 
 def verbs_of(plugin: str) -> list[click.Command]:
-    answers = cast(Any, hooks_of(plugin)).commands()
+    answers = cast(Any, register(registry_of(plugin).plugins).hook).commands()
     return [verb for some in answers for verb in some]

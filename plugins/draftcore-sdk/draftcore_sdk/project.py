@@ -1,19 +1,25 @@
-"""A run of the algorithm suite on disk, and the command line run on it in this process."""
+"""A run of the algorithm suite on disk, and the command line run on it, in this process or another."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from subprocess import PIPE, STDOUT
 
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import Tensor
 
 from draftcore.cli import main
+from draftcore_sdk.suite import child_environment
 from draftcore_sdk.targets import conversations
 from draftcore_sdk.workbench import RATE, Bench
 
 
 class Project:
-    """A folder with conversations and run.yaml, and the command line run in this process."""
+    """A folder with conversations and run.yaml, and the command line run on it."""
 
     def __init__(self, bench: Bench, name: str, store: str = "auto") -> None:
         folder = bench.folder / name
@@ -27,6 +33,7 @@ class Project:
             "data": {"train": str(train), "eval": str(held_out)},
             "algorithm": {"name": bench.offer.name, "options": dict(bench.data)},
             "store": store,
+            "plugins": list(bench.extras),
             "train": {"batch": 2, "lr": RATE, "log_every": 1, "device": "cpu"},
             "eval": {"max_new_tokens": 8, "batch": 2},
         }
@@ -34,12 +41,28 @@ class Project:
 
     def cli(self, verb: str, *arguments: str, status: int = 0) -> str:
         """Run a verb, with the plugin that may end training, and return what it printed."""
-        plugins = [self.bench.example.stopper, *[self.bench.loose] * bool(self.bench.loose)]
-        shell = [word for plugin in plugins for word in ("--plugin", str(plugin))]
-        command = [*shell, verb, str(self.yaml), *arguments]
-        result = CliRunner().invoke(main, command)
-        assert result.exit_code == status, f"draftcore {' '.join(command)}\n{result.output}"
+        command = [*self._arguments(verb), *arguments]
+        result = CliRunner().invoke(main, command, catch_exceptions=False)
+        said = "\n".join(result.output.strip().splitlines()[-6:])
+        assert result.exit_code == status, f"{said}\nof draftcore {' '.join(command)}"
         return result.stdout
+
+    def begin(self, verb: str, **environment: str) -> subprocess.Popen[str]:
+        """Run a verb in a process of its own, where Python also hashes strings otherwise."""
+        env = {**child_environment(), "PYTHONHASHSEED": "1", **environment}
+        command = [sys.executable, "-m", "draftcore", *self._arguments(verb)]
+        return subprocess.Popen(command, env=env, text=True, stdout=PIPE, stderr=STDOUT)
+
+    def _arguments(self, verb: str) -> list[str]:
+        plugins = [self.bench.example.stopper, *self.bench.loose]
+        return [*(f"--plugin={plugin}" for plugin in plugins), verb, str(self.yaml)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The draft of the last checkpoint."""
+        files = sorted(self.run.glob("checkpoints/*/draft.safetensors"))
+        assert files, f"{self.run} has no checkpoint"
+        found: dict[str, Tensor] = load_file(files[-1])
+        return found
 
     def losses(self) -> dict[int, float]:
         """Per-step losses, exactly as written."""

@@ -1,11 +1,16 @@
-"""The pytest plugin of `check-plugin`: writes one JSON line per test to a file descriptor.
+"""The pytest plugin of `check-plugin`: writes a JSON line before and after each test to a pipe.
 
-It runs in the process that pytest has to itself. A test's line comes after its teardown and says
-the worst of its three phases.
+It runs in the process that pytest has to itself. A test's last line comes after its teardown and
+says the worst of its three phases. A test that takes too long ends the process, with a traceback of
+all threads. When the process that reads is gone, however it ended, all that was started here ends.
 """
 
+import faulthandler
 import json
 import os
+import signal
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -15,22 +20,35 @@ ORDER = ("passed", "skipped", "xfailed", "failed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--report-to", type=int, required=True, help="file descriptor to write to")
+    parser.addoption("--end-with", type=int, required=True, help="descriptor that the reader holds")
+    parser.addoption("--limit", type=float, required=True, help="seconds that a test may take")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Reporter(config.getoption("--report-to")))
+    reporter = Reporter(config.getoption("--report-to"), config.getoption("--limit"))
+    config.pluginmanager.register(reporter)
+    held = config.getoption("--end-with")
+    threading.Thread(target=end_with, args=(held,), daemon=True).start()
+
+
+def end_with(held: int) -> None:
+    """End this session of processes when nobody holds the other end of a pipe any more."""
+    os.read(held, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 class Reporter:
     """Collects the phases of the test that runs."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.file = os.fdopen(descriptor, "w", encoding="utf-8")
+    def __init__(self, descriptor: int, limit: float) -> None:
+        self.file, self.limit = os.fdopen(descriptor, "w", encoding="utf-8"), limit
+        self.log = os.dup(sys.stderr.fileno())  # what pytest captures of a test is lost with it
         self.worst: dict[str, Any] = {}
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.worst = {"test": nodeid, "outcome": "passed", "seconds": 0.0}
         self._write({"started": nodeid})
+        faulthandler.dump_traceback_later(self.limit, exit=True, file=self.log)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome, why = judge(report)
@@ -39,6 +57,7 @@ class Reporter:
             self.worst |= {"outcome": outcome, **why}
 
     def pytest_runtest_logfinish(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
         self._write(self.worst)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

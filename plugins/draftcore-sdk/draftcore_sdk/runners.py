@@ -9,27 +9,31 @@ Shape letters: B batch, T tokens, K drafted tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from draftcore.config import EvalConfig
+from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.target import TargetModel
+from draftcore.errors import UsageError
 from draftcore.evaluation.decode import EagerRunner, right_padded, speculate
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load
 from draftcore.target import TransformersModel, TransformersTarget
-from draftcore_sdk.captures import ROUNDING, ROWS, capture_target
+from draftcore_sdk.captures import ROWS, capture_target, require_near
 from draftcore_sdk.suite import Suite
 
 REQUEST = FeatureRequest((1, 3), True, "float32")
 LONGEST = 64  # tokens of a row, and positions that are read and decoded
 GREEDY = EvalConfig(max_new_tokens=12)
+SAMPLED = 0.4  # a temperature at which another one shows, and greedy tokens are no surprise
 
 
 class RepeatingDrafter:
@@ -52,8 +56,8 @@ class RepeatingDrafter:
 
     def propose(
         self, state: dict[str, Tensor], temperature: float = 0.0, generator: Any = None
-    ) -> tuple[Tensor, None]:
-        return state["last_B"][:, None].repeat(1, self.num_drafts), None
+    ) -> Proposal:
+        return Proposal(state["last_B"][:, None].repeat(1, self.num_drafts))
 
     def accept(
         self,
@@ -68,6 +72,37 @@ class RepeatingDrafter:
         return {"last_B": state["last_B"][rows_B]}
 
 
+class CountingDrafter(RepeatingDrafter):
+    """Drafts the last token; the third time plus one where its weight and its count are odd."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.module, self.vocab_size = nn.Module(), vocab_size
+        self.module.register_buffer("weight", torch.zeros(1, dtype=torch.long))
+
+    def allocate(self, batch: int, max_len: int) -> dict[str, Tensor]:
+        return {**super().allocate(batch, max_len), "count_B": torch.zeros(batch, dtype=torch.long)}
+
+    def prefill(self, state: dict[str, Tensor], *given: Any) -> None:
+        super().prefill(state, *given)
+        state["count_B"] = given[1].clone()
+
+    def propose(
+        self, state: dict[str, Tensor], temperature: float = 0.0, generator: Any = None
+    ) -> Proposal:
+        drafts_BK = super().propose(state).tokens_BK
+        drafts_BK[:, 2] += (state["count_B"] + self.module.get_buffer("weight")) % 2
+        drafts_BK %= self.vocab_size
+        probs_BKV = functional.one_hot(drafts_BK, self.vocab_size).float()
+        return Proposal(drafts_BK, probs_BKV if temperature > 0 else None)
+
+    def accept(self, state: dict[str, Tensor], *given: Any) -> None:
+        super().accept(state, *given)
+        state["count_B"] = state["count_B"] + given[-1]
+
+    def select(self, state: dict[str, Tensor], rows_B: Tensor) -> dict[str, Tensor]:
+        return {name: value[rows_B] for name, value in state.items()}
+
+
 class RunnerSuite(Suite):
     """The behaviour of a runner in both phases, opened through its plugin."""
 
@@ -79,14 +114,14 @@ class RunnerSuite(Suite):
         path = folder if folder.exists() else capture_target(folder)
         return TransformersModel(TransformersTarget(str(path), device="cpu"))
 
-    def runner(self, phase: PhaseName) -> Runner:
+    def runner(self, phase: PhaseName, temperature: float = 0.0) -> Runner:
         """Open the runner for a phase, as a run of batches of this suite's rows does."""
         registry = load(files=[self.loose] if self.loose else [])
         context = RunnerContext(
             phase=phase,
             rows=len(ROWS),
             longest=LONGEST,
-            temperature=0.0,
+            temperature=temperature,
             capture="hf",
             bind=functools.partial(bind, registry),
             offered=registry.offered,
@@ -112,20 +147,43 @@ class RunnerSuite(Suite):
     def test_features_are_the_eager_ones_in_the_stored_type_and_stay(
         self, target: TargetModel, dtype: str
     ) -> None:
-        """Also when the next batch was run."""
-        request = FeatureRequest(REQUEST.layers, True, dtype)
-        tokens_BT, lengths_B = right_padded(ROWS, "cpu")
-        own = target.features(tokens_BT, lengths_B, request)
-        runner = self.runner("prefill").prefill(target)
-        found = runner.features(tokens_BT, lengths_B, request)
-        runner.features(tokens_BT.flip(0), lengths_B.flip(0), request)
-        assert set(found) == set(request.names)
-        rounding = ROUNDING if dtype == "float32" else 2**-7  # one unit in the last place
-        for name, value_BTH in found.items():
-            assert value_BTH.dtype == getattr(torch, dtype)
-            for row, length in enumerate(lengths_B.tolist()):
-                ours, theirs = value_BTH[row, :length].double(), own[name][row, :length].double()
-                assert (ours - theirs).abs().max() <= rounding * theirs.abs().max(), name
+        """Also when others were run: of other rows and lengths, and for another request."""
+        wide = FeatureRequest(REQUEST.layers, True, dtype, topk=2, embeddings=True)
+        narrow, opened = FeatureRequest((2,), False, dtype), self.runner("prefill")
+        asked = [
+            (ROWS, wide),
+            (ROWS[::-1], wide),
+            (ROWS[:1], wide),
+            (ROWS[:3], narrow),
+            (ROWS, wide),
+        ]
+        runner, batches = opened.prefill(target), [right_padded(rows, "cpu") for rows, _ in asked]
+        pairs = zip(batches, asked, strict=True)
+        found = [runner.features(*given, request) for given, (_, request) in pairs]
+        for (tokens_BT, lengths_B), (rows, request), features in zip(
+            batches, asked, found, strict=True
+        ):
+            assert torch.equal(tokens_BT, right_padded(rows, "cpu")[0]), "it changed the tokens"
+            self.require_features(features, target.features(tokens_BT, lengths_B, request), rows)
+        assert {type(line) for line in opened.report()} <= {str}, "a line of a report is text"
+
+    def require_features(
+        self, found: Mapping[str, Tensor], own: Mapping[str, Tensor], rows: Sequence[Sequence[int]]
+    ) -> None:
+        """Compare with the eager ones in what is no padding; near logits may be in either order."""
+        assert set(found) == set(own)
+        for name, value_BTH in own.items():
+            forms = [(tuple(one[name].shape), one[name].dtype) for one in (found, own)]
+            assert forms[0] == forms[1], f"{name} is {forms[0]}, the eager one {forms[1]}"
+            for row, tokens in enumerate(rows if name != "topk_ids" else ()):
+                ours_TH, theirs_TH = (one[row, : len(tokens)] for one in (found[name], value_BTH))
+                rounded = (
+                    0.0 if value_BTH.dtype == torch.float32 else 2**-7
+                )  # one unit in the last place
+                others = {
+                    f"those of row {at}": one[: len(tokens)] for at, one in enumerate(value_BTH)
+                }
+                require_near(ours_TH, theirs_TH, others, rounded)
 
     # ------------------------------------------------------------ decode
 
@@ -133,10 +191,69 @@ class RunnerSuite(Suite):
     def test_decoding_gives_the_tokens_and_rounds_of_eager_decoding(
         self, target: TargetModel, rows: int
     ) -> None:
-        """Also in a second batch, for which the runner may keep what it has from the first."""
-        prompts, drafter = ROWS[:rows], RepeatingDrafter()
-        decoder = self.runner("decode").decode(target, drafter, nn.Module())
+        """Also in later batches, for which the runner may keep what it has from the first.
+
+        They may be shorter, and the draft is trained in between: its weights change in place.
+        """
+        prompts, drafter = ROWS[:rows], CountingDrafter(target.spec.vocab_size)
+        opened = self.runner("decode")
+        decoder = opened.decode(target, drafter, drafter.module)
         decoder.reserve(rows, LONGEST)
-        for batch in (prompts, prompts[::-1]):
+        for batch in (prompts, prompts[::-1], prompts[-1:], prompts):
             eager = speculate(EagerRunner(target, drafter), batch, GREEDY)
-            assert speculate(decoder, batch, GREEDY) == eager
+            for one, right in zip(speculate(decoder, batch, GREEDY), eager, strict=True):
+                assert one.tokens == right.tokens, (
+                    f"other tokens than the eager ones after {one.prompt}"
+                )
+                assert one == right, (
+                    f"{one.accepted} were accepted in its rounds, {right.accepted} are"
+                )
+            drafter.module.get_buffer("weight").add_(1)
+        assert {type(line) for line in opened.report()} <= {str}, "a line of a report is text"
+
+    def test_plain_steps_are_the_targets_greedy_ones(self, target: TargetModel) -> None:
+        """The speedup that an evaluation tells of is measured by them. The first ones may record them."""
+        drafter = CountingDrafter(target.spec.vocab_size)
+        decoder = self.runner("decode").decode(target, drafter, drafter.module)
+        decoder.reserve(2, LONGEST)
+        prompts, found = [ROWS[0], ROWS[4]], list[list[int]]()
+        for _ in range(2):
+            rows, found = decoder.start(prompts, LONGEST, 0.0, 0), []
+            for step in range(4):
+                found.append(rows.last_B.tolist())
+                rows.plain(len(ROWS[4]) + step + 1)
+        right = target.generate(prompts, 4)
+        assert [list(row) for row in zip(*found, strict=True)] == right, (
+            "these tokens are not greedy"
+        )
+
+    def test_sampling_is_seeded_and_has_the_targets_distribution(self, target: TargetModel) -> None:
+        """A token's log-probability has a known mean and variance, so their sums are normal."""
+        runner, drafter = self.runner("decode", SAMPLED), CountingDrafter(target.spec.vocab_size)
+        try:
+            runner.check(target.spec)
+        except UsageError as error:
+            pytest.skip(f"it does not sample: {error}")
+        decoder = runner.decode(target, drafter, drafter.module)
+        decoder.reserve(len(ROWS), LONGEST)
+        seeds = (0, 0, *range(1, 12))
+        configs = [GREEDY.model_copy(update={"temperature": SAMPLED, "seed": s}) for s in seeds]
+        first, again, *others = (speculate(decoder, ROWS, config) for config in configs)
+        assert first == again, "one seed gives different tokens"
+        assert first != others[0], "another seed gives the same tokens"
+        surplus = variance = 0.0
+        for one in [*first, *(one for some in others for one in some)]:
+            tokens_1T = torch.tensor([[*one.prompt, *one.tokens]])
+            logits_TV = (
+                target.model(input_ids=tokens_1T).logits[0, len(one.prompt) - 1 : -1].double()
+            )
+            logp_TV = (logits_TV / SAMPLED).log_softmax(-1)
+            mean_T = (logp_TV.exp() * logp_TV).sum(-1)
+            surplus += float(
+                (logp_TV.gather(1, torch.tensor(one.tokens)[:, None])[:, 0] - mean_T).sum()
+            )
+            variance += float((logp_TV.exp() * (logp_TV - mean_T[:, None]) ** 2).sum())
+        sigmas = surplus / variance**0.5
+        assert abs(sigmas) < 5, (
+            f"tokens are {sigmas:+.1f} sigmas likelier than at temperature {SAMPLED}"
+        )

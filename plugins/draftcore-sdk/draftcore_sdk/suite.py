@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-import pluggy
 import pytest
 
-from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
-from draftcore.options import validate
+from draftcore.plugins.binding import Binding, bind
+from draftcore.plugins.dists import Plugin
+from draftcore.plugins.registry import Registry
 
 OURS = "draftcore_sdk."
+# Tensors are tiny here: threads are no use, and spinning ones slow down whoever wants the cores.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+os.environ.update(ONE_THREAD)
+if "torch" in sys.modules:
+    sys.modules["torch"].set_num_threads(1)
 HOOKS = {"store": "feature_store", "graph": "graph_backend", "graph-plugin": "graph_plugin"}
 
 
@@ -63,14 +68,9 @@ def _excused(test: Any) -> bool:
     return any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
 
 
-def hooks_of(plugin: str) -> Specs:
-    """Return the hooks of one plugin, alone in a plugin manager of its own."""
-    module, _, instance = plugin.partition(":")
-    found = importlib.import_module(module)
-    manager = pluggy.PluginManager("draftcore")
-    manager.add_hookspecs(Specs)
-    manager.register(getattr(found, instance) if instance else found)
-    return cast(Specs, manager.hook)
+def registry_of(plugin: str) -> Registry:
+    """Return a registry of one plugin alone, given as in its entry point."""
+    return Registry([Plugin(plugin, plugin, "", plugin, state="found")])
 
 
 def offer_of(plugin: str, kind: Kind, name: str) -> Offer:
@@ -78,29 +78,30 @@ def offer_of(plugin: str, kind: Kind, name: str) -> Offer:
 
     The test fails if it offers no such.
     """
-    offers = [offer for listed in cast(Any, hooks_of(plugin)).describe() for offer in listed]
+    offers = registry_of(plugin).named(plugin).offers
     same = [offer for offer in offers if offer.kind == kind and name in ("", offer.name)]
     if len(same) == 1:
-        return cast(Offer, same[0])
+        return same[0]
     shown = ", ".join(f"{offer.kind} {offer.name}" for offer in offers) or "nothing"
     asked = f"{kind} named {name!r}" if name else f"one {kind}"
     pytest.fail(f"plugin {plugin} does not offer {asked}; it offers: {shown}")
 
 
-def options_of(offer: Offer, data: Mapping[str, Any]) -> Any:
-    """Return an offer's options, validated as a run does; None where it has no options model."""
-    return validate(offer.options, data, f"options of the {offer.kind} {offer.name!r}")
+def bound(
+    plugin: str, kind: Kind, name: str = "", options: Mapping[str, Any] = MappingProxyType({})
+) -> Binding:
+    """Bind what a plugin offers with options as in a run's YAML, as a run does; '' is its only one."""
+    return bind(registry_of(plugin), kind, offer_of(plugin, kind, name).name, options)
 
 
 def opened(plugin: str, kind: Kind, name: str, data: Mapping[str, Any], **given: Any) -> Any:
     """Open what a plugin offers through its hook, as a run does; the only one of its kind for ''."""
-    offer, hook = offer_of(plugin, kind, name), HOOKS.get(kind, kind)
-    call = getattr(hooks_of(plugin), hook)
-    found = call(name=offer.name, options=options_of(offer, data), **given)
-    assert found is not None, f"{plugin} answers None to {hook}(name={offer.name!r})"
-    return found
+    binding = bound(plugin, kind, name, data)
+    if kind not in ("store", "channel"):
+        given["options"] = binding.options
+    return getattr(binding.hook, HOOKS.get(kind, kind))(name=binding.offer.name, **given)
 
 
 def child_environment() -> dict[str, str]:
-    """Let a child import what this process can, such as a plugin next to the tests."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    """Let a child import what this process can, such as a plugin next to the tests, on one thread."""
+    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from draftcore.plugins.registry import Registry
+    from draftcore_sdk.check import Result
+
+
+def watched(results: Iterable[Result]) -> Iterator[Result]:
+    """Show on a terminal which test is running."""
+    for result in results:
+        if sys.stderr.isatty():
+            running = f"  ...      {result.words} " if result.outcome == "running" else ""
+            click.echo(f"\r{running}\033[K", err=True, nl=False)
+        yield result
 
 
 @click.command(epilog="For example: draftcore check-plugin my-idea depth=2")
@@ -18,11 +30,15 @@ if TYPE_CHECKING:
     "--uri",
     help="Of a store or channel that needs another than NAME:{tmp}; {tmp} is a fresh folder.",
 )
+@click.option(
+    "--each", is_flag=True, help="Try every boolean or literal option's other values, too."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def check_plugin(
-    ctx: click.Context, name: str, options: tuple[str, ...], uri: str | None, as_json: bool
-) -> None:
+    ctx: click.Context, name: str, options: tuple[str, ...], uri: str | None, each: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Test a plugin and all it offers; exit 1 if anything fails.
 
     NAME is as in list-plugins; options of its offers are given as in a run's YAML. A plugin that
@@ -32,11 +48,17 @@ def check_plugin(
     plugin = registry.named(name)
     from draftcore_sdk import check  # pytest, 0.1 s: only where it is used
 
-    report = check.Report(plugin, check.suites_of(plugin, options, uri))
+    report = check.Report(plugin, check.suites_of(plugin, options, uri, each))
     traceback = ctx.find_root().params.get("traceback", False)
-    for line in report.lines(check.run(report.checks, traceback)):
-        if not as_json:
-            click.echo(line)
+    try:
+        for line in report.lines(watched(check.run(report.checks, traceback))):
+            if not as_json:
+                click.echo(line)
+    except KeyboardInterrupt:
+        if report.running:
+            title = report.checks[report.running.check].title
+            click.echo(f"in: {title}: {report.running.words}", err=True)
+        raise
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     if report.failed:

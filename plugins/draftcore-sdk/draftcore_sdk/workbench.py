@@ -32,6 +32,7 @@ from draftcore.contracts.algorithm import (
     Draft,
     DraftBatch,
     Drafter,
+    Proposal,
     Sample,
     SampleId,
     StepContext,
@@ -40,12 +41,13 @@ from draftcore.contracts.algorithm import (
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.serving import Host, Round
+from draftcore.contracts.serving import Host, Round, ServedDraft
 from draftcore.contracts.target import TargetSpec
 from draftcore.evaluation.decode import EagerRows, EagerRunner, speculate
+from draftcore.evaluation.proposals import depth_of
 from draftcore.evaluation.report import Decoded
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
-from draftcore_sdk.algorithm_fixtures import summed
+from draftcore_sdk.algorithm_fixtures import as_ratio, summed
 from draftcore_sdk.example import ANSWER, QUESTIONS, Example
 
 STEPS, RATE, SEED = 30, 0.01, 7
@@ -75,6 +77,19 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class Known:
+    """The share of drafts that are right, the mean probability of the right ones, and the share that
+
+    would be right one token earlier, or later.
+    """
+
+    share: float
+    sure: float
+    early: float
+    late: float
+
+
+@dataclass(frozen=True)
 class Bench:
     """An algorithm's hooks with its options, on the tiny target. No test changes what is cached."""
 
@@ -84,7 +99,8 @@ class Bench:
     example: Example
     folder: Path  # an empty one, for runs
     data: Mapping[str, Any]  # the options as a run's YAML has them
-    loose: Path | None  # the file of a plugin that is not installed
+    loose: Sequence[Path]  # the files of plugins that are not installed
+    extras: Sequence[str] = ()  # installed wrappers and observers
 
     def require(self, capability: str) -> None:
         if capability not in self.offer.capabilities:
@@ -124,6 +140,11 @@ class Bench:
             samples.append(dataclasses.replace(sample, loss_mask_T=learned_T))
         return samples
 
+    @cached_property
+    def texts(self) -> list[Sample]:
+        """Longer samples, of all questions and answers in other orders."""
+        return [self._sample(rows) for rows in ([0, 1, 2], [1, 2, 0], [2, 0, 1])]
+
     @property
     def batch(self) -> DraftBatch:
         """A batch of them, which a test may change."""
@@ -139,10 +160,10 @@ class Bench:
             for name in request.names
         }
         return Sample(
-            SampleId(f"{rows}.{length}", 0),
+            SampleId(f"{rows}.{length}", 1),
             torch.tensor(tokens[-length:]),
             torch.tensor(answered[-length:]),
-            {name: value.to(getattr(torch, request.dtype)) for name, value in features.items()},
+            request.select(features),
         )
 
     @cached_property
@@ -171,22 +192,28 @@ class Bench:
         return self.build()
 
     def loss(self, draft: Draft, batch: DraftBatch, step: int = STEPS // 2) -> StepOutput:
-        """The loss at a step of a run of `STEPS` steps."""
+        """The loss at a step of a run of `STEPS` steps, as one ratio."""
+        return as_ratio(self.output(draft, batch, step))
+
+    def output(self, draft: Draft, batch: DraftBatch, step: int = STEPS // 2) -> StepOutput:
+        """What the algorithm returns as the loss."""
         context = StepContext(step, STEPS, SEED)
-        return self.hook.forward_loss(draft=draft, batch=batch, context=context)
+        return self.hook.forward_loss(
+            draft=draft, batch=batch, context=context, options=self.options
+        )
 
     def measure(self, *batches: DraftBatch, draft: Draft | None = None) -> Measured:
         """Sum up the loss and the gradient of micro-batches, as the trainer does."""
         draft = draft or self.draft
         trained = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}
-        output = summed([self.loss(draft, batch) for batch in batches])
+        output = as_ratio(summed([self.output(draft, batch) for batch in batches]))
         found: Sequence[Tensor | None] = [None] * len(trained)
         if output.numerator.requires_grad:
             found = torch.autograd.grad(output.numerator, list(trained.values()), allow_unused=True)
         pairs = zip(trained.items(), found, strict=True)
         gradients = {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
-        numerator = output.numerator.detach()
-        return Measured(dataclasses.replace(output, numerator=numerator), gradients)
+        detached = StepOutput(output.numerator.detach(), output.denominator, output.counts)
+        return Measured(detached, gradients)
 
     @cached_property
     def whole(self) -> Measured:
@@ -210,7 +237,7 @@ class Bench:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         batch, losses = self.collate(self.learned), list[float]()
         for step in range(steps):
-            output = self.loss(draft, batch, min(step, STEPS - 1))
+            output = self.loss(draft, batch, min(step + 1, STEPS))
             output.numerator.backward()  # type: ignore[no-untyped-call]
             scale_and_clip(parameters, output.denominator, draft.defaults.clip)
             for group in optimizer.param_groups:
@@ -250,25 +277,36 @@ class Bench:
         runner.reserve(len(prompts), most)
         return speculate(runner, prompts, GREEDY)
 
-    def agreement(self, draft: Draft) -> float:
-        """The share of drafts that are right on the learned answers, the first three of a round.
+    def known(self, draft: Draft) -> Known:
+        """How a draft does on the learned answers, the first three of a round.
 
         The first round, which some algorithms never train, does not count. The others begin one or
         two tokens after the one before (a row without a right draft lags behind), so a draft that
         knows the answers is asked for them from many places.
         """
-        right, asked, done = 0, 0, 2
+        answers_BT, done, asked = torch.tensor(self.example.answers), 2, 0
+        right, sure, early, late = 0.0, list[float](), 0.0, 0.0
         decoding = Decoding(self, draft)
         decoding.round(most=1)
         for most in itertools.cycle((1, 2)):
-            wanted = min(3, decoding.drafter.num_drafts, ANSWER - done)
+            wanted = min(3, depth_of(decoding.drafter), ANSWER - done)
             if wanted < 1:
                 break
-            _, right_B = decoding.round(most)
+            at, drawn = answers_BT[:, done : done + wanted], decoding.propose(1.0)
+            drafts_BK, right_B = decoding.round(most)
+            if drawn.probs_BKV is not None:
+                drawn_BK, probs_BKV = drawn.tokens_BK, drawn.probs_BKV
+                told = at if drawn.parents_BK is None else at[:, :1]  # of a tree, its first node
+                given_BK, count = torch.ones_like(told).bool(), told.shape[1]
+                given_BK[:, 1:] = (drawn_BK[:, : count - 1] == told[:, :-1]).long().cumprod(1) > 0
+                of_BK = probs_BKV[:, :count].gather(-1, told[..., None])[..., 0]
+                sure += of_BK[given_BK].tolist()
             right += int(right_B.clamp(max=wanted).sum())
+            early += int((drafts_BK[:, :wanted] == answers_BT[:, done - 1 :][:, :wanted]).sum())
+            late += int((drafts_BK[:, : wanted - 1] == at[:, 1:]).sum())
             asked += wanted * len(right_B)
             done += most
-        return right / asked
+        return Known(right / asked, sum(sure) / max(1, len(sure)), early / asked, late / asked)
 
     # ------------------------------------------------------------ exports
 
@@ -281,8 +319,11 @@ class Bench:
 
     def export(self, draft: Draft, folder: Path, layout: str) -> Path:
         folder.mkdir(parents=True)
-        self.hook.export_draft(draft=draft, folder=folder, layout=layout)
+        self.hook.export_draft(draft=draft, folder=folder, layout=layout, options=self.options)
         return folder
+
+    def served(self, folder: Path, server: str) -> ServedDraft:
+        return self.hook.read_export(folder=folder, server=server, options=self.options)
 
 
 class Decoding:
@@ -295,10 +336,9 @@ class Decoding:
         runner = EagerRunner(bench.example.spec.model, self.drafter)
         self.rows = EagerRows(runner, prompts, self.span, temperature=0.0, seed=0)
 
-    def propose(self, temperature: float = 0.0, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+    def propose(self, temperature: float = 0.0, seed: int = 0) -> Proposal:
         generator = torch.Generator().manual_seed(seed)
-        found: tuple[Tensor, Tensor | None]
-        found = self.drafter.propose(self.rows.state, temperature, generator)
+        found: Proposal = self.drafter.propose(self.rows.state, temperature, generator)
         return found
 
     def round(self, most: int = 99) -> tuple[Tensor, Tensor]:
@@ -306,7 +346,8 @@ class Decoding:
         self.drafter.most = most
         self.rows.propose()
         self.rows.verify(self.span)
-        return self.rows.drafts_BK, self.drafter.right_B
+        assert self.rows.proposal is not None
+        return self.rows.proposal.tokens_BK, self.drafter.right_B
 
 
 class WatchedDrafter:

@@ -23,12 +23,13 @@ from draftcore.cli import main
 from draftcore.contracts.offers import Kind
 from draftcore.plugins.registry import load
 
-OBSERVER = """
+PLAIN = """
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 @hookimpl
-def step_finished(step): ...
+def commands():
+    return []
 """
 SILENT_VERB = """
 import click
@@ -52,27 +53,37 @@ def graph_plugin(name, options):
 OFFERS = """
 @hookimpl
 def describe():
-    wide = "{module}_options:Options"
-    stored = [Offer("channel", "other", options=wide), Offer("store", "mine", options=wide)]
-    return [Offer("capture", "mine"), *stored]
-
-@hookimpl
-def capture(name): ...
+    runner = Offer("runner", "mine", options="{module}_options:Options")
+    return [Offer("channel", "other"), runner, Offer("store", "mine")]
 
 @hookimpl
 def channel(name): ...
 
 @hookimpl
-def feature_store(name, uri, options):
+def runner(name, options):
     from draftcore.errors import UsageError
-    raise UsageError(f"uri={uri} width={options.width}")
+    raise UsageError(f"width={options.width} mode={options.mode}")
+
+@hookimpl
+def feature_store(name, uri):
+    from draftcore.errors import UsageError
+    raise UsageError(f"uri={uri}")
 """
 OPTIONS = """
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
     width: float = Field(1.0, gt=0, description="how wide")
+    mode: Literal["plain", "odd"] | None = Field(None, description="how")
+    tied: bool = Field(False, description="tied; not when odd")
+    free: bool = Field(True, description="free; without it tied")
+
+    @model_validator(mode="after")
+    def fits(self):
+        assert self.free or self.tied
+        return self
 """
 
 
@@ -85,7 +96,7 @@ class Loose:
         self.write("")
 
     def write(self, source: str) -> None:
-        self.file.write_text(OBSERVER + dedent(source).replace("{module}", self.name))
+        self.file.write_text(PLAIN + dedent(source).replace("{module}", self.name))
 
     def check(self, *arguments: str, traceback: bool = False) -> Result:
         shell = ["--plugin", str(self.file), *["--traceback"] * traceback]
@@ -156,7 +167,7 @@ def test_the_report_as_data(loose: Loose) -> None:
 
 
 def test_there_is_a_suite_for_every_kind() -> None:
-    assert check.SUITE_OF.keys() == {"plugin", *get_args(Kind)}
+    assert check.SUITE_OF.keys() == {"plugin", "wrapper", "observer", *get_args(Kind)}
 
 
 def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:
@@ -165,8 +176,10 @@ def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:
     assert result.exit_code == 1
     plugins, report = result.output.split("graph-plugin mine\n")
     assert "plugin\n  ok       it is listed as ready\n" in plugins
-    assert "  FAIL     a replay waits for no device (2)\n" in report
-    assert "a graph plugin is a subclass of GraphPlugin" in report
+    assert "DraftcoreError: the hook graph_plugin of " in report
+    assert report.count("FAIL") == 2
+    assert " more in the same way as: features through it are those without it\n" in report
+    assert "; a replay waits for no device" in report
 
 
 def test_cases_of_one_test_are_one_line_and_the_worst_is_shown() -> None:
@@ -221,14 +234,28 @@ def test_options_and_uri_reach_the_offers_that_they_are_for(loose: Loose) -> Non
     checks = check.suites_of(plugin, ["width=3e-1"], "mine:here{tmp}?a=1")
     assert [(c.kind, c.offer, c.options, c.uri) for c in checks] == [
         ("plugin", "", {}, ""),
-        ("capture", "mine", {}, ""),
-        ("channel", "other", {"width": "3e-1"}, ""),
-        ("store", "mine", {"width": "3e-1"}, "mine:here{tmp}?a=1"),
+        ("channel", "other", {}, ""),
+        ("runner", "mine", {"width": "3e-1"}, ""),
+        ("store", "mine", {}, "mine:here{tmp}?a=1"),
     ]
-    found = {one.test: one.message for one in check.run(checks[3:])}["test_a_closed_store_says_so"]
-    assert "uri=mine:here/" in found
-    assert "{tmp}" not in found
-    assert found.endswith("?a=1 width=0.3")
+    found = {one.message for one in check.run(checks[2:]) if one.outcome == "failed"}
+    assert any(message.endswith("width=0.3 mode=None") for message in found)
+    opened = [message for message in found if "uri=mine:here/" in message]
+    assert opened
+    assert not any("{tmp}" in message for message in opened)
+
+
+def test_each_value_of_a_literal_or_boolean_option_is_tried_once(loose: Loose) -> None:
+    """But for values that the options' own model refuses beside the others' defaults."""
+    loose.write(OFFERS)
+    plugin = load(files=[loose.file]).named(loose.name)
+    checks = check.suites_of(plugin, ["width=2"], None, each=True)
+    assert [c.title for c in checks if c.kind == "runner"] == [
+        "runner mine (width=2)",
+        "runner mine (width=2, mode=plain)",
+        "runner mine (width=2, mode=odd)",
+        "runner mine (width=2, tied=True)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -288,10 +315,38 @@ def test_a_suite_that_cannot_be_loaded_is_a_failure(loose: Loose, tmp_path: Path
     assert "pydantic is broken" in found.message
 
 
-def test_ctrl_c_ends_the_check_and_its_process(loose: Loose, tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    body = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+SLEEPS = "import os, time; open({note!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+
+
+def gone(note: Path) -> bool:
+    """Whether the process whose id is in a file ends soon."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        try:
+            os.kill(int(note.read_text()), 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_test_that_hangs_is_ended_and_says_where(loose: Loose, tmp_path: Path) -> None:
+    body = SLEEPS.format(note=str(tmp_path / "pid"))
     loose.write(GRAPHS.replace("{body}", body))
+    plugin = load(files=[loose.file]).named(loose.name)
+    *_, last = check.run(check.suites_of(plugin, [], None)[1:], limit=20)
+    first, *lines = last.message.splitlines()
+    assert (last.outcome, first) == ("failed", "no end after 20 s, here:")
+    assert f"{loose.name}.py" in lines[0]
+    assert "graph_plugin" in lines[0]
+    assert lines[-1] == "what comes after it was not tested"
+    assert gone(tmp_path / "pid")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_whoever_ends_the_check_ends_its_process(loose: Loose, tmp_path: Path, how: int) -> None:
+    note = tmp_path / "pid"
+    loose.write(GRAPHS.replace("{body}", SLEEPS.format(note=str(note))))
     process = subprocess.Popen(
         [sys.executable, "-m", "draftcore", "--plugin", loose.file, "check-plugin", loose.name],
         stdout=subprocess.PIPE,
@@ -304,8 +359,10 @@ def test_ctrl_c_ends_the_check_and_its_process(loose: Loose, tmp_path: Path) -> 
     until = time.monotonic() + 60
     while not (note.exists() and note.read_text()) and time.monotonic() < until:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
     _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (130, "interrupted\n")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(note.read_text()), 0)
+    assert gone(note)
+    if how == signal.SIGKILL:
+        return
+    where = "in: graph-plugin mine: features through it are those without it"
+    assert (process.returncode, error) == (130, f"{where}\ninterrupted\n")

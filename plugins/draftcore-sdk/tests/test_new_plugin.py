@@ -12,6 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import draftcore_nn
 import pytest
 from click.testing import CliRunner, Result
 from draftcore_sdk.new_plugin import LONGEST, NEEDS, PLACEHOLDERS, bounds, plugin_name, require_free
@@ -132,13 +133,14 @@ def test_its_metadata_says_what_it_imports_and_what_the_core_says(
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bound, *floors = project["dependencies"]
-    assert bound == bounds(core["version"])
-    assert set(floors) <= set(core["dependencies"])
+    minor = bounds(core["version"])
+    assert bound == f"draftcore{minor}"
+    assert set(floors) <= {*core["dependencies"], f"draftcore-nn{minor}"}
     assert len(floors) == len(NEEDS[kind])
     code = "\n".join(file.read_text() for file in folder.glob("draftcore_*/*.py"))
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", code, re.MULTILINE))
     known = {"draftcore_my_idea", *sys.stdlib_module_names}
-    assert imported - known == {"draftcore", *NEEDS[kind]}
+    assert imported - known == {"draftcore", *(need.replace("-", "_") for need in NEEDS[kind])}
     assert project["entry-points"]["draftcore"] == {"my-idea": "draftcore_my_idea.plugin"}
     assert project["requires-python"] == core["requires-python"]
     assert project["keywords"] == ["draftcore-plugin"]
@@ -147,9 +149,9 @@ def test_its_metadata_says_what_it_imports_and_what_the_core_says(
 @pytest.mark.parametrize(
     ("version", "requirement"),
     [
-        ("0.1.0", "draftcore>=0.1,<0.2"),
-        ("0.9.12.dev3", "draftcore>=0.9,<0.10"),
-        ("1.2.3", "draftcore>=1.2,<2"),
+        ("0.1.0", ">=0.1,<0.2"),
+        ("0.9.12.dev3", ">=0.9,<0.10"),
+        ("1.2.3", ">=1.2,<2"),
     ],
 )
 def test_the_core_is_bound_to_one_contract(version: str, requirement: str) -> None:
@@ -170,8 +172,9 @@ def test_it_is_formatted_and_free_of_lint(name: str, tmp_path: Path) -> None:
 def test_every_kind_passes_mypy_strict(tmp_path: Path) -> None:
     folders = [written(tmp_path, kind, f"my-{kind}") for kind in KINDS]
     packages = [str(next(folder.glob("draftcore_*"))) for folder in folders]
-    ours = Path(draftcore.__file__).parents[1]  # a source tree, where no wheel is installed
-    path = {} if ours.name == "site-packages" else {"MYPYPATH": str(ours)}
+    # A source tree, where no wheel is installed.
+    ours = [str(Path(str(one.__file__)).parents[1]) for one in (draftcore, draftcore_nn)]
+    path = {} if ours[0].endswith("site-packages") else {"MYPYPATH": os.pathsep.join(ours)}
     settings = ("--config-file", str(folders[0] / "pyproject.toml"), "--no-error-summary")
     run(tmp_path, "mypy", *settings, *packages, **path)
 

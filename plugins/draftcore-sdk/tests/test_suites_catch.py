@@ -8,7 +8,7 @@ import pytest
 from mutants import Mutants
 
 
-@pytest.fixture(params=draftcore_sdk.SUITES)
+@pytest.fixture(params=[*draftcore_sdk.SUITES, "observers"])
 def mutants(request: pytest.FixtureRequest) -> Mutants:
     found: Mutants = import_module(f"mutants.{request.param}").MUTANTS
     return found

@@ -204,9 +204,7 @@ class ServerCapture:
             return StoreFull(
                 self._first_about.get("sink", ""),
                 needed=len(batch.token_ids[at])
-                * len(self.request.names)
-                * int(self.target.text_config.hidden_size)
-                * getattr(torch, self.request.dtype).itemsize,
+                * self.request.token_bytes(int(self.target.text_config.hidden_size)),
                 samples=1,
                 free=0,
                 limit="its bytes, as the server says",

@@ -76,6 +76,8 @@ class Algorithm(Protocol):
     def hook(self) -> Specs: ...
     @property
     def offer(self) -> Offer: ...
+    @property
+    def options(self) -> Any: ...
 
 
 class RowError(UsageError):
@@ -114,7 +116,7 @@ def wire_row(algorithm: Algorithm, shape: DraftShape) -> tuple[RowField, ...]:
     require(algorithm)
     row: tuple[RowField, ...] = ()
     if "disagg" in algorithm.offer.capabilities:
-        row = tuple(algorithm.hook.disagg_row(shape=shape) or ())
+        row = tuple(algorithm.hook.disagg_row(shape=shape, options=algorithm.options) or ())
     names = [field.name for field in row]
     known = {field.name: field for field in (hidden_field(shape), *topk_fields(shape))}
     fits = len(set(names)) == len(names) and ("topk_p" in names) == ("topk_index" in names)
@@ -153,7 +155,10 @@ def first_draft_input(
     batch = check_rows(algorithm, arrivals, row)
     if "disagg" in algorithm.offer.capabilities:
         found = algorithm.hook.build_disagg_draft_input(
-            batch=batch, last_tokens=last_tokens_B, future_map=future_map
+            batch=batch,
+            last_tokens=last_tokens_B,
+            future_map=future_map,
+            options=algorithm.options,
         )
     else:
         found = nothing_to_go_on(last_tokens_B)

@@ -205,7 +205,7 @@ def open_store(uri: str) -> FeatureStore:
             f"the store {uri!r} stays in one process\n"
             "  set DRAFTCORE_SINK to one that `draftcore list-plugins` shows as shared"
         )
-    return binding.hook.feature_store(name=name, uri=uri, options=binding.options({}))
+    return binding.hook.feature_store(name=name, uri=uri)
 
 
 def shared_memory(fd: int, nbytes: int) -> Tensor:

@@ -45,7 +45,7 @@ def algorithm(plugin: object, *capabilities: str) -> Algorithm:
     manager.add_hookspecs(Specs)
     manager.register(plugin)
     offer = Offer("algorithm", "mine", frozenset(capabilities))
-    return cast(Algorithm, SimpleNamespace(hook=manager.hook, offer=offer))
+    return cast(Algorithm, SimpleNamespace(hook=manager.hook, offer=offer, options=None))
 
 
 class Stateful:

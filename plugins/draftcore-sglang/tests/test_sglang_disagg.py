@@ -23,7 +23,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-from draftcore_sdk.suite import child_environment, hooks_of
+from draftcore_sdk.suite import bound, child_environment
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang import disagg
 from draftcore_sglang.internals.disagg import METHOD
@@ -273,7 +273,8 @@ WORKER = "sglang:idle_worker:IdleWorker"
 def idle(*capabilities: str, name: str = "idle", plugin: str = "idle_algorithm") -> Any:
     """The algorithm that does nothing, as it would be with other capabilities."""
     offer = Offer("algorithm", name, frozenset(capabilities))
-    return SimpleNamespace(offer=offer, hook=hooks_of(plugin))
+    real = bound(plugin, "algorithm")
+    return SimpleNamespace(offer=offer, hook=real.hook, options=real.options)
 
 
 HUNGRY = idle("disagg", WORKER, name="hungry", plugin="draftcore_eagle3.plugin")

@@ -281,33 +281,6 @@ def test_a_killed_reader_does_not_pin_what_it_read(ring: str, fork: Fork) -> Non
     assert store.stats().nbytes == MIB // 10 * 8
 
 
-class Stumbles(dict[str, Tensor]):
-    """Tensors of which one, when it is copied, kills the process that puts it."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name == "kills":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(name)
-
-
-def test_what_a_killed_writer_was_writing_is_not_served_and_is_collected(
-    ring: str, fork: Fork
-) -> None:
-    store = ShmStore(ring, max_bytes=MIB)
-    old = store.put(numbered("b", 1))
-    big = torch.zeros(MIB // 16, dtype=torch.int64)
-
-    def die(say: Say) -> None:
-        own = ShmStore(ring)
-        whole, half = Stumbles(x=big), Stumbles(x=big[:9], kills=big[:9])
-        own.put_many([StoreItem("a", whole, 1), StoreItem("b", half, 1)])
-
-    assert fork(die).end() == -signal.SIGKILL
-    assert store.lookup(["a", "b"]) == {"b": old}
-    store.put(numbered("c", 3, numbers=MIB // 10))
-    assert store.stats().samples == 2
-
-
 def test_a_frozen_writer_hinders_nobody_and_keeps_its_place(ring: str, fork: Fork) -> None:
     """Alive is alive: what it was writing is not given away under it."""
     store = ShmStore(ring, max_bytes=MIB)
@@ -518,21 +491,6 @@ def test_a_store_that_is_forgotten_leaves_like_one_that_is_killed(ring: str) -> 
     del store, handle
     assert other.stats().nbytes == 0
     assert kept.shape == (16,)  # its memory is still mapped, whatever lies there now
-
-
-def test_a_put_that_fails_half_way_leaves_nothing(ring: str) -> None:
-    class Interrupted(dict[str, Tensor]):
-        def __getitem__(self, name: str) -> Tensor:
-            raise KeyboardInterrupt
-
-    store = ShmStore(ring, max_bytes=MIB)
-    kept = store.put(numbered("b", 1))
-    items = [numbered("a", 2), StoreItem("b", Interrupted(x=torch.zeros(MIB // 16)), 1)]
-    with pytest.raises(KeyboardInterrupt):
-        store.put_many(items)
-    assert store.lookup(["a", "b"]) == {"b": kept}
-    assert store.stats().nbytes == kept.nbytes
-    store.close()
 
 
 def test_more_processes_than_a_segment_has_places_for_are_refused(ring: str) -> None:

@@ -32,6 +32,7 @@ from draftcore.data.conversations import BadRow, read_conversations
 from draftcore.data.rendering import Renderer
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.decode import EagerRunner, resolve_ties, speculate
+from draftcore.evaluation.proposals import depth_of
 from draftcore.export import export, find_checkpoint, load_checkpoint, load_export
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run, capture_all, train
@@ -256,7 +257,7 @@ def decode(
     model = draft.run.target.model
     built.module.to(model.device).eval()
     drafter = draft.drafter(built)
-    block = drafter.num_drafts + 1
+    block = depth_of(drafter) + 1
     whole = (len(sample.answer) - 1) // block * block
     wanted = 1 + (whole or len(sample.answer) - 1)
     config = EvalConfig(max_new_tokens=wanted)
@@ -267,7 +268,7 @@ def decode(
     rounds = -(-tokens // block)  # as many as there are if no draft is wrong
     by_position = tuple(
         sum(count > k for count in decoded.accepted) / max(1, sum(r > k for r in decoded.room))
-        for k in range(drafter.num_drafts)
+        for k in range(block - 1)
     )
     return tokens / len(decoded.accepted), tokens / rounds, by_position
 

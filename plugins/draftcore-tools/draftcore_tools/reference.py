@@ -24,7 +24,7 @@ from draftcore.contracts.serving import Host
 from draftcore.data.dataset import read_prompts
 from draftcore.data.rendering import Renderer
 from draftcore.errors import UsageError
-from draftcore.evaluation.decode import verify
+from draftcore.evaluation.proposals import verify
 from draftcore.export import find_checkpoint, load_checkpoint
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run
@@ -168,23 +168,28 @@ def draft_rounds(
     fed, rounds = dict(features), []
     generator = torch.Generator(model.device).manual_seed(number)
     for round_ in range(ROUNDS):
-        greedy_1K, _ = drafter.propose(state)
-        drawn_1K, probs_1KV = drafter.propose(state, 1.0, generator)
-        assert probs_1KV is not None
+        greedy, drawn = drafter.propose(state), drafter.propose(state, 1.0, generator)
+        if drawn.parents_BK is not None or drawn.counts_B is not None:
+            raise UsageError(
+                f"{drafter.propose.__qualname__} proposes trees, or fewer tokens than "
+                f"{drafter.num_drafts}, and verify compares whole chains\n"
+                "  draftcore eval measures the acceptance length of such drafts"
+            )
+        assert drawn.probs_BKV is not None
         states = model.model(input_ids=tokens_1T, output_hidden_states=True).hidden_states
         rounds.append(
             DraftedRound(
                 f"prompt {number + 1}, round {round_ + 1}", tokens_1T[0], int(last_1),
                 {name: x[0] for name, x in fed.items()}, tuple(state[0] for state in states),
-                greedy_1K[0], drawn_1K[0], probs_1KV[0],
+                greedy.tokens_BK[0], drawn.tokens_BK[0], drawn.probs_BKV[0],
             )
         )  # fmt: skip
-        window_1T = torch.cat([last_1[:, None], greedy_1K], 1)
+        window_1T = torch.cat([last_1[:, None], greedy.tokens_BK], 1)
         starts_1 = torch.full_like(last_1, tokens_1T.shape[1])
         span = tokens_1T.shape[1] + window_1T.shape[1]
         features = model.forward(cache, window_1T, starts_1, span, drafter.request)
         logits_1TV = model.logits(features["last_hidden"])
-        new_1T, counts_1 = verify(logits_1TV, greedy_1K, None, 0.0, generator)
+        new_1T, counts_1, _ = verify(logits_1TV, greedy, 0.0, generator)
         drafter.accept(state, new_1T, features, counts_1)
         count = int(counts_1)
         fed = {name: torch.cat([x, features[name][:, :count]], 1) for name, x in fed.items()}

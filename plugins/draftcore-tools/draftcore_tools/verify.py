@@ -93,7 +93,10 @@ def verify_export(reference: Reference, export: Path, server: str) -> Verdict:
     """Compare one server's reading of an export with the trained draft."""
     verdict = Verdict(server)
     try:
-        served = reference.run.algorithm.hook.read_export(folder=export, server=server)
+        draft = reference.run
+        served = draft.algorithm.hook.read_export(
+            folder=export, server=server, options=draft.options
+        )
     except UnservableError as error:
         verdict.divergence = Divergence("loading", str(error))
         return verdict
@@ -155,7 +158,7 @@ def check_drafts(served: ServedDraft, reference: Reference, verdict: Verdict) ->
         return f"{list(ids)} (transformers' hidden_states {[layer + 1 for layer in ids]})"
 
     try:
-        layers, most = served.captured(reference.host), served.most()
+        layers, most = served.captured(reference.host), served.most
         if layers != reference.layers:
             return Divergence(
                 "captured layers",
@@ -259,7 +262,8 @@ def differences(reference: Reference, export: Path) -> str:
     layouts = [name for name in algorithm.capabilities if name.startswith("layout:")]
     with tempfile.TemporaryDirectory() as folder:
         fresh, layout = Path(folder), min(layouts).removeprefix("layout:")
-        algorithm.hook.export_draft(draft=reference.draft, folder=fresh, layout=layout)
+        given = {"draft": reference.draft, "layout": layout, "options": algorithm.options}
+        algorithm.hook.export_draft(folder=fresh, **given)
         old, new = (json.loads((f / "config.json").read_text()) for f in (export, fresh))
         fields = [
             f"config.json has {name}: {old.get(name)}, a fresh export {new.get(name)}"

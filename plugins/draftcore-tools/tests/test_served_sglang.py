@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_sdk.suite import bound
 from draftcore_tools.served import leads, proposals
 from safetensors.torch import load_file
 from torch import Tensor
@@ -72,8 +73,9 @@ def host(target_folder: Path) -> Host:
 
 
 def read(exported: Any) -> Any:
-    module = __import__(f"draftcore_{exported.algorithm}.plugin", fromlist=["plugin"])
-    return module.read_export(exported.folder, "sglang")
+    algorithm = bound(f"draftcore_{exported.algorithm}.plugin", "algorithm")
+    given = {"server": "sglang", "options": algorithm.options}
+    return algorithm.hook.read_export(folder=exported.folder, **given)
 
 
 def loaded(kind: Any, exported: Any) -> Any:

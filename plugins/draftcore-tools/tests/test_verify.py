@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draftcore_eagle3 import plugin
+from draftcore_dflash.drafter import DFlashDrafter
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_sdk.targets import tiny_target
 from draftcore_tools.verify import LIMIT
 from torch import Tensor
 
+from draftcore.contracts.algorithm import Proposal
 from draftcore.errors import UsageError
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -234,4 +237,18 @@ def test_an_unknown_server_is_answered_with_the_known(exported: Any) -> None:
     assert result.exit_code == 2
     assert "this draft can be read as: sglang" in result.output
     with pytest.raises(UsageError, match="sglang, vllm"):
-        plugin.read_export(run.folder, "sgland")
+        Eagle3(None).read_export(run.folder, "sgland")
+
+
+def test_drafts_that_are_no_whole_chains_are_refused(
+    exported: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    propose = DFlashDrafter.propose
+
+    def fewer(self: DFlashDrafter, *given: Any) -> Proposal:
+        return replace(propose(self, *given), counts_B=torch.tensor([2]))
+
+    monkeypatch.setattr(DFlashDrafter, "propose", fewer)
+    result = exported("dflash").ask()
+    assert result.exit_code == 2
+    assert "or fewer tokens than 4, and verify compares whole chains" in result.output

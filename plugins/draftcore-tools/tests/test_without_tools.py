@@ -12,7 +12,6 @@ from draftcore_sdk.targets import conversations
 
 SCRIPT = """
 import sys
-from importlib import import_module
 from pathlib import Path
 
 sys.modules["draftcore_tools"] = None  # as if it were not installed: importing it raises
@@ -20,6 +19,8 @@ sys.modules["draftcore_tools"] = None  # as if it were not installed: importing 
 from click.testing import CliRunner
 from draftcore.cli import main
 from draftcore.errors import UsageError
+from draftcore.plugins.binding import bind
+from draftcore.plugins.registry import load
 
 def cli(*arguments):
     result = CliRunner().invoke(main, arguments)
@@ -32,7 +33,8 @@ for name in algorithms:
     cli("export", config, "--draft", name, "--out", str(out))
     assert (out / "model.safetensors").exists()
     try:
-        import_module(f"draftcore_{name}.plugin").read_export(out, "sglang")
+        algorithm = bind(load(), "algorithm", name)
+        algorithm.hook.read_export(folder=out, server="sglang", options=algorithm.options)
     except UsageError as error:
         print(f"{name}: {error}")
 """

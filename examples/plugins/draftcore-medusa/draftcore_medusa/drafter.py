@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from draftcore_nn.decoding import at, choose, select_rows
 from torch import Tensor
 
+from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore_medusa.model import MedusaDraft
 
@@ -49,24 +51,17 @@ class MedusaDrafter:
         next_B: Tensor,
     ) -> None:
         """Keep the state of each prompt's last token; the next token is the newest."""
-        self._keep(state, features, lengths_B - 1)
+        state.hidden_BH.copy_(at(features["last_hidden"], lengths_B - 1))
 
     @torch.inference_mode()
     def propose(
         self, state: DraftState, temperature: float = 0.0, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Proposal:
         """Draft K tokens a row; with a temperature also their distributions over the vocabulary.
 
         The tokens of a round are drawn independently. Proposing changes nothing in the state.
         """
-        logits_BKV = self.draft.logits(state.hidden_BH)
-        if temperature <= 0:
-            return logits_BKV.argmax(-1), None
-        exact = torch.promote_types(logits_BKV.dtype, torch.float32)
-        probs_BKV = (logits_BKV / temperature).softmax(-1, dtype=exact)
-        # The first of exponential clocks to ring; torch.multinomial asks the host about its input.
-        clocks_BKV = torch.empty_like(probs_BKV).exponential_(generator=generator)
-        return (probs_BKV / clocks_BKV.clamp_min(1e-30)).argmax(-1), probs_BKV
+        return Proposal(*choose(self.draft.logits(state.hidden_BH), temperature, generator))
 
     @torch.inference_mode()
     def accept(
@@ -81,12 +76,8 @@ class MedusaDrafter:
         The target read the old newest token and then the drafts: of counts_B new tokens, the one
         before the last was read at index counts_B - 1.
         """
-        self._keep(state, features, counts_B - 1)
+        state.hidden_BH.copy_(at(features["last_hidden"], counts_B - 1))
 
     @torch.inference_mode()
     def select(self, state: DraftState, rows_B: Tensor) -> DraftState:
-        return DraftState(state.hidden_BH[rows_B])
-
-    def _keep(self, state: DraftState, features: Mapping[str, Tensor], index_B: Tensor) -> None:
-        rows_B = torch.arange(len(index_B), device=index_B.device)
-        state.hidden_BH.copy_(features["last_hidden"][rows_B, index_B])
+        return select_rows(state, rows_B)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from draftcore_nn.layers import compute_dtype
+from draftcore_nn.target import dtype_name
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -74,10 +76,7 @@ class MedusaDraft(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of matrix products here and now: autocast's, or the weights'."""
-        weight = next(self.parameters())
-        if torch.is_autocast_enabled(weight.device.type):
-            return torch.get_autocast_dtype(weight.device.type)
-        return weight.dtype
+        return compute_dtype(next(self.parameters()))
 
     @property
     def head(self) -> Tensor:
@@ -125,7 +124,7 @@ class MedusaDraft(nn.Module):
 
 def request(dtype: torch.dtype) -> FeatureRequest:
     """Return what the draft reads of a target computing in `dtype`: its last hidden state alone."""
-    return FeatureRequest((), last_hidden=True, dtype=str(dtype).removeprefix("torch."))
+    return FeatureRequest((), last_hidden=True, dtype=dtype_name(dtype))
 
 
 def build(target: TargetSpec, config: DraftConfig, decay: float) -> Draft:

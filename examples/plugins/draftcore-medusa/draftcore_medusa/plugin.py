@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    capabilities = frozenset({"layout:serving"})
+    capabilities = frozenset({"cross_entropy", "layout:serving"})
     return [Offer("algorithm", "medusa", capabilities, "draftcore_medusa.options:MedusaOptions")]
 
 
@@ -47,19 +47,9 @@ def build_draft(target: TargetSpec, data: DataSummary, options: MedusaOptions) -
 @hookimpl
 def collate(samples: Sequence[Sample], options: MedusaOptions) -> DraftBatch:
     """Pad on the right; `loss_mask_BT` marks the tokens that are to be predicted."""
-    from torch.nn.utils.rnn import pad_sequence
+    from draftcore_nn import batches
 
-    from draftcore.contracts.algorithm import DraftBatch
-
-    masks = [sample.loss_mask_T for sample in samples]
-    hidden = [sample.features["last_hidden"] for sample in samples]
-    return DraftBatch(
-        ids=tuple(sample.id for sample in samples),
-        token_ids_BT=pad_sequence([sample.token_ids_T for sample in samples], batch_first=True),
-        loss_mask_BT=pad_sequence(masks, batch_first=True),
-        attention_mask_BT=pad_sequence([mask.new_ones(len(mask)) for mask in masks], True),
-        features={"last_hidden": pad_sequence(hidden, batch_first=True)},
-    )
+    return batches.collate(samples)
 
 
 @hookimpl

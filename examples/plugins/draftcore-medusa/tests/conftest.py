@@ -52,7 +52,7 @@ def make_samples() -> MakeSamples:
         generator = torch.Generator().manual_seed(seed)
         return [
             Sample(
-                SampleId(f"{seed}.{index}", 0),
+                SampleId(f"{seed}.{index}", 1),
                 torch.randint(250, (length,), generator=generator),
                 torch.rand(length, generator=generator) < 0.75,
                 {"last_hidden": torch.randn(length, WIDTH, generator=generator).double()},

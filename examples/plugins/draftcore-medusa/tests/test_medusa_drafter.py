@@ -36,7 +36,7 @@ def proposals(drafter: MedusaDrafter, state: DraftState, *hidden: torch.Tensor) 
     """Whether the next proposals are what the heads say of these states, one per row."""
     with torch.no_grad():
         wanted_BK = drafter.draft.logits(torch.stack(hidden)).argmax(-1)
-    return torch.equal(drafter.propose(state)[0], wanted_BK)
+    return torch.equal(drafter.propose(state).tokens_BK, wanted_BK)
 
 
 def test_the_state_before_the_newest_token_decides(
@@ -69,13 +69,14 @@ def test_sampled_proposals_follow_the_probabilities_returned(
     one_B = torch.ones(rows).long()
     drafter.prefill(state, one_B[:, None], one_B, features, one_B)
     generator = torch.Generator().manual_seed(1)
-    tokens_BK, probs_BKV = drafter.propose(state, temperature, generator)
+    drawn = drafter.propose(state, temperature, generator)
+    probs_BKV = drawn.probs_BKV
     assert probs_BKV is not None
     with torch.no_grad():
         logits_KV = drafter.draft.logits(hidden_H[None])[0]
     probs_KV = (logits_KV / temperature).softmax(-1)
     torch.testing.assert_close(probs_BKV, probs_KV.expand_as(probs_BKV))
-    for tokens_B, probs_V in zip(tokens_BK.T, probs_KV, strict=True):
+    for tokens_B, probs_V in zip(drawn.tokens_BK.T, probs_KV, strict=True):
         shares_V = torch.bincount(tokens_B, minlength=len(probs_V)) / rows
         spread_V = (probs_V * (1 - probs_V) / rows).sqrt()
         assert ((shares_V - probs_V).abs() < 5 * spread_V + 1 / rows).all()
@@ -90,11 +91,11 @@ def overfit(draft: Draft, model: TargetModel, answers: list[list[int]], steps: i
         taken = model.features(tokens[None], torch.tensor([len(tokens)]), request)
         mask = torch.arange(len(tokens)) >= len(prompt)
         hidden_TH = taken["last_hidden"][0].clone()
-        samples.append(Sample(SampleId("", 0), tokens, mask, {"last_hidden": hidden_TH}))
+        samples.append(Sample(SampleId("", 1), tokens, mask, {"last_hidden": hidden_TH}))
     batch = plugin.collate(samples, MedusaOptions())
     optimizer = torch.optim.AdamW(draft.module.parameters(), lr=0.02, weight_decay=0)
     for step in range(steps):
-        output = plugin.forward_loss(draft, batch, StepContext(step, steps, 0))
+        output = plugin.forward_loss(draft, batch, StepContext(step + 1, steps, 0))
         (output.numerator / output.denominator).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
 
-CONTEXT = StepContext(step=0, total_steps=1, seed=0)
+CONTEXT = StepContext(step=1, total_steps=1, seed=0)
 LENGTHS = (9, 1, 2, 14, 3)
 MakeDraft = Callable[..., Draft]
 MakeSamples = Callable[..., list[Sample]]

@@ -32,7 +32,7 @@ class Capture(LocalCapture):
 
 @hookimpl
 def describe():
-    return [Offer("capture", "mine")]
+    return [Offer("capture", "mine", frozenset({"topk", "embeddings"}))]
 
 @hookimpl
 def capture(name, target, request):
@@ -136,7 +136,7 @@ def capture(name, target, request):
 class Capture(LocalCapture):
     def features(self, batches):
         return iter(list(super().features(list(batches))))
-== closes_once: test_closing_twice_is_harmless
+== closes_once: test_closing_is_harmless_twice_and_to_another_capture
 class Capture(LocalCapture):
     closed = False
 
@@ -148,10 +148,191 @@ class Capture(Changing):
     def change(self, f):
         torch.rand(1)
         return f
-== answers_none: test_closing_twice_is_harmless
+== answers_none: test_closing_is_harmless_twice_and_to_another_capture
 @hookimpl
 def capture(name, target, request):
     return None
+== is_a_row_late: test_features_are_the_ones_of_their_name[hidden.1]
+class Capture(Changing):
+    def change(self, f):
+        return {name: value.roll(1, 0) for name, value in f.items()}
+== is_a_layer_late: test_features_are_the_ones_of_their_name[hidden.0]
+class Capture(EveryLayer):
+    def change(self, f):
+        return {n: f[f"hidden.{int(n[-1]) + 1}" if n[-1] in "012" else n] for n in self.names}
+== sorts_rows_by_length: test_features_are_those_asked_and_as_long_as_their_tokens[both]
+class Capture(LocalCapture):
+    def features(self, batches):
+        for one in super().features(batches):
+            lengths = [len(ids) for ids in one.batch.token_ids]
+            order = sorted(range(len(lengths)), key=lengths.__getitem__)
+            yield replace(one, features=tuple(one.features[at] for at in order))
+== rounds_on_the_way: test_features_are_the_ones_of_their_name[last_hidden]
+class Capture(Changing):
+    def change(self, f):
+        return {n: v.bfloat16().to(v.dtype) if v.is_floating_point() else v for n, v in f.items()}
+== reinterprets_bytes: test_a_stored_type_holds_the_numbers_of_float32[bfloat16]
+class Capture(Changing):
+    # A view of another type where a conversion was meant; fp32 requests are right.
+    def __init__(self, target, request):
+        super().__init__(target, replace(request, dtype="float32"))
+        self.dtype = getattr(torch, request.dtype)
+
+    def change(self, f):
+        width = lambda v: v.shape[-1]
+        cast = lambda v: v.contiguous().view(self.dtype)[..., : width(v)]
+        return {n: cast(v) if v.is_floating_point() else v for n, v in f.items()}
+== overflows_half: test_a_stored_type_holds_the_numbers_of_float32[float16]
+class Capture(Changing):
+    # Scales down for fp16 and forgets to scale up again.
+    def change(self, f):
+        return {n: v / 8 if v.dtype == torch.float16 else v for n, v in f.items()}
+== cuts_long_prompts_into_chunks: test_features_are_the_ones_of_their_name[hidden.0]
+class Capture(LocalCapture):
+    # Each chunk of 32 tokens runs alone, without what came before.
+    def _rows(self, batch):
+        rows = []
+        for ids in batch.token_ids:
+            parts = [ids[at : at + 32] for at in range(0, len(ids), 32)]
+            found = [super(Capture, self)._rows(replace(batch, token_ids=(p,)))[0] for p in parts]
+            rows.append({n: torch.cat([f[n] for f in found]) for n in found[0]})
+        return tuple(rows)
+== labels_layers_in_ascending_order: test_joined_requests_give_the_bits_of_each
+class Capture(Changing):
+    def change(self, f):
+        layers = self.request.layers
+        right = {f"hidden.{k}": f[f"hidden.{v}"] for k, v in zip(layers, sorted(layers))}
+        return {**f, **right}
+== remembers_by_sample_id: test_batches_and_rows_keep_their_order
+class Capture(LocalCapture):
+    # Another text under an id that it knows gets the features of the first.
+    known = {}
+
+    def features(self, batches):
+        for one in super().features(batches):
+            pairs = zip(one.batch.ids, one.features)
+            keys = [(i, tuple(f), len(next(iter(f.values()))), id(self)) for i, f in pairs]
+            yield replace(one, features=tuple(map(self.known.setdefault, keys, one.features)))
+== writes_a_bos_into_the_rows: test_features_are_those_asked_and_as_long_as_their_tokens[both]
+class Capture(LocalCapture):
+    def _rows(self, batch):
+        for ids in batch.token_ids:
+            if ids[0] != 1:
+                ids.insert(0, 1)
+        return super()._rows(batch)
+== reuses_one_buffer: test_batches_and_rows_keep_their_order
+class Capture(LocalCapture):
+    buffers = {}
+
+    def features(self, batches):
+        for one in super().features(batches):
+            rows = []
+            for at, f in enumerate(one.features):
+                own = lambda n, v: self.buffers.setdefault(
+                    (at, n, v.dtype, id(self), v.shape[1]), torch.empty(64, v.shape[1], dtype=v.dtype)
+                )
+                rows.append({n: own(n, v)[: len(v)].copy_(v) for n, v in f.items()})
+            yield replace(one, features=tuple(rows))
+== keeps_gradients: test_features_are_those_asked_and_as_long_as_their_tokens[first layer]
+class Capture(Changing):
+    def change(self, f):
+        grad = lambda v: v.clone().requires_grad_()
+        with torch.inference_mode(False):
+            return {n: grad(v) if v.is_floating_point() else v for n, v in f.items()}
+== leaves_gradients_off: test_capturing_changes_nothing_that_training_reads
+class Capture(LocalCapture):
+    def features(self, batches):
+        torch.set_grad_enabled(False)
+        return super().features(batches)
+== yields_inside_inference_mode: test_capturing_changes_nothing_that_training_reads
+class Capture(LocalCapture):
+    def features(self, batches):
+        with torch.inference_mode():
+            yield from super().features(batches)
+== keeps_what_it_gave: test_capturing_again_and_again_keeps_nothing
+class Capture(LocalCapture):
+    def features(self, batches):
+        self.given = getattr(self, "given", [])
+        for one in super().features(batches):
+            self.given.append([{n: v.clone() for n, v in f.items()} for f in one.features])
+            yield one
+== closes_the_target_for_all: test_closing_is_harmless_twice_and_to_another_capture
+OPEN = []
+
+class Capture(LocalCapture):
+    def __init__(self, target, request):
+        super().__init__(target, request)
+        OPEN.append(self)
+
+    def close(self):
+        for one in OPEN:
+            one.runner = None
+        OPEN.clear()
+== attends_to_what_follows: test_no_token_sees_what_follows
+class Capture(LocalCapture):
+    def _rows(self, batch):
+        rows = super()._rows(batch)
+        seeing = lambda v: v + 0.01 * v[-1:] if v.is_floating_point() else v
+        return tuple({n: seeing(v) for n, v in f.items()} for f in rows)
+== skips_single_tokens: test_features_are_the_ones_of_their_name[hidden.0]
+class Capture(LocalCapture):
+    def _rows(self, batch):
+        return tuple(
+            {n: v * (len(v) > 1) for n, v in f.items()} for f in super()._rows(batch)
+        )
+== has_one_norm_for_all: test_features_are_the_ones_of_their_name[hidden.2]
+class Capture(Changing):
+    def change(self, f):
+        unit = lambda v: (v.float() / v.float().norm(dim=-1, keepdim=True)).to(v.dtype)
+        return {n: unit(v) if n.startswith("hidden") else v for n, v in f.items()}
+== yields_as_they_are_ready: test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it
+class Capture(LocalCapture):
+    # Two at a time, the shorter first, as a pool of threads would.
+    def features(self, batches):
+        batches = iter(batches)
+        for one in batches:
+            pair = [one, *[next(batches, None)]]
+            found = [b for b in pair if b is not None]
+            yield from super().features(sorted(found, key=lambda b: b.padded_length))
+
+== sorts_logits_by_id: test_features_are_the_ones_of_their_name[topk_ids]
+class Capture(Changing):
+    def change(self, f):
+        if "topk_ids" in f:
+            order = f["topk_ids"].argsort(-1)
+            f |= {n: f[n].gather(-1, order) for n in ("topk_logits", "topk_ids")}
+        return f
+== gives_log_probabilities: test_features_are_the_ones_of_their_name[topk_logits]
+class Capture(Changing):
+    def change(self, f):
+        if "topk_logits" in f:
+            f["topk_logits"] = f["topk_logits"].log_softmax(-1)
+        return f
+== gives_long_ids: test_features_are_those_asked_and_as_long_as_their_tokens[topk]
+class Capture(Changing):
+    def change(self, f):
+        return {n: v.long() if n == "topk_ids" else v for n, v in f.items()}
+== counts_ids_from_one: test_features_are_the_ones_of_their_name[topk_ids]
+class Capture(Changing):
+    def change(self, f):
+        return {n: v + 1 if n == "topk_ids" else v for n, v in f.items()}
+== gives_the_logits_of_the_token_before: test_features_are_the_ones_of_their_name[topk_logits]
+class Capture(Changing):
+    def change(self, f):
+        return {n: v.roll(1, 0) if "topk" in n else v for n, v in f.items()}
+== embeds_after_the_first_layer: test_features_are_the_ones_of_their_name[embeddings]
+class Capture(EveryLayer):
+    def change(self, f):
+        return {n: f["hidden.0" if n == "embeddings" else n] for n in self.names}
+== norms_embeddings: test_features_are_the_ones_of_their_name[embeddings]
+class Capture(Changing):
+    def change(self, f):
+        norm = self.model.decoder.norm
+        return {n: norm(v.float()).to(v.dtype) if n == "embeddings" else v for n, v in f.items()}
+== has_a_k_of_its_own: test_joined_requests_give_the_bits_of_each
+class Capture(LocalCapture):
+    def __init__(self, target, request):
+        super().__init__(target, replace(request, topk=5 if request.topk else 0))
 """
 
 MUTANTS = Mutants(CaptureSuite, {"{name}.py": RIGHT}, wrong(WRONG))

@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from draftcore import hookimpl
-from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
+from draftcore.contracts.algorithm import Draft, DraftBatch, Proposal, StepOutput, TrainingDefaults
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.serving import DraftInput, hidden_field, topk_fields
+from draftcore.contracts.serving import DraftInput, Suspect, hidden_field, topk_fields
 from draftcore.errors import UsageError
 
 
@@ -70,7 +70,9 @@ class Chain(nn.Module):
 
 @hookimpl
 def describe():
-    capabilities = frozenset({"compile", "disagg", "layout:serving", "served:chat"})
+    capabilities = frozenset(
+        {"compile", "disagg", "cross_entropy", "layout:serving", "served:chat"}
+    )
     return [Offer("algorithm", "chain", capabilities, f"{__name__}:Options")]
 
 
@@ -152,7 +154,7 @@ class ChainDrafter:
                 tokens.append(torch.multinomial(probs_BV, 1, generator=generator)[:, 0])
             else:
                 tokens.append(logits_BV.argmax(-1))
-        return torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None
+        return Proposal(torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None)
 
     @torch.inference_mode()
     def accept(self, state, tokens_BK, features, counts_B):
@@ -194,8 +196,15 @@ def import_draft(folder, target, options):
 class ServedChain:
     """The chain as a server named `chat` computes it: the last row alone."""
 
+    server, ignored, most = "chat", (), None
+
     def __init__(self, layers, tensors):
         self.layers, self.tensors = tuple(layers), tensors
+        self.facts = {"hidden_size": len(tensors["norm.weight"])}
+
+    def suspects(self, host, trained):
+        exchanged = ServedChain(self.layers[::-1], self.tensors)
+        return [Suspect("the layers are exchanged", exchanged)]
 
     def captured(self, host):
         return self.layers

@@ -199,6 +199,144 @@ class Channel(Channel):
         super()._serve_one(sock, seen)
         if not seen.requests:
             self.close()
+== hands_out_one_of_several: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
+class Client(Client):
+    def call(self, request):
+        reply = super().call(request)
+        if request["call"] == "claim" and "answer" in reply:
+            del reply["answer"][0][1:]
+        return reply
+== sends_everything_twice: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
+class Client(Client):
+    # As one does who is not sure that the first arrived.
+    def call(self, request):
+        reply = super().call(request)
+        super().call(request)
+        return reply
+== answers_whoever_asked_last: test_every_task_is_done_once_by_several_producers
+class Service(Service):
+    def answer(self, request):
+        self.reply = super().answer(request)
+        time.sleep(0.02)
+        return self.reply
+== wraps_at_32_bits: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
+class Client(Client):
+    def call(self, request):
+        return wrapped(super().call(wrapped(request)))
+
+def wrapped(value):
+    if isinstance(value, dict):
+        return {k: wrapped(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [wrapped(v) for v in value]
+    return value & 0xFFFFFFFF if type(value) is int and value >= 0 else value
+== leaves_out_zeros: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
+class Client(Client):
+    def call(self, request):
+        return filled(super().call(filled(request)))
+
+def filled(value):
+    if isinstance(value, dict):
+        return {k: filled(v) for k, v in value.items() if v != 0 or v is False}
+    return list(map(filled, value)) if isinstance(value, (list, tuple)) else value
+== takes_nothing_for_none: test_a_batch_without_a_row_is_there
+class Client(Client):
+    def call(self, request):
+        reply = super().call(request)
+        return {**reply, "answer": reply["answer"] or None} if "answer" in reply else reply
+== mistakes_seconds_for_milliseconds: test_a_claim_waits_for_an_offer_and_no_longer
+class Client(Client):
+    def call(self, request):
+        if "wait" in request:
+            request = {**request, "wait": request["wait"] * 1000}
+        return super().call(request)
+== ends_lines_at_every_newline: test_a_failure_arrives_with_its_rows
+class Client(Client):
+    def call(self, request):
+        if request["call"] == "publish":
+            request = json.loads(json.dumps(request).replace("\\\\n", " "))
+        return super().call(request)
+== speaks_latin: test_a_failure_arrives_with_its_rows
+class Client(Client):
+    def call(self, request):
+        if request["call"] == "publish":
+            text = json.dumps(request, ensure_ascii=False)
+            request = json.loads(text.encode("latin-1", "replace").decode("latin-1"))
+        return super().call(request)
+== knows_half_the_secret: test_another_secret_is_refused_and_harms_nobody
+class Channel(Channel):
+    @classmethod
+    def open(cls, uri, secret, patience=600.0):
+        return super().open(uri, secret[:8], patience)
+== loses_all_where_one_leaves: test_a_client_that_closes_returns_its_claims
+class Service(Service):
+    seen = set()
+
+    def answer(self, request):
+        self.seen.add(request["producer"])
+        return super().answer(request)
+
+    def lost(self, producer):
+        for one in self.seen:
+            super().lost(one)
+== leaves_its_threads: test_what_is_closed_leaves_nothing_open
+class Channel(Channel):
+    def serve(self, service):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return super().serve(service)
+== leaves_its_sockets: test_what_is_closed_leaves_nothing_open
+import socket
+
+class Client(Client):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.beside = socket.socketpair()
+        KEPT.append(self.beside)
+
+KEPT = []
+== forgets_the_first_reply: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
+class Client(Client):
+    # Reads a reply behind: the answer to the call before.
+    before = None
+
+    def call(self, request):
+        reply, self.before = self.before, super().call(request)
+        return self.before if reply is None or "ended" in self.before else reply
+== closes_only_the_listener: test_a_client_waits_for_its_trainer_and_then_gives_up
+class Channel(Channel):
+    def close(self):
+        if getattr(self, "listener", None) is not None:
+            self.listener.close()
+== raises_what_the_queue_raised: test_a_producer_hears_at_once_that_the_run_is_over[failed]
+class Service(Service):
+    def answer(self, request):
+        reply = super().answer(request)
+        if "error" in reply or "ended" in reply:
+            raise RuntimeError(str(reply))
+        return reply
+== reads_a_reply_as_late_as_the_next_call: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
+class Client(Client):
+    def call(self, request):
+        if request["call"] == "publish":
+            threading.Thread(target=super().call, args=[request], daemon=True).start()
+            return {"answer": True}
+        return super().call(request)
+== sorts_what_it_writes: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
+class Client(Client):
+    # Sets for lists: a task's rows come in another order.
+    def call(self, request):
+        reply = super().call(request)
+        if request["call"] == "claim" and "answer" in reply:
+            for task in reply["answer"][0]:
+                flip(task)
+        return reply
+
+def flip(value):
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, list) and inner and isinstance(inner[0], str):
+            inner.reverse()
+        elif isinstance(inner, (dict, list)):
+            flip(inner)
 """
 
 MUTANTS = Mutants(ChannelSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, wrong(WRONG), BODY)

@@ -72,8 +72,34 @@ import torch
 def describe():
     import numpy
     return [Offer("store", "{name}", options=OPTIONS)]
-== sleeps_at_import: test_importing_it_takes_less_than_100_ms
+== sleeps_at_import: test_looking_at_it_takes_less_than_100_ms
 import time; time.sleep(0.15)
+== describes_slowly: test_looking_at_it_takes_less_than_100_ms
+@hookimpl
+def describe():
+    import time; time.sleep(0.15)
+    return [Offer("store", "{name}", options=OPTIONS)]
+== prints_at_import: test_looking_at_it_leaves_the_process_as_it_is
+print("hello")
+== seeds_at_import: test_looking_at_it_leaves_the_process_as_it_is
+import random; random.seed(0)
+== silences_warnings_at_import: test_looking_at_it_leaves_the_process_as_it_is
+import warnings; warnings.simplefilter("ignore")
+== sets_a_variable_at_import: test_looking_at_it_leaves_the_process_as_it_is
+import os; os.environ["OMP_NUM_THREADS"] = "64"
+== configures_logging_at_import: test_looking_at_it_leaves_the_process_as_it_is
+import logging; logging.basicConfig(level=0)
+== handles_signals_at_import: test_looking_at_it_leaves_the_process_as_it_is
+import signal; signal.signal(signal.SIGTERM, print)
+== patches_the_core_at_import: test_looking_at_it_leaves_the_process_as_it_is
+import draftcore.errors; draftcore.errors.nearest = print
+== starts_a_thread_at_import: test_looking_at_it_leaves_the_process_as_it_is
+import threading, time; threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+== starts_a_process_to_describe: test_looking_at_it_leaves_the_process_as_it_is
+@hookimpl
+def describe():
+    import subprocess; subprocess.run(["true"])
+    return [Offer("store", "{name}", options=OPTIONS)]
 == offers_two_algorithms: test_it_is_listed_as_ready
 @hookimpl
 def describe():
@@ -92,6 +118,12 @@ def describe():
 == does_not_describe_an_option: test_every_option_is_described
 -1, description="how deep"
 +1
+== describes_an_option_by_a_blank: test_every_option_is_described
+-description="how wide"
++description=" "
+== renames_an_option: test_every_option_has_a_default
+-description="how wide"
++description="how wide", alias="w"
 == needs_an_option: test_every_option_has_a_default
 -1, description="how wide"
 +..., description='w'
@@ -138,6 +170,18 @@ def commands():
     return [greet, greet]
 == has_a_verb_without_help: test_its_verbs_have_help
 greet.help = None
+== has_a_verb_whose_help_fails: test_its_verbs_have_help
+class Broken(click.Command):
+    def get_help(self, ctx):
+        raise KeyError("help")
+
+@hookimpl
+def commands():
+    return [Broken("greet-{name}", help="Say hello.")]
+== returns_a_function_for_a_verb: test_its_verbs_clash_with_none
+@hookimpl
+def commands():
+    return [describe]
 """
 
 MUTANTS = Mutants(PluginSuite, RIGHT, wrong(WRONG), BODY)

@@ -1,125 +1,503 @@
-"""Wrong stores: the built-in `file`, and what each does otherwise."""
+"""Wrong stores: the built-in `file` or the SQLite store of `new-plugin`, and what each does otherwise."""
 
+from draftcore_sdk.new_plugin import TEMPLATES
 from draftcore_sdk.stores import StoreSuite
 
-from mutants import Mutant, Mutants
+from mutants import Mutants, wrong
 
-RIGHT = """
+SQLITE = (TEMPLATES / "store/PACKAGE/store.py.txt").read_text().replace("NAME", "file")
+
+RIGHT = f"""{SQLITE}
+
+import os
+import time
+import unicodedata
+from contextlib import nullcontext
 from dataclasses import replace
-
-import torch
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
+from draftcore.contracts.store import StoreFull, StoreStats
+from draftcore.features.stores import base, file
+from draftcore.features.stores.base import Counter, OpenHandle
 from draftcore.features.stores.file import FileStore
+
 
 class Store(FileStore):
     pass
 
+
+class Renaming(FileStore):
+    # Keeps each sample under what `key` makes of its id.
+    def put_many(self, items):
+        renamed = [replace(item, feature_id=self.key(item.feature_id)) for item in items]
+        found = zip(super().put_many(renamed), items)
+        return tuple(replace(ref, feature_id=item.feature_id) for ref, item in found)
+
+    def get_many(self, refs, device="cpu", names=None):
+        renamed = [replace(ref, feature_id=self.key(ref.feature_id)) for ref in refs]
+        handles = super().get_many(renamed, device, names)
+        for handle, ref in zip(handles, refs):
+            handle.ref = ref
+        return handles
+
+    def lookup(self, ids):
+        held = super().lookup([self.key(one) for one in ids])
+        found = {{one: held.get(self.key(one)) for one in ids}}
+        return {{one: replace(ref, feature_id=one) for one, ref in found.items() if ref}}
+
+    def free(self, refs):
+        super().free([replace(ref, feature_id=self.key(ref.feature_id)) for ref in refs])
+
+
+class Numbering(SqliteStore):
+    # Names each generation by a `number`.
+    def put_many(self, items):
+        pairs = zip(super().put_many(items), items)
+        refs = [replace(ref, generation=f"{{self.number(item):032x}}") for ref, item in pairs]
+        rows = [(ref.generation, json.dumps(ref.to_json()), ref.feature_id) for ref in refs]
+        self._change("update samples set generation = ?, ref = ? where id = ?", rows)
+        return tuple(refs)
+
+
+class Changing(FileStore):
+    # Keeps what `change` makes of each tensor.
+    def put_many(self, items):
+        changed = [{{n: self.change(t) for n, t in i.tensors.items()}} for i in items]
+        return super().put_many([replace(i, tensors=t) for i, t in zip(items, changed)])
+
+
+class Returning(FileStore):
+    # Hands out what `change` makes of the tensors of a sample.
+    def _read(self, refs, names, device):
+        return [self.change(found) for found in super()._read(refs, names, device)]
+
+
 @hookimpl
 def describe():
-    return [Offer("store", "mine")]
+    return [Offer("store", "file", frozenset({{"shared", "durable"}}))]
+
 
 @hookimpl
 def feature_store(name, uri):
     return Store.open(uri)
+
+
+def alter(uri):
+    path = Path(uri.partition(":")[2])
+    for shard in path.glob("shard-*"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    if path.is_file():
+        with sqlite3.connect(path) as db:
+            db.execute("update samples set data = zeroblob(length(data))")
 """
 
-WRONG = {
-    "stores_bf16_as_fp32": Mutant(
-        "test_a_round_trip_is_bit_exact[bfloat16]",
-        """
-        class Store(FileStore):
-            def put_many(self, items):
-                wide = lambda t: t.float() if t.dtype is torch.bfloat16 else t
-                wider = lambda tensors: {name: wide(t) for name, t in tensors.items()}
-                return super().put_many([replace(i, tensors=wider(i.tensors)) for i in items])
-        """,
-    ),
-    "serves_stale_refs": Mutant(
-        "test_a_put_again_supersedes_and_the_old_ref_raises",
-        """
-        class Store(FileStore):
-            def get_many(self, refs, device="cpu", names=None):
-                held = self.lookup([ref.feature_id for ref in refs])
-                newest = [held.get(ref.feature_id, ref) for ref in refs]
-                return super().get_many(newest, device, names)
-        """,
-    ),
-    "frees_only_once": Mutant(
-        "test_get_after_free_raises_and_free_twice_is_harmless[free]",
-        """
-        class Store(FileStore):
-            def free(self, refs):
-                refs = list(refs)
-                for ref in refs:
-                    self.get(ref).close()  # raises for what is not held
-                super().free(refs)
-        """,
-    ),
-    "ignores_names": Mutant(
-        "test_names_choose_the_tensors_that_are_read",
-        """
-        class Store(FileStore):
-            def get_many(self, refs, device="cpu", names=None):
-                return super().get_many(refs, device)
-        """,
-    ),
-    "aliases_memory": Mutant(
-        "test_later_edits_by_the_producer_do_not_reach_the_store",
-        """
-        GIVEN = {}
+BODY = """
+plugin = "{name}"
 
-        class Store(FileStore):
-            def put_many(self, items):
-                refs = super().put_many(items)
-                GIVEN.update({ref.generation: item.tensors for ref, item in zip(refs, items)})
-                return refs
+def alter(self, uri):
+    import {name}
+    {name}.alter(uri)
+"""
 
-            def get_many(self, refs, device="cpu", names=None):
-                handles = super().get_many(refs, device, names)
-                for handle in handles:
-                    given = GIVEN[handle.ref.generation]
-                    handle.tensors = {name: given[name].detach() for name in handle.tensors}
-                return handles
-        """,
-    ),
-    "frees_newer_generations": Mutant(
-        "test_free_never_touches_a_newer_generation",
-        """
-        class Store(FileStore):
-            def free(self, refs):
-                super().free(self.lookup([ref.feature_id for ref in refs]).values())
-        """,
-    ),
-    "frees_under_readers": Mutant(
-        "test_bytes_stay_until_the_last_open_handle_closes[free]",
-        """
-        OPENED = []
+WRONG = """
+== keeps_a_database: passes
+Store = SqliteStore
+== stores_bf16_as_fp32: test_a_round_trip_is_bit_exact[bfloat16]
+class Store(Changing):
+    def change(self, t):
+        return t.float() if t.dtype is torch.bfloat16 else t
+== knows_no_scalars: test_a_round_trip_is_bit_exact[int64]
+class Store(Changing):
+    def change(self, t):
+        return t if t.dim() else t[None]
+== returns_strided_tensors: test_a_round_trip_is_bit_exact[bool]
+class Store(Returning):
+    def change(self, found):
+        return {n: t.T.contiguous().T if t.dim() == 2 else t for n, t in found.items()}
+== writes_each_storage_once: test_tensors_may_differ_in_type_and_share_their_memory
+class Store(FileStore):
+    def put_many(self, items):
+        once = lambda tensors: {t.untyped_storage().data_ptr(): (n, t) for n, t in tensors.items()}
+        return super().put_many([replace(i, tensors=dict(once(i.tensors).values())) for i in items])
+== keeps_gradients: test_a_tensor_with_gradient_is_stored_without
+class Store(Returning):
+    def change(self, found):
+        return {n: t.requires_grad_() if t.is_floating_point() else t for n, t in found.items()}
+== aliases_memory: test_later_edits_by_the_producer_do_not_reach_the_store
+GIVEN = {}
 
-        class Store(FileStore):
-            def get_many(self, refs, device="cpu", names=None):
-                OPENED.extend(super().get_many(refs, device, names))
-                return tuple(OPENED[len(OPENED) - len(refs) :])
+class Store(FileStore):
+    def put_many(self, items):
+        refs = super().put_many(items)
+        GIVEN.update({ref.generation: item.tensors for ref, item in zip(refs, items)})
+        return refs
 
-            def free(self, refs):
-                refs = list(refs)
-                for handle in OPENED:
-                    if handle.ref in refs:
-                        handle.close()  # its bytes are gone
-                super().free(refs)
-        """,
-    ),
-    "knows_no_limit": Mutant(
-        "test_a_full_store_pushes_back_and_recovers",
-        """
-        class Store(FileStore):
-            @classmethod
-            def open(cls, uri):
-                return super().open(uri.partition("?")[0])
-        """,
-    ),
-}
+    def _read(self, refs, names, device):
+        return [{n: GIVEN[r.generation][n].detach() for n in some} for r, some in zip(refs, names)]
+== ignores_the_device_for_many: test_tensors_come_to_the_device_that_is_asked_for[meta]
+class Store(FileStore):
+    def get(self, ref, device="cpu", names=None):
+        return super().get_many([ref], device, names)[0]
 
-# Most tests of this suite have caught nothing here.
-MUTANTS = Mutants(StoreSuite, {"{name}.py": RIGHT}, WRONG, every_test=False)
+    def get_many(self, refs, device="cpu", names=None):
+        return super().get_many(refs, "cpu", names)
+== forgets_provenance: test_a_ref_describes_its_sample
+class Store(FileStore):
+    def lookup(self, ids):
+        return {one: replace(ref, provenance="") for one, ref in super().lookup(ids).items()}
+== counts_numbers_as_bytes: test_a_ref_describes_its_sample
+class Store(FileStore):
+    def put_many(self, items):
+        numel = lambda item: sum(t.numel() for t in item.tensors.values())
+        refs = zip(super().put_many(items), items)
+        return tuple(replace(ref, nbytes=numel(item)) for ref, item in refs)
+== reads_every_sample_once: test_refs_come_in_the_order_of_the_put
+class Store(FileStore):
+    def get_many(self, refs, device="cpu", names=None):
+        return super().get_many(list(dict.fromkeys(refs)), device, names)
+== looks_up_none: test_odd_ids_are_ids_like_others
+class Store(FileStore):
+    def lookup(self, ids):
+        return {**dict.fromkeys(ids), **super().lookup(ids)}
+== normalises_ids: test_odd_ids_are_ids_like_others
+class Store(Renaming):
+    def key(self, one):
+        return unicodedata.normalize("NFC", one)
+== takes_ids_for_patterns: test_odd_ids_are_ids_like_others
+-        for one in ids:
+-            for (text,) in self._db.execute("select ref from samples where id = ?", [one]):
++        for one in ids:
++            for (text,) in self._db.execute("select ref from samples where id glob ?", [one]):
+
+-    return Store.open(uri)
++    return SqliteStore.open(uri)
+== hashes_ids_to_16_bits: test_a_thousand_ids_stay_apart
+class Store(Renaming):
+    def key(self, one):
+        return str(zlib.crc32(one.encode()) & 0xFFFF)
+== takes_no_names_for_all: test_names_choose_the_tensors_that_are_read
+class Store(FileStore):
+    def get_many(self, refs, device="cpu", names=None):
+        return super().get_many(refs, device, names or None)
+== puts_an_id_twice: test_a_sample_twice_in_one_put_is_refused
+class Store(FileStore):
+    def put_many(self, items):
+        return tuple(map(self.put, items))
+
+    def put(self, item):
+        return super().put_many([item])[0]
+== serves_stale_refs: test_a_put_again_supersedes_and_the_old_ref_raises
+class Store(FileStore):
+    def get_many(self, refs, device="cpu", names=None):
+        held = self.lookup([ref.feature_id for ref in refs])
+        return super().get_many([held.get(ref.feature_id, ref) for ref in refs], device, names)
+== names_a_generation_by_its_content: test_a_put_again_supersedes_and_the_old_ref_raises
+class Store(Numbering):
+    def number(self, item):
+        return int(item.tensors["x"].sum())
+== keeps_all_versions: test_free_never_touches_a_newer_generation
+-SAMPLES = "create table if not exists samples (id primary key,
++SAMPLES = "create table if not exists samples (id,
+
+-        gone = [ref.key for ref in refs]
++        gone = [ref.key for ref in refs if not self._puts.locked()]
+
+-    return Store.open(uri)
++    return SqliteStore.open(uri)
+== reads_into_a_ring: test_an_open_handle_keeps_its_bytes_whatever_comes_later
+class Store(Returning):
+    ring, turn = torch.zeros(16, 1 << 14, dtype=torch.uint8), 0
+
+    def change(self, found):
+        copies = {}
+        for name, tensor in found.items():
+            self.turn = (self.turn + 1) % 16
+            room = self.ring[self.turn][: tensor.nbytes].view(tensor.dtype)
+            copies[name] = room.view(tensor.shape).copy_(tensor)
+        return copies
+== cannot_close_a_handle_of_a_closed_store: test_an_open_handle_keeps_its_bytes_whatever_comes_later
+class Store(FileStore):
+    def _unpin(self, ref):
+        self._require_open()
+        super()._unpin(ref)
+== frees_only_once: test_get_after_free_raises_and_free_twice_is_harmless[free]
+class Store(FileStore):
+    def free(self, refs):
+        refs = list(refs)
+        for ref in refs:
+            self.get(ref).close()  # raises for what is not held
+        super().free(refs)
+== frees_a_batch: test_get_after_free_raises_and_free_twice_is_harmless[abort]
+class Store(FileStore):
+    def free(self, refs):
+        gone = {ref.generation for ref in refs}
+        super().free([ref for ref in self._held.values() if ref.generation in gone])
+== reads_refs_twice: test_get_after_free_raises_and_free_twice_is_harmless[free]
+class Store(FileStore):
+    def free(self, refs):
+        self.lookup([ref.feature_id for ref in refs])
+        super().free(refs)
+== frees_under_readers: test_bytes_stay_until_the_last_open_handle_closes[free]
+OPENED = []
+
+class Store(FileStore):
+    def get_many(self, refs, device="cpu", names=None):
+        OPENED.extend(super().get_many(refs, device, names))
+        return tuple(OPENED[len(OPENED) - len(refs) :])
+
+    def free(self, refs):
+        refs = list(refs)
+        for handle in OPENED:
+            if handle.ref in refs:
+                handle.close()  # its bytes are gone
+        super().free(refs)
+== closes_a_handle_twice: test_bytes_stay_until_the_last_open_handle_closes[free]
+class Twice(OpenHandle):
+    def close(self):
+        self._on_close(self.ref)
+
+class Store(FileStore):
+    def get_many(self, refs, device="cpu", names=None):
+        handles = super().get_many(refs, device, names)
+        return tuple(Twice(h.ref, h.tensors, h._on_close) for h in handles)
+== opens_one_after_the_other: test_a_get_of_several_opens_all_or_none
+class Store(FileStore):
+    def get_many(self, refs, device="cpu", names=None):
+        return tuple(super(Store, self).get_many([ref], device, names)[0] for ref in refs)
+== puts_one_after_the_other: test_a_put_that_fails_leaves_what_was_held
+class Store(FileStore):
+    def put_many(self, items):
+        base.describe_items(items, "", "")
+        return tuple(super(Store, self).put_many([item])[0] for item in items)
+== counts_puts: test_a_put_that_fails_leaves_what_was_held
+class Store(FileStore):
+    def stats(self):
+        found = super().stats()
+        return replace(found, nbytes=sum(f.stat().st_size for f in self.folder.glob("shard*")))
+== serves_when_closed: test_a_closed_store_says_so_and_its_own_uri_opens_it_again
+class Store(FileStore):
+    def _require_open(self):
+        pass
+== has_a_uri_that_opens_nothing: test_a_closed_store_says_so_and_its_own_uri_opens_it_again
+class Store(FileStore):
+    def __init__(self, folder, **options):
+        super().__init__(folder, **options)
+        self.uri = f"files://{self.folder}"
+== has_another_uri: test_two_processes_see_each_others_samples
+class Store(FileStore):
+    def __init__(self, folder, **options):
+        super().__init__(folder, **options)
+        self.uri = f"file:{self.folder.parent / 'other'}"
+== forgets_the_oldest: test_a_full_store_pushes_back_and_recovers
+class Store(FileStore):
+    def put_many(self, items):
+        while True:
+            try:
+                return super().put_many(items)
+            except StoreFull:
+                oldest = min(self._held.values(), key=lambda ref: ref.generation, default=None)
+                if oldest is None:
+                    raise
+                self.free([oldest])
+== confuses_the_figures: test_a_full_store_pushes_back_and_recovers
+class Store(FileStore):
+    def put_many(self, items):
+        try:
+            return super().put_many(items)
+        except StoreFull as error:
+            error.needed, error.free = error.free, error.needed
+            raise
+== names_no_limit: test_a_full_store_pushes_back_and_recovers
+class Store(FileStore):
+    def stats(self):
+        return replace(super().stats(), limit_bytes=None)
+== counts_only_what_is_held: test_bytes_that_are_still_read_count_against_the_limit[free]
+class Store(FileStore):
+    def stats(self):
+        found = super().stats()
+        return replace(found, nbytes=found.nbytes - sum(r.nbytes for r in self._leaving.values()))
+== forgets_readers_of_what_is_put_again: test_bytes_that_are_still_read_count_against_the_limit[put]
+class Store(FileStore):
+    def put_many(self, items):
+        refs = super().put_many(items)
+        self._leaving.clear()
+        return refs
+== knows_one_thread: test_threads_put_get_and_free_side_by_side
+-        self._db = sqlite3.connect(self.file, timeout=60, check_same_thread=False)
++        self._db = sqlite3.connect(self.file, timeout=60)
+
+-    return Store.open(uri)
++    return SqliteStore.open(uri)
+== puts_side_by_side: test_threads_that_put_one_id_leave_one_of_their_puts
+-SAMPLES = "create table if not exists samples (id primary key,
++SAMPLES = "create table if not exists samples (id,
+
+-        for table in (SAMPLES, MANIFEST):
++        self._puts = nullcontext()
++        for table in (SAMPLES, MANIFEST):
+
+-        rows = []
++        rows = []
++        time.sleep(0.02)
+
+-    return Store.open(uri)
++    return SqliteStore.open(uri)
+== counts_generations: test_an_old_ref_never_reads_what_a_restarted_process_put
+PUTS = iter(range(1, 1 << 40))
+
+class Store(Numbering):
+    def number(self, item):
+        return next(PUTS)
+== reads_the_index_once: test_two_processes_see_each_others_samples
+class Store(FileStore):
+    def _scan(self):
+        if not hasattr(self, "scanned"):
+            self.scanned = super()._scan()
+
+    def _write(self, refs, items):
+        super()._write(refs, items)
+        self._held |= {ref.feature_id: ref for ref in refs}
+        self._shards[refs[0].generation] = file._Shard(file._name(refs[0].generation), refs)
+== caches_what_it_looked_up: test_two_processes_see_each_others_samples
+class Store(SqliteStore):
+    def _find(self, ids, refs=()):
+        self.known = getattr(self, "known", {})
+        missing = [one for one in ids if one not in self.known]
+        self.known |= super()._find(missing)
+        return {one: self.known[one] for one in ids if one in self.known}
+
+    def _write(self, refs, items):
+        super()._write(refs, items)
+        self.known |= {ref.feature_id: ref for ref in refs}
+
+    def _drop(self, refs):
+        super()._drop(refs)
+        for ref in refs:
+            if self.known.get(ref.feature_id) == ref:
+                del self.known[ref.feature_id]
+== lives_in_one_process: test_two_processes_see_each_others_samples
+class Store(FileStore):
+    def __init__(self, folder, **options):
+        super().__init__(folder / str(os.getpid()), **options)
+        self.uri = f"file:{folder}"
+== deletes_before_it_sets: test_what_another_process_puts_meanwhile_is_read_whole
+class Store(SqliteStore):
+    def _write(self, refs, items):
+        self._change("delete from samples where id = ?", [(ref.feature_id,) for ref in refs])
+        time.sleep(0.02)  # a round trip
+        super()._write(refs, items)
+== forgets_what_was_freed: test_a_reopened_store_holds_what_was_put_and_not_what_was_freed
+class Store(FileStore):
+    def free(self, refs):
+        keys = {ref.key for ref in refs}
+        self.gone = getattr(self, "gone", set()) | keys
+
+    def _find(self, ids, refs=()):
+        found = super()._find(ids, refs)
+        return {k: v for k, v in found.items() if v.key not in getattr(self, "gone", ())}
+== frees_only_its_own: test_a_reopened_store_holds_what_was_put_and_not_what_was_freed
+class Store(FileStore):
+    def put_many(self, items):
+        refs = super().put_many(items)
+        self.own = getattr(self, "own", set()) | {ref.key for ref in refs}
+        return refs
+
+    def free(self, refs):
+        super().free([ref for ref in refs if ref.key in getattr(self, "own", ())])
+== limits_what_it_put_itself: test_a_reopened_store_holds_what_was_put_and_not_what_was_freed
+class Store(FileStore):
+    before = None
+
+    def _usage(self):
+        samples, nbytes, free = super()._usage()
+        self.before = nbytes if self.before is None else self.before
+        return samples, nbytes - self.before, free
+== keeps_the_manifest_in_memory: test_the_manifest_is_replaced_as_a_whole_and_outlives_the_samples
+class Store(FileStore):
+    manifest = None
+
+    def read_manifest(self):
+        return self.manifest
+
+    def write_manifest(self, data):
+        self.manifest = data
+== merges_the_manifest: test_the_manifest_is_replaced_as_a_whole_and_outlives_the_samples
+class Store(FileStore):
+    def write_manifest(self, data):
+        super().write_manifest({**(self.read_manifest() or {}), **data})
+== reads_the_manifest_once: test_the_manifest_is_replaced_as_a_whole_and_outlives_the_samples
+class Store(FileStore):
+    def write_manifest(self, data):
+        super().write_manifest(self.manifest if hasattr(self, "manifest") else data)
+        self.manifest = data
+== writes_under_its_name: test_a_killed_put_is_there_as_a_whole_or_not_at_all[time]
+class Store(FileStore):
+    def _write(self, refs, items):
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / file._name(refs[0].generation)
+        path.write_bytes(b"".join(file._safetensors(refs, items)))
+== indexes_before_it_writes: test_a_killed_put_is_there_as_a_whole_or_not_at_all[line]
+class Store(SqliteStore):
+    def _write(self, refs, items):
+        rows = [(*ref.key, ref.nbytes, json.dumps(ref.to_json())) for ref in refs]
+        self._change("insert or replace into samples values (?, ?, ?, ?, 0, x'')", rows)
+        super()._write(refs, items)
+== commits_each_sample: test_a_killed_put_is_there_as_a_whole_or_not_at_all[line]
+class Store(SqliteStore):
+    def _write(self, refs, items):
+        for ref, item in zip(refs, items):
+            super()._write([ref], [item])
+== commits_when_it_closes: test_a_killed_put_is_there_as_a_whole_or_not_at_all[time]
+-                with self._db:
+-                    self._db.executemany(text, rows)
++                self._db.executemany(text, rows)
+
+-            self._db.close()
++            self._db.commit()
++            self._db.close()
+
+-    return Store.open(uri)
++    return SqliteStore.open(uri)
+== leaves_its_lock: test_a_killed_put_is_there_as_a_whole_or_not_at_all[line]
+class Store(FileStore):
+    def _write(self, refs, items):
+        self.folder.mkdir(exist_ok=True)
+        lock = self.folder / "lock"
+        try:
+            lock.touch(exist_ok=False)
+        except FileExistsError:
+            raise StoreError("the store is locked") from None
+        super()._write(refs, items)
+        lock.unlink()
+== counts_what_killed_writers_left: test_a_killed_put_is_there_as_a_whole_or_not_at_all[line]
+class Store(FileStore):
+    def _write(self, refs, items):
+        count = self.folder / "count"
+        self.folder.mkdir(exist_ok=True)
+        count.write_text(str(len(refs) + int(count.read_text() if count.exists() else 0)))
+        super()._write(refs, items)
+
+    def _usage(self):
+        count = self.folder / "count"
+        held = int(count.read_text()) if count.exists() else 0
+        return (max(held, len(self._held)), *super()._usage()[1:])
+== writes_the_manifest_in_place: test_a_killed_put_is_there_as_a_whole_or_not_at_all[line]
+class Store(SqliteStore):
+    def write_manifest(self, data):
+        with self.file.with_suffix(".json").open("w") as out:
+            text = json.dumps(dict(data))
+            out.write(text)
+
+    def read_manifest(self):
+        path = self.file.with_suffix(".json")
+        return json.loads(path.read_text()) if path.exists() else None
+== trusts_its_disk: test_altered_bytes_raise_and_name_the_sample
+class Store(SqliteStore):
+    def _read(self, refs, names, device):
+        found = [self._db.execute("select data from samples where id = ?", [r.feature_id]) for r in refs]
+        del found
+        return [{n: torch.zeros(16, dtype=torch.int64) for n in some} for some in names]
+"""
+
+MUTANTS = Mutants(StoreSuite, {"{name}.py": RIGHT}, wrong(WRONG), BODY)

@@ -1,42 +1,58 @@
-"""The target's frozen head with cross entropy, a slice of rows at a time.
+"""Cross entropy with a head of a large vocabulary, a slice of rows at a time.
 
-Logits of a training step (rows x vocabulary) would not fit in memory, and since the head is frozen
-they are not needed twice: d CE / d hidden = (softmax - onehot) W of a row does not depend on the
-row's weight, so the forward computes it along with the loss, and the backward only scales it. That
-is one product with W forward and one for the gradient, nothing recomputed.
+Logits of a training step (rows x vocabulary) would not fit in memory. Where the head is frozen they
+are not needed twice: d CE / d hidden = (softmax - onehot) W of a row does not depend on the row's
+weight, so the forward computes it along with the loss, and the backward only scales it. That is one
+product with W forward and one for the gradient, nothing recomputed. For a head that is trained the
+backward makes the logits of each slice again.
 
 Shape letters: R rows, H hidden, V vocabulary; r a slice of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from draftcore_dflash.attention import full_precision
+from draftcore_nn.layers import full_precision
 
 # Logits exist for this many elements at a time: 256 MiB in fp32.
 LOGIT_ELEMENTS = 1 << 26
 
 
-def slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
+def row_slices(num_rows: int, vocab_size: int) -> list[slice]:
     """Cut rows so that a slice's logits stay within `LOGIT_ELEMENTS`."""
     size = max(1, LOGIT_ELEMENTS // vocab_size)
-    return (slice(start, start + size) for start in range(0, num_rows, size))
+    return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
 def cross_entropy(hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's cross entropy with its label (fp32 or fp64) and its most probable token.
 
-    Differentiable in `hidden_RH` only.
+    Differentiable in `hidden_RH`, and in `head_VH` where that is trained; a frozen one has the dtype
+    of `hidden_RH`. Without rows both are empty.
     """
+    if torch.is_grad_enabled() and head_VH.requires_grad:
+        slices = row_slices(max(1, len(hidden_RH)), len(head_VH))
+        parts = [_recomputed(hidden_RH[rows], head_VH, labels_R[rows]) for rows in slices]
+        return torch.cat([loss for loss, _ in parts]), torch.cat([best for _, best in parts])
     return _CrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_RH, head_VH, labels_R, torch.is_grad_enabled() and hidden_RH.requires_grad
     )
+
+
+def _recomputed(hidden_rH: Tensor, head_VH: Tensor, label_r: Tensor) -> tuple[Tensor, Tensor]:
+    def values() -> tuple[Tensor, Tensor]:
+        logits_rV = functional.linear(hidden_rH, head_VH)
+        exact_rV = logits_rV.to(torch.promote_types(logits_rV.dtype, torch.float32))
+        return functional.cross_entropy(exact_rV, label_r, reduction="none"), logits_rV.argmax(-1)
+
+    return checkpoint(values, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -49,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
         best_R = torch.zeros_like(labels_R)
         slope_RH = torch.zeros_like(hidden_RH) if wanted else None
         with full_precision(hidden_RH.device):
-            for rows in slices(len(hidden_RH), len(head_VH)):
+            for rows in row_slices(len(hidden_RH), len(head_VH)):
                 logits_rV = hidden_RH[rows] @ head_VH.T
                 best_R[rows] = logits_rV.argmax(-1)
                 log_probs_rV = logits_rV.log_softmax(-1, dtype=exact)

@@ -1,0 +1,216 @@
+"""What a draft takes over from its target: tensors, sizes, rotary positions, captured layers.
+
+A draft copies what its server will assume of the target: hidden size, vocabulary, rms eps, RoPE.
+Layer ids are 0-based outputs, as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftcore.errors import UsageError
+from draftcore_nn.serving import required
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from draftcore.contracts.target import TargetSpec
+    from draftcore_nn.options import DecoderOptions
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Sections of a multimodal RoPE coincide for text, so they are dropped.
+TEXT_IRRELEVANT = ("mrope_section", "mrope_interleaved", "type")
+
+
+def target_tensors(target: TargetSpec) -> tuple[Tensor, Tensor | None]:
+    """Return the target's embedding and head, [V, H] each; None for a head that is the embedding."""
+    tied = bool(target.text_config.tie_word_embeddings)
+    return target.embedding(), None if tied else target.head()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as configs and feature requests spell it, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def capturable(
+    layers: tuple[int, ...], num_target_layers: int, *, asked: bool = True
+) -> tuple[int, ...]:
+    """Return these layers if servers can capture them: distinct, in range, and not the last one.
+
+    Raises UsageError for others; `asked` says that a user chose them.
+    """
+    last = num_target_layers - 1
+    distinct = len(set(layers)) == len(layers)
+    if distinct and all(0 <= layer < last for layer in layers):
+        return layers
+    if not asked:
+        problem = f"the default captured layers collide: {list(layers)}"
+    elif not distinct:
+        problem = f"layers {list(layers)} are not distinct"
+    elif last in layers:
+        problem = (
+            f"layer {last} is the last one; servers capture a layer at the input of the next, "
+            "so its output cannot be had"
+        )
+    else:
+        problem = f"layers {list(layers)} are out of range"
+    count = min(len(layers), last)
+    spread = [i * (last - 1) // max(1, count - 1) for i in range(count)]
+    raise UsageError(
+        f"{problem}\n"
+        f"  the target has {num_target_layers} layers: ids 0 to {last - 1} can be captured\n"
+        + (
+            f"  set layers to distinct ids, for example {spread}"
+            if last
+            else "  use a deeper target"
+        )
+    )
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes of a draft that is made of transformer layers; a dataclass of JSON data.
+
+    `rope` has the keys of transformers' `rope_parameters`. An algorithm's own fields are added by
+    deriving from it.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UsageError(
+                f"{self.num_attention_heads} attention heads cannot share "
+                f"{self.num_key_value_heads} key-value heads evenly\n"
+                "  set num_attention_heads to a multiple of num_key_value_heads"
+            )
+
+
+def shape_of_target(target: TargetSpec, options: DecoderOptions) -> dict[str, Any]:
+    """Return the fields of a DecoderShape, with the target's sizes where the options set none.
+
+    Raises UsageError where the target lacks a size, or has no supported RoPE.
+    """
+    text = target.text_config
+
+    def size(name: str, fallback: int | None = None) -> int:
+        value = getattr(text, name, None) or fallback
+        if value is None:
+            raise UsageError(
+                f"the target's config ({text.model_type}) has no {name}\n"
+                f"  set the option {name}, if there is one; other targets are not supported"
+            )
+        return int(value)
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": options.intermediate_size or size("intermediate_size"),
+        "num_attention_heads": options.num_attention_heads or heads,
+        "num_key_value_heads": options.num_key_value_heads or size("num_key_value_heads", heads),
+        "head_dim": options.head_dim or size("head_dim", hidden // heads),
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": float(getattr(text, "rms_norm_eps", 1e-6)),
+        "max_position_embeddings": size("max_position_embeddings"),
+        "rope": rope_of(text),
+    }
+
+
+def rope_of(text: Any) -> dict[str, Any]:
+    """Return a config's RoPE parameters; those of full attention where layers differ.
+
+    Raises UsageError for positions that are not rotary or change with the sequence's length.
+    """
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention") or rope)
+    kind = rope.setdefault("rope_type", "default")
+    if "rope_theta" not in rope or kind not in ROPE_TYPES:
+        found = f"RoPE type {kind!r}" if "rope_theta" in rope else "no rotary positions"
+        raise UsageError(
+            f"the target's config ({text.model_type}) has {found}\n"
+            f"  a draft copies its target's RoPE; supported: {', '.join(ROPE_TYPES)}"
+        )
+    rope.setdefault("partial_rotary_factor", getattr(text, "partial_rotary_factor", None) or 1.0)
+    if rope["partial_rotary_factor"] == 1:
+        del rope["partial_rotary_factor"]
+    return {key: value for key, value in rope.items() if key not in TEXT_IRRELEVANT}
+
+
+# ---------------------------------------------------------------- sizes in config.json
+
+
+def shape_in_config(shape: DecoderShape, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of config.json for a shape; servers compute in `dtype`, the target's."""
+    rope = dict(shape.rope)
+    return {
+        "hidden_size": shape.hidden_size,
+        "target_hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        # Both spellings: transformers 5 reads the first, servers on transformers 4 the others.
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
+        "dtype": dtype_name(dtype),
+        "torch_dtype": dtype_name(dtype),
+    }
+
+
+def shape_of_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the fields of a DecoderShape that config.json states, in either spelling of RoPE.
+
+    Raises UsageError for a field that is missing, or a RoPE that is not supported.
+    """
+    from transformers import LlamaConfig
+
+    hidden, heads, vocab, inner = (
+        int(required(config, name, folder))
+        for name in ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+    )
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    positions = int(config.get("max_position_embeddings") or 2048)
+    stated: dict[str, Any] = {"max_position_embeddings": positions}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in config:
+            stated[name] = config[name]
+    for name in ("rope_parameters", "rope_scaling"):
+        if rope := dict(config.get(name) or {}):
+            if (dim := rope.pop("rope_dim", None)) is not None:  # sglang's name
+                rope.setdefault("partial_rotary_factor", dim / head_dim)
+            stated[name] = rope
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "rms_norm_eps": float(required(config, "rms_norm_eps", folder)),
+        "max_position_embeddings": positions,
+        "rope": rope_of(LlamaConfig.from_dict(stated)),
+    }

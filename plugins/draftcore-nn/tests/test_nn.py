@@ -1,0 +1,342 @@
+"""Each piece against the plainest way to compute or write the same."""
+
+import json
+import pkgutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import draftcore_nn
+import pytest
+import torch
+from draftcore_nn import attention, decoding, losses, serving
+from draftcore_nn.layers import Rotary, TargetVocabulary, rotate
+from draftcore_nn.options import DecoderOptions
+from draftcore_nn.target import (
+    DecoderShape,
+    capturable,
+    rope_of,
+    shape_in_config,
+    shape_of_config,
+    shape_of_target,
+)
+from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from draftcore.errors import DraftcoreError, UsageError
+
+
+def test_importing_any_of_it_imports_neither_transformers_nor_more_of_the_core_than_contracts() -> (
+    None
+):
+    names = [
+        f"draftcore_nn.{module.name}" for module in pkgutil.iter_modules(draftcore_nn.__path__)
+    ]
+    code = f"import sys, {', '.join(names)}; print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    modules = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    assert "transformers" not in modules
+    core = {name.split(".")[1] for name in modules if name.startswith("draftcore.")}
+    assert core <= {"contracts", "errors"}
+
+
+# ------------------------------------------------------------ decoding
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations whose result the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_choice_follows_its_distribution_and_waits_for_nothing() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits_BV = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(20_000, -1)
+    with Waits() as waits:
+        token_B, probs_BV = decoding.choose(logits_BV, 0.5, generator)
+    assert waits.count == 0
+    assert probs_BV is not None
+    torch.testing.assert_close(probs_BV[0], (logits_BV[0] / 0.5).softmax(-1))
+    shares_V = torch.bincount(token_B, minlength=4) / 20_000
+    assert (shares_V - probs_BV[0]).abs().max() < 0.012  # over three standard deviations of 0.0035
+    assert shares_V[3] == 0
+    greedy_B, none = decoding.choose(logits_BV, 0.0, None)
+    assert none is None
+    assert (greedy_B == 2).all()
+
+
+def test_choices_join_to_a_proposal() -> None:
+    logits_KBV = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(1))
+    for temperature in (0.0, 1.0):
+        choices = [decoding.choose(logits_BV, temperature, None) for logits_BV in logits_KBV]
+        proposal = decoding.chain(choices)
+        for k, (token_B, probs_BV) in enumerate(choices):
+            assert proposal.tokens_BK[:, k].equal(token_B)
+            assert (probs_BV is None) == (proposal.probs_BKV is None) == (temperature == 0)
+            assert probs_BV is None or proposal.probs_BKV[:, k].equal(probs_BV)
+
+
+@dataclass
+class State:
+    cache_BGSD: Tensor
+    token_B: Tensor
+
+
+def test_rows_are_taken_written_and_selected_where_they_belong() -> None:
+    x_BT = torch.arange(12).view(3, 4)
+    index_B = torch.tensor([3, 0, 2])
+    assert decoding.at(x_BT, index_B).tolist() == [3, 4, 10]
+    assert decoding.at(x_BT[..., None], index_B).tolist() == [[3], [4], [10]]
+    state = State(torch.zeros(3, 2, 6, 1), index_B)
+    new_BRGD = torch.arange(1.0, 13.0).view(3, 2, 2, 1)
+    decoding.write_slots(state.cache_BGSD, new_BRGD, torch.tensor([[0, 1], [4, 5], [2, 1]]))
+    assert state.cache_BGSD[1, :, :, 0].tolist() == [[0, 0, 0, 0, 5, 7], [0, 0, 0, 0, 6, 8]]
+    assert state.cache_BGSD[2, 0, :, 0].tolist() == [0, 11, 9, 0, 0, 0]
+    kept = decoding.select_rows(state, torch.tensor([2, 0]))
+    assert kept.token_B.tolist() == [2, 3]
+    assert kept.cache_BGSD.equal(state.cache_BGSD[[2, 0]])
+
+
+# ------------------------------------------------------------ losses
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_cross_entropy_in_slices_is_cross_entropy(
+    rows: int, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    hidden_RH, head_VH = (
+        torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (rows, 11)
+    )
+    label_R = torch.randint(11, (rows,), generator=generator)
+    weight_R = torch.rand(rows, generator=generator, dtype=torch.float64)
+    inputs = [hidden_RH.requires_grad_(), *([head_VH.requires_grad_()] if trained else [])]
+    plain_R = functional.cross_entropy(hidden_RH @ head_VH.T, label_R, reduction="none")
+    expected = torch.autograd.grad((plain_R * weight_R).sum(), inputs)
+    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 3 * 11)
+    loss_R, best_R = losses.cross_entropy(hidden_RH, head_VH, label_R)
+    torch.testing.assert_close(loss_R, plain_R)
+    assert best_R.equal((hidden_RH @ head_VH.T).argmax(-1))
+    torch.testing.assert_close(torch.autograd.grad((loss_R * weight_R).sum(), inputs), expected)
+
+
+# ------------------------------------------------------------ attention and positions
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["causal", "biased"])
+def test_two_parts_of_the_keys_joined_by_their_log_sum_exps_are_the_whole(biased: bool) -> None:
+    """The second part is one key, and its gradient is left to autograd."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(2, 3, 6, 8, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    extra_key, extra_value = torch.randn(2, 2, 3, 1, 8, generator=generator, dtype=torch.float64)
+    seen = torch.rand(2, 1, 6, 6, generator=generator) < 0.7 if biased else torch.ones(6, 6).tril()
+    bias = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(seen == 0, -torch.inf)
+    bias = bias.expand(2, 1, 6, 6)
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    whole_bias = functional.pad(bias, (0, 1))
+    whole = functional.scaled_dot_product_attention(
+        leaves[0], torch.cat([leaves[1], extra_key], 2), torch.cat([leaves[2], extra_value], 2),
+        whole_bias,
+    )  # fmt: skip
+    grad = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
+    expected = torch.autograd.grad(whole, leaves, grad)
+
+    given = bias if biased else None
+    output, logsumexp, saved = attention.attend(query, key, value, given)
+    score = (query * 8**-0.5 @ extra_key.mT)[..., 0]
+    joint = torch.logaddexp(logsumexp, score)
+    share = (logsumexp - joint).exp()[..., None]
+    joined = output * share + (1 - share) * extra_value
+    torch.testing.assert_close(joined, whole.detach())
+    # The kernel reads log-sum-exp by the strides that its forward gave it.
+    joint = torch.empty_like(logsumexp).copy_(joint)
+    found = attention.attend_backward(grad, query, key, value, given, joined, joint, saved)
+    part = (1 - share) * ((grad * extra_value).sum(-1, True) - (grad * joined).sum(-1, True))
+    query_grad = found[0] + part * extra_key * 8**-0.5
+    torch.testing.assert_close((query_grad, *found[1:]), expected)
+
+
+@pytest.mark.parametrize("rope", sorted(ROPES.keys() - {"partial"}))
+def test_rotary_positions_are_those_of_transformers(rope: str) -> None:
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=dict(ROPES[rope])
+    )
+    x_BTAD = torch.randn(2, 9, 4, 8, generator=torch.Generator().manual_seed(1))
+    positions_BT = torch.tensor([[*range(9)], [*range(20, 29)]])
+    rotary = Rotary(rope_of(config), 8, config.max_position_embeddings)
+    x_BATD = x_BTAD.transpose(1, 2)
+    cos, sin = LlamaRotaryEmbedding(config)(x_BTAD, positions_BT)
+    expected_BATD, _ = apply_rotary_pos_emb(x_BATD, x_BATD, cos, sin)
+    found = rotate(x_BTAD, *rotary(positions_BT)).transpose(1, 2)
+    torch.testing.assert_close(found, expected_BATD, rtol=1e-5, atol=1e-5)
+
+
+def test_partial_rotary_positions_turn_the_first_part_as_a_head_of_its_own() -> None:
+    x_TAD, positions_T = torch.randn(9, 4, 8), torch.arange(9)
+    found = rotate(x_TAD, *Rotary(ROPES["partial"], 8, 64)(positions_T))
+    first = rotate(x_TAD[..., :4], *Rotary(ROPES["default"], 4, 64)(positions_T))
+    assert found.equal(torch.cat([first, x_TAD[..., 4:]], -1))
+
+
+def test_the_targets_vocabulary_follows_autocast_and_stays_out_of_the_state() -> None:
+    embedding_VH, head_VH = torch.randn(2, 6, 4)
+
+    class Draft(TargetVocabulary):
+        def __init__(self, head_VH: Tensor | None) -> None:
+            super().__init__(embedding_VH.bfloat16(), head_VH)
+            self.linear = nn.Linear(4, 4)
+
+    assert Draft(None).head.equal(embedding_VH.bfloat16().float())
+    draft = Draft(head_VH)
+    assert draft.head is head_VH
+    assert draft.embed(torch.tensor([5])).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert draft.head.dtype == draft.embed(torch.tensor([5])).dtype == torch.bfloat16
+    assert set(draft.state_dict()) == {"linear.weight", "linear.bias"}
+    assert dict(draft.named_buffers()).keys() == draft.FROZEN
+
+
+# ------------------------------------------------------------ shapes
+
+
+def a_target(**changes: Any) -> Any:
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 6, "vocab_size": 50}
+    text = LlamaConfig(**{**shape, "rope_parameters": dict(ROPES["default"]), **changes})
+    return SimpleNamespace(text_config=text, vocab_size=text.vocab_size, num_layers=6)
+
+
+@pytest.mark.parametrize("spelling", [["rope_parameters"], ["rope_theta", "rope_scaling"]], ids=str)
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_shape_goes_into_config_json_and_comes_back(
+    rope: str, spelling: list[str], tmp_path: Path
+) -> None:
+    target = a_target(rope_parameters=dict(ROPES[rope]), max_position_embeddings=64)
+    options = DecoderOptions(num_key_value_heads=2, head_dim=6)
+    shape = DecoderShape(**shape_of_target(target, options))
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (4, 2, 6)
+    assert shape.vocab_size == 50
+    config = json.loads(json.dumps(shape_in_config(shape, torch.bfloat16)))
+    assert config["dtype"] == "bfloat16"
+    for name in spelling:
+        del config[name]
+    assert shape_of_config(config, tmp_path) == asdict(shape)
+
+
+def test_layers_that_servers_cannot_capture_are_refused() -> None:
+    assert capturable((3, 0), 5) == (3, 0)
+    for layers, message in (((0, 4), "layer 4 is the last"), ((2, 2), "distinct"), ((9,), "range")):
+        with pytest.raises(UsageError, match=message):
+            capturable(layers, 5)
+    with pytest.raises(UsageError, match="the default captured layers collide"):
+        capturable((2, 2), 5, asked=False)
+
+
+# ------------------------------------------------------------ exports
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2))
+
+
+@pytest.fixture
+def exported(module: nn.Module, tmp_path: Path) -> Path:
+    config = {"architectures": ["Mine"], "hidden_size": 32, "vocab_size": 50, "steps": 3}
+    folder = tmp_path / "export"
+    serving.write_export(folder, "serving", config, dict(module.named_parameters()))
+    return folder
+
+
+def test_an_export_reads_back_to_the_same_bits(exported: Path, module: nn.Module) -> None:
+    change_tensors(exported, lambda tensors: tensors.update({"old.0.bias": tensors.pop("0.bias")}))
+    again = nn.Sequential(nn.Linear(3, 2))
+    serving.fill(again, serving.read_tensors(exported, {"old.": ""}), exported)
+    for name, tensor in module.state_dict().items():
+        assert again.state_dict()[name].equal(tensor)
+    config = serving.read_config(exported)
+    serving.require_architecture(config, exported, "Other", "Mine")
+    serving.require_target(config, a_target(), exported)
+    assert serving.required(config, "steps", exported) == 3
+    assert sorted(path.name for path in exported.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "value", "message"),
+    [
+        ("servin", 1.0, r"'servin' .did you mean 'serving'\?"),
+        ("serving", torch.nan, "0.bias is not"),
+    ],
+)
+def test_what_cannot_be_exported_leaves_nothing(
+    layout: str, value: float, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DraftcoreError, match=message):
+        serving.write_export(tmp_path / "export", layout, {}, {"0.bias": torch.tensor([value])})
+    assert not (tmp_path / "export").exists()
+
+
+def test_what_a_config_says_otherwise_is_refused_by_name(exported: Path) -> None:
+    config = serving.read_config(exported)
+    refusals = {
+        "lacks 'width'": lambda: serving.required(config, "width", exported),
+        "says steps: 3(.|\n)*steps: 4 only": lambda: serving.require_fixed(
+            config, {"steps": 4, "bias": False}, exported
+        ),
+        "hidden_size 32, the target 64": lambda: serving.require_target(
+            config, a_target(hidden_size=64), exported
+        ),
+        "option head_dim is 8, but(.|\n)*has 9": lambda: serving.require_options(
+            {"head_dim": 9, "intermediate_size": 1}, DecoderOptions(head_dim=8), exported
+        ),
+        r"architectures \['Mine'\](.|\n)*'Other'": lambda: serving.require_architecture(
+            config, exported, "Other"
+        ),
+        "speculators layout": lambda: serving.require_architecture(
+            {**config, "transformer_layer_config": {}}, exported, "Mine"
+        ),
+    }
+    for message, call in refusals.items():
+        with pytest.raises(UsageError, match=message):
+            call()
+    change_config(exported, steps=GONE)
+    assert "steps" not in serving.read_config(exported)
+
+
+def test_tensors_that_do_not_fit_are_named_all_at_once(exported: Path, module: nn.Module) -> None:
+    bad = {"0.weight": torch.ones(3, 3), "extra": torch.ones(1)}
+    with pytest.raises(UsageError) as error:
+        serving.fill(module, bad, exported)
+    for problem in (r"missing 0.bias [2]", "unknown extra [1]", "0.weight is [3, 3], not [2, 3]"):
+        assert problem in str(error.value)
+
+
+def test_damaged_files_and_pickles_are_refused(exported: Path) -> None:
+    file = exported / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(UsageError, match=r"model.safetensors is damaged"):
+        serving.read_tensors(exported, {})
+    file.rename(exported / "model.pt")
+    with pytest.raises(UsageError, match=r"no model.safetensors\n  model.pt is a pickle"):
+        serving.read_tensors(exported, {})
+    (exported / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config.json is not JSON"):
+        serving.read_config(exported)
+    (exported / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"no draft at .*no config.json"):
+        serving.read_config(exported)

@@ -1,0 +1,43 @@
+"""What tensors hold: whether something keeps memory that it should have let go, and where they differ."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+CYCLES = 20
+
+
+@contextmanager
+def watched_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yield what says how many bytes tensors hold: all on a CUDA device, else those made since."""
+
+    def held() -> int:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            return torch.cuda.memory_allocated(device)
+        storages = {
+            item.untyped_storage().data_ptr(): item.untyped_storage().nbytes()
+            for item in gc.get_objects()
+            if type(item) in (Tensor, nn.Parameter)  # others may have no memory, or load lazily
+        }
+        return sum(storages.values())
+
+    gc.collect()
+    gc.freeze()  # to look at what a whole process holds would take a second each time
+    yield held
+    gc.unfreeze()
+
+
+def differing(found: Tensor, right: Tensor) -> str:
+    """Say how many values differ and which is the first."""
+    if found.shape != right.shape or found.dtype != right.dtype:
+        kinds = (f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (found, right))
+        return " where it should be ".join(kinds)
+    at = (found != right).nonzero()
+    return f"{len(at)} of {right.numel()} values differ, first at {at[0].tolist()}"
