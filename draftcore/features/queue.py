@@ -143,8 +143,7 @@ class Queue:
 
     def status(self) -> Status:
         with self.changed:
-            reserved = sum(one.task.nbytes for one in self.entries.values() if one.reserved)
-            return Status(len(self.seen), self.captured, reserved)
+            return Status(len(self.seen), self.captured, self._reserved())
 
     def end(self, state: str) -> None:
         """Tell producers that the run is over: `finished`, or `failed` if it may go on.
@@ -260,8 +259,7 @@ class Queue:
                 self.entries[self.upcoming.position].refs = ()
                 self.changed.notify_all()
             self.upcoming = next(self.tasks, None)
-        reserved = sum(one.task.nbytes for one in self.entries.values() if one.reserved)
-        refused = False
+        reserved, refused = self._reserved(), False
         # Two uses of a batch, in two epochs, are not captured at once: they may share what is put.
         at_work = {one.task.batch.index for one in self.entries.values() if one.producer}
         for _, entry in sorted(self.entries.items()):
@@ -281,6 +279,9 @@ class Queue:
             at_work.add(entry.task.batch.index)
             found.append(entry.task)
         return found
+
+    def _reserved(self) -> int:
+        return sum(one.task.nbytes for one in self.entries.values() if one.reserved)
 
     def _without_skipped(self, task: Task) -> Task:
         kept = [at for at, row in enumerate(task.batch.rows) if row not in self.skipped]

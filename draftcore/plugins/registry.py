@@ -267,14 +267,12 @@ def lacking(offer: Offer, hook: Any) -> list[str]:
 def _explained(error: pluggy.PluginValidationError) -> str:
     """Say in our words which arguments a hook does not have, and which it has."""
     text = str(error)
-    hook, unknown = (
-        re.search(r"for hook '(\w+)'", text),
-        re.search(r"Argument\(s\) \{(.*?)\}", text),
-    )
-    if not (hook and unknown):
+    said = re.search(r"for hook '(\w+)'.*Argument\(s\) \{(.*?)\}", text, re.DOTALL)
+    if said is None:
         return text
-    has = ", ".join(list(inspect.signature(getattr(Specs, hook[1])).parameters)[1:])
-    return f"{hook[1]} has no argument {unknown[1]}; it has {has} (a newer draftcore may have more)"
+    hook, unknown = said.groups()
+    has = ", ".join(list(inspect.signature(getattr(Specs, hook)).parameters)[1:])
+    return f"{hook} has no argument {unknown}; it has {has} (a newer draftcore may have more)"
 
 
 def _unmarked(instance: Any, names: Iterable[str]) -> str:
