@@ -213,11 +213,11 @@ class Play:
         except StoreFull as error:
             return error
 
-    def load(self, rank: Rank) -> None:
+    def load(self, rank: Rank, wait: float = 0) -> None:
         if not rank.positions or len(rank.ready) >= self.prefetch:
             return
         position, released, rank.released = rank.positions[0], rank.released, []
-        refs = self.queue.receive(position, 0, released)
+        refs = self.queue.receive(position, wait, released)
         if refs is None:
             return
         opened: list[SampleRef] = []
@@ -365,17 +365,15 @@ def test_so_it_is_with_threads_that_wait_for_each_other(seed: int) -> None:
     threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
+    [rank] = play.ranks = [Rank(deque(range(len(play.order))))]
     received = []
-    for position in range(len(play.order)):
-        refs = None
-        while refs is None:
-            assert not lost.is_set()
-            refs = play.queue.receive(position, 5, [position - 1])
-        for ref in refs:
-            ring.get(ref)
-        received.append(len(refs))
-        for ref in refs:
-            ring.close(ref)
+    while rank.positions:
+        assert not lost.is_set()
+        play.load(rank, wait=5)
+        while rank.ready:
+            rank.current = rank.ready.popleft()
+            received.append(len(rank.current[1]))
+            play.let_go(rank)
     play.queue.end("finished")
     for thread in threads:
         thread.join(60)
