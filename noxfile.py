@@ -254,7 +254,7 @@ def start(session: nox.Session) -> None:
 def core(session: nox.Session) -> None:
     """The core's own tests, with the kit; that it needs no plugin, `thirdparty` shows."""
     install_wheels(session, *KIT)
-    apart = [f"--ignore=tests/{name}" for name in ("together", "thirdparty", "faults")]
+    apart = [f"--ignore=tests/{name}" for name in ("together", "thirdparty", "faults", "soak")]
     pytest(session, "tests", *apart, *session.posargs)
 
 
@@ -275,7 +275,7 @@ def together(session: nox.Session) -> None:
     """Every wheel in one environment: the tests that train, decode and export."""
     install_wheels(session, *PLUGINS)
     session.run("draftcore", "list-plugins", "--check")
-    pytest(session, "tests/together", *session.posargs)
+    pytest(session, "tests/together", "tests/soak", *session.posargs)
 
 
 @nox.session(**BARE)

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from draftcore.uris import format_size
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+SHA_256 = "[0-9a-f]{64}"
 SAID = 1 << 28  # bytes of a file whose reading takes so long that one is told
 LOGITS = 1 << 24  # that are held at a time; each takes some 20 bytes until the largest are found
 
@@ -56,20 +57,15 @@ class TransformersTarget:
     ) -> None:
         self.path, self.revision, self.device = path, revision, device
         self.prefill_with: Callable[[TargetModel], PrefillRunner] = lambda model: model
-        try:
+        with read_target(path, "config"):
             self.config: Any = AutoConfig.from_pretrained(path, revision=revision)
             self.text_config: Any = self.config.get_text_config()
             self.num_layers = int(self.text_config.num_hidden_layers)
             self.vocab_size = int(self.text_config.vocab_size)
-        except (OSError, ValueError, AttributeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UsageError(
-                f"no target model at {path!r}: {reason}\n"
-                "  set target.path to a folder, or a Hugging Face model id, of a language model that "
-                "this version of transformers knows"
-            ) from None
-        name = dtype if dtype != "auto" else str(self.config.dtype or "float32")
-        self.dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+            if min(self.num_layers, self.vocab_size, int(self.text_config.hidden_size)) < 1:
+                raise ValueError("its layers, tokens or width are below 1")
+            name = dtype if dtype != "auto" else str(self.config.dtype or "float32")
+            self.dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
 
     def require_layers(self, request: FeatureRequest) -> None:
         beyond = [layer for layer in request.layers if not 0 <= layer < self.num_layers]
@@ -86,7 +82,8 @@ class TransformersTarget:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(self.path, revision=self.revision)
+        with read_target(self.path, "tokenizer"):
+            return AutoTokenizer.from_pretrained(self.path, revision=self.revision)
 
     @functools.cached_property
     def model(self) -> TargetModel:
@@ -108,7 +105,7 @@ class TransformersTarget:
         Files of a Hub cache are known by their blobs' names, which are SHA-256 digests. Any other
         file is read once, and its digest kept in the user's cache folder while the file is the same.
         """
-        files = [str(self._fetch("config.json")), *sorted(set(self._weight_files.values()))]
+        files = [str(fetch(self, "config.json")), *sorted(set(self._weight_files.values()))]
         told = [file_digest(Path(file)) for file in files]
         told.append(self.tokenizer.backend_tokenizer.to_str())
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
@@ -120,47 +117,71 @@ class TransformersTarget:
     def _read(self, endings: Sequence[str]) -> Tensor:
         for name, file in self._weight_files.items():
             if any(name == ending or name.endswith("." + ending) for ending in endings):
-                with safe_open(file, framework="pt") as tensors:
-                    return tensors.get_tensor(name)  # type: ignore[no-any-return]
+                with read_target(self.path, file), safe_open(file, framework="pt") as tensors:
+                    return self._of_vocabulary(name, tensors.get_tensor(name))
         raise DraftcoreError(
             f"target {self.path!r} holds no tensor named {' or '.join(endings)}\n"
             f"  tensors there: {', '.join(list(self._weight_files)[:6])}, ...\n"
             "  draftcore reads the embedding and the head from the model's safetensors files"
         )
 
+    def _of_vocabulary(self, name: str, tensor: Tensor) -> Tensor:
+        wanted = self.vocab_size, int(self.text_config.hidden_size)
+        if tensor.shape != wanted:
+            raise ValueError(f"{name} has the shape {(*tensor.shape,)}, config.json says {wanted}")
+        return tensor
+
     @functools.cached_property
     def _weight_files(self) -> dict[str, str]:
         """Map tensor name to safetensors file."""
-        if index := self._fetch("model.safetensors.index.json"):
-            names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-            local = {file: str(self._fetch(file)) for file in set(names.values())}
-            return {name: local[file] for name, file in names.items()}
-        if single := self._fetch("model.safetensors"):
-            with safe_open(single, framework="pt") as tensors:
-                return dict.fromkeys(tensors.keys(), single)
+        with read_target(self.path, "weights"):
+            if index := fetch(self, "model.safetensors.index.json"):
+                names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
+                local = {file: str(fetch(self, file)) for file in set(names.values())}
+                return {name: local[file] for name, file in names.items()}
+            if single := fetch(self, "model.safetensors"):
+                with safe_open(single, framework="pt") as tensors:
+                    return dict.fromkeys(tensors.keys(), single)
         raise DraftcoreError(
             f"target {self.path!r} has no model.safetensors\n"
             "  draftcore reads safetensors only; convert the weights with save_pretrained"
         )
 
-    def _fetch(self, file: str) -> str | None:
-        """Return where a file of the target lies here, downloaded if it has to be."""
-        return cached_file(  # type: ignore[no-any-return]
-            self.path, file, revision=self.revision, _raise_exceptions_for_missing_entries=False
-        )
+
+def fetch(target: TargetSpec, file: str) -> str | None:
+    """Return where a file of a target lies here, downloaded if it has to be; None if it has none."""
+    return cached_file(  # type: ignore[no-any-return]
+        target.path, file, revision=target.revision, _raise_exceptions_for_missing_entries=False
+    )
+
+
+@contextlib.contextmanager
+def read_target(path: str, what: str) -> Iterator[None]:
+    """Turn whatever a library raises over a target's files into a UsageError that says what to do."""
+    try:
+        yield
+    except DraftcoreError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UsageError(
+            f"no target model at {path!r}: its {what} cannot be read: {reason}\n"
+            "  set target.path to a folder, or a Hugging Face model id, of a language model that this "
+            "version of transformers knows; what is damaged has to be downloaded again"
+        ) from error
 
 
 def file_digest(file: Path) -> str:
     """Return a file's SHA-256; one of a large file is kept by its path, size and time of change."""
     real = file.resolve()
-    if real.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", real.name):
+    if real.parent.name == "blobs" and re.fullmatch(SHA_256, real.name):
         return real.name
     status = real.stat()
     identity = f"{real} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     kept = cache / "draftcore" / "digests" / hashlib.sha256(identity.encode()).hexdigest()
-    if kept.exists():
-        return kept.read_text()
+    if kept.exists() and re.fullmatch(SHA_256, text := kept.read_text(errors="replace")):
+        return text
     if large := status.st_size > SAID:
         size = format_size(status.st_size)
         print(f"reading {real} once for its digest, {size}", file=sys.stderr, flush=True)
@@ -178,15 +199,21 @@ class TransformersModel:
     def __init__(self, spec: TargetSpec) -> None:
         self.spec, self.device, self.dtype = spec, resolve_device(spec.device), spec.dtype
         transformers_logging.disable_progress_bar()  # loading has no place beside our own bar
-        try:
-            self.model: Any = AutoModelForCausalLM.from_pretrained(
-                spec.path, revision=spec.revision, dtype=spec.dtype
+        with read_target(spec.path, "weights"):
+            self.model: Any
+            self.model, found = AutoModelForCausalLM.from_pretrained(
+                spec.path, revision=spec.revision, dtype=spec.dtype, output_loading_info=True
             )
-        except (OSError, ValueError) as error:
-            raise DraftcoreError(f"cannot load target {spec.path!r}: {error}") from None
+            if lacking := sorted(found["missing_keys"]):  # transformers makes random ones
+                raise ValueError(
+                    f"they lack {', '.join(lacking[:4])}, which config.json says are there"
+                )
+        with read_target(spec.path, "generation_config.json"):
+            if file := fetch(spec, "generation_config.json"):
+                json.loads(Path(file).read_text())  # transformers takes one that is torn for none
+            end = self.model.generation_config.eos_token_id
+            self.end_tokens = frozenset(end if isinstance(end, list) else {end} - {None})
         self.model.to(self.device).eval().requires_grad_(False)
-        end = self.model.generation_config.eos_token_id
-        self.end_tokens = frozenset(end if isinstance(end, list) else {end} - {None})
         self.decoder: nn.Module = self.model.get_decoder()
         lists = [module for module in self.decoder.modules() if isinstance(module, nn.ModuleList)]
         stacks = [layers for layers in lists if len(layers) == spec.num_layers]

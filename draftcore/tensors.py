@@ -6,6 +6,7 @@ Apart from `target`, so that a process which only writes features loads no trans
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -38,15 +39,15 @@ def resolve_device(name: str) -> torch.device:
     """Turn `auto` into the first accelerator there is; raises UsageError for an absent one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
         raise UsageError(
             f"there is no device {name!r}\n  use auto, cpu, cuda, or cuda:N for the N-th GPU"
-        ) from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+        )
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
-            f"device {name!r} was asked for, but this torch ({torch.__version__}) sees no CUDA device\n"
+            f"device {name!r} was asked for, but this torch ({torch.__version__}) sees {torch.cuda.device_count()} "
+            "CUDA devices\n"
             "  use device=cpu, or install a CUDA build of torch"
         )
     return device

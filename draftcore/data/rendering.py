@@ -142,11 +142,12 @@ class Renderer:
             exchange, _ = self.write([*question, {"role": "assistant", "content": PROBE}])
             prompt, asked = self.ask(question), self.write(question)[0]
             if exchange.count(PROBE) != 1:
-                shown = repr(exchange.replace(PROBE, "<content>"))
+                shown = repr(exchange.replace(PROBE, "<content>")[:200])
                 raise RowError("it does not write an assistant's content as it stands, once", shown)
         except RowError as error:
             raise UsageError(
-                f"the chat template cannot render a question and its answer\n  {error}\n"
+                f"the chat template of {self._tokenizer.name_or_path} cannot render a question and "
+                f"its answer\n  {error}\n"
                 "  use the tokenizer of a chat model, or correct its chat_template"
             ) from error
         before, self.tail = exchange.split(PROBE)

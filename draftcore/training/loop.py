@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore.tensors import all_finite
+from draftcore.tensors import all_finite, largest_magnitude
 from draftcore.training import checkpoint
 from draftcore.training.distributed import Ranks, lay_gradients
 from draftcore.training.metrics import MetricsLog, Sums, joined, ratios, totals, weighted
@@ -50,6 +51,9 @@ from draftcore.training.optimizer import (
     scale_and_clip,
 )
 from draftcore.training.progress import Progress
+
+
+MOST = 1e6  # magnitude of a weight: what learns stays orders below, and a step from beyond may fail
 
 
 class Batch(Protocol):
@@ -239,6 +243,9 @@ class Trainer:
         self.saved_step = self.step
         self.outputs: list[tuple[PlannedBatch, StepOutput]] = []  # of the step so far
         self.samples: Sequence[Sample] = ()  # of its last batch, to be named where it does harm
+        for left in self.checkpoints.glob("*step-*") if not ranks.rank else ():
+            if not (left / checkpoint.MARK).exists():  # of a process that was killed as it wrote
+                shutil.rmtree(left)
         log = Path(os.devnull) if ranks.rank else setup.folder / "metrics.jsonl"
         self.log = MetricsLog(log, self.step)
 
@@ -407,9 +414,10 @@ class Trainer:
             return
         with self.ranks.together():
             parts = [local(p.detach()) for p in self.parameters]  # of a shard it may be empty
-            if not all_finite([part for part in parts if part.numel()]):
+            most = float(largest_magnitude([part for part in parts if part.numel()]))
+            if not most <= MOST:
                 raise DraftcoreError(
-                    f"the weights at step {self.step} are not finite and are not saved\n"
+                    f"a weight at step {self.step} is {most:g}: the draft is lost and is not saved\n"
                     "  earlier checkpoints are intact; lower train.lr and start the same command"
                 )
         weights = checkpoint.trained_tensors(self.built, self.ranks.rank)
@@ -439,14 +447,23 @@ class Trainer:
 
 @contextmanager
 def stop_on_signal() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM so that a step ends whole; a second one acts at once."""
+    """Collect signals that ask to stop, so that a step ends whole; a second one acts at once.
+
+    A terminal that hangs up asks as well, and what is printed then goes nowhere.
+    """
     caught: list[int] = []
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+    heard = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+        heard.remove(signal.SIGHUP)
     with ExitStack() as before:
 
         def note(number: int, _: object) -> None:
             caught.append(number)
             before.close()
+            for fd in terminals if number == signal.SIGHUP else ():
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
-        for one in (signal.SIGINT, signal.SIGTERM):
+        for one in heard:
             before.callback(signal.signal, one, signal.signal(one, note))
         yield caught

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import StepOutput
 from draftcore.errors import DraftcoreError
+from draftcore.files import unlinked
 
 # Numerator and denominator of each metric, by name, and of each term of the loss, by number.
 Sums = dict[str | int, list[float]]
@@ -61,16 +62,17 @@ class MetricsLog:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
         kept = []
-        for line in file.read_text().splitlines() if file.exists() else []:
-            with suppress(json.JSONDecodeError):  # of a last one, half written
+        for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+            with suppress(ValueError, TypeError, KeyError):  # half written, or not by us
                 if json.loads(line)["step"] <= step:
                     kept.append(f"{line}\n")
-        file.write_text("".join(kept))
+        with open(file, "w", opener=unlinked) as stream:
+            stream.writelines(kept)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line. Raises DraftcoreError where the disk is full."""
         try:
-            with self.file.open("a") as stream:
+            with open(self.file, "a", opener=unlinked) as stream:
                 stream.write(json.dumps(line) + "\n")
         except OSError as error:
             raise DraftcoreError(

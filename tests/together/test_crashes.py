@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import signal
 import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +19,9 @@ from safetensors import safe_open
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
+
+
+PRODUCERS = ["topology.producers=1"]
 
 
 def wait_for(
@@ -61,6 +68,24 @@ def test_a_stopped_run_resumes_to_the_same_bits(
         assert f"interrupted: step {before} of 12" in output
     assert "resuming from step" in project.cli("train").output
     assert project.losses() == straight
+
+
+@pytest.mark.parametrize("producers", [0, 1])
+def test_a_run_whose_terminal_hangs_up_is_saved(
+    tmp_path: Path, new_project: NewProject, straight: dict[int, float], producers: int
+) -> None:
+    project = new_project(tmp_path / "hung-up", samples=48)
+    there, here = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "draftcore", "train", str(project.yaml), *PRODUCERS[:producers]],
+        stdin=here, stdout=here, stderr=here, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), text=True,
+    )  # fmt: skip
+    os.close(here)
+    wait_for(lambda: os.read(there, 1 << 16) and steps(project) >= 5, process)
+    os.close(there)
+    assert process.wait(60) == 130
+    assert (project.run / f"checkpoints/step-{steps(project):08}/COMPLETE").exists()
 
 
 def test_a_killed_capture_goes_on_without_doing_a_sample_twice(

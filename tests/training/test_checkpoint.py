@@ -69,7 +69,7 @@ def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_what_a_killed_process_left_is_replaced(run: Run, new_run: NewRun) -> None:
+def test_what_a_killed_process_left_is_replaced_or_goes(run: Run, new_run: NewRun) -> None:
     """Of the step's folder without a mark, and of the one under another name."""
     wanted = {name: (folder(run, 4) / name).read_bytes() for name in FILES}
     (folder(run, 4) / MARK).unlink()
@@ -77,7 +77,10 @@ def test_what_a_killed_process_left_is_replaced(run: Run, new_run: NewRun) -> No
     aside = run.folder / "checkpoints/.step-00000004.tmp"
     aside.mkdir()
     (aside / "draft.safetensors").write_bytes(b"torn too")
+    for other in (".step-00000009.tmp", "step-00000009"):
+        (run.folder / "checkpoints" / other).mkdir()
     new_run(dropout=0.5, checkpoint_every=1).train()
+    assert not list((run.folder / "checkpoints").glob("*00000009*"))
     assert {name: (folder(run, 4) / name).read_bytes() for name in FILES} == wanted
     assert open_checkpoint(folder(run, 4)).step == 4
     assert not aside.exists()

@@ -454,6 +454,19 @@ def test_checkpoints_and_lines_are_written_as_often_as_is_asked(new_run: NewRun)
     assert [line["step"] for line in run.lines()] == [1, 4, 8]
 
 
+def test_absurd_weights_do_not_replace_those_of_good_checkpoints(new_run: NewRun) -> None:
+    """They are finite still: only a later step would fail."""
+    new_run(max_steps=2, checkpoint_every=1).train()
+    again = new_run(max_steps=4, checkpoint_every=1, keep_checkpoints=1).build()
+    with torch.no_grad():
+        again.trainers[0].parameters[0] *= 1e9
+    with pytest.raises(DraftcoreError, match=r"a weight at step 3 is .*e\+\d+: .*\n.*lower train.lr"):
+        again.train()
+    found = again.found()
+    assert found is not None
+    assert found.step == 2
+
+
 def test_an_evaluation_is_written_beside_the_steps(new_run: NewRun) -> None:
     def evaluate(built: Draft, context: StepContext) -> dict[str, Any]:
         assert not context.training
@@ -481,13 +494,14 @@ def test_a_disk_that_is_full_of_metrics_says_that_the_run_goes_on_with_room(
         run.train()
 
 
-def test_lines_past_the_step_that_is_resumed_are_dropped(new_run: NewRun) -> None:
+def test_lines_past_the_step_that_is_resumed_and_odd_ones_are_dropped(new_run: NewRun) -> None:
     run = new_run().build()
     run.stop_after = 4
     run.train()
     file = run.folder / "metrics.jsonl"
-    with file.open("a") as stream:
-        stream.write(json.dumps({"step": 3, "loss": 7}) + '\n{"step": 4, "lo')
+    with file.open("ab") as stream:
+        stream.write(json.dumps({"step": 3, "loss": 7}).encode() + b"\n")
+        stream.write(b'7\n[1]\n{}\n{"step": "x"}\n\xff\n{"step": 4, "lo')
     again = new_run()
     again.train()
     straight = new_run("straight")
