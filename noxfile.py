@@ -340,10 +340,26 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session(**BARE)
 def soak(session: nox.Session) -> None:
-    """Kill and freeze at random in 50 runs; DRAFTCORE_SEED=N repeats the moments that one printed."""
-    install_with_servers(session)
+    """Damage, lies, floods, kills and freezes at random, for an hour; writes docs/reliability.md's table.
+
+    SOAK_CASES is how many of each kind are tried, DRAFTCORE_SOAK in how many runs processes are killed;
+    DRAFTCORE_SEED=N repeats the moments that one of these printed.
+    """
+    install_with_servers(session, *(name for name in PLUGINS if name not in SERVED))
+    figures = Path(session.create_tmp()) / "figures.jsonl"
+    figures.unlink(missing_ok=True)
+    session.env["SOAK_FIGURES"] = str(figures)
+    session.env.setdefault("SOAK_CASES", "300")
     session.env.setdefault("DRAFTCORE_SOAK", "50")
+    pytest(session, "tests/soak", *session.posargs)
     pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs, mark="long")
+    rows: dict[str, tuple[int, str]] = {}
+    for what, tried, found in map(json.loads, figures.read_text().splitlines()):
+        rows[what] = rows.get(what, (0, ""))[0] + tried, found
+    lines = [f"| {what} | {tried} | {found} |\n" for what, (tried, found) in rows.items()]
+    page = ROOT / "docs" / "reliability.md"
+    head, bar, _ = page.read_text().partition("|---|---|---|\n")
+    page.write_text(head + bar + "".join(lines))
 
 
 @nox.session(**BARE, name="bench-transport")

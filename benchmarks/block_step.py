@@ -11,11 +11,11 @@ import argparse
 
 import torch
 from draftcore_dflash.config import DraftConfig
-from draftcore_dflash.loss import Objective, Sampling
 from draftcore_dflash.model import Backbone, DFlashDraft
+from draftcore_dflash.options import DFlashOptions
 from draftcore_domino.config import DominoConfig
-from draftcore_domino.loss import Schedule
 from draftcore_domino.model import DominoDraft
+from draftcore_domino.options import DominoOptions
 from timing import bf16_rate, measure
 
 from draftcore.contracts.algorithm import DraftBatch, SampleId
@@ -61,12 +61,12 @@ def build(algorithm: str, anchors: int) -> Backbone:
         "layer_types": ("full_attention",) * DEPTH,
     }
     table = torch.randn(VOCABULARY, WIDTH, dtype=torch.bfloat16, device="cuda") * 0.02
-    sampling = Sampling(num_anchors=anchors)
+    given, tables = {"num_anchors": anchors}, (table, table.clone())
     with torch.device("cuda"):
         draft: Backbone = (
-            DominoDraft(DominoConfig(**shape), sampling, Schedule(), table, table.clone())
+            DominoDraft(DominoConfig(**shape), DominoOptions(**given), *tables)
             if algorithm == "domino"
-            else DFlashDraft(DraftConfig(**shape), sampling, Objective(), table, table.clone())
+            else DFlashDraft(DraftConfig(**shape), DFlashOptions(**given), *tables)
         )
     for parameter in draft.parameters():
         if parameter.ndim > 1:

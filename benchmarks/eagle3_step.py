@@ -11,8 +11,8 @@ import argparse
 
 import torch
 from draftcore_eagle3.config import DraftConfig
-from draftcore_eagle3.loss import Objective
 from draftcore_eagle3.model import Eagle3Draft
+from draftcore_eagle3.options import Eagle3Options
 from timing import bf16_rate, measure
 
 from draftcore.contracts.algorithm import DraftBatch, SampleId
@@ -55,7 +55,7 @@ def build(steps: int) -> Eagle3Draft:
     table = torch.randn(VOCABULARY, WIDTH, dtype=torch.bfloat16, device="cuda") * 0.02
     ids = torch.arange(DRAFT_VOCABULARY, device="cuda")
     with torch.device("cuda"):
-        draft = Eagle3Draft(config, Objective(ttt_length=steps), table, table, ids)
+        draft = Eagle3Draft(config, Eagle3Options(ttt_length=steps), table, table, ids)
     for parameter in draft.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)

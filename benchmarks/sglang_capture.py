@@ -37,6 +37,7 @@ from draftcore_sdk.serving import Serving
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang import client
 from draftcore_sglang.options import ServerOptions
+from draftcore_sglang.ranks import free_port
 from draftcore_sglang.remote import PAUSE, ServerCapture, receipt_of, request_body
 from draftcore_sglang.wire import BUSY, FIELD, Ask
 from draftcore_shm.store import ShmStore
@@ -44,7 +45,6 @@ from draftcore_shm.store import ShmStore
 from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.store import SampleRef
 from draftcore.contracts.target import TargetSpec
-from draftcore.launcher import free_port
 from draftcore.target import TransformersTarget
 
 Prompts = list[list[int]]

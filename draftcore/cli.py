@@ -7,8 +7,7 @@ listing what is installed is quick and works whatever is broken.
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import faulthandler
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -79,28 +78,24 @@ class Verbs(click.Group):
 
 def _registry(ctx: click.Context) -> Registry:
     ctx.obj = ctx.obj or load(ctx.params.get("plugin", ()))
+    ctx.obj.telling = ctx.params.get("traceback", False)
     return cast(Registry, ctx.obj)
 
 
 def _verbs_of(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str, click.Command]]:
-    """Yield the name of the plugin, the verb's and the verb; a plugin that fails here has none."""
-    for plugin in (plugin for plugin in plugins if "commands" in plugin.hooks):
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                verbs = list(plugin.instance.commands())
-        except (Exception, SystemExit) as error:
-            verbs = []
-            click.echo(f"warning: no verbs of {plugin}: {type(error).__name__}: {error}", err=True)
-        yield from ((plugin.name, str(verb.name), verb) for verb in verbs)
+    """Yield the name of the plugin, the verb's and the verb."""
+    yield from ((plugin.name, str(verb.name), verb) for plugin in plugins for verb in plugin.verbs)
 
 
 @click.group(cls=Verbs, epilog=STATUS)
 @click.version_option(package_name="draftcore", message="%(prog)s %(version)s")
 @click.option("--plugin", type=FILE, multiple=True, is_eager=True, help="Load a one-file plugin.")
-@click.option("--traceback", is_flag=True, help="Show where an error comes from.")
+@click.option("--traceback", is_flag=True, is_eager=True, help="Show where errors come from.")
 def main(plugin: tuple[Path, ...], traceback: bool) -> None:
     """Train draft models for speculative decoding; every method is a plugin."""
 
 
+if not faulthandler.is_enabled():
+    faulthandler.enable(2)  # says in which file a plugin, or torch, kills the process
 main.add_command(listing.list_plugins)
 main.add_command(listing.hooks)

@@ -11,14 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from draftcore.errors import UsageError
-from draftcore.options import apply_overrides, explain, read_yaml
+from draftcore.options import apply_overrides, checked, read_yaml
 from draftcore.uris import holds_secret
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # a folder in the run's, beside its `data`
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Few = Annotated[int, Field(ge=0, le=1000)]
+Long = Annotated[int, Field(ge=2, le=10**7)]  # tokens
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
+# What else lies in the run's folder, which no label may be.
+OWN = {"checkpoints", "data", "eval", "export", "logs", "metrics.jsonl", "queue.json", "run.json"}
+OWN |= {"secret"}
 GONE = {  # keys of earlier versions, and what replaced them
     "graphs": "now it is runner.prefill and runner.decode: {name: graphs, options: {backend: auto}}",
     "capture.batch": "rows are captured and trained on in the same batches, of train.batch rows",
@@ -35,7 +42,7 @@ Free = Annotated[T, FREE]  # of a field: a resumed run may change it
 class Section(BaseModel):
     """Every section refuses unknown keys and never changes once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TargetConfig(Section):
@@ -48,11 +55,11 @@ class TargetConfig(Section):
 class DataConfig(Section):
     train: str | None = Field(None, description="JSONL of conversations, or hf:NAME?split=train")
     eval: str | None = Field(None, description="held-out conversations, in the same forms")
-    max_length: int = Field(2048, ge=2, description="longest sample, in tokens")
+    max_length: Long = Field(2048, description="longest sample, in tokens")
     last_turn_only: bool = Field(False, description="learn the last assistant turn only")
     bad_rows: Literal["skip", "refuse"] = Field("skip", description="malformed rows")
     overlong: Literal["skip", "truncate", "refuse"] = Field("skip", description="rows too long")
-    limit: int | None = Field(None, ge=1, description="read this many training rows at most")
+    limit: Count | None = Field(None, description="read this many training rows at most")
     max_skipped: float = Field(0.01, ge=0, le=1, description="share of rows, or one, that may fail")
 
 
@@ -72,38 +79,36 @@ class TuningConfig(Section):
     """How one draft is optimised: what drafts of one run may set differently."""
 
     lr: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="peak rate; the algorithm's default if unset"
+        None, gt=0, le=100, description="peak rate; the algorithm's default if unset"
     )
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_ratio: float | None = Field(None, ge=0, lt=1, description="algorithm's default if unset")
-    clip: float | None = Field(None, gt=0, description="gradient norm; algorithm's if unset")
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_ratio: Share | None = Field(None, description="algorithm's default if unset")
+    clip: float | None = Field(None, gt=0, le=1e9, description="gradient norm; or the algorithm's")
+    weight_decay: float = Field(0.0, ge=0, le=100)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="compute type over fp32 masters")
 
 
 class TrainConfig(TuningConfig):
-    epochs: Free[int] = Field(1, ge=1)
-    max_steps: Free[int | None] = Field(None, ge=1, description="stop after this many steps")
-    batch: int = Field(8, ge=1, description="rows captured and trained together")
-    accumulate: Free[int | None] = Field(
-        None, ge=1, description="batches per step, over all ranks; unset: ranks of the first start"
+    epochs: Free[Count] = 1
+    max_steps: Free[Count | None] = Field(None, description="stop after this many steps")
+    batch: Count = Field(8, description="rows captured and trained together")
+    accumulate: Free[Count | None] = Field(
+        None, description="batches per step, over all ranks; unset: ranks of the first start"
     )
-    prefetch: Free[int | None] = Field(
-        None, ge=1, description="batches ready ahead, per rank; unset: 2, or two per producer"
+    prefetch: Free[Count | None] = Field(
+        None, description="batches ready ahead, per rank; unset: 2, or two per producer"
     )
     shard: Free[bool] = Field(False, description="shard drafts over ranks, by FSDP2")
     device: Free[str] = Field("auto", description="as target.device")
-    seed: int = Field(0, ge=0)
-    log_every: Free[int] = Field(10, ge=1, description="steps per line of metrics.jsonl")
-    checkpoint_every: Free[int] = Field(500, ge=1, description="steps between checkpoints")
-    keep_checkpoints: Free[int] = Field(2, ge=1)
-    eval_every: Free[int | None] = Field(None, ge=1, description="steps between evaluations")
-    eval_samples: Free[int] = Field(
-        64, ge=1, description="samples whose loss is measured each time"
-    )
-    eval_prompts: Free[int] = Field(8, ge=0, description="prompts decoded each time; 0 is none")
-    rank_timeout: Free[float] = Field(300, gt=0, description="seconds of silence that end a rank")
+    seed: Seed = 0
+    log_every: Free[Count] = Field(10, description="steps per line of metrics.jsonl")
+    checkpoint_every: Free[Count] = Field(500, description="steps between checkpoints")
+    keep_checkpoints: Free[Count] = 2
+    eval_every: Free[Count | None] = Field(None, description="steps between evaluations")
+    eval_samples: Free[Count] = Field(64, description="samples whose loss is measured each time")
+    eval_prompts: Free[int] = Field(8, ge=0, le=10**9, description="prompts decoded; 0 is none")
+    rank_timeout: Free[float] = Field(300, gt=0, le=1e6, description="seconds of silence at most")
 
 
 class DraftConfig(Section):
@@ -112,20 +117,20 @@ class DraftConfig(Section):
 
 
 class EvalConfig(Section):
-    prompts: int | None = Field(None, ge=1, description="decode this many eval prompts at most")
-    batch: int = Field(32, ge=1, description="prompts decoded together")
-    max_new_tokens: int = Field(128, ge=2)
-    temperature: float = Field(0.0, ge=0, description="0 is greedy and checked against the target")
-    seed: int = Field(0, ge=0)
-    tie_bound: float | None = Field(None, gt=0, description="top-2 logit gap that is a tie")
+    prompts: Count | None = Field(None, description="decode this many eval prompts at most")
+    batch: Count = Field(32, description="prompts decoded together")
+    max_new_tokens: Long = 128
+    temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy, and then checked")
+    seed: Seed = 0
+    tie_bound: float | None = Field(None, gt=0, le=1e9, description="top-2 logit gap that is a tie")
 
 
 class TopologyConfig(Section):
     """The processes of a run on this machine; `--role` starts single ones, on any machine."""
 
-    producers: int = Field(0, ge=0, description="that capture for the trainer; 0: it does itself")
-    ranks: int = Field(1, ge=1, description="processes of the trainer")
-    restarts: int = Field(3, ge=0, description="times that a process which dies is started again")
+    producers: Few = Field(0, description="that capture for the trainer; 0: it does itself")
+    ranks: Few = Field(1, ge=1, description="processes of the trainer")
+    restarts: Few = Field(3, description="times that a process which dies is started again")
 
 
 class RunnerConfig(Section):
@@ -160,8 +165,10 @@ class RunConfig(Section):
     def _fits(self) -> Self:
         if (self.algorithm is None) == (not self.drafts):
             raise ValueError("set either algorithm, for one draft, or drafts, for several by label")
-        if "data" in self.drafts:
-            raise ValueError("no draft can be labelled 'data', as the run's own folder is")
+        if taken := OWN & self.drafts.keys():
+            raise ValueError(f"no draft can be labelled {taken.pop()!r}: the run's folder has it")
+        if not self.run.name:
+            raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
         if self.train.eval_every and self.data.eval is None:
             raise ValueError("train.eval_every needs held-out conversations: set data.eval")
         for key in ("store", "channel"):
@@ -180,7 +187,5 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     data = read_yaml(path)
     apply_overrides(data, overrides)
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise UsageError(explain(error, RunConfig, str(path), GONE)) from None
+    found: RunConfig = checked(RunConfig, data, str(path), GONE)
+    return found

@@ -21,6 +21,26 @@ class UsageError(DraftcoreError):
     exit_code = 2
 
 
+def shown(value: object, most: int = 500) -> str:
+    """Return a text as one line that can be printed, whatever it holds and whoever wrote it.
+
+    What controls a terminal, or would begin a line of its own, is escaped or a space; the rest is cut.
+    """
+    try:
+        text = str(value)
+    except BaseException as error:
+        text = f"(it has no text: that raises {type(error).__name__})"
+    if len(text) > most:
+        text = f"{text[:most]} ... ({len(text)} characters)"
+    text = " ".join(map(str.strip, text.splitlines()))
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def raised(error: BaseException) -> str:
+    """Return an exception's type and text on a line."""
+    return f"{shown(type(error).__name__)}: {shown(error)}"
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """Return the known name that is nearest to `name`, or '' where none is near."""
     import difflib  # 1 ms, for errors only

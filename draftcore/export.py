@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from draftcore.contracts.algorithm import Draft
 from draftcore.data.samples import read_summary
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import write_atomic
+from draftcore.files import EXPORT, digest, require_exported, sealed, write_atomic
 from draftcore.run import DraftRun
 from draftcore.training.checkpoint import Checkpoint
 
@@ -62,19 +63,26 @@ def open_draft(
 
 
 def load_export(draft: DraftRun, folder: Path) -> Draft:
-    """Read a draft from a serving layout, as servers would."""
+    """Read a draft from a serving layout, as servers would; raises as `require_exported` does."""
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} holds no config.json\n  name a folder that `export` wrote")
+    require_exported(folder)
     target, options = draft.run.target, draft.options
     return draft.algorithm.hook.import_draft(folder=folder, target=target, options=options)
 
 
 def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Path:
-    """Write a checkpoint's draft for servers, with a manifest of where it came from.
+    """Write a checkpoint's draft for servers, with a manifest of where it came from and of its files.
 
-    The folder appears whole or not at all. Raises UsageError for one that holds something, and for
-    a layout that the algorithm does not offer; DraftcoreError where it cannot be written.
+    The folder appears whole or not at all, and is read by whom the umask lets read. It holds no path
+    of this machine. Raises UsageError for one that holds something, and for a layout that the
+    algorithm does not offer; DraftcoreError where it cannot be written.
     """
+
+    def named(found: re.Match[str]) -> str:
+        local = os.path.isabs(found[2]) or os.path.exists(os.path.expanduser(found[2]))
+        return f'"{found[1]}{Path(found[2]).name}"' if local else found[0]
+
     offers = sorted(name for name in draft.algorithm.capabilities if name.startswith("layout:"))
     if f"layout:{layout}" not in offers:
         names = ", ".join(name.removeprefix("layout:") for name in offers)
@@ -90,20 +98,26 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
         "target": target.path,
         "target_fingerprint": target.fingerprint,
         "algorithm": found.state["config"]["algorithm"],
-        "checkpoint": os.path.relpath(found.folder, folder),
         "chat_template": found.state["data"].get("chat_template", ""),
     }
+    public = json.loads(re.sub(r'"((?:editable: )?)((?:[^"\\]|\\.)*)"', named, json.dumps(origin)))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
             (partial := Path(beside, "export")).mkdir()
             hook, options = draft.algorithm.hook, draft.options
             hook.export_draft(draft=built, folder=partial, layout=layout, options=options)
-            write_atomic(partial / "draftcore.json", json.dumps(origin, indent=1))
+            files, manifest = [f for f in partial.rglob("*") if f.is_file()], partial / EXPORT
+            digests = {file.relative_to(partial).as_posix(): digest(file) for file in files}
+            write_atomic(manifest, sealed({**public, "files": digests}, indent=1))
+            for file in files:  # safetensors' own are for the user alone
+                file.chmod(manifest.stat().st_mode)
             partial.rename(folder)  # also onto an empty folder
-    except (OSError, SafetensorError) as error:
+    except (OSError, DraftcoreError) as error:
+        if not isinstance(why := error.__cause__ or error, (OSError, SafetensorError)):
+            raise
         raise DraftcoreError(
-            f"cannot write the export to {folder}: {error}\n"
+            f"cannot write the export to {folder}: {why}\n"
             "  free space there, or choose another folder with --out"
         ) from None
     return folder

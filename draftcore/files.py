@@ -2,22 +2,84 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
+import json
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from draftcore.errors import DraftcoreError
+
+EXPORT = "draftcore.json"  # the manifest of an export
 
 
 def write_atomic(file: Path, text: str) -> None:
     """Write a file so that a reader sees the old content or the new, whatever crashes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
+    with open(partial, "w", encoding="utf-8", opener=unlinked) as stream:
+        stream.write(text)
     sync(partial)
     partial.replace(file)
     sync(file.parent)
+
+
+def sealed(data: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return data as JSON whose last key, `digest`, is the digest of the text before it."""
+    text, _, _ = json.dumps({**data, "digest": ""}, indent=indent).rpartition('"digest"')
+    return json.dumps({**data, "digest": xxhash.xxh3_128_hexdigest(text.encode())}, indent=indent)
+
+
+def read_sealed(file: Path) -> dict[str, Any]:
+    """Read the data that `sealed` was given; raises ValueError where it was altered since."""
+    whole = file.read_text(encoding="utf-8")
+    text, _, seal = whole.rpartition('"digest"')
+    if seal.strip(': "\n}') != xxhash.xxh3_128_hexdigest(text.encode()):
+        raise ValueError("its digest is not that of what it holds")
+    return {key: value for key, value in json.loads(whole).items() if key != "digest"}
+
+
+def digest(file: Path) -> str:
+    """Return the digest of a file's bytes; 10 GB/s from the page cache."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
+def unlinked(path: str, flags: int) -> int:
+    """Open a file for `open(opener=...)`. Raises DraftcoreError for a link, be its target anybody's."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        text = f"{path} is a link, and what draftcore writes lies where it is\n  delete the link"
+        raise DraftcoreError(text) from None
+
+
+def altered(folder: Path, digests: Mapping[str, str]) -> list[str]:
+    """Name the files of a folder that are gone, or have other digests than these."""
+    return [n for n in digests if not (folder / n).is_file() or digest(folder / n) != digests[n]]
+
+
+def require_exported(folder: Path) -> None:
+    """Raise DraftcoreError where an export has a manifest and a file is another than that says."""
+    if not os.path.exists(manifest := folder / EXPORT):
+        return  # an export made by others
+    try:
+        changed = altered(folder, read_sealed(manifest)["files"])
+    except (ValueError, KeyError):
+        changed = [EXPORT]
+    if changed:
+        raise DraftcoreError(
+            f"{folder / changed[0]} is not as it was exported: its digest is another\n"
+            f"  export the draft again, or delete {manifest} to have the folder read as it is"
+        )
 
 
 def sync(path: Path) -> None:
@@ -35,13 +97,12 @@ def hold(file: Path, doing: str, remedy: str) -> int:
     Raises DraftcoreError, which says who is `doing` it, where another process holds the lock.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    fd = unlinked(str(file), os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(fd, 200, 0).decode(errors="replace")
+        holder = os.pread(fd, 200, 0).decode(errors="replace").partition("\n")[0]
         os.close(fd)
         raise DraftcoreError(f"{holder} {doing}\n  {remedy}") from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return fd

@@ -14,7 +14,6 @@ import functools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -23,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.files import unlinked
 
+MEETING = "DRAFTCORE_RANKS"  # in a rank's environment: the file where the ranks of one machine meet
 PR_SET_PDEATHSIG = 1
 LOOK_EVERY = 0.1  # seconds between two looks at the children
 GRACE = 30.0  # seconds in which a child may end by itself after it was asked to
@@ -38,6 +39,7 @@ class Child:
     command: Sequence[str]
     log: Path | None = None  # None: the launcher's own output
     env: dict[str, str] = field(default_factory=dict)
+    fds: Sequence[int] = ()  # that it inherits
     restarts: int = 0
     process: subprocess.Popen[bytes] | None = None
 
@@ -46,13 +48,14 @@ class Child:
             output: Any = None
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(self.log.open("ab"))
+                output = stack.enter_context(open(self.log, "ab", opener=unlinked))
             self.process = subprocess.Popen(
                 self.command,
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.env},
+                pass_fds=self.fds,
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
                 preexec_fn=functools.partial(_die_with_parent, os.getpid()),
             )
@@ -85,7 +88,9 @@ class Launcher:
         """Run until the trainer ends. Raises DraftcoreError where a child cannot be kept alive."""
         code: int | None = None
         with contextlib.ExitStack() as before:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # by nohup
                 before.callback(signal.signal, number, signal.signal(number, self._ask))
             try:
                 self._start_ranks()
@@ -100,21 +105,24 @@ class Launcher:
                 # They hear of an end that is well; who came too late for that has to be asked.
                 end(self.producers, 5.0 if code == 0 else 0.0, 5.0)
 
-    def _ask(self, *_: object) -> None:
+    def _ask(self, number: int, _: object) -> None:
         """Pass a first signal on to the trainer, which saves and stops; a second ends all."""
         for child in self.ranks:
-            child.send(signal.SIGKILL if self.asked else signal.SIGTERM)
+            child.send(signal.SIGKILL if self.asked else number)
         self.asked = True
 
     def _start_ranks(self) -> None:
-        world = {"WORLD_SIZE": str(len(self.ranks)), "MASTER_ADDR": "127.0.0.1"}
-        world["MASTER_PORT"] = str(free_port())
+        # Ranks meet in memory that nobody else can open: a port obeys whoever connects to it.
+        memory, size = os.memfd_create("draftcore-ranks"), str(len(self.ranks))
+        world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, MEETING: f"/proc/self/fd/{memory}"}
         for rank, child in enumerate(self.ranks):
             if len(self.ranks) > 1:
                 child.env |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                child.fds = (memory,)
             child.start()
             if self.asked:  # while there was nobody to pass it on to
                 child.send(signal.SIGTERM)
+        os.close(memory)
 
     def _watch_ranks(self) -> int | None:
         """Return the trainer's exit status once it ended for good; restart ranks that were killed."""
@@ -187,10 +195,3 @@ def devices(ranks: int, producers: int) -> dict[str, dict[str, str]]:
     found |= {f"producer {number}": spare[number % len(spare)] for number in range(producers)}
     print("GPUs: " + ", ".join(f"{name} on {gpu}" for name, gpu in found.items()), flush=True)
     return {name: {"CUDA_VISIBLE_DEVICES": gpu} for name, gpu in found.items()}
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

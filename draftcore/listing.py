@@ -17,11 +17,11 @@ import click
 
 from draftcore.contracts.hooks import Specs
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import HOOKS, NEEDED, Registry, register
+from draftcore.plugins.registry import FIRST, HOOKS, NEEDED, Registry
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
 ROOMS = ("algorithm", "capture", "store", "channel", "target", "runner", "serving", "offers")
-INNER = ("module", "loose", "requires", "instance")  # fields of a plugin that are not shown
+INNER = ("module", "loose", "requires", "instance", "aside", "verbs")  # fields that are not shown
 
 
 @click.command()
@@ -33,7 +33,7 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
     offered = Counter((o.kind, o.name) for plugin in registry.ready for o in plugin.offers)
     clashes = [
         f"{' and '.join(p.name for p in registry.ready if p.offer(kind, name))} offer the {kind} "
-        f"{name!r}: a run chooses by `plugin` beside the name"
+        f"{name!r}: a run chooses by `plugin` beside the name, and else what is built in"
         for (kind, name), count in offered.items()
         if count > 1
     ]
@@ -46,6 +46,9 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
         for row in rows:
             click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
         click.echo("\n".join(clashes), nl=bool(clashes))
+        slow = sorted(registry.plugins, key=lambda plugin: -plugin.import_ms)
+        times = (f"{plugin.name} {plugin.import_ms:.0f}" for plugin in slow if plugin.import_ms)
+        click.echo(f"imported in ms: {', '.join(times) or 'none'}")
     if check and (clashes or any(plugin.problem for plugin in registry.plugins)):
         sys.exit(1)
 
@@ -64,10 +67,12 @@ def hooks(registry: Registry, names: tuple[str, ...], as_json: bool) -> None:
         if names and hook["name"] not in names:
             continue
         needed = " and ".join(f"every {kind}" for kind in hook["required"])
+        more = ", and maybe algorithms that are classes"  # which only an import would say
         click.echo(
             f"{hook['signature']}\n  {hook['doc']}\n  {called[hook['result']]}; "
             f"{f'required of {needed}' if needed else 'optional'}; "
-            f"here: {', '.join(hook['plugins']) or 'none'}\n"
+            f"here: {', '.join(hook['plugins']) or 'none'}"
+            f"{more * (not needed and 'options' in hook['signature'])}\n"
         )
         if names:
             click.echo("\n".join(_records(hook["signature"])))
@@ -96,13 +101,12 @@ def _records(signature: str) -> Iterator[str]:
 
 def hooks_data(registry: Registry) -> dict[str, Any]:
     """Return every hook, with the ready plugins that implement it, as JSON data."""
-    hook = register(()).hook
     return {
         "hooks": [
             {
                 "name": name,
                 "signature": name + _written(getattr(Specs, name)),
-                "result": "first" if getattr(hook, name).spec.opts["firstresult"] else "all",
+                "result": "first" if name in FIRST else "all",
                 "required": [kind for kind, needed in NEEDED.items() if name in needed],
                 "doc": (inspect.getdoc(getattr(Specs, name)) or "").partition("\n")[0],
                 "plugins": [p.name for p in registry.ready if name in (*p.hooks, *_methods(p))],
@@ -125,7 +129,7 @@ def _plain(value: Any) -> Any:
 def _rows(plugin: Plugin) -> list[tuple[str, ...]]:
     """Return a plugin's rows of the table; a problem and its fix stand in the last column."""
     if plugin.problem:
-        first, *more = [*plugin.problem.splitlines(), plugin.fix]
+        first, more = plugin.problem, [plugin.fix]
     else:
         offers = ", ".join(map(str, plugin.offers)) or f"hooks {', '.join(plugin.hooks)}"
         first, more = f"{offers}   {from_here(plugin.origin)}", []

@@ -41,10 +41,10 @@ from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.evaluation.during import HeldOut, Probe
 from draftcore.evaluation.report import Report, more_metrics
 from draftcore.features.loader import Captured, Loader, Queued, Source, Stored, misfit, tasks_of
-from draftcore.features.producer import fill, forget, produce
+from draftcore.features.producer import CheckedCapture, fill, forget, produce
 from draftcore.features.provenance import differences, provenance
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
-from draftcore.files import hold, write_atomic
+from draftcore.files import hold, require_exported, write_atomic
 from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
 from draftcore.target import TransformersTarget
@@ -170,6 +170,8 @@ class DraftRun:
             self.checkpoint()  # which knows who is missing
             raise
         self.options = self.algorithm.options
+        for value in filter(lambda value: isinstance(value, str), self.choice.options.values()):
+            require_exported(Path(value))  # that the draft starts from
 
     def checkpoint(self, folder: Path | None = None) -> Checkpoint | None:
         """Open the checkpoint in a folder, or the draft's newest, if any.
@@ -252,7 +254,7 @@ def open_features(run: Run) -> Features:
             others = ", ".join(run.registry.offering("capture", lacking[0]))
             raise UsageError(
                 f"the algorithm {draft.choice.name!r} asks for the target's {lacking[0]}, and the "
-                f"capture {run.config.capture.name!r} does not give them\n  set capture={others}"
+                f"capture {run.config.capture.name!r} does not give them\n  set capture.name={others}"
             )
     request = functools.reduce(FeatureRequest.union, requests)
     features = Features(request, run.provenance(request))
@@ -307,9 +309,10 @@ def open_store(run: Run, uri: str) -> tuple[Binding, FeatureStore]:
 def open_capture(run: Run, request: FeatureRequest) -> Capture:
     """Open the run's capture, which checks itself. Raises UsageError where it cannot work."""
     run.runners["prefill"].check(run.target)  # also where the backend does not ask
-    return run.capture.hook.capture(
+    capture = run.capture.hook.capture(
         name=run.capture.offer.name, target=run.target, request=request, options=run.capture.options
     )
+    return CheckedCapture(capture, str(run.capture.plugin), request.forms(run.width))
 
 
 def open_samples(run: Run, features: Features) -> Samples:
@@ -706,7 +709,7 @@ def _require_topology(run: Run, role: Role, features: Features) -> None:
     if several and "per-rank" not in run.capture.capabilities:
         raise UsageError(
             f"each of {ranks} ranks captures its own batches, and the capture {capture!r} works in "
-            "one process only\n  set topology.producers=1, or capture=hf"
+            "one process only\n  set topology.producers=1, or capture.name=hf"
         )
 
 
@@ -736,14 +739,14 @@ def _run_id(folder: Path) -> str:
     """Return the run's id, made at the first start and kept in the run's folder."""
     file = folder / "run.json"
     try:
-        run_id = str(json.loads(file.read_text())["run_id"]) if file.exists() else uuid.uuid4().hex
-    except (ValueError, TypeError, KeyError):
+        made = uuid.UUID(json.loads(file.read_text())["run_id"]) if file.exists() else uuid.uuid4()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UsageError(
             f"{file} does not hold a run's id, as draftcore writes it\n"
             "  delete it to give the run another id, or set another run folder"
         ) from None
-    write_atomic(file, json.dumps({"run_id": run_id}))
-    return run_id
+    write_atomic(file, json.dumps({"run_id": made.hex}))
+    return made.hex
 
 
 def open_channel(run: Run) -> Channel:
@@ -764,6 +767,11 @@ def open_channel(run: Run) -> Channel:
                 partial.flush()
                 with suppress(FileExistsError):
                     os.link(partial.name, file)
+        if file.stat().st_mode & 0o077:
+            raise UsageError(
+                f"{file} may be read by others, who could join the run\n"
+                "  delete it, chmod 600 it, or set DRAFTCORE_SECRET"
+            )
         return file.read_text()
 
     known = run.ranks.first(secret).encode()
@@ -817,7 +825,7 @@ def produce_features(run: Run) -> tuple[str, str]:
         def find() -> str:
             if stop:
                 raise RunEnded("asked to stop", "interrupted")
-            with suppress(FileNotFoundError, ValueError, KeyError):
+            with suppress(FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
                 return str(json.loads((run.folder / "queue.json").read_text())["address"])
             return ""
 

@@ -40,6 +40,7 @@ from draftcore.uris import format_size
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
+NO_CODE = {"trust_remote_code": False}  # else transformers asks standard input
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 SHA_256 = "[0-9a-f]{64}"
 SAID = 1 << 28  # bytes of a file whose reading takes so long that one is told
@@ -58,7 +59,7 @@ class TransformersTarget:
         self.path, self.revision, self.device = path, revision, device
         self.prefill_with: Callable[[TargetModel], PrefillRunner] = lambda model: model
         with read_target(path, "config"):
-            self.config: Any = AutoConfig.from_pretrained(path, revision=revision)
+            self.config: Any = AutoConfig.from_pretrained(path, revision=revision, **NO_CODE)
             self.text_config: Any = self.config.get_text_config()
             self.num_layers = int(self.text_config.num_hidden_layers)
             self.vocab_size = int(self.text_config.vocab_size)
@@ -83,7 +84,9 @@ class TransformersTarget:
     @functools.cached_property
     def tokenizer(self) -> Any:
         with read_target(self.path, "tokenizer"):
-            return AutoTokenizer.from_pretrained(self.path, revision=self.revision)
+            found = AutoTokenizer.from_pretrained(self.path, revision=self.revision, **NO_CODE)
+            found("a")  # some of what it was given is first read here
+            return found
 
     @functools.cached_property
     def model(self) -> TargetModel:
@@ -163,6 +166,11 @@ def read_target(path: str, what: str) -> Iterator[None]:
     except DraftcoreError:
         raise
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UsageError(
+                f"the {what} of {path!r} needs code that comes with the model: draftcore runs none\n"
+                "  set target.path to a model that this version of transformers has the code of"
+            ) from None
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UsageError(
             f"no target model at {path!r}: its {what} cannot be read: {reason}\n"
@@ -202,8 +210,9 @@ class TransformersModel:
         with read_target(spec.path, "weights"):
             self.model: Any
             self.model, found = AutoModelForCausalLM.from_pretrained(
-                spec.path, revision=spec.revision, dtype=spec.dtype, output_loading_info=True
-            )
+                spec.path, revision=spec.revision, dtype=spec.dtype, output_loading_info=True,
+                **NO_CODE,
+            )  # fmt: skip
             if lacking := sorted(found["missing_keys"]):  # transformers makes random ones
                 raise ValueError(
                     f"they lack {', '.join(lacking[:4])}, which config.json says are there"

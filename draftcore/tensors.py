@@ -46,8 +46,8 @@ def resolve_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
-            f"device {name!r} was asked for, but this torch ({torch.__version__}) sees {torch.cuda.device_count()} "
-            "CUDA devices\n"
+            f"device {name!r} was asked for, but this torch ({torch.__version__}) sees "
+            f"{torch.cuda.device_count()} CUDA devices\n"
             "  use device=cpu, or install a CUDA build of torch"
         )
     return device

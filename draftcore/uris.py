@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, unquote
 
 from draftcore.errors import UsageError, nearest
 
+NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SECRET = re.compile(r"^[^:]*://[^/].*@|[?&][^=&]*(pass|pwd|secret|auth|token|user)", re.IGNORECASE)
@@ -36,7 +37,7 @@ class Uri:
     def number(self, option: str, default: float) -> float:
         """Return an option as a number above zero, or the default."""
         text = self.options.get(option, str(default))
-        if re.fullmatch(r"\d+(\.\d+)?", text) is None or float(text) == 0:
+        if re.fullmatch(NUMBER, text) is None or float(text) == 0:
             problem = f"{option}={text} in {self.text!r} is not a number above zero"
             raise UsageError(f"{problem}\n  for example {option}={default:g}")
         return float(text)
@@ -45,8 +46,8 @@ class Uri:
 def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> Uri:
     """Split a URI and check its options.
 
-    Raises UsageError for an option that is not `known`, and for a host unless the scheme has
-    them: `host=True`.
+    Raises UsageError for an option that is not `known` or given twice, for a host unless the scheme
+    has them: `host=True`, and for a path that cannot be printed.
     """
     scheme, _, rest = text.partition(":")
     path, _, query = rest.partition("?")
@@ -56,15 +57,25 @@ def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> 
             f"{text!r} names the host {named!r}, which {scheme} cannot reach\n"
             f"  write {scheme}:FOLDER, or {scheme}:///FOLDER with three slashes"
         )
-    path = path.removeprefix(f"//{named}")
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    for name in options:
+    path = unquote(path.removeprefix(f"//{named}"))
+    if not path.isprintable():
+        raise UsageError(f"{text!r} names {path!r}, which cannot be printed\n  name another path")
+    return Uri(text, scheme, path, parse_options(text, query, known), named)
+
+
+def parse_options(text: str, query: str, known: Collection[str]) -> dict[str, str]:
+    """Split `option=value&option=value`; raises UsageError for one that is not `known` or given twice."""
+    options = dict[str, str]()
+    for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known:
             raise UsageError(
                 f"{text!r} has the unknown option {name!r}{nearest(name, known)}\n"
-                f"  options of {scheme}: {', '.join(sorted(known)) or 'none'}"
+                f"  its options: {', '.join(sorted(known)) or 'none'}"
             )
-    return Uri(text, scheme, unquote(path), options, named)
+        if name in options:
+            raise UsageError(f"{text!r} gives the option {name!r} twice\n  leave one of them")
+        options[name] = value
+    return options
 
 
 def holds_secret(text: str) -> bool:
@@ -77,7 +88,7 @@ def holds_secret(text: str) -> bool:
 
 def parse_size(text: str) -> int:
     """Return the bytes that `10GiB`, `1.5 GB` or `4096` stand for."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(rf"({NUMBER})\s*([A-Za-z]*)", text.strip())
     if match is None or match[2] not in UNITS:
         raise UsageError(f"{text!r} is not a size\n  write it like 500MiB, 10GiB or 4096")
     return int(float(match[1]) * UNITS[match[2]])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, UsageError, raised
 
 if TYPE_CHECKING:
     from draftcore.config import RunConfig
@@ -56,13 +56,22 @@ def open_run(registry: Registry, settings: RunConfig, *, role: Role | None = Non
     # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
     # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's own place for compiled code is a name in /tmp that any user can make first.
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "draftcore/inductor")
+    )
     from draftcore.run import Run
     from draftcore.training.distributed import join
 
     with join(settings.train, alone=role in (None, "producer")) as ranks:
         run = Run(settings, registry, ranks)
         with run.closing:
-            yield run
+            try:
+                yield run
+            except SystemExit as error:
+                if error.code:
+                    raise
+                raise DraftcoreError(f"{raised(error)} ended the run before its work") from error
 
 
 plan_option = click.option(
@@ -182,8 +191,12 @@ def require_done(settings: RunConfig) -> int:
     """Return 0. Raises DraftcoreError where a draft was not stopped and lacks its last checkpoint."""
     for folder in [settings.run / label for label in settings.drafts] or [settings.run]:
         marks = sorted((folder / "checkpoints").glob("step-*/COMPLETE"))
-        state = json.loads((marks[-1].parent / "state.json").read_text()) if marks else {}
-        if not marks or (state["step"] != state["total_steps"] and not state.get("stopped")):
+        try:
+            state = json.loads((marks[-1].parent / "state.json").read_text())
+            done = state["step"] == state["total_steps"] or state.get("stopped")
+        except (IndexError, OSError, ValueError, TypeError, KeyError, AttributeError):
+            done = False
+        if not done:
             raise DraftcoreError(
                 f"the ranks ended without an error, and {folder} has no checkpoint of the last step\n"
                 "  start the same command again: the run goes on from its last checkpoint"

@@ -1,17 +1,20 @@
-"""Ranks of a run as real processes, forked from one that has imported everything."""
+"""Ranks of a run as real processes, forked from one that has imported everything; and their ports."""
 
 from __future__ import annotations
 
+import ipaddress
 import multiprocessing
 import os
-import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from draftcore.launcher import MEETING
 
 sys.path.append(str(Path(__file__).parents[1]))  # which the children take over, to find `tests`
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -26,11 +29,11 @@ CONTEXT.set_forkserver_preload(
 
 
 def start_rank(
-    folder: Path, rank: int, size: int, port: int, work: Callable[..., Any], *args: Any
+    folder: Path, rank: int, size: int, work: Callable[..., Any], *args: Any
 ) -> ForkServerProcess:
     """Let a rank do some work; what it prints goes to `output.RANK` in the folder."""
-    env = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", MEETING: f"{folder / 'meeting'}"}
+    env |= {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
     process = CONTEXT.Process(target=_be, args=(env, folder / f"output.{rank}", work, args))
     process.start()
     return process
@@ -45,7 +48,28 @@ def _be(env: dict[str, str], file: Path, work: Callable[..., Any], args: tuple[A
     work(*args)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def listening(root: int) -> set[tuple[str, int]]:
+    """Where a process and those that it started accept connections, as anybody on this machine sees."""
+    sockets = set()
+    for pid in _family(root):
+        with suppress(OSError):  # it has ended
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):  # it was closed
+                    sockets.add(os.readlink(file))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                host, _, port = local.partition(":")
+                raw = bytes.fromhex(host)  # of words in this machine's order
+                packed = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+                found.add((str(ipaddress.ip_address(packed)), int(port, 16)))
+    return found
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    with suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield from _family(int(child))

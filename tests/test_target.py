@@ -1,5 +1,6 @@
 """The target as features and as a cached model, against transformers itself."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,29 @@ def test_what_is_no_target_is_named(tmp_path: Path, config: str | None) -> None:
         TransformersTarget(str(folder))
 
 
+def test_code_that_comes_with_a_model_is_not_run_whoever_says_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer that transformers can read without is read; a model that it cannot is refused."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    tiny_target(tmp_path)
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
+
+    def change(name: str, **values: object) -> None:
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    own = {"AutoTokenizer": ["own.Own", None]}
+    change("tokenizer_config", tokenizer_class="Own", auto_map=own)
+    assert TransformersTarget(str(tmp_path)).tokenizer.vocab_size
+    change("config", model_type="own", auto_map={"AutoConfig": "own.Own"})
+    with pytest.raises(UsageError, match=r"the config of .* draftcore runs none\n"):
+        TransformersTarget(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_an_absent_device_is_refused(target_folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
-    with pytest.raises(UsageError, match="no CUDA device"):
+    with pytest.raises(UsageError, match="sees 0 CUDA devices"):
         _ = TransformersTarget(str(target_folder), device="cuda").model

@@ -7,7 +7,7 @@ A `SampleRef` is metadata and never holds a tensor; tensors travel in `StoreItem
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The name, shape and torch dtype (without `torch.`) of one stored tensor."""
+    """The name, shape and torch dtype (without `torch.`) of one stored tensor.
+
+    `digest` is of its bytes, by xxh3; '' where a store has other means to notice altered ones.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,12 @@ class SampleRef:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SampleRef:
-        specs = tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in data["tensors"])
+        specs = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
         return cls(**{**data, "tensors": specs})
 
 
-class Handle(Protocol):
+@dataclass(eq=False)
+class Handle:
     """An open read. The tensors stay valid until `close`; it is a context manager.
 
     That holds whatever is put, freed or closed meanwhile, the store itself included. The tensors may
@@ -62,13 +67,19 @@ class Handle(Protocol):
 
     ref: SampleRef
     tensors: Mapping[str, Tensor]
+    on_close: Callable[[SampleRef], None] | None  # the store's
 
     def close(self) -> None:
         """Let the tensors go; a sample that was freed meanwhile gives back its bytes. Idempotent."""
-        ...
+        if (on_close := self.on_close) is not None:
+            self.on_close, self.tensors = None, {}
+            on_close(self.ref)
 
-    def __enter__(self) -> Handle: ...
-    def __exit__(self, *exc: object) -> None: ...
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True)
@@ -101,13 +112,14 @@ class FeatureStore(Protocol):
 
     `uri` is what another process opens to reach the same samples, where several can; every ref
     carries it. A store may be called by several threads. After `close` its methods raise `StoreError`.
+    Who writes a store from the ground up derives from this class; others from `BaseStore`.
     """
 
     uri: str
 
     def put(self, item: StoreItem) -> SampleRef:
         """Store one sample, as `put_many` does."""
-        ...
+        return self.put_many([item])[0]
 
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
         """Store samples, all or none, and return their refs in this order; a re-put supersedes.
@@ -116,38 +128,33 @@ class FeatureStore(Protocol):
         its old sample or its new one. Later edits of the tensors that were given change nothing.
         Raises `StoreFull` where it would exceed the limit, or `StoreAway` where it may work later.
         """
-        ...
 
     def get(
         self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None
     ) -> Handle:
         """Open a sample for reading. A stale, freed, short or torn one raises `StoreError`."""
-        ...
+        return self.get_many([ref], device, names)[0]
 
     def get_many(
         self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
     ) -> tuple[Handle, ...]:
         """Open samples for reading, all or none: a handle each, of the tensors `names` on `device`."""
-        ...
 
     def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
         """Return the current ref of each id that is held, as its put did; others are left out."""
-        ...
 
     def free(self, refs: Iterable[SampleRef]) -> None:
         """Drop samples: idempotent, deferred while handles are open, never a newer generation."""
-        ...
 
     def abort(self, feature_id: str) -> None:
         """Drop whatever is held of an id, for one who has no ref: a producer that begins again.
 
         `free` drops a generation and is what a trainer calls. An id that is not held is no error.
         """
-        ...
+        self.free(self.lookup([feature_id]).values())
 
     def stats(self) -> StoreStats:
         """Say what is held and read now."""
-        ...
 
     def close(self) -> None:
         """Let go of the medium; closing twice is harmless.
@@ -155,7 +162,6 @@ class FeatureStore(Protocol):
         Open handles stay valid. What a durable store holds stays; of another one nobody may count
         on it once its last process has closed it.
         """
-        ...
 
 
 class DurableStore(FeatureStore, Protocol):
@@ -168,11 +174,9 @@ class DurableStore(FeatureStore, Protocol):
 
     def read_manifest(self) -> dict[str, Any] | None:
         """Return what was written last, by any process; None if nothing was."""
-        ...
 
     def write_manifest(self, data: Mapping[str, Any]) -> None:
         """Replace the manifest as a whole by this JSON data; who is killed leaves the old one."""
-        ...
 
 
 class StoreError(DraftcoreError):

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
 
 from draftcore.errors import DraftcoreError, UsageError, nearest
+from draftcore.uris import parse_options
 
 Message = Mapping[str, Any]
 
@@ -103,15 +103,9 @@ def open_source(source: str) -> Source:
     cannot be opened, before its first row.
     """
     name, _, query = source.removeprefix("hf:").partition("?")
-    path, options = Path(name).expanduser(), dict(parse_qsl(query))
+    path = Path(name).expanduser()
     lines = path.is_file() and path.suffix != ".parquet"
-    known = () if lines else ("split", "config", "revision")
-    for option in options:
-        if option not in known:
-            raise UsageError(
-                f"{source}: unknown option {option!r}{nearest(option, known)}\n"
-                f"  options: {', '.join(known) or 'none, for a file of JSON lines'}"
-            )
+    options = parse_options(source, query, () if lines else ("split", "config", "revision"))
     if lines:
         with path.open("rb") as file:
             if file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):

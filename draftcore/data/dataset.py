@@ -1,18 +1,18 @@
 """A rendered dataset: token ids and loss masks in one flat file that is mapped, not loaded.
 
-A folder holds `rows.bin` (a `TOKEN` for each token, row after row) and, written last,
-`dataset.json`: lengths, ids and summary of the rows, and the report with every row left out, and
-why. One process builds at a time, under a lock that dies with it; the others wait and find what it
-built, which is reused while its key (content of the source, tokenizer and template, options) is the
-same and its file is whole.
+A folder holds `rows.bin` (a `TOKEN` for each token, row after row) and, written last and sealed,
+`dataset.json`: the digest of `rows.bin`, lengths, ids and summary of the rows, and the report with
+every row left out, and why. One process builds at a time, under a lock that dies with it; the others
+wait and find what it built, which is reused while its key (content of the source, tokenizer and
+template, options) is the same and both files are as they were written. A row's id is a digest of its
+content, compared at every read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
-import json
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -27,13 +27,14 @@ from draftcore.config import DataConfig
 from draftcore.data.conversations import BadRow, RowError, open_source, read_conversations
 from draftcore.data.rendering import Rendered, Renderer
 from draftcore.data.samples import StoredSamples
-from draftcore.errors import UsageError
-from draftcore.files import sync, write_atomic
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.files import digest, read_sealed, sealed, sync, unlinked, write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 3  # part of the key: raise it when rendering or the files change
+logger = logging.getLogger(__name__)
+FORMAT = 4  # part of the key: raise it when rendering or the files change
 TOKEN = np.dtype([("id", "<i4"), ("learned", "?")])
 
 
@@ -72,16 +73,20 @@ class DataReport:
 
 
 class Dataset(StoredSamples):
-    """Rendered rows on disk. Made by `build_dataset`; arrays are copies, so they may be changed."""
+    """Rendered rows on disk. Made by `build_dataset`; arrays are copies, so they may be changed.
+
+    Raises ValueError for a file that was altered since, OSError for one that is not there.
+    """
 
     def __init__(self, folder: Path) -> None:
-        meta = json.loads((folder / "dataset.json").read_text())
+        meta, self.file = read_sealed(folder / "dataset.json"), folder / "rows.bin"
+        if digest(self.file) != meta["rows"]:
+            raise ValueError("the digest of rows.bin is not what it says")
         super().__init__(meta)
         self.key, self.fingerprint = meta["key"], self.summary.fingerprint
         skipped = [BadRow(*bad) for bad in meta["report"]["skipped"]]
         self.report = DataReport(**{**meta["report"], "skipped": skipped})
-        # Raises ValueError for a file that is shorter.
-        self._rows = np.memmap(folder / "rows.bin", TOKEN, "r", shape=(self.summary.tokens,))
+        self._rows = np.memmap(self.file, TOKEN, "r", shape=(self.summary.tokens,))
         self._ends = np.cumsum(self.lengths)
 
     def tokens(self, row: int) -> NDArray[np.int64]:
@@ -94,7 +99,15 @@ class Dataset(StoredSamples):
 
     def _row(self, row: int) -> NDArray[Any]:
         end = int(self._ends[row])
-        return self._rows[end - int(self.lengths[row]) : end]
+        found = np.array(self._rows[end - int(self.lengths[row]) : end])
+        columns = (found["id"].tobytes(), found["learned"].tobytes())
+        content = _hash(len(found).to_bytes(8, "little"), *columns)
+        if _feature_id(self.fingerprint, row, content) != self.feature_ids[row]:
+            raise DraftcoreError(
+                f"row {row} in {self.file} was altered while it was in use\n"
+                "  start the same command again: the file is rendered anew"
+            )
+        return found
 
 
 def build_dataset(
@@ -112,19 +125,22 @@ def build_dataset(
     key = _hash("\0".join(parts).encode()).hex()
     folder.mkdir(parents=True, exist_ok=True)
     marker, rows, partial = (folder / name for name in ("dataset.json", "rows.bin", "rows.partial"))
-    with (folder / "lock").open("w") as lock:
+    with open(folder / "lock", "a", opener=unlinked) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        try:
             if (found := Dataset(folder)).key == key:
                 return found
+        except (ValueError, KeyError, OSError) as error:
+            if marker.exists():
+                logger.warning("%s is not what was written there: %s; rendered anew", marker, error)
         report = DataReport(source)
         kept = _keep(renderer.render(opened.rows(options.limit)), options, report)
         samples = _write(partial, kept, renderer.template_hash)
         report.require_rows()
-        meta = {"key": key, **samples, "report": vars(report)}
+        meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
         marker.unlink(missing_ok=True)
         partial.replace(rows)
-        write_atomic(marker, json.dumps(meta))
+        write_atomic(marker, sealed(meta))
         return Dataset(folder)
 
 
@@ -159,21 +175,18 @@ def _write(file: Path, rows: Iterable[Rendered], chat_template: str) -> dict[str
     lengths: list[int] = []
     hashes: list[bytes] = []
     counts: Counter[int] = Counter()
-    with file.open("wb") as opened:
+    with open(file, "wb", opener=unlinked) as opened:
         for row in rows:
             tokens = np.empty(len(row.token_ids), TOKEN)
             tokens["id"], tokens["learned"] = row.token_ids, row.loss_mask
             opened.write(tokens.tobytes())
             lengths.append(len(tokens))
-            data = (row.token_ids.tobytes(), row.loss_mask.tobytes())
-            hashes.append(_hash(len(tokens).to_bytes(8, "little"), *data))
+            columns = (tokens["id"].tobytes(), tokens["learned"].tobytes())
+            hashes.append(_hash(len(tokens).to_bytes(8, "little"), *columns))
             counts.update(row.token_ids[row.loss_mask].tolist())
     sync(file)
     fingerprint = _hash(*hashes).hex()
-    ids = [
-        _hash(fingerprint.encode(), at.to_bytes(8, "little"), one, size=12).hex()
-        for at, one in enumerate(hashes)
-    ]
+    ids = [_feature_id(fingerprint, at, one) for at, one in enumerate(hashes)]
     summary = {
         "fingerprint": fingerprint,
         "samples": len(lengths),
@@ -184,6 +197,10 @@ def _write(file: Path, rows: Iterable[Rendered], chat_template: str) -> dict[str
         "chat_template": chat_template,
     }
     return {"feature_ids": ids, "lengths": lengths, "summary": summary}
+
+
+def _feature_id(fingerprint: str, row: int, content: bytes) -> str:
+    return _hash(fingerprint.encode(), row.to_bytes(8, "little"), content, size=12).hex()
 
 
 def _hash(*parts: bytes, size: int = 16) -> bytes:

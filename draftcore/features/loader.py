@@ -31,7 +31,7 @@ from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.samples import Samples
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore.features.producer import AWAY, SHORT, TEXT, batch_of, require_finite, require_whole
+from draftcore.features.producer import AWAY, SHORT, TEXT, batch_of, require_finite
 from draftcore.features.queue import Queue, RemoteQueue
 from draftcore.tensors import largest_magnitude
 
@@ -218,6 +218,8 @@ class Captured:
             except BadRows as error:
                 self.skipped.add({rows[at]: why for at, why in error.reasons.items()})
                 launched = None
+            except RunEnded:  # a capture that was waited for
+                return None
 
     def launch(self, planned: PlannedBatch | None) -> None:
         """Launch the capture of the batch after this one; what stands in its way is met by `read`."""
@@ -231,7 +233,6 @@ class Captured:
         if not batch.rows:
             return Launched(planned, batch)
         (captured,) = self.capture.features([batch])
-        require_whole(captured)
         found = [value for features in captured.features for value in features.values()]
         return Launched(
             planned, batch, captured, largest_magnitude(found) if found[0].is_cuda else None

@@ -7,9 +7,10 @@ claims are handed out again, and what it had not published does not count.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -30,11 +31,13 @@ from draftcore.data.samples import Samples
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features.queue import TTL, RemoteQueue
+from draftcore.plugins.binding import misfit
 from draftcore.tensors import all_finite
 
 T = TypeVar("T")
 WAIT = 5.0  # seconds that one request for a task may take
 AWAY = 0.5  # seconds between two attempts to reach a store that is away
+AUTHORS = "tell its authors of this"
 SHORT = "a short capture comes from chunked prefill or a prefix cache"
 TEXT = ("token_ids", "loss_mask")  # stored beside the features, so that a store is all one needs
 
@@ -140,8 +143,9 @@ def put_batch(
     for ids, mask in zip(batch.token_ids, loss_masks, strict=True):
         token_ids, loss_mask = torch.as_tensor(ids, dtype=torch.long), torch.as_tensor(mask)
         text.append({"token_ids": token_ids, "loss_mask": loss_mask.to(torch.bool)})
-    if isinstance(capture, StoringCapture) and capture.reaches(store):
-        return capture.deliver(batch, text, provenance, store)
+    storing = getattr(capture, "capture", capture)
+    if isinstance(storing, StoringCapture) and storing.reaches(store):
+        return storing.deliver(batch, text, provenance, store)
     (captured,) = capture.features([batch])
     require_finite(captured)
     rows = zip(batch.ids, captured.features, text, strict=True)
@@ -150,21 +154,34 @@ def put_batch(
     )
 
 
-def require_whole(captured: CapturedBatch) -> None:
-    """Raise DraftcoreError where a feature has not one row per token."""
-    batch = captured.batch
-    for one, ids, features in zip(batch.ids, batch.token_ids, captured.features, strict=True):
-        for name, value_TH in features.items():
-            if len(value_TH) != len(ids):
+class CheckedCapture:
+    """The capture of a plugin, `who`, of which each batch is compared with what was asked for.
+
+    `forms` are the size and dtype of a token's features, by name. Raises DraftcoreError for others.
+    """
+
+    def __init__(self, capture: Capture, who: str, forms: Mapping[str, tuple[int, str]]) -> None:
+        self.capture, self.who, self.forms, self.close = capture, who, forms, capture.close
+
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+        asked, said = list(batches), f"the capture of {self.who} yielded"
+        for batch, captured in itertools.zip_longest(asked, self.capture.features(asked)):
+            fits = batch and not misfit(captured, CapturedBatch, "it") and captured.batch == batch
+            if not fits or len(captured.features) != len(batch.ids):
                 raise DraftcoreError(
-                    f"capture returned {len(value_TH)} rows of {name!r} for the {len(ids)} tokens of "
-                    f"sample {one}\n  {SHORT}"
+                    f"{said} other batches or rows than were asked for\n  {AUTHORS}"
                 )
+            for one, ids, row in zip(batch.ids, batch.token_ids, captured.features, strict=True):
+                found = {name: (*value.shape, str(value.dtype)) for name, value in row.items()}
+                for name, (size, dtype) in self.forms.items():
+                    if found.get(name) != (form := (len(ids), size, f"torch.{dtype}")):
+                        what = f"{name!r} of {found.get(name)}, not {form}, for sample {one}"
+                        raise DraftcoreError(f"{said} {what}\n  {AUTHORS}; {SHORT}")
+            yield captured
 
 
 def require_finite(captured: CapturedBatch) -> None:
     """Raise BadRows for rows of which a feature holds inf or nan; waits for the device."""
-    require_whole(captured)
     if all_finite([value for features in captured.features for value in features.values()]):
         return
     reasons = {}

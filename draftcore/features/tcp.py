@@ -31,7 +31,7 @@ MAGIC = b"draftcore-queue1"
 FRAME = 64 << 20  # bytes of JSON
 HANDSHAKE = 10.0  # seconds in which a stranger must show that it knows the secret
 SILENCE = 60.0  # seconds without a byte, in a frame or, at a producer, before a reply
-CONNECTIONS = 1024
+CONNECTIONS = 256  # of which strangers have those that producers leave
 AWAY = 0.5  # seconds between two attempts to connect
 
 
@@ -158,13 +158,18 @@ class TcpChannel:
                 time.sleep(AWAY)  # too many open files: others may close theirs
                 continue
             with self.mutex:
-                full = len(self.links) >= CONNECTIONS
-                if not full:
-                    self.links[sock] = ""
-            if full:
-                sock.close()
-            else:
+                self.links[sock] = ""
+                if len(self.links) > CONNECTIONS:  # the stranger that came first goes
+                    first = next(one for one, who in self.links.items() if not who)
+                    self.links[first] = "?"
+                    with suppress(OSError):
+                        first.shutdown(socket.SHUT_RDWR)
+            try:
                 threading.Thread(target=self._serve_one, args=[sock, service], daemon=True).start()
+            except RuntimeError:  # no more threads
+                with self.mutex:
+                    del self.links[sock]
+                sock.close()
 
     def _serve_one(self, sock: socket.socket, service: Service) -> None:
         producer = ""

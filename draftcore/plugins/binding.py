@@ -3,7 +3,8 @@
 Installed is not selected: each binding is a plugin manager of its own, with one owner and the
 wrappers and observers of the run, so nothing else that is installed can change a result. Two
 owners of one first-result hook is an error here, where pluggy would take the last registered.
-What a hook returns is checked here, once, by the types of the contract.
+What a hook returns is checked here, once, by the types of the contract, and what it raises is named
+with hook and plugin. An observer that fails so is set aside: the run goes on without it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType, UnionType
+from types import MappingProxyType, ModuleType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import pluggy
@@ -22,10 +25,12 @@ from draftcore import hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import HOOKS, Registry, lacking, owners, register
+from draftcore.plugins.registry import FIRST, HOOKS, Registry, lacking, owners, register
+
+MEANT = (DraftcoreError, KeyboardInterrupt, GeneratorExit)  # leave a hook as they are
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,13 @@ def bind(
     checked, instance = validate(offer.options, options, f"options of {where}"), owner.instance
     if offer.implementation:
         instance = _implementation(offer, where)(checked)
-    chosen = [p for p in registry.extras(extras) if p.name in extras or not p.offers]
-    manager = _checked(register([dataclasses.replace(owner, instance=instance), *chosen]))
-    for hook in (getattr(manager.hook, name) for name in HOOKS):
-        rivals = sorted(owners(hook))
-        if hook.spec.opts["firstresult"] and len(rivals) > 1:
+    chosen = {p.name: p for p in registry.extras(extras) if p.name in extras or not p.offers}
+    chosen[owner.name] = dataclasses.replace(owner, instance=instance)
+    manager = _manager(chosen.values(), owner.name)
+    for hook in FIRST:
+        if len(rivals := sorted(owners(getattr(manager.hook, hook)))) > 1:
             raise UsageError(
-                f"the hook {hook.name!r} has several owners: {' and '.join(rivals)}\n"
+                f"the hook {hook!r} has several owners: {' and '.join(rivals)}\n"
                 "  leave one, or make the others wrappers: @hookimpl(wrapper=True)"
             )
     if missing := lacking(offer, manager.hook):
@@ -82,17 +87,7 @@ def observers(registry: Registry, extras: Sequence[str] = ()) -> Specs:
 
     A `Stop` that one of them returns is given its plugin's name.
     """
-    manager = _checked(register(registry.extras(extras)))
-    for hook in (manager.hook.step_finished, manager.hook.evaluated):
-        for impl in hook.get_hookimpls():
-            signed = functools.partial(_signed, impl.function, impl.plugin_name)
-            impl.function = signed  # type: ignore[misc]
-    return cast(Specs, manager.hook)
-
-
-def _signed(function: Callable[..., Any], plugin: str, *given: Any) -> Any:
-    found = function(*given)
-    return dataclasses.replace(found, plugin=plugin) if isinstance(found, Stop) else found
+    return cast(Specs, _manager(registry.extras(extras)).hook)
 
 
 def _implementation(offer: Offer, where: str) -> Any:
@@ -112,28 +107,74 @@ def _implementation(offer: Offer, where: str) -> Any:
     return found
 
 
-# ---------------------------------------------------------------- what a hook returns
+# ---------------------------------------------------------------- what a hook raises and returns
 
 
-def _checked(manager: pluggy.PluginManager) -> pluggy.PluginManager:
-    """Let a hook's answer be compared with the type that its specification says."""
+def _manager(plugins: Iterable[Plugin], owner: str = "") -> pluggy.PluginManager:
+    """Register plugins, each once, in the order of their names; a hook that fails names its plugin."""
+    manager = register(())
+    once = {id(plugin.instance): plugin for plugin in plugins}
+    for plugin in sorted(once.values(), key=lambda plugin: plugin.name):
+        guarded = ModuleType(plugin.name)
+        for name in dir(plugin.instance):
+            if opts := manager.parse_hookimpl_opts(plugin.instance, name):
+                function = getattr(plugin.instance, name)
+                hook, wraps = opts["specname"] or name, opts["wrapper"] or opts["hookwrapper"]
+                observes = not (wraps or hook in FIRST or plugin.name == owner)
+                guard: Any = _guard(function, hook, plugin, wraps, observes)
+                guard.draftcore_impl = opts
+                setattr(guarded, name, guard)
+        manager.register(guarded, plugin.name)
+    return manager
 
-    def after(outcome: pluggy.Result[Any], name: str, impls: Sequence[Any], _: Any) -> None:
+
+def _guard(
+    function: Any, hook: str, plugin: Plugin, wraps: bool, observes: bool
+) -> Callable[..., Any]:
+    """Return a plugin's hook such that it names both where it fails, and is set aside if it observes."""
+
+    def settled(found: Any, error: BaseException | None = None) -> Any:
         import torch
 
-        if not impls or outcome.exception is not None or torch.compiler.is_compiling():
-            return
-        found, first = outcome.get_result(), getattr(manager.hook, name).spec.opts["firstresult"]
-        for answer in [found] if first else found:
-            if said := misfit(answer, _hints(getattr(Specs, name)).get("return"), "it"):
-                who = " and ".join(impl.plugin_name for impl in impls)
-                raise DraftcoreError(
-                    f"the hook {name} of {who} returned {_kind_of(answer)}, and that does not fit: "
-                    f"{said}\n  draftcore hooks {name}   # shows what it returns"
-                )
+        if isinstance(error, MEANT):
+            raise error
+        if error is not None:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"raised {raised(error)}\n  at {last.filename}:{last.lineno}"
+        elif torch.compiler.is_compiling():
+            return found
+        else:
+            kind = _hints(getattr(Specs, hook)).get("return")
+            said = misfit(found, list[kind] if wraps and hook not in FIRST else kind, "it")  # type: ignore[valid-type]
+            if not said:
+                stops = isinstance(found, Stop)
+                return dataclasses.replace(found, plugin=plugin.name) if stops else found
+            what = f"returned {_kind_of(found)}, and that does not fit: {said}\n  draftcore hooks {hook}"
+        failure = DraftcoreError(f"the hook {hook} of {plugin} {what}")
+        if not observes:
+            raise failure from error
+        plugin.aside = True
+        print(f"warning: {failure}\n  the run goes on without {plugin.name}", file=sys.stderr)
 
-    manager.add_hookcall_monitoring(lambda *_: None, after)
-    return manager
+    @functools.wraps(function)
+    def guarded(*given: Any) -> Any:
+        if observes and plugin.aside:
+            return None
+        try:
+            found = function(*given)
+        except BaseException as error:
+            return settled(None, error)
+        return settled(found)
+
+    @functools.wraps(function)
+    def around(*given: Any) -> Any:
+        try:
+            found = yield from function(*given)
+        except BaseException as error:
+            return settled(None, error)
+        return settled(found)
+
+    return around if wraps else guarded
 
 
 def misfit(value: Any, kind: Any, where: str) -> str:

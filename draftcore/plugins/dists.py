@@ -21,7 +21,7 @@ import importlib_metadata
 from importlib_metadata import Distribution, PackageNotFoundError, distributions
 
 from draftcore.contracts.offers import Offer
-from draftcore.errors import UsageError
+from draftcore.errors import UsageError, shown
 
 BUILT_IN = "(built in)"  # how the dist draftcore itself is shown
 
@@ -40,13 +40,15 @@ class Plugin:
     origin: str = ""
     loose: bool = False
     requires: tuple[str, ...] = field(default=(), repr=False)
-    state: Literal["found", "ready", "broken", "conflict", "incompatible"] = "ready"
+    state: Literal["found", "ready", "broken", "conflict", "incompatible", "disabled"] = "ready"
     problem: str = ""
     fix: str = ""
     offers: tuple[Offer, ...] = ()
     hooks: tuple[str, ...] = ()
+    verbs: tuple[Any, ...] = field(default=(), repr=False)  # click commands
     import_ms: float = 0.0
     instance: Any = field(default=None, repr=False)
+    aside: bool = False  # an observer that failed in this process, and is not called again
 
     def offer(self, kind: str, name: str) -> Offer | None:
         return next((o for o in self.offers if (o.kind, o.name) == (kind, name)), None)
@@ -63,34 +65,51 @@ def installed(path: Sequence[str]) -> list[Plugin]:
     """
     dists: dict[str, tuple[bool, list[Plugin]]] = {}
     for dist in cast(Iterable[Distribution], distributions(path=[*path])):
-        with contextlib.suppress(ValueError, TypeError):  # torn: no entry points anybody can read
-            if "[draftcore]" in (dist.read_text("entry_points.txt") or ""):
-                # private, but without METADATA the folder's own name is all that is left
-                name, whole = dist._normalized_name.replace("_", "-"), dist.read_text("METADATA")
-                if name not in dists or (whole and not dists[name][0]):
-                    dists[name] = bool(whole), list(_plugins(dist, name))
+        if "[draftcore]" in (entries := _text(dist, "entry_points.txt")):
+            # private, but without METADATA the folder's own name is all that is left
+            name, whole = shown(getattr(dist, "_path", "")), _text(dist, "METADATA")
+            with contextlib.suppress(Exception):  # a name that is nowhere
+                name = shown(dist._normalized_name.replace("_", "-"), 60)
+            if name not in dists or (whole and not dists[name][0]):
+                dists[name] = bool(whole), list(_plugins(dist, name, entries))
     return [plugin for _, plugins in dists.values() for plugin in plugins]
 
 
-def _plugins(dist: Distribution, name: str) -> Iterator[Plugin]:
-    # METADATA is read by hand, as the remains of one lack keys
-    text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
-    head = text.partition("\n\n")[0]
-    version = "".join(re.findall(r"^Version: (.*)", head, re.MULTILINE)[:1])
+def _text(dist: Distribution, file: str) -> str:
+    """Read one of a dist's files, what is no UTF-8 as question marks; '' for what cannot be read."""
+    try:
+        return dist.read_text(file) or ""
+    except UnicodeDecodeError as error:
+        return error.object.decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _plugins(dist: Distribution, name: str, entries: str) -> Iterator[Plugin]:
+    """Yield the plugins that a dist's entry points name; without a module if a line is damaged."""
+    head = (_text(dist, "METADATA") or _text(dist, "PKG-INFO")).partition("\n\n")[0]
+    version = shown("".join(re.findall(r"^Version: (.*)", head, re.MULTILINE)[:1]), 30)
     requires = tuple(re.findall(r"^Requires-Dist: (.*)", head, re.MULTILINE))
-    shown, origin = BUILT_IN if name == "draftcore" else name, _origin(dist)
-    for entry in dist.entry_points.select(group="draftcore"):
-        yield Plugin(entry.name, shown, version, entry.value, origin, False, requires, "found")
+    which, origin, section = BUILT_IN if name == "draftcore" else name, _origin(dist), ""
+    for line in filter(None, map(str.strip, entries.splitlines())):
+        if line[0] == "[":
+            section = line
+        elif section == "[draftcore]" and line[0] not in "#;":
+            key, _, module = map(str.strip, line.partition("="))
+            said = shown(key or line, 60)
+            yield Plugin(
+                said, which, version, module * bool(key), origin, requires=requires, state="found"
+            )
 
 
 def _origin(dist: Distribution) -> str:
     """Say what folder or commit was installed; '' for a release, or an archive of one."""
-    with contextlib.suppress(ValueError, AttributeError):  # a strange one
+    with contextlib.suppress(Exception):  # a strange one
         url = dist.origin.url
         if vcs := getattr(dist.origin, "vcs_info", None):
-            return f"{vcs.vcs}+{url}@{vcs.commit_id}"
+            return shown(f"{vcs.vcs}+{url}@{vcs.commit_id}")
         editable = "editable: " if getattr(dist.origin.dir_info, "editable", False) else ""
-        return editable + unquote(url.removeprefix("file://"))
+        return shown(editable + unquote(url.removeprefix("file://")))
     return ""
 
 
@@ -153,9 +172,9 @@ def _release(version: str) -> list[int]:
 def remedy(error: BaseException, plugin: Plugin) -> str:
     """Return the command that repairs a plugin's failed import, or shows where it fails."""
     module = plugin.module.partition(":")[0]
-    if not isinstance(error, ImportError):
-        return f"python -c 'import {module}'   # shows where it fails"
-    lacking = (error.name or module).partition(".")[0]
+    if module and not isinstance(error, ImportError):
+        return f"python -c {shlex.quote(f'import {module}')}   # shows where it fails"
+    lacking = str(getattr(error, "name", "") or module).partition(".")[0]
     if lacking in ("draftcore", module.partition(".")[0]):
         return install("--force-reinstall", plugin.dist)
     return install(*unmet(plugin.requires) or [lacking])

@@ -9,25 +9,28 @@ pluggy's own loader is not used, because its first bad plugin ends the loop, or 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
+import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import click
 import pluggy
 from importlib_metadata import EntryPoint
 
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
-from draftcore.errors import UsageError, nearest
+from draftcore.errors import UsageError, nearest, raised, shown
 from draftcore.plugins import catalog, dists
 from draftcore.plugins.dists import BUILT_IN, Plugin
 
 HOOKS = tuple(name for name in vars(Specs) if not name.startswith("_"))
+FIRST = tuple(name for name in HOOKS if getattr(Specs, name).draftcore_spec["firstresult"])
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
     "capture": ("capture",),
@@ -38,19 +41,26 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "graph-plugin": ("graph_plugin",),
 }
 DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg`
+DISABLE = "DRAFTCORE_DISABLE"
+MOST = 1000  # offers of a plugin, or its verbs
 SEE_HOOKS = "draftcore hooks   # every hook and its arguments"
 
 
 class Registry:
-    """What `load` found, sorted by plugin name. A plugin is judged when it is first asked for."""
+    """What `load` found, sorted by plugin name. A plugin is judged when it is first asked for.
+
+    A registry that is `telling` names each plugin on stderr before it is imported.
+    """
 
     def __init__(self, found: Iterable[Plugin]) -> None:
-        self._found = tuple(found)
+        self._found, self.telling = tuple(found), False
 
     def judged(self, wanted: Callable[[Plugin], bool] = lambda plugin: True) -> tuple[Plugin, ...]:
         """Judge, and return, the plugins wanted by what their metadata says; by default all."""
         chosen = tuple(plugin for plugin in self._found if wanted(plugin))
         for plugin in (plugin for plugin in chosen if plugin.state == "found"):
+            if self.telling:
+                print(f"importing {plugin}", file=sys.stderr, flush=True)
             _judge(plugin, self._found)
         return chosen
 
@@ -65,8 +75,8 @@ class Registry:
     def find(self, kind: Kind, name: str, plugin: str = "") -> Plugin:
         """Return the one plugin that offers (kind, name). Raises UsageError unless it is ready.
 
-        The built-in plugin, loose files and the entry point of that name go first; the others are
-        imported only where none of these offers it. Of several, `plugin` names the one.
+        The built-in plugin and loose files go first, then the entry point of that name; the others
+        are imported only where none of these offers it. Of several, `plugin` names the one.
         """
         if plugin:
             owner = self.named(plugin)
@@ -74,8 +84,10 @@ class Registry:
                 return owner
             offers = ", ".join(map(str, owner.offers)) or "nothing"
             raise UsageError(f"{owner} offers no {kind} {name!r}\n  it offers: {offers}")
-        near = self.judged(lambda p: p.name == name or p.loose or p.dist == BUILT_IN)
-        able = _usable(near, kind, name) or _usable(self.plugins, kind, name)
+        own: Callable[[Plugin], bool] = lambda p: p.loose or p.dist == BUILT_IN  # noqa: E731
+        stages = (own, lambda p: p.name == name, lambda p: True)
+        found = (_usable(self.judged(stage), kind, name) for stage in stages)
+        able = next(filter(None, found), [])
         if len(able) == 1:
             return able[0]
         names = {name, catalog.ours(kind).get(name)}
@@ -86,18 +98,37 @@ class Registry:
     def named(self, name: str) -> Plugin:
         """Return the plugin of this name. Raises UsageError unless it is ready."""
         same = self.judged(lambda plugin: plugin.name == name)
-        if len(same) == 1 and not same[0].problem:
-            return same[0]
-        raise self._refusal("plugin", name, same, [plugin.name for plugin in self.ready])
+        able = [plugin for plugin in same if not plugin.problem]
+        if len(able) == 1:
+            return able[0]
+        raise self._refusal("plugin", name, same, [plugin.name for plugin in self._found])
 
     def extras(self, names: Iterable[str]) -> tuple[Plugin, ...]:
-        """Return the wrappers and observers of a run: those named, and every loose file."""
-        loose = [plugin.name for plugin in self._found if plugin.loose]
-        return tuple(self.named(name) for name in dict.fromkeys([*names, *loose]))
+        """Return the wrappers and observers of a run: those named, and every loose file.
+
+        Raises UsageError for one that is named and neither watches nor wraps anything.
+        """
+        named = [self.named(name) for name in names]
+        for plugin in named:
+            own = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
+            if not {*plugin.hooks} - {"describe", "commands"} - own:
+                offers = ", ".join(map(str, plugin.offers)) or "verbs alone"
+                raise UsageError(
+                    f"`plugins` names {plugin}, which has no observer and no wrapper\n"
+                    f"  it offers {offers}: leave it out there, and choose an offer by its name"
+                )
+        loose = (self.named(plugin.name) for plugin in self._found if plugin.loose)
+        return tuple(dict.fromkeys([*named, *loose]))
 
     def offered(self, kind: Kind) -> dict[str, frozenset[str]]:
-        """Return the capabilities of all usable offers of a kind, by name."""
-        offers = (offer for plugin in self.ready for offer in plugin.offers)
+        """Return the capabilities of the usable offers of a kind, by name, for a choice by capability.
+
+        Asked are loose files, our own dists and what is imported already: nobody chose the others.
+        """
+        ours = {BUILT_IN, *catalog.ours(kind).values()}
+        asked = self.judged(lambda p: p.loose or p.dist in ours or p.state != "found")
+        able = sorted(asked, key=lambda p: p.dist == BUILT_IN)  # which wins its names
+        offers = (offer for plugin in able if not plugin.problem for offer in plugin.offers)
         return {offer.name: offer.capabilities for offer in offers if offer.kind == kind}
 
     def offering(self, kind: Kind, capability: str) -> list[str]:
@@ -118,7 +149,7 @@ class Registry:
                 lines.append("  choose one: `plugin`, beside the name; or uninstall the others")
         else:
             hint, install = catalog.advice(what, name, known)
-            bad = [f"  quarantined: {p}: {p.problem}" for p in self.plugins if p.problem]
+            bad = [f"  quarantined: {p}: {p.problem}" for p in self._found if p.problem]
             here = f"  installed: {', '.join(known) or 'none'}"
             lines = [f"there is no {what} {name!r}{hint}", here, *bad, f"  {install}"]
         return UsageError("\n".join(lines))
@@ -144,19 +175,26 @@ class Registry:
 def load(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Registry:
     """Find the plugins installed on `path` (default: `sys.path`) and the one-file plugins `files`.
 
-    Raises UsageError for a file that is not there, and nothing for a plugin, however bad.
+    Those whose names DRAFTCORE_DISABLE lists are not used. Raises UsageError for a file that is not
+    there, and nothing for a plugin, however bad.
     """
     found = dists.installed(sys.path if path is None else path)
     found += map(dists.loose, dict.fromkeys(file.resolve() for file in files))
+    able = {plugin.name for plugin in found if plugin.dist != BUILT_IN}
+    out = {*os.environ.get(DISABLE, "").split(",")} - {""}
+    for plugin in (p for p in found if p.name in out & able and p.dist != BUILT_IN):
+        plugin.state, plugin.problem, plugin.fix = "disabled", "left out", f"{DISABLE} names it"
+    for name in sorted(out - able):
+        told = f"{DISABLE} names no plugin: {shown(name)}{nearest(name, able)}"
+        print(f"warning: {told}", file=sys.stderr)
     return Registry(sorted(found, key=lambda plugin: (plugin.name, plugin.dist)))
 
 
 def register(plugins: Iterable[Plugin]) -> pluggy.PluginManager:
-    """Make a plugin manager of these plugins alone, each once, in the order of their names."""
+    """Make a plugin manager of these plugins alone, in the order of their names."""
     manager = pluggy.PluginManager("draftcore")
     manager.add_hookspecs(Specs)
-    once = {id(plugin.instance): plugin for plugin in plugins}
-    for plugin in sorted(once.values(), key=lambda plugin: plugin.name):
+    for plugin in sorted(plugins, key=lambda plugin: plugin.name):
         manager.register(plugin.instance, plugin.name)
     return manager
 
@@ -181,22 +219,45 @@ def _judge(plugin: Plugin, found: Iterable[Plugin]) -> None:
     """Check a plugin's metadata, import it and check its hooks and offers; keep the first problem."""
     try:
         _check_metadata(plugin, found)
-        with contextlib.redirect_stdout(sys.stderr):  # stdout may be read by a program
+        with _quietly(plugin):
             _check_code(plugin)
         plugin.state = "ready"
     except _UnusableError as error:
         plugin.problem, plugin.fix, plugin.state = error.args
     except pluggy.PluginValidationError as error:
         plugin.problem, plugin.fix, plugin.state = _explained(error), SEE_HOOKS, "broken"
-    except (Exception, SystemExit) as error:  # the plugin's own code may raise, or exit
-        plugin.problem, plugin.state = f"{type(error).__name__}: {error}", "broken"
+    except KeyboardInterrupt:
+        print(f"while looking at {plugin}; {DISABLE}={plugin.name} leaves it out", file=sys.stderr)
+        raise
+    except BaseException as error:  # the plugin's own code may raise anything, or exit
+        plugin.problem, plugin.state = raised(error), "broken"
         plugin.fix = dists.remedy(error, plugin)
+    plugin.problem, plugin.fix = shown(plugin.problem, 999), shown(plugin.fix)
+
+
+@contextlib.contextmanager
+def _quietly(plugin: Plugin) -> Iterator[None]:
+    """Let a plugin print to stderr, from C too, as stdout may be read by a program; it is timed."""
+    import ctypes  # 2 ms
+
+    started = time.perf_counter()
+    kept = os.dup(1) if sys.__stdout__ else os.open(os.devnull, os.O_WRONLY)  # it may be closed
+    os.dup2(2 if sys.__stderr__ else kept, 1)
+    try:
+        with open(1, "w", closefd=False) as own, contextlib.redirect_stdout(own):
+            yield
+            print(end="", file=sys.__stdout__, flush=True)
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
 
 
 def _check_metadata(plugin: Plugin, found: Iterable[Plugin]) -> None:
     same = [other.dist for other in found if other.name == plugin.name]
     core = next((other.version for other in found if other.dist == BUILT_IN), "")
-    if len(same) > 1:
+    if len(same) > 1 and plugin.dist != BUILT_IN:
         fix = "uninstall all but one of these, or rename it if it is a file"
         raise _UnusableError(f"{' and '.join(same)} have a plugin of this name", fix, "conflict")
     on_core = [need for need in plugin.requires if re.match(r"draftcore(?![\w.-])", need, re.I)]
@@ -211,27 +272,13 @@ def _check_metadata(plugin: Plugin, found: Iterable[Plugin]) -> None:
 
 def _check_code(plugin: Plugin) -> None:
     """Import a plugin, register it on trial and check what it implements and offers."""
-    started = time.perf_counter()
     instance = plugin.instance = EntryPoint(plugin.name, plugin.module, "draftcore").load()
-    plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
     if inspect.isclass(instance):
         fix = f"there: plugin = {instance.__name__}(); in the entry point: module:plugin"
         raise _UnusableError(f"{plugin.module} is a class, not a module or an instance", fix)
     if plugin.loose and instance.__file__ != plugin.dist:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
-    manager = _trial()
-    try:
-        manager.register(instance)  # pluggy checks arguments, we check what it lets pass
-        _check_hooks(plugin, manager)
-    finally:
-        if manager.is_registered(instance):
-            manager.unregister(instance)
-
-
-@functools.cache
-def _trial() -> pluggy.PluginManager:
-    """Return the manager that each plugin is registered with alone, as making one takes 4 ms."""
-    return register(())
+    _check_hooks(plugin, register([plugin]))  # pluggy checks arguments, we check what it lets pass
 
 
 def _check_hooks(plugin: Plugin, manager: pluggy.PluginManager) -> None:
@@ -243,19 +290,35 @@ def _check_hooks(plugin: Plugin, manager: pluggy.PluginManager) -> None:
     if not hooks:
         raise _UnusableError(f"registers no hook{_unmarked(instance, HOOKS)}")
     plugin.hooks = tuple(name for name in HOOKS if name in {hook.name for hook in hooks})
-    offers = instance.describe() if "describe" in plugin.hooks else ()
-    listed = isinstance(offers, Sequence)
-    if not listed or not all(isinstance(o, Offer) and o.kind in NEEDED for o in offers):
-        fix = f"return a list of Offers of the kinds {', '.join(NEEDED)}"
-        raise _UnusableError(f"describe() returned {offers!r}", fix)
+    offers = _answers(plugin, "describe", Offer)
+    plugin.verbs = _answers(plugin, "commands", click.Command)
     if sum(offer.kind == "algorithm" and not offer.implementation for offer in offers) > 1:
         fix = "write each as a class, and name it by Offer(..., implementation='module:Class')"
         raise _UnusableError("describe() returned several algorithms written as functions", fix)
-    plugin.offers = tuple(offers)
+    plugin.offers = offers
     for offer in offers:
         if not offer.implementation and (missing := lacking(offer, manager.hook)):
             problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(missing)}"
             raise _UnusableError(problem + _unmarked(instance, missing))
+
+
+def _answers(plugin: Plugin, hook: str, kind: type) -> tuple[Any, ...]:
+    """Ask a plugin for its offers, or its verbs: not too many, and each of them sound."""
+    found = getattr(plugin.instance, hook)() if hook in plugin.hooks else ()
+    if isinstance(found, Sequence):
+        found = tuple(islice(found, MOST + 1))  # it may have no end
+        if len(found) <= MOST and all(isinstance(one, kind) and _sound(one) for one in found):
+            return found
+    fix = f"return a list of {kind.__name__}s; kinds of Offers: {', '.join(NEEDED)}"
+    raise _UnusableError(f"{hook}() returned {shown(found)}", fix)
+
+
+def _sound(one: Any) -> bool:
+    """Say whether an offer, or a verb, is of a known kind, and its texts can be printed on a line."""
+    verb = isinstance(one, click.Command)
+    more = [one.get_short_help_str()] if verb else [one.options, one.implementation]
+    text = "".join([one.name, *more, *(() if verb else one.capabilities)])
+    return (verb or one.kind in NEEDED) and shown(text, 9999) == text
 
 
 def lacking(offer: Offer, hook: Any) -> list[str]:

@@ -9,8 +9,8 @@ a file that differs from its digest is not read. Tensors are safetensors, the re
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import sync, write_atomic
+from draftcore.files import digest, sync, write_atomic
 from draftcore.training.distributed import ALONE, Ranks
 from draftcore.training.optimizer import full
 
+logger = logging.getLogger(__name__)
 MARK = "COMPLETE"
 FORMAT = 2
 Tensors = dict[str, Tensor]
@@ -115,9 +115,10 @@ def save(root: Path, weights: Tensors, kept: Tensors, state: Mapping[str, Any], 
         save_file(kept, partial / OPTIMIZER)
         (partial / STATE).write_text(json.dumps(state, indent=1))
         files = sorted(partial.iterdir())
-        for file in files:
+        for file in files:  # safetensors' own are for the user alone
+            file.chmod((partial / STATE).stat().st_mode)
             sync(file)
-        manifest = {"format": FORMAT, "files": {file.name: _digest(file) for file in files}}
+        manifest = {"format": FORMAT, "files": {file.name: digest(file) for file in files}}
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         write_atomic(folder / MARK, json.dumps(manifest, indent=1))
@@ -128,14 +129,22 @@ def save(root: Path, weights: Tensors, kept: Tensors, state: Mapping[str, Any], 
             f"cannot write checkpoint {folder}: {error}\n"
             "  earlier checkpoints are intact; free space and run the same command to go on"
         ) from None
-    for old in _complete(root)[:-keep]:
-        shutil.rmtree(old)
+    for old in sorted(root.glob(f"step-*/{MARK}"))[:-keep]:
+        shutil.rmtree(old.parent)
     return folder
 
 
 def latest(root: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
     """Return the newest complete checkpoint under `root`, which rank 0 finds for all, or None."""
-    found = ranks.first(lambda: next(map(open_checkpoint, reversed(_complete(root))), None))
+
+    def newest() -> Checkpoint | None:
+        for folder in sorted(root.glob("step-*"), reverse=True):
+            if (folder / MARK).exists():
+                return open_checkpoint(folder)
+            logger.warning("%s has no %s and is left out: it was not finished", folder, MARK)
+        return None
+
+    found = ranks.first(newest)
     return dataclasses.replace(found, ranks=ranks) if found else None
 
 
@@ -193,27 +202,17 @@ def _require_whole(file: Path) -> None:
     """Raise UsageError for a checkpoint of another format, DraftcoreError for an altered file."""
     damaged = file.parent / MARK
     try:
-        manifest = json.loads(damaged.read_text() or "{}")
-        if (found := manifest.get("format")) != FORMAT:
+        manifest = json.loads(damaged.read_text() or '{"format": "of the first edition"}')
+        if (found := manifest["format"]) != FORMAT:
             raise UsageError(
-                f"{file.parent} has the format {found or 'of the first edition'}, and this draftcore "
-                f"reads {FORMAT}\n  go on with the version that wrote it, or set another run folder "
-                "to start anew"
+                f"{damaged} has the format {found}, and this draftcore reads {FORMAT}\n"
+                "  go on with the version that wrote it, or set another run folder to start anew"
             )
-        damaged = file
-        if manifest["files"].get(file.name) != _digest(file):
-            raise ValueError("its digest is not the manifest's")
-    except (OSError, ValueError, AttributeError) as error:
+        wanted, damaged = manifest["files"].get(file.name), file
+        if wanted != digest(file):
+            raise ValueError(f"its digest is not that in {MARK}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DraftcoreError(
             f"cannot read {damaged}: {error}\n"
             "  the file is damaged; delete its folder to go on from the checkpoint before"
         ) from None
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-
-def _complete(root: Path) -> list[Path]:
-    return sorted(folder for folder in root.glob("step-*") if (folder / MARK).exists())

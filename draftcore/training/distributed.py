@@ -5,6 +5,10 @@ own. Each holds a replica of every draft, captures and trains its share of a ste
 up gradients with the others: one all-reduce of a flat buffer. One further exchange a step agrees on
 the rest (`agree`). Rank 0 alone evaluates and writes checkpoints, metrics and messages.
 
+The ranks of one machine meet in memory that the launcher made, and talk over loopback; those of
+several in the store of `torchrun`, a port that a firewall has to keep. gloo's ports accept whoever
+connects first, so each rank proves to each that it was at the meeting.
+
 Odd: there are two process groups. `talk` carries what ranks tell each other, on the CPU, and waits
 as long as rank 0 works alone, be it an hour of evaluation; `work` carries gradients and waits
 `train.rank_timeout`. That a silent rank is dead and not busy, `Watch` knows.
@@ -15,8 +19,10 @@ go on. One that strikes a rank alone ends the run on all.
 
 from __future__ import annotations
 
+import hmac
 import io
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -27,17 +33,18 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from draftcore.config import TrainConfig
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.launcher import MEETING
 from draftcore.tensors import resolve_device
-from draftcore.training.watch import GRACE, Watch
+from draftcore.training.watch import GRACE, SOON, Watch
 
 T = TypeVar("T")
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun's
 FOREVER = timedelta(days=365)
-SOON = 2.0  # seconds of silence of a rank whose end may have broken a collective
 
 
 class Ranks:
@@ -134,7 +141,8 @@ def join(config: TrainConfig, *, alone: bool = False) -> Iterator[Ranks]:
             f"torchrun started {size} ranks, and of all verbs only train knows what to do with them\n"
             "  start this one without torchrun"
         )
-    if missing := [name for name in ENVIRONMENT if name not in os.environ]:
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    if missing and MEETING not in os.environ:
         raise UsageError(
             f"WORLD_SIZE is {size}, but the environment lacks {', '.join(missing)}\n"
             "  start ranks with `torchrun --nproc-per-node N -m draftcore train run.yaml`"
@@ -160,24 +168,51 @@ class Group(Ranks):
     def __init__(self, config: TrainConfig, size: int) -> None:
         self.rank, self.size = int(os.environ["RANK"]), size
         timeout, device = timedelta(seconds=config.rank_timeout), self.device(config.device)
+        # gloo keeps whoever connects: files for them, beside those of the run.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # all of them on this machine
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         try:
-            store, _, _ = next(rendezvous("env://", timeout=timeout))
+            if file := os.environ.get(MEETING):
+                store: Store = dist.FileStore(file, size)  # type: ignore[attr-defined]
+            else:
+                store, _, _ = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
             self.watch = Watch(store, self.rank, size, config.rank_timeout)
+            if self.rank == 0:
+                store.set("key", os.urandom(32).hex())
             dist.init_process_group(
                 "gloo", store=store, rank=self.rank, world_size=size, timeout=timeout
             )
-        except dist.DistError as error:
+            self.watch.start()
+            self.talk = dist.new_group(backend="gloo", timeout=timeout)
+            self.work = dist.group.WORLD
+            for group in (self.talk, self.work):
+                self._prove(group, store.get("key"))
+            self.talk.set_timeout(FOREVER)
+        except RuntimeError as error:
             raise DraftcoreError(
                 f"{size} ranks did not come together within {config.rank_timeout:g} s: {error}\n"
                 "  start as many as WORLD_SIZE says, with one MASTER_ADDR that all of them reach"
             ) from None
-        self.watch.start()
-        self.talk = dist.new_group(backend="gloo", timeout=FOREVER)
-        self.work = dist.group.WORLD
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self.work = dist.new_group(backend="nccl", timeout=timeout)
+
+    def _prove(self, group: dist.ProcessGroup | None, key: bytes) -> None:
+        """Show each rank that this one knows the key. Raises DraftcoreError where another does not."""
+        pairs = [(a, b) for a in range(self.size) for b in range(self.size)]
+        made = [list(hmac.digest(key, b"%d to %d" % pair, "sha256")) for pair in pairs]
+        proofs_RRD = torch.tensor(made, dtype=torch.uint8).view(self.size, self.size, -1)
+        found_RD = torch.empty_like(proofs_RRD[0])
+        dist.all_to_all_single(found_RD, proofs_RRD[self.rank], group=group)
+        if not torch.equal(found_RD, proofs_RRD[:, self.rank]):
+            raise DraftcoreError(
+                f"another process than a rank of this run answered rank {self.rank}\n"
+                "  start the same command again; no other user should reach the ports of a run"
+            )
 
     def close(self) -> None:
         """Part when all ranks are here.
@@ -199,10 +234,10 @@ class Group(Ranks):
         watch, text = self.watch, str(error)
         if not isinstance(error, DraftcoreError):
             text = f"{type(error).__name__}: {error}"
-            watch.patience = min(watch.patience, SOON)  # a collective breaks when a rank ends
+            watch.hurry()  # a collective breaks when a rank ends
             watch.known.wait(2 * SOON)
         if watch.failure is None:
-            with suppress(dist.DistError):
+            with suppress(RuntimeError):
                 watch.post(self.rank, text, getattr(error, "exit_code", 1))
             watch.known.wait(GRACE)
         if watch.failure is not None and watch.failure.rank != self.rank:

@@ -52,7 +52,6 @@ from draftcore.training.optimizer import (
 )
 from draftcore.training.progress import Progress
 
-
 MOST = 1e6  # magnitude of a weight: what learns stays orders below, and a step from beyond may fail
 
 
@@ -112,6 +111,18 @@ def train(
     """
     active, failed, ended = list(trainers), dict[str, Exception](), dict[str, Stop]()
     at, total, stopped = min(trainer.step for trainer in active), plan.total_steps, False
+
+    @contextmanager
+    def apart(trainer: Trainer) -> Iterator[None]:
+        """Let one of several drafts fail alone."""
+        try:
+            yield
+        except DraftcoreError as error:
+            if not trainer.label or error is not ranks.met:
+                raise
+            active.remove(trainer)
+            failed[trainer.label] = error
+
     with Progress(total, at, shown=ranks.rank == 0, beside=beside) as progress:
         while at < total and active and not stopped:
             step, known = plan.step(at), len(skipped)
@@ -128,7 +139,9 @@ def train(
                 for trainer in stepping:
                     trainer.accumulate(batch, last=place == passes - 1)
             new = dict(list(skipped.items())[known:])
-            said = ranks.agree((missing, stop(), new, {t.label: t.sums() for t in stepping}))
+            said = ranks.agree(
+                (missing, stop(), new, {t.label: totals(t.outputs) for t in stepping})
+            )
             lacking, stops, reasons, sums = zip(*said, strict=True)
             for theirs in filter(None, reasons):
                 skipped.add(theirs)
@@ -136,26 +149,23 @@ def train(
                 break  # and the step is taken by nobody
             stopped = any(stops)
             for trainer in stepping:
-                try:
+                with apart(trainer):
                     trainer.update([theirs[trainer.label] for theirs in sums])
-                except DraftcoreError as error:
-                    if not trainer.label or error is not ranks.met:
-                        raise
-                    active.remove(trainer)
-                    failed[trainer.label] = error
             let_go()
             finished(step[-1].position + 1)
             at += 1
             seconds = time.perf_counter() - began
             for trainer in [t for t in stepping if t in active]:
-                answer = trainer.report(waited, seconds)
-                if answer is not None and at < total:
-                    trainer.save(answer)
-                    active.remove(trainer)
-                    ended[trainer.label] = answer
+                with apart(trainer):
+                    answer = trainer.report(waited, seconds)
+                    if answer is not None and at < total:
+                        trainer.save(answer)
+                        active.remove(trainer)
+                        ended[trainer.label] = answer
             progress.show(at, {t.label: t.metrics for t in active})
-    for trainer in active:
-        trainer.save()
+    for trainer in list(active):
+        with apart(trainer):
+            trainer.save()
     if at < total and active:
         return "interrupted", failed, ended
     return "failed" if failed else "stopped" if ended else "complete", failed, ended
@@ -241,7 +251,8 @@ class Trainer:
         self.random = RandomState(self.device, states)
         self.settled = self.random.tensors  # as the last finished step left it
         self.saved_step = self.step
-        self.outputs: list[tuple[PlannedBatch, StepOutput]] = []  # of the step so far
+        self.batches: list[PlannedBatch] = []  # of the step so far
+        self.outputs: list[StepOutput] = []  # of each of them
         self.samples: Sequence[Sample] = ()  # of its last batch, to be named where it does harm
         for left in self.checkpoints.glob("*step-*") if not ranks.rank else ():
             if not (left / checkpoint.MARK).exists():  # of a process that was killed as it wrote
@@ -258,7 +269,8 @@ class Trainer:
         """Add a batch's gradient to the step's; none, or one whose rows were all skipped, adds nothing."""
         self.samples = batch.samples if batch is not None else ()
         if batch is not None and batch.samples:
-            self.outputs.append((batch.planned, self.backward(batch.samples, last=last)))
+            self.batches.append(batch.planned)
+            self.outputs.append(self.backward(batch.samples, last=last))
         elif self.sharded:  # all ranks call FSDP alike: here on a row without loss
             forms = self.setup.request.forms(self.setup.about["width"]).items()
             features = {n: torch.zeros(8, s, dtype=getattr(torch, d)) for n, (s, d) in forms}
@@ -292,10 +304,6 @@ class Trainer:
             output, terms=[(top.detach(), bottom, 1) for top, bottom in terms]
         )
 
-    def sums(self) -> Sums:
-        """What loss and metrics of the step are made of, on this rank."""
-        return totals(output for _, output in self.outputs)
-
     def update(self, sums: Sequence[Sums]) -> None:
         """Take the step, with the gradients and `sums` of all ranks.
 
@@ -306,7 +314,8 @@ class Trainer:
         denominator = self.join_gradients(denominators)
         lr, *rates = self.rates()
         if denominator > 0:  # a step whose rows are all masked updates nothing
-            seen = self.show_gradients(denominator)
+            if "gradients_ready" in self.heard:
+                seen = self.show_gradients(denominator)
             divisor = torch.full((), denominator, device=self.device)
             norm = scale_and_clip(self.parameters, divisor, self.clip)
             if not bool(torch.isfinite(norm)):
@@ -315,7 +324,7 @@ class Trainer:
                 group["lr"] = rate
             self.optimizer.step()
         self.clear_gradients()
-        self.outputs, self.settled = [], self.random.tensors
+        self.batches, self.outputs, self.settled = [], [], self.random.tensors
         self.metrics = {**seen, "loss": 0.0, **ratios(total), "lr": lr, "grad_norm": float(norm)}
         self.step += 1
 
@@ -334,8 +343,6 @@ class Trainer:
 
     def show_gradients(self, divisor: float) -> dict[str, float]:
         """Let observers see copies of the gradients, divided; returns the metrics they make of them."""
-        if "gradients_ready" not in self.heard:
-            return {}
         named = self.built.module.named_parameters()
         copies = {name: full(p.grad / divisor) for name, p in named if p.grad is not None}
         told = {"step": self.step + 1, "draft": self.label}
@@ -389,7 +396,8 @@ class Trainer:
         Of the batch that is still held single rows are found, of any other the batch.
         """
         guilty, held = [], () if self.sharded else self.samples
-        for planned, output in self.outputs[:-1] if held else self.outputs:
+        done = list(zip(self.batches, self.outputs, strict=True))
+        for planned, output in done[:-1] if held else done:
             if not all(bool(numerator.isfinite()) for numerator, *_ in output.terms):
                 guilty.append(f"one of the rows {list(planned.rows)}")
         for sample in held:
@@ -445,13 +453,15 @@ class Trainer:
         self.observers.checkpoint_saved(step=self.step, folder=folder, draft=self.label)
 
 
+asked_to_stop: list[int] = []  # by these signals, for whoever waits for something else
+
+
 @contextmanager
 def stop_on_signal() -> Iterator[list[int]]:
     """Collect signals that ask to stop, so that a step ends whole; a second one acts at once.
 
     A terminal that hangs up asks as well, and what is printed then goes nowhere.
     """
-    caught: list[int] = []
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
     heard = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
@@ -459,11 +469,14 @@ def stop_on_signal() -> Iterator[list[int]]:
     with ExitStack() as before:
 
         def note(number: int, _: object) -> None:
-            caught.append(number)
+            asked_to_stop.append(number)
             before.close()
             for fd in terminals if number == signal.SIGHUP else ():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
         for one in heard:
             before.callback(signal.signal, one, signal.signal(one, note))
-        yield caught
+        try:
+            yield asked_to_stop
+        finally:
+            asked_to_stop.clear()

@@ -63,7 +63,7 @@ class MetricsLog:
         file.parent.mkdir(parents=True, exist_ok=True)
         kept = []
         for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
-            with suppress(ValueError, TypeError, KeyError):  # half written, or not by us
+            with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn, or not ours
                 if json.loads(line)["step"] <= step:
                     kept.append(f"{line}\n")
         with open(file, "w", opener=unlinked) as stream:

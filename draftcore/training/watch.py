@@ -4,6 +4,8 @@ A rank that waits in a collective learns nothing of one that died: NCCL waits on
 keeps its sockets open, and what starts ranks on several machines watches each machine alone. So every
 rank counts up a beat of its own and looks at the others'; one that fails, or finds another silent,
 posts that once for all. A rank whose main thread does not come out of its wait is ended from here.
+
+Beats are few, as a store in a file grows with each, until a rank has a reason to ask who is there.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 SILENT = (
     "it gave no sign of life for {:g} s: it was killed or frozen, or its host is lost\n"
     "start the same command again: the run goes on from its last checkpoint"
 )
+SOON = 2.0  # seconds of silence of a rank whose end may have broken a collective
 GRACE = 5.0  # seconds for a main thread to end by itself once the run has failed
 
 
@@ -48,21 +50,35 @@ class Watch(threading.Thread):
         self.store.set(self.names[rank], "0")
 
     def run(self) -> None:
-        count, seen, since = 0, [b""] * len(self.names), [0.0] * len(self.names)
+        count, beaten, patience, hurried = 0, 0.0, self.patience, False
+        seen, since = [b""] * len(self.names), [0.0] * len(self.names)
         while not self.ending.wait(self.interval):
-            count += 1
+            now = time.monotonic()
             try:
-                self.store.set(self.names[self.rank], str(count))
-                now = time.monotonic()
+                if not hurried and self.store.check(["hurry"]):
+                    hurried, patience, since = True, min(patience, SOON), [now] * len(since)
+                if hurried or now - beaten > patience / 8:
+                    count, beaten = count + 1, now
+                    self.store.set(self.names[self.rank], str(count))
                 for rank, beat in enumerate(self.store.multi_get(self.names)):
                     if beat != seen[rank]:
                         seen[rank], since[rank] = beat, now
-                    elif now - since[rank] > self.patience:
-                        self.post(rank, SILENT.format(self.patience))
+                    elif now - since[rank] > patience:
+                        self.post(rank, SILENT.format(patience))
                 if self.store.check(["failure"]):
-                    return self.end(Failure(*json.loads(self.store.get("failure"))))
-            except DistError as error:  # the store's host is gone, or this rank is cut off from it
-                return self.end(Failure(0, f"the ranks' common store does not answer: {error}"))
+                    who, text, code = json.loads(self.store.get("failure"))
+                    return self.end(Failure(int(who), str(text), int(code) or 1))
+            except (
+                RuntimeError,
+                ValueError,
+                TypeError,
+            ) as error:  # its host is gone, or it was altered
+                return self.end(Failure(0, f"the ranks' common store cannot be read: {error}"))
+
+    def hurry(self) -> None:
+        """Have all ranks beat at each look from now on, so that a dead one is known soon."""
+        with suppress(RuntimeError):
+            self.store.set("hurry", "")
 
     def post(self, rank: int, text: str, code: int = 1) -> None:
         """Say that a rank failed, unless the run has a failure already."""
@@ -71,7 +87,7 @@ class Watch(threading.Thread):
     def wait_for_others(self) -> None:
         """Wait until the others know of the failure: the store may end with this process."""
         others = [f"told/{rank}" for rank in range(len(self.names)) if rank != self.rank]
-        with suppress(DistError):  # who is dead says nothing
+        with suppress(RuntimeError):  # who is dead says nothing
             self.store.wait(others, timedelta(seconds=2 * GRACE))
 
     def end(self, failure: Failure) -> None:
@@ -80,7 +96,7 @@ class Watch(threading.Thread):
         Of the ranks that did not fail one says it, or all would.
         """
         self.failure = failure
-        with suppress(DistError):
+        with suppress(RuntimeError):
             self.store.set(f"told/{self.rank}", "")
         if self.rank == (1 if failure.rank == 0 else 0):
             text = failure.text.replace("\n", "\n  ")

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 from draftcore.config import DataConfig
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.data.dataset import Dataset, build_dataset, read_prompts
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, UsageError
 
 Jsonl = Callable[..., str]
 Build = Callable[..., Dataset]
@@ -193,12 +193,31 @@ def test_a_finished_folder_is_reused_until_something_it_depends_on_changes(
 
 
 @pytest.mark.parametrize("file", ["rows.bin", "dataset.json"])
-def test_a_file_that_is_not_whole_is_noticed_and_written_again(
-    tmp_path: Path, source: str, build: Build, file: str
+def test_a_file_that_is_not_as_it_was_written_is_noticed_and_written_again(
+    tmp_path: Path, source: str, build: Build, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokens = build(source).tokens(1).tolist()
-    os.truncate(tmp_path / "data" / file, 10)
+    tokens, written = build(source).tokens(1).tolist(), tmp_path / "data" / file
+    for damaged in (written.read_bytes()[:10], written.read_bytes()[::-1]):
+        written.write_bytes(damaged)
+        assert build(source).tokens(1).tolist() == tokens
+        assert "dataset.json is not what was written there" in caplog.text
+        caplog.clear()
     assert build(source).tokens(1).tolist() == tokens
+    assert not caplog.text
+
+
+def test_a_row_that_changes_in_use_is_not_trained_on(
+    tmp_path: Path, source: str, build: Build
+) -> None:
+    """Whatever byte of it does, and no other row."""
+    dataset, rows = build(source), tmp_path / "data" / "rows.bin"
+    whole, first = rows.read_bytes(), dataset.tokens(0).tolist()
+    for at in range(5 * int(dataset.lengths[0]), len(whole)):
+        with rows.open("r+b") as file:
+            file.write(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(DraftcoreError, match=r"row 1 in .*rows\.bin was altered"):
+            dataset.loss_mask(1)
+    assert dataset.tokens(0).tolist() == first
 
 
 def test_a_build_waits_for_the_one_under_way(tmp_path: Path, source: str, build: Build) -> None:

@@ -24,9 +24,10 @@ from draftcore.contracts.capture import (
     CapturedBatch,
     FeatureRequest,
 )
-from draftcore.contracts.channel import Json
+from draftcore.contracts.channel import Json, RunEnded
 from draftcore.contracts.store import (
     FeatureStore,
+    Handle,
     SampleRef,
     StoreAway,
     StoreError,
@@ -48,7 +49,6 @@ from draftcore.features.loader import (
 )
 from draftcore.features.producer import fill, produce, put_batch
 from draftcore.features.queue import Queue, RemoteQueue
-from draftcore.features.stores.base import OpenHandle
 from draftcore.features.stores.file import FileStore
 from draftcore.run import TEXT_BYTES
 from draftcore.target import TransformersTarget
@@ -351,7 +351,7 @@ class Torn(ShmStore):
 
     def get_many(
         self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
-    ) -> tuple[OpenHandle, ...]:
+    ) -> tuple[Handle, ...]:
         self.failures -= 1
         if self.failures >= 0 and self.failures % 2 == 0:
             raise self.error
@@ -380,7 +380,7 @@ class Away(ShmStore):
         super().__init__(*args, **kwargs)
         self.asked = threading.Event()
 
-    def get_many(self, *args: Any, **kwargs: Any) -> tuple[OpenHandle, ...]:
+    def get_many(self, *args: Any, **kwargs: Any) -> tuple[Handle, ...]:
         self.asked.set()
         raise StoreAway("for hours")
 
@@ -554,6 +554,18 @@ def test_being_asked_to_stop_ends_the_iteration_while_it_waits(world: World) -> 
     assert seen == [0, 1, 2]
     within(batches.close)
     assert source.open == 0
+
+
+class Stopped(Mixing):
+    """One that heard, as it waited for a server, that the run is asked to stop."""
+
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+        raise RunEnded("asked to stop", "interrupted")
+
+
+def test_a_capture_that_was_asked_to_stop_ends_the_iteration(world: World) -> None:
+    world.capture = Stopped
+    assert read(world, world.captured()) == []
 
 
 def test_an_error_of_the_thread_is_raised_where_its_batch_is_asked_for(world: World) -> None:

@@ -24,7 +24,7 @@ from draftcore.contracts.store import (
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features import producer as module
-from draftcore.features.producer import produce, put_batch
+from draftcore.features.producer import CheckedCapture, produce, put_batch
 from draftcore.features.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
 from draftcore.features.stores.file import FileStore
 from tests.features.conftest import LENGTH, SOON, Loopback, task
@@ -202,15 +202,32 @@ def test_one_number_that_is_not_finite_skips_its_row_with_a_remedy(
     assert trainer.published == [0, 1]
 
 
-def test_a_short_capture_is_no_sample(trainer: Trainer) -> None:
-    def short(batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
-        for batch in batches:
-            yield CapturedBatch(batch, ({"hidden.1": torch.ones(LENGTH - 1, 4)},) * 2)
+def rows(batch: CaptureBatch, value: Any, count: int = 2, name: str = "hidden.1") -> CapturedBatch:
+    return CapturedBatch(batch, ({name: value},) * count)
 
-    trainer.capture.features = short  # type: ignore[method-assign]
-    one = task(0)
-    with pytest.raises(DraftcoreError, match=r"returned 2 rows of .* for the 3 tokens"):
-        put_batch(one.batch, one.loss_masks, trainer.capture, trainer.store, "p")
+
+WHOLE, ELSE = torch.ones(LENGTH, 4), "other batches or rows"
+YIELDED: dict[str, tuple[Callable[[CaptureBatch], Any], str]] = {
+    "short": (lambda b: [rows(b, WHOLE[1:])], "'hidden.1' of .2, 4, 'torch.float32'."),
+    "double": (lambda b: [rows(b, WHOLE.double())], "'hidden.1' of .3, 4, 'torch.float64'."),
+    "other name": (lambda b: [rows(b, WHOLE, name="hidden.2")], "'hidden.1' of None"),
+    "no tensor": (lambda b: [rows(b, [1.0])], ELSE),
+    "one row": (lambda b: [rows(b, WHOLE, 1)], ELSE),
+    "other batch": (lambda b: [rows(task(1).batch, WHOLE)], ELSE),
+    "bare rows": (lambda b: [{"hidden.1": WHOLE}], ELSE),
+    "nothing": (lambda b: [], ELSE),
+    "twice": (lambda b: [rows(b, WHOLE)] * 2, ELSE),
+}
+
+
+@pytest.mark.parametrize(("yields", "says"), YIELDED.values(), ids=YIELDED)
+def test_a_capture_that_yields_anything_else_is_named_and_no_sample(
+    trainer: Trainer, yields: Callable[[CaptureBatch], Any], says: str
+) -> None:
+    trainer.capture.features = lambda batches: yields(*batches)  # type: ignore[method-assign]
+    capture, one = CheckedCapture(trainer.capture, "mine", {"hidden.1": (4, "float32")}), task(0)
+    with pytest.raises(DraftcoreError, match=f"the capture of mine yielded {says}"):
+        put_batch(one.batch, one.loss_masks, capture, trainer.store, "p")
     assert trainer.store.stats().samples == 0
 
 

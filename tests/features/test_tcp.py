@@ -184,28 +184,6 @@ def test_a_trainer_of_another_secret_is_believed_nothing(echo: Echo) -> None:
         thread.join(SOON)
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * 64,
-        b"\x00" * 4096,
-        MAGIC + b"n" * 16 + struct.pack("!I", 0xFFFFFFFF) + b"x" * 4096,
-        MAGIC + b"n" * 16 + struct.pack("!I", 65) + b"x" * 4096,
-        MAGIC + b"n" * 16 + struct.pack("!I", 5) + b"m" * 32 + b"hello",
-        MAGIC + b"n" * 16 + struct.pack("!I", 0) + b"m" * 32,
-    ],
-    ids=["http", "zeros", "huge", "too long", "forged", "empty"],
-)
-def test_what_is_no_handshake_ends_the_connection(
-    stranger: Callable[[], socket.socket], sent: bytes, echo: Echo
-) -> None:
-    sock = stranger()
-    with suppress(ConnectionError):
-        sock.sendall(sent)
-    assert closed(sock)
-    assert echo.gone == []
-
-
 def test_the_other_sides_own_hello_is_no_proof_of_the_secret(
     stranger: Callable[[], socket.socket],
 ) -> None:
@@ -242,23 +220,6 @@ def test_a_stranger_that_sends_a_byte_at_a_time_is_not_waited_for(
     ended.set()
     thread.join(SOON)
     assert time.monotonic() - began < SOON
-
-
-@pytest.mark.parametrize(("count", "limit"), [(200, tcp.CONNECTIONS), (30, 8)])
-def test_a_flood_of_connections_keeps_no_producer_out(
-    stranger: Callable[[], socket.socket],
-    connect: Connect,
-    monkeypatch: pytest.MonkeyPatch,
-    count: int,
-    limit: int,
-) -> None:
-    """Those beyond a limit are closed at once, and the places of the others come back."""
-    monkeypatch.setattr(tcp, "HANDSHAKE", 0.5)
-    monkeypatch.setattr(tcp, "CONNECTIONS", limit)
-    monkeypatch.setattr(tcp, "AWAY", 0.05)
-    flood = [stranger() for _ in range(count)]
-    assert connect().call({"producer": "new", "number": 5})["number"] == 5
-    assert all(closed(sock) for sock in flood)
 
 
 # ---------------------------------------------------------------- liars, who know the secret

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import pytest
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.plugins.binding import bind, observers
+from tests.kernel.conftest import STORE
 
 if TYPE_CHECKING:
     from tests.kernel.conftest import Site
@@ -82,7 +84,7 @@ def test_a_loose_file_with_an_offer_is_chosen_by_that_offer_alone(site: Site) ->
 
 def test_two_owners_of_one_hook_are_refused_when_bound(site: Site) -> None:
     site.store("a")
-    site.store("b")
+    site.plugin("b", "@hookimpl\ndef feature_store(name, uri): ...")
     with pytest.raises(UsageError) as caught:
         open_store(site, "a", "b")
     assert "'feature_store' has several owners: a and b" in str(caught.value)
@@ -98,6 +100,67 @@ def test_observers_are_those_selected_and_the_loose_files(site: Site) -> None:
     assert seen == {"at_hand": [3], "chosen": [3], "idle": []}
     with pytest.raises(UsageError, match=r"no plugin 'chozen' .did you mean 'chosen'"):
         observers(registry, ["chozen"])
+
+
+def test_a_plugin_that_neither_observes_nor_wraps_is_refused_among_the_extras(site: Site) -> None:
+    site.store("a")
+    site.plugin("verbal", "@hookimpl\ndef commands(): return []")
+    for name, offers in (("a", "store a"), ("verbal", "verbs alone")):
+        with pytest.raises(UsageError, match=f"{name} .*no observer and no wrapper\n.* {offers}:"):
+            observers(site.load(), [name])
+
+
+FAILURES = {
+    "1 / 0": "raised ZeroDivisionError: division by zero\n  at ",
+    "raise SystemExit(0)": "raised SystemExit: 0",
+    "raise BaseException": "raised BaseException: ",
+    "return 7": "returned a int, and that does not fit",
+}
+
+
+@pytest.mark.parametrize(("fails", "says"), FAILURES.items(), ids=FAILURES)
+def test_an_observer_that_fails_is_named_once_and_set_aside(
+    site: Site, capsys: pytest.CaptureFixture[str], fails: str, says: str
+) -> None:
+    site.plugin("good", OBSERVER)
+    source = OBSERVER.replace("seen.append(step)", f"seen.append(step); {fails}")
+    site.plugin("bad", source + "    @hookimpl\n    def evaluated(): seen.append(0)\n")
+    registry = site.load()
+    hooks: Any = observers(registry, ["bad", "good"])
+    for step in (1, 2):
+        assert hooks.step_finished(step=step, metrics={}) == []
+    hooks.evaluated(step=2, report={})
+    seen = {plugin.name: plugin.instance.seen for plugin in registry.plugins}
+    assert seen == {"bad": [1], "good": [1, 2]}
+    told = capsys.readouterr().err
+    assert told.startswith(f"warning: the hook step_finished of bad (draftcore-bad 0.1) {says}")
+    assert told.count("\n  the run goes on without bad\n") == told.count("warning") == 1
+
+
+@pytest.mark.parametrize("error", ["DraftcoreError('no room')", "KeyboardInterrupt"])
+def test_an_observer_ends_a_run_with_an_error_that_is_meant(site: Site, error: str) -> None:
+    source = "from draftcore.errors import DraftcoreError\n" + dedent(OBSERVER)
+    site.plugin("strict", source.replace("seen.append(step)", f"raise {error}"))
+    with pytest.raises((DraftcoreError, KeyboardInterrupt), match=r"^(no room)?$"):
+        observers(site.load(), ["strict"]).step_finished(step=3, metrics={})
+
+
+@pytest.mark.parametrize(("fails", "says"), FAILURES.items(), ids=FAILURES)
+@pytest.mark.parametrize("which", ["store", "around"])
+def test_a_store_or_wrapper_that_fails_is_named_with_its_hook(
+    site: Site, which: str, fails: str, says: str
+) -> None:
+    """Of both the one that is to blame, and with the traceback."""
+    for name, source in {"store": STORE.replace("NAME", "store"), "around": WRAPPER}.items():
+        failing = "yield; " * (name == "around") + fails
+        site.plugin(name, re.sub("return Opened.*", failing, source) if name == which else source)
+    with pytest.raises(DraftcoreError) as caught:
+        open_store(site, "store", "around")
+    assert says in str(caught.value)
+    assert str(caught.value).startswith(
+        f"the hook feature_store of {which} (draftcore-{which} 0.1)"
+    )
+    assert bool(caught.value.__cause__) == ("raise" in says)
 
 
 def test_an_observer_that_two_plugins_name_is_called_once(site: Site) -> None:
@@ -143,8 +206,7 @@ def test_options_become_the_plugins_own_model(tuned: Site) -> None:
         ({}, "limit_bytes: is missing"),
         (
             {"limit_bytes": "many"},
-            "limit_bytes: Input should be a valid integer, unable to parse string as an integer,"
-            " not 'many'",
+            "limit_bytes: Input should be a valid integer, not 'many'",
         ),
     ],
 )

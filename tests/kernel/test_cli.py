@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,7 +62,9 @@ def test_the_table_shows_offers_problems_and_remedies(site: Site) -> None:
     info = site.folder / "draftcore_good-0.1.dist-info" / "direct_url.json"
     url = {"url": Path.cwd().as_uri() + "/plugins/good", "dir_info": {"editable": True}}
     info.write_text(json.dumps(url))
-    assert invoke(site, "list-plugins").output.splitlines() == [
+    lines = invoke(site, "list-plugins").output.splitlines()
+    assert sorted(re.findall(r"(\w+) \d+", lines.pop())) == ["bad", "builtin", "good"]
+    assert lines == [
         "NAME     DIST            VERSION  STATE   OFFERS",
         "bad      draftcore-bad   0.1      broken  "
         "ModuleNotFoundError: No module named 'surely_missing'",
@@ -98,25 +101,22 @@ def test_the_listing_as_data_has_every_field_and_nothing_else(site: Site) -> Non
     assert (bad["state"], bad["fix"]) == ("broken", "pip install surely_missing")
 
 
-def test_listing_works_whatever_is_broken_and_only_check_makes_it_an_exit_status(
+def test_only_check_makes_what_is_broken_an_exit_status(
     site: Site,
 ) -> None:
-    site.plugin("verbs", "@hookimpl\ndef commands():\n    raise RuntimeError")
+    site.store("good")
     assert invoke(site, "list-plugins", "--check").exit_code == 0
     site.plugin("exits", "raise SystemExit(9)")
     assert invoke(site, "list-plugins").exit_code == 0
     assert invoke(site, "list-plugins", "--check").exit_code == 1
-    checked = invoke(site, "list-plugins", "--check", "--json")
-    assert checked.exit_code == 1
-    states = {one["name"]: one["state"] for one in json.loads(checked.stdout)["plugins"]}
-    assert states == {"exits": "broken", "verbs": "ready"}
 
 
 def test_two_plugins_of_one_offer_are_both_ready_and_the_clash_is_told(site: Site) -> None:
     for name in ("a", "b"):
         site.plugin(name, STORE.replace("NAME", "same"))
-    told = "a and b offer the store 'same': a run chooses by `plugin` beside the name"
-    assert invoke(site, "list-plugins").output.splitlines()[-1] == told
+    told = "a and b offer the store 'same': a run chooses by `plugin` beside the name, and else "
+    told += "what is built in"
+    assert told in invoke(site, "list-plugins").output.splitlines()
     assert json.loads(invoke(site, "list-plugins", "--json").output)["clashes"] == [told]
     assert invoke(site, "list-plugins", "--check").exit_code == 1
 
@@ -180,14 +180,6 @@ def test_an_unknown_verb_is_answered_with_the_nearest_one_or_its_dist(
     result = invoke(site, verb, "my-export")
     assert result.exit_code == 2
     assert says in result.stderr
-
-
-def test_a_plugin_whose_verbs_fail_takes_no_other_verb_along(site: Site) -> None:
-    site.plugin("polite", VERB)
-    site.plugin("bad", "@hookimpl\ndef commands():\n    raise SystemExit('no GPU')")
-    result = invoke(site, "greet")
-    assert result.stdout == "hello from 2 plugins\n"
-    assert "no verbs of bad (draftcore-bad 0.1): SystemExit: no GPU" in result.stderr
 
 
 def test_of_two_plugins_with_one_verb_neither_answers_and_the_cores_are_not_taken_over(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from draftcore.config import GONE, RunConfig, load_config
+from draftcore.config import GONE, OWN, RunConfig, load_config
 from draftcore.errors import UsageError
 
 YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
@@ -23,6 +23,13 @@ YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
         ("run.folder=x", "override 'run.folder=x': 'run' is a value, not a section"),
         ("train.betas=[1", "cannot read the value '[1'"),
         ("drafts.data.algorithm.name=mine", "set either algorithm"),
+        ("train.batch=true", "train.batch: Input should be a valid integer, not True"),
+        ("train.lr='3e-4'", "train.lr: Input should be a valid number, not '3e-4'"),
+        ("train.clip=.inf", "train.clip: Input should be a valid number, not '.inf'"),
+        (f"train.seed={'9' * 5000}", "train.seed: Input should be a valid integer, not '99999"),
+        ("train.epochs=1000000000000", "train.epochs: Input should be less than or equal to 10"),
+        ("train.betas=[0.9,1]", "train.betas.1: Input should be less than 1"),
+        ('run=""', "run: '.' names no folder of its own"),
     ],
 )
 def test_what_is_wrong_with_a_key_is_said_with_the_keys_that_there_are(
@@ -36,12 +43,44 @@ def test_what_is_wrong_with_a_key_is_said_with_the_keys_that_there_are(
 
 def test_overrides_are_read_as_yaml_in_order(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(YAML)
-    overrides = ["train.lr=1e-4", "train.batch=2", "train.batch=3", "algorithm.options.layers=[1]"]
+    overrides = ["train.lr=3e-4", "train.batch=2", "train.batch=3", "algorithm.options.layers=[1]"]
     config = load_config(tmp_path / "run.yaml", overrides)
-    assert (config.train.lr, config.train.batch) == (1e-4, 3)
+    assert (config.train.lr, config.train.batch) == (3e-4, 3)
     assert config.algorithm is not None
     assert config.algorithm.options == {"layers": [1]}
 
 
 def test_what_is_gone_is_no_key() -> None:
     assert not GONE.keys() & RunConfig.model_fields.keys()
+
+
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]\n" for i in range(1, 99))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("run: there", "the key 'run' is given twice"),
+        ("train: {lr: !far 3}", "nobody knows the tag !far"),
+        ('store: "\\0"', "cannot be printed"),
+        ("train: " + "[" * 100_000, "recursion"),
+        (BOMB, "larger than any configuration"),
+        ("a: &a [*a]", "recursive"),
+    ],
+)
+def test_a_file_that_says_a_thing_twice_or_without_end_is_no_yaml(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    (tmp_path / "run.yaml").write_text(YAML + text)
+    with pytest.raises(UsageError, match=rf"run\.yaml is not YAML: (.|\n)*{says}"):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_an_alias_is_a_copy_that_an_override_changes_alone(tmp_path: Path) -> None:
+    drafts = "drafts: {a: &a {algorithm: {name: mine}}, b: *a}"
+    (tmp_path / "run.yaml").write_text(f"run: here\ntarget: {{path: there}}\n{drafts}")
+    config = load_config(tmp_path / "run.yaml", ["drafts.a.algorithm.name=other"])
+    assert [draft.algorithm.name for draft in config.drafts.values()] == ["other", "mine"]
+    for label in OWN:
+        with pytest.raises(UsageError, match=f"no draft can be labelled '{label}'"):
+            load_config(tmp_path / "run.yaml", [f"drafts={{{label}: {{algorithm: {{name: a}}}}}}"])

@@ -37,9 +37,13 @@ def test_an_unknown_option_and_a_host_where_there_are_only_paths_are_refused() -
         parse_uri("memory:?max_byte=3", known=["max_bytes"])
     with pytest.raises(UsageError, match="names the host 'some'"):
         parse_uri("file://some/where")
+    with pytest.raises(UsageError, match="gives the option 'n' twice"):
+        parse_uri("memory:?n=3&n=4", known=["n"])
+    with pytest.raises(UsageError, match="cannot be printed"):
+        parse_uri("file:a%00b")
 
 
-@pytest.mark.parametrize("text", ["", "ten", "10 gigs", "-1", "1.5.2MiB", "0"])
+@pytest.mark.parametrize("text", ["", "ten", "10 gigs", "-1", "1.5.2MiB", "9" * 400, "0"])
 def test_a_size_or_number_that_is_none_is_explained(text: str) -> None:
     with pytest.raises(UsageError, match="number above zero"):
         parse_uri(f"x:?n={text}", known=["n"]).number("n", 5)

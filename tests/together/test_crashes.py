@@ -82,7 +82,7 @@ def test_a_run_whose_terminal_hangs_up_is_saved(
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), text=True,
     )  # fmt: skip
     os.close(here)
-    wait_for(lambda: os.read(there, 1 << 16) and steps(project) >= 5, process)
+    wait_for(lambda: bool(os.read(there, 1 << 16)) and steps(project) >= 5, process)
     os.close(there)
     assert process.wait(60) == 130
     assert (project.run / f"checkpoints/step-{steps(project):08}/COMPLETE").exists()

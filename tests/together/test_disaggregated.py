@@ -4,12 +4,16 @@ are those of a run in one process."""
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from draftcore.config import OWN
+from tests.ranks import listening
 from tests.together.conftest import BLOCKS
 
 if TYPE_CHECKING:
@@ -22,9 +26,9 @@ SHM = Path("/dev/shm")
 
 @pytest.fixture
 def run(tmp_path: Path, new_project: NewProject) -> Train:
-    """Train a project with some topology, in processes of its own; nothing may be left of it.
+    """Train a project with some topology, in processes of its own that no other machine reaches.
 
-    Returns the project, and what it printed.
+    Nothing may be left of it. Returns the project, and what it printed.
     """
 
     def train(name: str, **changes: Any) -> tuple[Project, str]:
@@ -32,9 +36,16 @@ def run(tmp_path: Path, new_project: NewProject) -> Train:
             tmp_path / name,
             **{"algorithm": {"name": "dflash", "options": BLOCKS}, "store": "auto", **changes},
         )
-        output = project.finish("train")
+        process, hosts, output = project.start("train"), set[str](), ""
+        while process.returncode is None:
+            hosts |= {host for host, _ in listening(process.pid)}
+            with suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=0.1)
+        assert process.returncode == 0, output
+        assert hosts <= {"127.0.0.1"}
         run_id = json.loads((project.run / "run.json").read_text())["run_id"]
         assert not [path for path in SHM.iterdir() if run_id in path.name]
+        assert {path.name for path in project.run.iterdir()} <= {*OWN, ".lock"}
         return project, output
 
     return train

@@ -116,12 +116,15 @@ def test_a_killed_run_resumes_each_draft_from_its_own_checkpoint(several: Make) 
 
 
 def test_a_draft_that_fails_leaves_the_others_alone(several: Make, alone: Make) -> None:
-    drafts = {"blocks": DRAFTS["blocks"], "wild": {**DRAFTS["domino"], "train": {"lr": 1e30}}}
+    drafts = {
+        "blocks": DRAFTS["blocks"],
+        "wild": {**DRAFTS["domino"], "train": {"lr": 100, "weight_decay": 1}},
+    }
     together = several(drafts=drafts)
     result = together.cli("train", ok=False)
     assert result.exit_code == 1
     assert "1 of 2 drafts failed" in result.output
-    assert "wild: the gradient of step" in result.output
+    assert "wild: a weight at step" in result.output
     one = alone("blocks")
     one.cli("train")
     require_same(weights(together.run / "blocks"), weights(one.run))

@@ -83,5 +83,5 @@ def test_a_capture_without_them_is_refused_before_any_row_is_rendered(
     project = new_project(tmp_path / "project", algorithm=NARROW, capture={"name": "sglang"})
     said = project.cli("train", ok=False, plugin=ODD).output
     assert "'odd' asks for the target's topk" in said
-    assert "'sglang' does not give them\n  set capture=hf" in said
+    assert "'sglang' does not give them\n  set capture.name=hf" in said
     assert not (project.run / "data").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +35,16 @@ def test_capture_train_eval_export(project: Project) -> None:
     assert report["lossless"] is True
     assert report["prompts"] == 3
     assert (project.run / "eval" / "acceptance.png").exists()
-    project.cli("export")
+    before = os.umask(0o027)
+    project.cli("export", ok=False)
+    os.umask(before)
     origin = json.loads((project.run / "export" / "draftcore.json").read_text())
     assert origin["samples_seen"] == 24
     assert {plugin["name"] for plugin in origin["plugins"]} >= {"eagle3", "builtin"}
+    for file in (project.run / "export").iterdir():
+        assert file.stat().st_mode & 0o777 == 0o640, "as the umask says, weights and all"
+        assert str(project.folder.parent).encode() not in file.read_bytes(), "no path of ours"
+    assert origin["target"] == Path(project.config["target"]["path"]).name
     again = json.loads(project.cli("eval", "--export", project.run / "export", "--json").stdout)
     assert again["acceptance_length"] == report["acceptance_length"]
     (draft,) = Run(load_config(project.yaml), load()).drafts

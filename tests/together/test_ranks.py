@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftcore.cli import main
-from tests.ranks import free_port, start_rank
+from tests.ranks import start_rank
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
@@ -53,10 +53,10 @@ class Ranks:
     folder: Path
     processes: list[ForkServerProcess] = field(default_factory=list)
 
-    def start(self, argv: list[str], size: int, port: int, largest_file: int | None = None) -> None:
+    def start(self, argv: list[str], size: int, largest_file: int | None = None) -> None:
         """Start the next rank."""
         rank = len(self.processes)
-        process = start_rank(self.folder, rank, size, port, be_a_rank, argv, largest_file)
+        process = start_rank(self.folder, rank, size, be_a_rank, argv, largest_file)
         self.processes.append(process)
 
     def send(self, rank: int, number: int) -> None:
@@ -102,10 +102,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         loose = ["--plugin", str(plugin)] if plugin else []
         folder = tmp_path / f"ranks-{len(started)}"
         folder.mkdir()
-        ranks, port, words = Ranks(folder), free_port(), [*loose, verb, str(project.yaml)]
+        ranks, words = Ranks(folder), [*loose, verb, str(project.yaml)]
         started.append(ranks)
-        ranks.start([*words, *arguments], 2, port, largest_file)
-        ranks.start([*words, *(arguments if second is None else second)], 2, port)
+        ranks.start([*words, *arguments], 2, largest_file)
+        ranks.start([*words, *(arguments if second is None else second)], 2)
         return ranks
 
     yield start
@@ -342,6 +342,6 @@ def test_what_ranks_cannot_do_is_said_once(
 
 def test_ranks_that_do_not_come_together_say_so(project: Project, tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    ranks.start(["train", str(project.yaml), "train.rank_timeout=1"], 2, free_port())
+    ranks.start(["train", str(project.yaml), "train.rank_timeout=1"], 2)
     assert ranks.finish() == [1]
     assert "2 ranks did not come together within 1 s" in ranks.output(0)

@@ -1,12 +1,16 @@
-"""A run imports the plugins that it selects, and what else is installed cannot disturb it."""
+"""Built-in verbs import the plugins that a run selects; what else is installed cannot disturb them."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pytest
 
 if TYPE_CHECKING:
     from tests.together.conftest import Project
@@ -16,31 +20,67 @@ import sys
 from draftcore.cli import main
 
 main(["train", sys.argv[1], "train.max_steps=1"], standalone_mode=False)
+for verb in ("capture", "train", "eval", "export"):
+    main([verb, "--help"], standalone_mode=False)
 print("modules", *sys.modules)
-main(["list-plugins"])
 """
 
 
-def test_training_imports_no_plugin_that_it_did_not_select(
+def test_only_the_listing_imports_a_plugin_that_nobody_selected(
     project: Project, tmp_path: Path
 ) -> None:
-    """Beside all our own dists lies one that cannot be imported, which only the listing tries."""
-    info = tmp_path / "site" / "draftcore_broken-0.1.dist-info"
+    """Beside all our own dists lies one that kills the process; it is named, and left out by hand."""
+    info = tmp_path / "site" / "draftcore_killer-0.1.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftcore-broken\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[draftcore]\nbroken = draftcore_broken\n")
-    (info.parent / "draftcore_broken.py").write_text("raise AssertionError('imported')\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftcore-killer\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[draftcore]\nkiller = draftcore_killer\n")
+    killer = info.parent / "draftcore_killer.py"
+    killer.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     path = os.pathsep.join([str(info.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN, str(project.yaml)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, env={**env, **more}, capture_output=True, text=True)
+
+    done = run("-c", TRAIN, str(project.yaml))
     assert done.returncode == 0, done.stderr
     trained, _, modules = done.stdout.partition("modules ")
     assert "complete: step 1 of 1" in trained
     assert "warning" not in done.stderr.lower()
-    modules, _, listing = modules.partition("\n")
     packages = {name.partition(".")[0] for name in modules.split() if "draftcore_" in name}
     assert packages == {"draftcore_eagle3", "draftcore_nn"}
-    assert "AssertionError: imported" in listing
+
+    for options in ([], ["--traceback"]):
+        listing = run("-m", "draftcore", *options, "list-plugins")
+        assert (listing.returncode, listing.stdout) == (-signal.SIGSEGV, "")
+        assert f'File "{killer}", line 2' in listing.stderr
+        assert ("importing killer (draftcore-killer 0.1)\n" in listing.stderr) == bool(options)
+    left_out = run("-m", "draftcore", "list-plugins", DRAFTCORE_DISABLE="killer").stdout
+    assert re.search("^killer .* disabled", left_out, re.MULTILINE)
+
+
+ENDS = {
+    "observer": (
+        "@hookimpl\ndef step_finished():\n    raise SystemExit(0)\n",
+        "goes on without ends",
+    ),
+    "capture": (
+        "class Ends:\n    def features(self, batches): raise SystemExit(0)\n    close = print\n"
+        "@hookimpl(wrapper=True)\ndef capture():\n    yield\n    return Ends()\n",
+        "error: SystemExit: 0 ended the run",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_no_plugin_ends_a_run_as_if_it_were_done(
+    project: Project, tmp_path: Path, name: str
+) -> None:
+    """An observer is set aside, and the run goes on; what else ends the process is an error."""
+    file = tmp_path / f"ends_{name}.py"
+    file.write_text("from draftcore import hookimpl\n" + ENDS[name][0])
+    done = project.cli("train", "train.max_steps=2", plugin=file, ok=False)
+    assert ENDS[name][1] in done.stderr
+    assert done.exit_code == (name != "observer")
+    assert ("complete: step 2 of 2" in done.stdout) == (name == "observer")

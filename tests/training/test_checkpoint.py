@@ -50,12 +50,15 @@ def test_the_newest_checkpoint_is_found_with_the_state_that_was_saved(run: Run) 
     assert open_checkpoint(folder(run, 3)).step == 3
 
 
-def test_a_checkpoint_without_its_mark_does_not_exist(run: Run) -> None:
+def test_a_checkpoint_without_its_mark_does_not_exist(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     """It was being written when its process was killed."""
     (folder(run, 4) / MARK).unlink()
     found = latest(run.folder / "checkpoints")
     assert found is not None
     assert found.step == 3
+    assert f"{folder(run, 4)} has no COMPLETE and is left out" in caplog.text
     with pytest.raises(UsageError, match=f"is not complete\n.*{MARK}"):
         open_checkpoint(folder(run, 4))
     (folder(run, 3) / MARK).unlink()

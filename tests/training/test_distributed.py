@@ -21,7 +21,7 @@ from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, Stop, 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.training.distributed import ALONE, Ranks, join
 from draftcore.training.sharding import require_shardable
-from tests.ranks import free_port, start_rank
+from tests.ranks import start_rank
 from tests.training.conftest import NewRun, Run
 
 SOON = 90.0  # seconds in which ranks end, however slow the machine
@@ -57,9 +57,8 @@ def start(tmp_path: Path) -> Start:
     """Let so many ranks do some work, and wait for them."""
 
     def start(work: Callable[..., Any], ranks: int = 2, **settings: Any) -> Ended:
-        port = free_port()
         processes = [
-            start_rank(tmp_path, rank, ranks, port, be_a_rank, work, tmp_path, settings)
+            start_rank(tmp_path, rank, ranks, be_a_rank, work, tmp_path, settings)
             for rank in range(ranks)
         ]
         for process in processes:

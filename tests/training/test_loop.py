@@ -460,7 +460,9 @@ def test_absurd_weights_do_not_replace_those_of_good_checkpoints(new_run: NewRun
     again = new_run(max_steps=4, checkpoint_every=1, keep_checkpoints=1).build()
     with torch.no_grad():
         again.trainers[0].parameters[0] *= 1e9
-    with pytest.raises(DraftcoreError, match=r"a weight at step 3 is .*e\+\d+: .*\n.*lower train.lr"):
+    with pytest.raises(
+        DraftcoreError, match=r"a weight at step 3 is .*e\+\d+: .*\n.*lower train.lr"
+    ):
         again.train()
     found = again.found()
     assert found is not None
@@ -483,14 +485,12 @@ def test_an_evaluation_is_written_beside_the_steps(new_run: NewRun) -> None:
     ]
 
 
-def test_a_disk_that_is_full_of_metrics_says_that_the_run_goes_on_with_room(
-    new_run: NewRun,
-) -> None:
+def test_metrics_that_cannot_be_written_say_that_the_run_goes_on(new_run: NewRun) -> None:
     run = new_run().build()
     file = run.folder / "metrics.jsonl"
     file.unlink()
-    file.symlink_to("/dev/full")
-    with pytest.raises(DraftcoreError, match=r"(?s)metrics.jsonl.*No space left.*free space"):
+    file.mkdir()
+    with pytest.raises(DraftcoreError, match=r"(?s)metrics.jsonl.*go on"):
         run.train()
 
 

@@ -10,12 +10,19 @@ import shutil
 import threading
 import time
 import uuid
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest as digest_of
 
 from draftcore.contracts.store import (
+    FeatureStore,
+    Handle,
     SampleRef,
     StoreError,
     StoreFull,
@@ -24,50 +31,27 @@ from draftcore.contracts.store import (
     TensorSpec,
 )
 from draftcore.errors import nearest
+from draftcore.features.stores.seals import bytes_of
 from draftcore.uris import format_size
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Key = tuple[str, str]
+Tensors = Mapping[str, Tensor]
 
 
-class OpenHandle:
-    """An open read; see `contracts.store.Handle`. Closing twice is harmless."""
-
-    def __init__(
-        self, ref: SampleRef, tensors: Mapping[str, "Tensor"], on_close: Callable[[SampleRef], None]
-    ) -> None:
-        self.ref = ref
-        self.tensors = tensors
-        self._on_close: Callable[[SampleRef], None] | None = on_close
-
-    def close(self) -> None:
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            self.tensors = {}
-            on_close(self.ref)
-
-    def __enter__(self) -> "OpenHandle":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class BaseStore:
+class BaseStore(FeatureStore):
     """What every store does alike. A new store says how its medium does five things:
 
     `_write` keeps the bytes of a put, `_find` says what is held, `_read` returns tensors, `_drop` ends
-    that samples are held, and `_usage` counts. One whose readers need the bytes of a dropped sample in
-    place gives them back in `_reclaim`. Methods are called with `_mutex` held, but for those that move
-    bytes: `_write` and `_read`, which hold it themselves around what threads must not do side by side.
+    that samples are held, and `_usage` counts. They are called with `_mutex` held, but for those that
+    move bytes: `_write` and `_read`, which hold it themselves around what threads must not do side by
+    side.
 
-    What is kept here, so that a store need not: a generation per put (`new_generation`), who reads
-    what, the limit, and the bytes that were dropped and are still read. A store keeps the index: its
-    `_write` lets `_find` see the samples of a put once all their bytes are there, never before, and
-    then all at once, also if the process is killed at any line. A durable store adds `read_manifest`
-    and `write_manifest`; one that has something to close extends `close`, which may be called twice.
+    What is kept here, so that a store need not: a generation per put (`new_generation`), a digest per
+    tensor, which is checked when it is read, who reads what, the limit, and the bytes that were dropped
+    and are still read. A store keeps the index: its `_write` lets `_find` see the samples of a put once
+    all their bytes are there, never before, and then all at once, also if the process is killed at any
+    line. A durable store adds `read_manifest` and `write_manifest`; one that has something to close
+    extends `close`, which may be called twice.
     """
 
     def __init__(self, uri: str, max_bytes: int | None = None) -> None:
@@ -80,49 +64,37 @@ class BaseStore:
 
     # ------------------------------------------------------------ what a store writes
 
-    def _write(self, refs: Sequence[SampleRef], items: Sequence[StoreItem]) -> None:
-        """Keep the tensors of one put, all or none. Raises StoreFull where the medium is full.
+    @abstractmethod
+    def _write(self, refs: Sequence[SampleRef], tensors: Sequence[Tensors]) -> None:
+        """Keep the samples of one put, all or none. Raises StoreFull where the medium is full.
 
-        From here on they are found under their ids, instead of what was. It may still be there:
-        `_drop` is called for it next.
+        Their tensors lie contiguous in the CPU's memory, and may share it. From here on the samples
+        are found under their ids, instead of what was. That may still be there: `_drop` is next.
         """
-        raise NotImplementedError
 
-    def _find(self, ids: Sequence[str], refs: Sequence[SampleRef] = ()) -> Mapping[str, SampleRef]:
-        """Return the current ref of each id that is held, as it was put, and leave out other ids.
+    @abstractmethod
+    def _find(self, ids: Sequence[str]) -> Mapping[str, SampleRef]:
+        """Return the current ref of each id that is held, as it was put, and leave out other ids."""
 
-        `refs` are what the caller knows of them, which may spare a look.
+    @abstractmethod
+    def _read(self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]]) -> Iterable[Tensors]:
+        """Return or yield these tensors of each sample. Raises StoreError for what is gone.
+
+        They must not change with what is put or dropped later: copies, or views of what stays.
         """
-        raise NotImplementedError
 
-    def _read(
-        self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]], device: str
-    ) -> Sequence[Mapping[str, "Tensor"]]:
-        """Return these tensors of each sample, on a device. Raises StoreError for what is not whole.
-
-        They must not change with what is put or dropped later: copies, or views of bytes that stay
-        until `_reclaim`.
-        """
-        raise NotImplementedError
-
+    @abstractmethod
     def _drop(self, refs: Sequence[SampleRef]) -> None:
         """Hold these generations no more, and no other; their handles here may still be open."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _usage(self) -> tuple[int, int, int | None]:
         """Return samples held, bytes taken up, and bytes free on the medium where that is known.
 
         Bytes that were dropped and are still read here (`_leaving`) are left out, and added later.
         """
-        raise NotImplementedError
-
-    def _reclaim(self, ref: SampleRef) -> None:
-        """Give back the bytes of a dropped sample that nobody reads here any more."""
 
     # ------------------------------------------------------------ the contract
-
-    def put(self, item: StoreItem) -> SampleRef:
-        return self.put_many([item])[0]
 
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
         with self._puts:
@@ -131,32 +103,30 @@ class BaseStore:
                 older = list(self._find([item.feature_id for item in items]).values())
                 refs = describe_items(items, new_generation(older), self.uri)
                 if self.max_bytes is not None:
-                    held_bytes = self.stats().nbytes
-                    require_room(self.uri, refs, held_bytes=held_bytes, max_bytes=self.max_bytes)
+                    require_room(self.uri, refs, self.stats().nbytes, self.max_bytes)
             if refs:
-                self._write(refs, items)
+                tensors = [plain(item.tensors) for item in items]
+                refs = tuple(sealed(ref, own) for ref, own in zip(refs, tensors, strict=True))
+                self._write(refs, tensors)
             with self._mutex:
                 self._let_go(older)
         return refs
 
-    def get(
-        self, ref: SampleRef, device: str = "cpu", names: Sequence[str] | None = None
-    ) -> OpenHandle:
-        return self.get_many([ref], device, names)[0]
-
     def get_many(
         self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
-    ) -> tuple[OpenHandle, ...]:
+    ) -> tuple[Handle, ...]:
         wanted = [select_names(ref, names) for ref in refs]
-        pinned = self._pin(refs)
-        try:
-            found = self._read(pinned, wanted, device)
-        except BaseException:
-            for ref in pinned:
-                self._unpin(ref)
-            raise
-        pairs = zip(pinned, found, strict=True)
-        return tuple(OpenHandle(ref, tensors, self._unpin) for ref, tensors in pairs)
+        with contextlib.ExitStack() as opened:
+            with self._mutex:
+                self._require_open()
+                held = self._require_held(refs)
+                self._readers.update(ref.key for ref in held)
+                handles = [opened.enter_context(Handle(ref, {}, self._unpin)) for ref in held]
+            for handle, found in zip(handles, self._read(held, wanted), strict=True):
+                require_sealed(handle.ref, found)
+                handle.tensors = {name: tensor.to(device) for name, tensor in found.items()}
+            opened.pop_all()
+        return tuple(handles)
 
     def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
         with self._mutex:
@@ -167,11 +137,8 @@ class BaseStore:
         with self._mutex:
             self._require_open()
             unique = {ref.key: ref for ref in refs}
-            found = self._find([one for one, _ in unique], list(unique.values()))
+            found = self._current(list(unique.values()))
             self._let_go([ref for ref in found.values() if ref.key in unique])
-
-    def abort(self, feature_id: str) -> None:
-        self.free(self.lookup([feature_id]).values())
 
     def stats(self) -> StoreStats:
         with self._mutex:
@@ -189,37 +156,29 @@ class BaseStore:
         if self._closed:
             raise StoreError(f"the store {self.uri} is closed\n  open it again")
 
-    def _pin(self, refs: Sequence[SampleRef]) -> list[SampleRef]:
-        """Keep samples until each is unpinned. Raises StoreError for one that is not held."""
-        with self._mutex:
-            self._require_open()
-            held = self._require_held(refs)
-            self._readers.update(ref.key for ref in held)
-            return held
+    def _current(self, refs: Sequence[SampleRef]) -> Mapping[str, SampleRef]:
+        """Return what is held now under the ids of refs."""
+        return self._find([ref.feature_id for ref in refs])
+
+    def _require_held(self, refs: Sequence[SampleRef]) -> list[SampleRef]:
+        """Return refs as they are held here. Raises StoreError for one that is not."""
+        held = self._current(refs)
+        for ref in refs:
+            if ref.feature_id not in held or held[ref.feature_id].key != ref.key:
+                raise not_held(ref, superseded=ref.feature_id in held)
+        return [held[ref.feature_id] for ref in refs]
 
     def _unpin(self, ref: SampleRef) -> None:
         with self._mutex:
             self._readers[ref.key] -= 1
             if not self._readers[ref.key]:
                 del self._readers[ref.key]
-                if ref.key in self._leaving:
-                    self._reclaim(self._leaving.pop(ref.key))
-
-    def _require_held(self, refs: Sequence[SampleRef]) -> list[SampleRef]:
-        held = self._find([ref.feature_id for ref in refs], refs)
-        for ref in refs:
-            if ref.feature_id not in held or held[ref.feature_id].key != ref.key:
-                raise not_held(ref, superseded=ref.feature_id in held)
-        return [held[ref.feature_id] for ref in refs]
+                self._leaving.pop(ref.key, None)
 
     def _let_go(self, refs: Sequence[SampleRef]) -> None:
-        """Drop samples; their bytes go now, or when their last handle here closes."""
+        """Drop samples; their bytes count until their last handle here closes."""
         self._drop(refs)
-        for ref in refs:
-            if self._readers[ref.key]:
-                self._leaving[ref.key] = ref
-            else:
-                self._reclaim(ref)
+        self._leaving |= {ref.key: ref for ref in refs if self._readers[ref.key]}
 
 
 # ---------------------------------------------------------------- pieces
@@ -233,23 +192,42 @@ def new_generation(older: Sequence[SampleRef] = ()) -> str:
 
 def describe_items(items: Sequence[StoreItem], generation: str, uri: str) -> tuple[SampleRef, ...]:
     """Return the refs of samples that are put together."""
-    ids = Counter(item.feature_id for item in items)
-    twice = [feature_id for feature_id, count in ids.items() if count > 1]
-    if twice:
-        raise StoreError(
-            f"sample {twice[0]!r} occurs twice in one put\n  put every sample once per call"
-        )
-    refs = []
+    refs: dict[str, SampleRef] = {}
     for item in items:
-        specs = tuple(
-            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in item.tensors.items()
-        )
-        nbytes = sum(tensor.nbytes for tensor in item.tensors.values())
-        refs.append(
-            SampleRef(item.feature_id, generation, uri, specs, item.tokens, nbytes, item.provenance)
-        )
-    return tuple(refs)
+        one, given = item.feature_id, item.tensors.items()
+        if one in refs:
+            raise StoreError(f"sample {one!r} occurs twice in one put\n  put it once per call")
+        specs = tuple(describe(name, tensor) for name, tensor in given)
+        nbytes = sum(tensor.nbytes for _, tensor in given)
+        refs[one] = SampleRef(one, generation, uri, specs, item.tokens, nbytes, item.provenance)
+    return tuple(refs.values())
+
+
+def describe(name: str, tensor: Tensor, digest: str = "") -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest)
+
+
+def plain(tensors: Tensors) -> Tensors:
+    """Return tensors that lie contiguous in the CPU's memory, without gradients."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def sealed(ref: SampleRef, tensors: Tensors) -> SampleRef:
+    """Return a ref that says of these tensors what they are, their digests too."""
+    now = {name: describe(name, one, digest_of(bytes_of(one))) for name, one in tensors.items()}
+    return replace(ref, tensors=tuple(now.get(spec.name, spec) for spec in ref.tensors))
+
+
+def require_sealed(ref: SampleRef, tensors: Tensors) -> None:
+    """Raise StoreError unless tensors are what was put."""
+    for put, read in zip(ref.tensors, sealed(ref, tensors).tensors, strict=True):
+        if put != read:
+            told = [f"{one.dtype} {list(one.shape)} of digest {one.digest}" for one in (put, read)]
+            raise StoreError(
+                f"tensor {put.name!r} of sample {ref.feature_id!r} is torn or altered in the store "
+                f"{ref.uri}, generation {ref.generation}: {' was put, and '.join(told)} is read\n"
+                "  remove that and run again; it is then captured again"
+            )
 
 
 def select_names(ref: SampleRef, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -273,28 +251,30 @@ def not_held(ref: SampleRef, *, superseded: bool) -> StoreError:
     )
 
 
-def require_room(
-    uri: str, refs: Sequence[SampleRef], *, held_bytes: int, max_bytes: int | None
-) -> None:
+def require_room(uri: str, refs: Sequence[SampleRef], held_bytes: int, max_bytes: int) -> None:
     """Raise StoreFull unless a store that holds `held_bytes` may take these samples as well."""
-    if max_bytes is not None and held_bytes + sum(ref.nbytes for ref in refs) > max_bytes:
+    needed, free = sum(ref.nbytes for ref in refs), max_bytes - held_bytes
+    if needed > free:
+        limit = f"max_bytes={format_size(max_bytes)}"
+        remedy = "free samples, or raise max_bytes in the store's URI"
         raise StoreFull(
-            uri,
-            needed=sum(ref.nbytes for ref in refs),
-            samples=len(refs),
-            free=max_bytes - held_bytes,
-            limit=f"max_bytes={format_size(max_bytes)}",
-            remedy="free samples, or raise max_bytes in the store's URI",
+            uri, needed=needed, samples=len(refs), free=free, limit=limit, remedy=remedy
         )
 
 
 @contextlib.contextmanager
-def writing(uri: str, folder: Path, refs: Sequence[SampleRef] = ()) -> Iterator[None]:
-    """Turn a full disk into StoreFull, and what else the disk says into a StoreError."""
+def writing(
+    uri: str,
+    folder: Path,
+    refs: Sequence[SampleRef] = (),
+    errors: type[Exception] = OSError,
+    full: Callable[[Any], bool] = lambda error: error.errno in (errno.ENOSPC, errno.EDQUOT),
+) -> Iterator[None]:
+    """Turn a medium's `errors` into a StoreError, and those of a `full` one into StoreFull."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except errors as error:
+        if not full(error):
             raise StoreError(
                 f"cannot write to the store {folder}: {error}\n"
                 "  check that the folder exists and may be written to"
@@ -304,6 +284,6 @@ def writing(uri: str, folder: Path, refs: Sequence[SampleRef] = ()) -> Iterator[
             needed=sum(ref.nbytes for ref in refs),
             samples=len(refs),
             free=shutil.disk_usage(folder).free,
-            limit=f"the disk or its quota ({error.strerror})",
+            limit=f"the disk or its quota ({error})",
             remedy="free samples or disk space, then go on; what is stored stays readable",
         ) from error

@@ -5,11 +5,11 @@
     DIR/manifest.json                         what a training host needs to know of the features
     DIR/.volatile                             of a volatile store: locked by who has it open
 
-A shard's metadata hold its samples' refs and the xxh3 digest of each tensor. It is written under
-another name, fsync'd and renamed, so a crash at any byte loses at most the put it interrupted. `freed`
-is a number in hexadecimal with one bit per sample; a shard of which nothing is held is removed. A put
-again supersedes: of two samples of one id the younger generation counts. So there is no index and no
-lock. Any number of processes write, and those that read need no more than to list the folder.
+A shard's metadata hold its samples' refs, with the digest of each tensor. It is written under another
+name, fsync'd and renamed, so a crash at any byte loses at most the put it interrupted. `freed` is a
+number in hexadecimal with one bit per sample; a shard of which nothing is held is removed. A put again
+supersedes: of two samples of one id the younger generation counts. So there is no index and no lock.
+Any number of processes write, and those that read need no more than to list the folder.
 
 Tensors are memory-mapped, not loaded; each one's digest is checked at every get (9 GB/s from the page
 cache). Who reads keeps the bytes of a file that is removed. Shards are written by hand: safetensors'
@@ -36,9 +36,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftcore.contracts.store import SampleRef, StoreError, StoreItem
+from draftcore.contracts.store import SampleRef, StoreError
 from draftcore.errors import UsageError
-from draftcore.features.stores.base import BaseStore, writing
+from draftcore.features.stores.base import BaseStore, Tensors, writing
 from draftcore.features.stores.seals import bytes_of
 from draftcore.files import sync, write_atomic
 from draftcore.uris import parse_uri
@@ -75,19 +75,14 @@ class FileStore(BaseStore):
         self, folder: Path, *, max_bytes: int | None = None, volatile: bool = False
     ) -> None:
         self.folder, self.volatile = folder.absolute(), volatile
+        self._sync = (lambda path: None) if volatile else sync
         uri = f"file:{quote(str(self.folder))}{'?volatile=yes' if volatile else ''}"
         super().__init__(uri, max_bytes)
         self._shards: dict[str, _Shard] = {}  # by generation
         self._held: dict[str, SampleRef] = {}  # the newest of each id
         self._stale: set[str] = set()  # generations whose file does not say yet what was superseded
-        self._partial: list[Path] = []  # files that are being written, or were by a killed process
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"the store {self.folder} is not a folder\n  name another one")
-        if (self.folder / "index.jsonl").exists():
-            raise UsageError(
-                f"the store {self.folder} was written by an earlier edition of draftcore\n"
-                "  capture again into an empty folder"
-            )
         with writing(uri, self.folder):
             self._mark = _join(self.folder) if volatile else None
 
@@ -133,19 +128,20 @@ class FileStore(BaseStore):
 
     # ------------------------------------------------------------ the folder
 
-    def _find(self, ids: Sequence[str], refs: Sequence[SampleRef] = ()) -> dict[str, SampleRef]:
+    def _find(self, ids: Sequence[str]) -> dict[str, SampleRef]:
         """List the folder unless all is known without, and still there."""
-        for generation in {ref.generation for ref in refs} - self._shards.keys():
-            self._admit(_name(generation), {})  # which a mount may list late
-        held = {one: self._held[one] for one in ids if one in self._held}
-        files = {self._shards[ref.generation].name for ref in held.values()}
-        if (
-            not held.keys() >= set(ids)
-            or any(held[ref.feature_id].key != ref.key for ref in refs)
-            or not all((self.folder / name).exists() for name in files)
-        ):
+        held = [self._held[one] for one in ids if one in self._held]
+        files = {self._shards[ref.generation].name for ref in held}
+        if len(held) < len(ids) or not all((self.folder / name).exists() for name in files):
             self._scan()
         return {one: self._held[one] for one in ids if one in self._held}
+
+    def _current(self, refs: Sequence[SampleRef]) -> Mapping[str, SampleRef]:
+        """Look first at the files that refs tell of, which a mount may list late."""
+        unknown = {ref.generation for ref in refs} - self._shards.keys()
+        if not all([self._admit(_name(generation), {}) for generation in unknown]):
+            self._scan()
+        return super()._current(refs)
 
     def _scan(self) -> None:
         """Take over what the names in the folder say."""
@@ -156,8 +152,7 @@ class FileStore(BaseStore):
         if not known <= names:  # some are gone: begin anew, with the files that were read before
             known, self._shards, self._held, self._stale = set(), {}, {}, set()
         if not all([self._admit(name, cache) for name in sorted(names - known)]):
-            return self._scan()  # what replaced the one that is gone may not have been listed
-        self._partial = [self.folder / name for name in names - known if name.endswith(".tmp")]
+            self._scan()  # what replaced the one that is gone may not have been listed
 
     def _admit(self, name: str, cache: Mapping[str, _Shard]) -> bool:
         """Hold what the name of a file says is held of it; return False if the file is gone."""
@@ -168,8 +163,8 @@ class FileStore(BaseStore):
             if generation in cache:
                 refs = cache[generation].refs
             else:
-                with self._opened(name, generation) as (_, samples):
-                    refs = [ref for ref, _ in samples]
+                with self._opened(name, generation) as (_, refs):
+                    pass
         except StoreError:
             if (self.folder / name).exists():
                 raise
@@ -197,12 +192,14 @@ class FileStore(BaseStore):
                     if ref.key in gone or self._held.get(ref.feature_id) != ref:
                         freed |= 1 << at
                 path = self.folder / shard.name
-                with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                try:
                     if freed + 1 == 1 << len(shard.refs):
                         path.unlink()
                     else:
                         path.rename(self.folder / _name(generation, freed))
-            self._sync()
+                except FileNotFoundError:  # another process renamed it meanwhile, or removed it
+                    return self._drop(refs)
+            self._sync(self.folder)
         self._scan()
 
     def _usage(self) -> tuple[int, int, int]:
@@ -214,67 +211,54 @@ class FileStore(BaseStore):
         place = next(f for f in (self.folder, *self.folder.parents) if f.exists())
         return len(self._held), nbytes, shutil.disk_usage(place).free
 
-    def _sync(self) -> None:
-        if not self.volatile:
-            sync(self.folder)
-
     # ------------------------------------------------------------ tensors
 
-    def _write(self, refs: Sequence[SampleRef], items: Sequence[StoreItem]) -> None:
-        parts, generation = _safetensors(refs, items), refs[0].generation
+    def _write(self, refs: Sequence[SampleRef], tensors: Sequence[Tensors]) -> None:
+        parts, generation = _safetensors(refs, tensors), refs[0].generation
         path = self.folder / _name(generation)
         partial = path.with_suffix(".tmp")
         with writing(self.uri, self.folder, refs):
-            for left in self._partial:
+            for left in self.folder.glob("shard-*.tmp"):
                 _remove_unused(left)
             locked = _lock(partial, fcntl.LOCK_EX, 0o600 if self.volatile else 0o666)
             try:
                 with open(locked, "wb") as file:
                     file.writelines(parts)
                     file.flush()
-                    if not self.volatile:
-                        os.fsync(file.fileno())
+                    self._sync(partial)
                     partial.rename(path)
-                self._sync()
+                self._sync(self.folder)
             except BaseException:
                 partial.unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
                 raise
 
-    def _read(
-        self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]], device: str
-    ) -> list[dict[str, Tensor]]:
-        files = self._files(refs)
-        try:
-            found = self._tensors(files, refs, names)
-        except StoreError:
-            now = self._files(refs)  # raises another one for what was just freed
-            if now == files:
-                raise
-            found = self._tensors(now, refs, names)
-        return [{name: one.to(device) for name, one in tensors.items()} for tensors in found]
-
-    def _files(self, refs: Sequence[SampleRef]) -> dict[str, str]:
-        with self._mutex:
-            held = self._require_held(refs)
-            return {ref.generation: self._shards[ref.generation].name for ref in held}
+    def _read(self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]]) -> Sequence[Tensors]:
+        files: dict[str, str] = {}
+        while True:
+            with self._mutex:  # raises for what was just freed
+                held = self._require_held(refs)
+                now = {ref.generation: self._shards[ref.generation].name for ref in held}
+            try:
+                return self._tensors(now, refs, names)
+            except StoreError:
+                if now == files:
+                    raise
+                files = now  # and look whether another process renamed one
 
     def _tensors(
         self, files: Mapping[str, str], refs: Sequence[SampleRef], names: Sequence[Sequence[str]]
-    ) -> list[dict[str, Tensor]]:
+    ) -> Sequence[Tensors]:
         found: list[dict[str, Tensor]] = [{} for _ in refs]
         for generation, name in files.items():
-            with self._opened(name, generation) as (file, samples):
-                places = {ref.key: (at, digests) for at, (ref, digests) in enumerate(samples)}
+            with self._opened(name, generation) as (file, _):
                 for tensors, ref, wanted in zip(found, refs, names, strict=True):
                     for one in wanted if ref.generation == generation else ():
-                        tensors[one] = _checked(file, ref, one, *places[ref.key])
+                        tensors[one] = file.get_tensor(_inner_name(ref, one))
         return found
 
     @contextlib.contextmanager
-    def _opened(
-        self, name: str, generation: str
-    ) -> Iterator[tuple[Any, list[tuple[SampleRef, dict[str, str]]]]]:
+    def _opened(self, name: str, generation: str) -> Iterator[tuple[Any, list[SampleRef]]]:
         """Open a shard; yield it and its samples. Raises StoreError where it is not what was put."""
         path, common = self.folder / name, {"generation": generation, "uri": self.uri}
         try:
@@ -283,11 +267,8 @@ class FileStore(BaseStore):
                 text = metadata.get("samples", "")
                 if xxhash.xxh3_64_hexdigest(text.encode()) != metadata.get("xxh3"):
                     raise ValueError("its description is torn or altered")
-                samples = [
-                    (SampleRef.from_json(one | common), sums) for one, sums in json.loads(text)
-                ]
-                yield file, samples
-        except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
+                yield file, [SampleRef.from_json(one | common) for one in json.loads(text)]
+        except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise StoreError(
                 f"{path} cannot be read: {error}\n"
                 "  remove it and run again; its samples are then captured again"
@@ -298,27 +279,22 @@ def _name(generation: str, freed: int = 0) -> str:
     return f"shard-{generation}{f'-{freed:x}' if freed else ''}.safetensors"
 
 
-def _safetensors(refs: Sequence[SampleRef], items: Sequence[StoreItem]) -> list[bytes | memoryview]:
+def _safetensors(refs: Sequence[SampleRef], tensors: Sequence[Tensors]) -> list[bytes | memoryview]:
     """Return the parts of a safetensors file, the header first."""
     if len(refs) > MOST:
         raise StoreError(f"{len(refs)} samples in one put\n  put {MOST} at most: lower train.batch")
-    entries, samples = [], []
-    for at, (ref, item) in enumerate(zip(refs, items, strict=True)):
-        digests = {}
-        for spec, tensor in zip(ref.tensors, item.tensors.values(), strict=True):
+    entries = []
+    for ref, given in zip(refs, tensors, strict=True):
+        for spec, tensor in zip(ref.tensors, given.values(), strict=True):
             if spec.dtype not in DTYPES:
                 raise StoreError(
                     f"tensor {spec.name!r} has dtype {tensor.dtype}, which a file store cannot hold\n"
                     f"  it holds: {', '.join(DTYPES)}"
                 )
-            data = bytes_of(tensor.detach().cpu().contiguous())
-            digests[spec.name] = xxhash.xxh3_64_hexdigest(data)
-            entries.append((tensor.element_size(), _inner_name(ref, at, spec.name), spec, data))
-        described = ref.to_json()
-        del described["uri"], described["generation"]  # the folder's and the file's
-        samples.append([described, digests])
+            name = _inner_name(ref, spec.name)
+            entries.append((tensor.element_size(), name, spec, bytes_of(tensor)))
     entries.sort(key=lambda entry: -entry[0])  # so that each one lies aligned
-    text, start = json.dumps(samples), 0
+    text, start = json.dumps([ref.to_json() for ref in refs]), 0
     metadata = {"format": "pt", "xxh3": xxhash.xxh3_64_hexdigest(text.encode()), "samples": text}
     header: dict[str, Any] = {"__metadata__": metadata}
     for _, name, spec, data in entries:
@@ -330,19 +306,9 @@ def _safetensors(refs: Sequence[SampleRef], items: Sequence[StoreItem]) -> list[
     return [struct.pack("<Q", len(text)) + text.encode(), *(data for *_, data in entries)]
 
 
-def _checked(file: Any, ref: SampleRef, name: str, at: int, digests: Mapping[str, str]) -> Tensor:
-    """Return a tensor of a shard's sample `at`. Raises ValueError if it is not what was put."""
-    (spec,) = (spec for spec in ref.tensors if spec.name == name)
-    tensor: Tensor = file.get_tensor(_inner_name(ref, at, name))
-    same = tensor.shape == spec.shape and str(tensor.dtype) == f"torch.{spec.dtype}"
-    if not same or xxhash.xxh3_64_hexdigest(bytes_of(tensor)) != digests[name]:
-        raise ValueError(f"tensor {name!r} of sample {ref.feature_id!r} is torn or altered")
-    return tensor
-
-
-def _inner_name(ref: SampleRef, at: int, name: str) -> str:
-    """Name a tensor inside its file. A feature id would not do: it may hold slashes."""
-    return f"{ref.generation}/{at}/{name}"
+def _inner_name(ref: SampleRef, name: str) -> str:
+    """Name a tensor inside its file. A feature id would not do: it may be any text, of any length."""
+    return f"{xxhash.xxh3_128_hexdigest(ref.feature_id.encode(errors='surrogatepass'))}/{name}"
 
 
 # ---------------------------------------------------------------- what killed processes leave

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftcore_nn import batches
-from draftcore_nn.serving import require_tools
-from draftcore_nn.target import dtype_name
+from draftcore_nn import serving as files
+from draftcore_nn.layers import init_linears
+from draftcore_nn.target import dtype_name, target_tensors
 from torch import Tensor
 
 from draftcore.contracts.algorithm import (
@@ -20,22 +22,29 @@ from draftcore.contracts.algorithm import (
     Sample,
     StepContext,
     StepOutput,
+    TrainingDefaults,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.serving import DraftInput, nothing_to_go_on
+from draftcore.contracts.serving import DraftInput, ServedDraft, nothing_to_go_on
 from draftcore.contracts.target import TargetModel, TargetSpec
-from draftcore_dflash import config, model, serving
+from draftcore_dflash import serving
+from draftcore_dflash.config import DraftConfig, captured_layers
 from draftcore_dflash.drafter import DFlashDrafter
-
-if TYPE_CHECKING:
-    from draftcore_dflash.served import ServedBackbone
+from draftcore_dflash.model import Backbone, DFlashDraft
 
 
 class DFlash(Algorithm):
-    """Trains a draft that fills a block of masked tokens in one pass, on states of the target."""
+    """Trains a draft that fills a block of masked tokens in one pass, on states of the target.
+
+    An algorithm with this backbone derives from it and names its own parts.
+    """
 
     options: Any  # DFlashOptions, or those of an algorithm that derives from this one
-    serving: Any = serving  # the module that exports and loads
+    shape: type[DraftConfig] = DraftConfig
+    module: type[Backbone] = DFlashDraft
+    decoder: type[DFlashDrafter] = DFlashDrafter
+    serving: Any = serving  # a module with `serving_config` and `read_config`
+    reader = "draftcore_dflash.served"
 
     def feature_request(self, target: TargetSpec) -> FeatureRequest:
         options = self.options
@@ -43,14 +52,26 @@ class DFlash(Algorithm):
             folder = Path(options.warm_start)
             layers = self.serving.read_config(folder, target, options).layers
         else:
-            layers = config.captured_layers(options.layers, options.num_layers, target.num_layers)
+            layers = captured_layers(options.layers, options.num_layers, target.num_layers)
         return FeatureRequest(layers, last_hidden=False, dtype=dtype_name(target.dtype))
 
     def build_draft(self, target: TargetSpec, data: DataSummary) -> Draft:
         if self.options.warm_start is not None:
             return self.import_draft(Path(self.options.warm_start), target)
-        shape = config.DraftConfig(**config.shape_from_target(target, self.options))
-        return model.build(target, shape, self.options)
+        return self.fresh(target, self.shape.of(target, self.options))
+
+    def fresh(self, target: TargetSpec, config: DraftConfig) -> Draft:
+        """Build a draft of this shape with fresh weights, N(0, 0.02) in linear layers, norms 1."""
+        module = self.module(config, self.options, *target_tensors(target))
+        init_linears(module)
+        return Draft(
+            module=module,
+            config=asdict(config),
+            defaults=TrainingDefaults(lr=6e-4, warmup_ratio=0.04, clip=1.0),
+            parameter_groups=[{"params": list(module.parameters())}],
+            frozen=Backbone.FROZEN,
+            wrap_units=tuple(f"layers.{i}" for i in range(len(module.layers))),
+        )
 
     def collate(self, samples: Sequence[Sample]) -> DraftBatch:
         """Pad on the right; `loss_mask_BT` marks tokens that are to be learned."""
@@ -65,18 +86,17 @@ class DFlash(Algorithm):
         return nothing_to_go_on(last_tokens)
 
     def drafter(self, draft: Draft, target: TargetModel) -> Drafter:
-        assert isinstance(draft.module, model.Backbone)
-        return DFlashDrafter(draft.module, self.options.num_drafts, dtype_name(target.dtype))
+        assert isinstance(draft.module, Backbone)
+        return self.decoder(draft.module, self.options.num_drafts, dtype_name(target.dtype))
 
     def export_draft(self, draft: Draft, folder: Path, layout: str) -> None:
-        self.serving.export(draft, folder, layout)
+        config = self.serving.serving_config(draft.module)
+        files.write_export(folder, layout, config, dict(draft.module.named_parameters()))
 
     def import_draft(self, folder: Path, target: TargetSpec) -> Draft:
-        found: Draft = self.serving.load(folder, target, self.options)
-        return found
+        draft = self.fresh(target, self.serving.read_config(folder, target, self.options))
+        files.fill(draft.module, files.read_tensors(folder, serving.RENAMED), folder)
+        return draft
 
-    def read_export(self, folder: Path, server: str) -> ServedBackbone:
-        require_tools(server)
-        from draftcore_dflash import served
-
-        return served.read(folder, server)
+    def read_export(self, folder: Path, server: str) -> ServedDraft:
+        return files.read_as_server(self.reader, folder, server)

@@ -27,7 +27,7 @@ from draftcore_dflash.blocks import Blocks
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """What the rows of all blocks see: bias_B1QT is added to context scores; `causal` in a block."""
 
     bias_B1QT: Tensor
@@ -37,7 +37,7 @@ class Sight:
     def of(
         cls, blocks: Blocks, shape: tuple[int, int], block_size: int, *,
         window: int | None, causal: bool, dtype: torch.dtype,
-    ) -> Sight:  # fmt: skip
+    ) -> AttentionMask:  # fmt: skip
         """Say what blocks see of a context of `shape` [B, T]: a window, or all of it.
 
         What is hidden gets a large negative score, not an infinite one: a row without any context
@@ -65,7 +65,7 @@ def lowest(dtype: torch.dtype) -> float:
 
 def attend(
     query_MSAD: Tensor, key_MSAD: Tensor, value_MSAD: Tensor, context_key_BATD: Tensor,
-    context_value_BATD: Tensor, slot_M: Tensor, sight: Sight,
+    context_value_BATD: Tensor, slot_M: Tensor, mask: AttentionMask,
 ) -> Tensor:  # fmt: skip
     """Attend from every row of every block; returns [M, S, A, D] in the query's dtype.
 
@@ -73,7 +73,7 @@ def attend(
     """
     return _JointAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
         query_MSAD, key_MSAD, value_MSAD, context_key_BATD, context_value_BATD,
-        sight.bias_B1QT, slot_M, sight.causal,
+        mask.bias_B1QT, slot_M, mask.causal,
     )  # fmt: skip
 
 
@@ -89,7 +89,8 @@ class _JointAttention(torch.autograd.Function):
             scores_MASS = _own_scores(query, key, causal)
             context_MAS = _take(logsumexp, query, slot_M).transpose(1, 2).to(scores_MASS.dtype)
             joint_MAS = torch.logaddexp(context_MAS, scores_MASS.logsumexp(-1))
-            own_MASD = (scores_MASS - joint_MAS[..., None]).exp() @ _heads(value)
+            value_MASD = _heads(value).to(joint_MAS.dtype)
+            own_MASD = (scores_MASS - joint_MAS[..., None]).exp() @ value_MASD
             share_MSA1 = (context_MAS - joint_MAS).exp().transpose(1, 2)[..., None]
             joined = _take(output, query, slot_M) * share_MSA1 + own_MASD.transpose(1, 2)
             joined = joined.to(query.dtype)
@@ -111,13 +112,11 @@ class _JointAttention(torch.autograd.Function):
                 bias, _pad(joined, bias, slot_M),
                 _pad(joint_MAS.transpose(1, 2)[..., None], bias, slot_M)[..., 0], saved,
             )  # fmt: skip
-            part = (_own_scores(query, key, ctx.causal) - joint_MAS[..., None]).exp()
-            grad_MASD = _heads(grad)
-            delta = (grad_MASD * _heads(joined)).sum(-1, keepdim=True)
-            slope = part * (grad_MASD @ _heads(value).mT - delta) * query.shape[-1] ** -0.5
-            own_query = (slope @ _heads(key)).transpose(1, 2)
-            own_key = (slope.mT @ _heads(query)).transpose(1, 2)
-            own_value = (part.mT @ grad_MASD).transpose(1, 2)
+            own = fused.further_backward(
+                _heads(grad), _heads(query), _heads(key), _heads(value),
+                _own_scores(query, key, ctx.causal), _heads(joined), joint_MAS,
+            )  # fmt: skip
+            own_query, own_key, own_value = (x_MASD.transpose(1, 2) for x_MASD in own)
             own_query = own_query + _take(grad_query, query, slot_M)
         return (
             own_query.to(query.dtype), own_key.to(key.dtype), own_value.to(value.dtype),
@@ -126,13 +125,13 @@ class _JointAttention(torch.autograd.Function):
 
 
 def _heads(x_MSAD: Tensor) -> Tensor:
-    """Turn [M, S, A, D] into [M, A, S, D] in fp32 or fp64."""
-    return x_MSAD.transpose(1, 2).to(torch.promote_types(x_MSAD.dtype, torch.float32))
+    """Turn [M, S, A, D] into [M, A, S, D]."""
+    return x_MSAD.transpose(1, 2)
 
 
 def _own_scores(query_MSAD: Tensor, key_MSAD: Tensor, causal: bool) -> Tensor:
     """Score a block's rows with each other; returns [M, A, S, S]."""
-    scores: Tensor = (_heads(query_MSAD) * query_MSAD.shape[-1] ** -0.5) @ _heads(key_MSAD).mT
+    scores = fused.further_scores(_heads(query_MSAD), _heads(key_MSAD))
     if not causal:
         return scores
     size = scores.shape[-1]

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.contracts.algorithm import DraftBatch, SampleId
+from draftcore.contracts.algorithm import DraftBatch, OnDevice, SampleId
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(OnDevice):
     """The kept blocks of a batch. There is always one: where none is kept, `keep_M` is false.
 
     sample_M: row of the batch; anchor_M: position of the first token; slot_M: place among the
@@ -45,15 +45,6 @@ class Blocks:
             slot_M=slot_M,
             keep_M=keep_BN.flatten()[slot_M],
             per_sample=anchors_BN.shape[1],
-        )
-
-    def to(self, device: torch.device) -> Blocks:
-        return Blocks(
-            sample_M=self.sample_M.to(device, non_blocking=True),
-            anchor_M=self.anchor_M.to(device, non_blocking=True),
-            slot_M=self.slot_M.to(device, non_blocking=True),
-            keep_M=self.keep_M.to(device, non_blocking=True),
-            per_sample=self.per_sample,
         )
 
     def positions(self, block_size: int) -> Tensor:

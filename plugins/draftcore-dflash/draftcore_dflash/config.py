@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Self
 
 from draftcore_nn.target import DecoderShape, capturable, shape_of_target
 
@@ -32,13 +32,26 @@ class DraftConfig(DecoderShape):
     sliding_window: int | None = None
     is_causal: bool | None = None
 
+    @classmethod
+    def of(cls, target: TargetSpec, options: BackboneOptions) -> Self:
+        """Take over what the options say, and of the target what they leave out.
+
+        Raises UsageError where the target lacks a size, has no supported RoPE, or is too shallow.
+        """
+        names = {field.name for field in fields(cls)}
+        return cls(
+            **{name: value for name, value in options if name in names}
+            | shape_of_target(target, options)
+            | {
+                "layers": captured_layers(options.layers, options.num_layers, target.num_layers),
+                "num_target_layers": target.num_layers,
+                "mask_token_id": mask_token(target, options.mask_token_id),
+                "layer_types": layer_types(options),
+            }
+        )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head_dim % 2:
-            raise UsageError(
-                f"head_dim {self.head_dim} is odd, and rotary positions turn pairs\n"
-                "  set head_dim to an even number"
-            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise UsageError(
                 f"mask_token_id {self.mask_token_id} has no row in the target's embedding of "
@@ -63,23 +76,6 @@ class DraftConfig(DecoderShape):
         return layer_type == SLIDING if self.is_causal is None else self.is_causal
 
 
-def shape_from_target(target: TargetSpec, options: BackboneOptions) -> dict[str, Any]:
-    """Return the fields of a DraftConfig, with the target's sizes where the options set none.
-
-    Raises UsageError where the target lacks a size, has no supported RoPE, or is too shallow.
-    """
-    return {
-        **shape_of_target(target, options),
-        "layers": captured_layers(options.layers, options.num_layers, target.num_layers),
-        "num_target_layers": target.num_layers,
-        "block_size": options.block_size,
-        "mask_token_id": mask_token(target, options.mask_token_id),
-        "layer_types": layer_types(options),
-        "sliding_window": options.sliding_window,
-        "is_causal": options.is_causal,
-    }
-
-
 def layer_types(options: BackboneOptions) -> tuple[str, ...]:
     """Return the type of each draft layer; raises UsageError where their number is another."""
     if options.layer_types is None:
@@ -100,13 +96,11 @@ def captured_layers(
     By default the outputs round-half-to-even(1 + i(L-4)/(K-1)), or L/2 for K = 1. Raises UsageError
     for ids that are out of range or equal, and where the default ones collide.
     """
-    if asked is not None:
-        return capturable(asked, num_target_layers)
-    if num_draft_layers == 1:
-        return capturable((num_target_layers // 2,), num_target_layers, asked=False)
-    step = (num_target_layers - 4) / (num_draft_layers - 1)
-    default = tuple(round(1 + i * step) for i in range(num_draft_layers))
-    return capturable(default, num_target_layers, asked=False)
+    default: tuple[int, ...] = (num_target_layers // 2,)
+    if num_draft_layers > 1:
+        step = (num_target_layers - 4) / (num_draft_layers - 1)
+        default = tuple(round(1 + i * step) for i in range(num_draft_layers))
+    return capturable(asked or default, num_target_layers, asked=asked is not None)
 
 
 def mask_token(target: TargetSpec, asked: int | None) -> int:

@@ -104,22 +104,20 @@ class DFlashDrafter:
         state.last_B.copy_(at(tokens_BK, counts_B - 1))
         state.anchor_B.add_(counts_B)
 
-    @torch.inference_mode()
-    def select(self, state: DraftState, rows_B: Tensor) -> DraftState:
-        return select_rows(state, rows_B)
+    select = staticmethod(select_rows)
 
     def block_hidden(self, state: DraftState) -> Tensor:
         """Run every row's masked block over its context; returns normed states [B, S, H]."""
         draft, config = self.draft, self.draft.config
         hidden_BSH = draft.embed(draft.masked_block(state.last_B))
         offsets_S = torch.arange(config.block_size, device=state.last_B.device)
-        turns = draft.rotary(state.anchor_B[:, None] + offsets_S)
+        angles = draft.rotary(state.anchor_B[:, None] + offsets_S)
         seen = {kind: self._seen(state, kind) for kind in set(config.layer_types)}
         for index, (layer, kind) in enumerate(draft.typed_layers()):
             x_BSH, attn = layer.input_layernorm(hidden_BSH), layer.self_attn
-            own_key, own_value = attn.keys_values(x_BSH, turns)
+            own_key, own_value = attn.keys_values(x_BSH, angles)
             attended_BASD = functional.scaled_dot_product_attention(
-                attn.queries(x_BSH, turns).transpose(1, 2),
+                attn.queries(x_BSH, angles).transpose(1, 2),
                 torch.cat([state.keys_BLGCD[:, index], own_key.transpose(1, 2)], 2),
                 torch.cat([state.values_BLGCD[:, index], own_value.transpose(1, 2)], 2),
                 attn_mask=seen[kind],
@@ -147,8 +145,8 @@ class DFlashDrafter:
     ) -> None:
         """Write the context's keys and values at their positions, in every layer."""
         context_BTH = self.draft.context(features)
-        turns = self.draft.rotary(positions_BT)
+        angles = self.draft.rotary(positions_BT)
         for index, (layer, _) in enumerate(self.draft.typed_layers()):
-            key_BTGD, value_BTGD = layer.self_attn.keys_values(context_BTH, turns)
+            key_BTGD, value_BTGD = layer.self_attn.keys_values(context_BTH, angles)
             write_slots(state.keys_BLGCD[:, index], key_BTGD, positions_BT)
             write_slots(state.values_BLGCD[:, index], value_BTGD, positions_BT)

@@ -10,40 +10,15 @@ Shape letters: M kept blocks, S rows of a block, R rows with weight.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from draftcore_dflash.options import BackboneOptions, DFlashOptions, Loss
+    from draftcore_dflash.options import DFlashOptions
 
 Counts = Mapping[str, tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Which blocks a step trains on and how their rows weigh: what every objective shares."""
-
-    num_anchors: int = 512
-    gamma: float | None = 7.0
-
-    @classmethod
-    def of(cls, options: BackboneOptions) -> Sampling:
-        return cls(options.num_anchors, options.loss_decay_gamma)
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised."""
-
-    loss: Loss = "ce"
-    dpace_alpha: float = 0.5
-
-    @classmethod
-    def of(cls, options: DFlashOptions) -> Objective:
-        return cls(options.loss, options.dpace_alpha)
 
 
 def scatter(values_R: Tensor, index_R: Tensor, like_MS: Tensor) -> Tensor:
@@ -52,20 +27,20 @@ def scatter(values_R: Tensor, index_R: Tensor, like_MS: Tensor) -> Tensor:
     return flat.index_copy(0, index_R, values_R).view(like_MS.shape)
 
 
-def dpace_weights(objective: Objective, nll_MS: Tensor, valid_MS: Tensor) -> Tensor:
+def dpace_weights(options: DFlashOptions, nll_MS: Tensor, valid_MS: Tensor) -> Tensor:
     """Return weights [M, S] from the draft's confidence s = (1 - alpha) p + alpha in each label.
 
     P_k is the product of s up to row k (rows that do not count have s = 1) and w_k = sum of P_j
     over rows j >= k that count: how far a correct row k carries. Its two factors alone are P_k,
     the confidence so far, and w_k / P_k, the value of what follows.
     """
-    alpha = objective.dpace_alpha
+    alpha = options.dpace_alpha
     confidence_MS = (1 - alpha) * torch.exp(-nll_MS) + alpha
     prefix_MS = confidence_MS.masked_fill(~valid_MS, 1.0).cumprod(-1)
-    if objective.loss == "dpace_cumulative_confidence_only":
+    if options.loss == "dpace_cumulative_confidence_only":
         return prefix_MS
     weight_MS = (prefix_MS * valid_MS).flip(-1).cumsum(-1).flip(-1)
-    if objective.loss == "dpace_continuation_value_only":
+    if options.loss == "dpace_continuation_value_only":
         return weight_MS / prefix_MS
     return weight_MS
 

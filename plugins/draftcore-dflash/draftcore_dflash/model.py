@@ -11,9 +11,8 @@ A query heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from draftcore_nn.layers import (
@@ -23,30 +22,21 @@ from draftcore_nn.layers import (
     SwiGLU,
     TargetVocabulary,
     full_precision,
-    init_linears,
     rotate,
 )
 from draftcore_nn.losses import cross_entropy
-from draftcore_nn.target import target_tensors
 from torch import Tensor, nn
 
-from draftcore.contracts.algorithm import (
-    Draft,
-    DraftBatch,
-    StepContext,
-    StepOutput,
-    TrainingDefaults,
-)
-from draftcore_dflash.attention import Sight, attend
+from draftcore.contracts.algorithm import DraftBatch, StepContext, StepOutput
+from draftcore_dflash.attention import AttentionMask, attend
 from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
 from draftcore_dflash.config import SLIDING, DraftConfig
-from draftcore_dflash.loss import Objective, Sampling, dpace_weights, metrics, scatter
+from draftcore_dflash.loss import dpace_weights, metrics, scatter
 
 if TYPE_CHECKING:
-    from draftcore.contracts.target import TargetSpec
-    from draftcore_dflash.options import DFlashOptions
+    from draftcore_dflash.options import BackboneOptions, DFlashOptions
 
-Turns = tuple[Tensor, Tensor]
+Angles = tuple[Tensor, Tensor]  # cosines and sines of the rows' positions, see `Rotary`
 
 
 class Attention(Projections):
@@ -57,16 +47,16 @@ class Attention(Projections):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def queries(self, x_H: Tensor, turns: Turns) -> Tensor:
+    def queries(self, x_H: Tensor, angles: Angles) -> Tensor:
         """Return rotated queries [..., A, D]."""
         query_AD = torch.unflatten(self.q_proj(x_H), -1, (-1, self.head_dim))
-        return rotate(self.q_norm(query_AD), *turns)
+        return rotate(self.q_norm(query_AD), *angles)
 
-    def keys_values(self, x_H: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x_H: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values [..., G, D] of block states or of the context."""
         key_GD = torch.unflatten(self.k_proj(x_H), -1, (-1, self.head_dim))
         value_GD = torch.unflatten(self.v_proj(x_H), -1, (-1, self.head_dim))
-        return rotate(self.k_norm(key_GD), *turns), value_GD
+        return rotate(self.k_norm(key_GD), *angles), value_GD
 
     def expand(self, x_GD: Tensor) -> Tensor:
         """Repeat key/value heads [..., G, D] for the query heads that share them."""
@@ -86,15 +76,15 @@ class DecoderLayer(nn.Module):
         self.mlp = SwiGLU(width, config.intermediate_size)
 
     def forward(
-        self, hidden_MSH: Tensor, context_BTH: Tensor, turns: Turns, context_turns: Turns,
-        slot_M: Tensor, sight: Sight,
+        self, hidden_MSH: Tensor, context_BTH: Tensor, angles: Angles, context_angles: Angles,
+        slot_M: Tensor, mask: AttentionMask,
     ) -> Tensor:  # fmt: skip
         attn, x_MSH = self.self_attn, self.input_layernorm(hidden_MSH)
-        key_MSAD, value_MSAD = map(attn.expand, attn.keys_values(x_MSH, turns))
-        key_BTAD, value_BTAD = map(attn.expand, attn.keys_values(context_BTH, context_turns))
+        key_MSAD, value_MSAD = map(attn.expand, attn.keys_values(x_MSH, angles))
+        key_BTAD, value_BTAD = map(attn.expand, attn.keys_values(context_BTH, context_angles))
         attended_MSAD = attend(
-            attn.queries(x_MSH, turns), key_MSAD, value_MSAD,
-            key_BTAD.transpose(1, 2), value_BTAD.transpose(1, 2), slot_M, sight,
+            attn.queries(x_MSH, angles), key_MSAD, value_MSAD,
+            key_BTAD.transpose(1, 2), value_BTAD.transpose(1, 2), slot_M, mask,
         )  # fmt: skip
         return self.finish(hidden_MSH, attended_MSAD)
 
@@ -110,12 +100,12 @@ class Backbone(TargetVocabulary):
     def __init__(
         self,
         config: DraftConfig,
-        sampling: Sampling,
+        options: BackboneOptions,
         embedding_VH: Tensor,
         head_VH: Tensor | None,
     ) -> None:
         super().__init__(embedding_VH, head_VH)
-        self.config, self.sampling = config, sampling
+        self.config, self.options = config, options
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
@@ -148,10 +138,10 @@ class Backbone(TargetVocabulary):
         context_BTH = self.context(batch.features)
         first_M = batch.token_ids_BT[blocks.sample_M, blocks.anchor_M]
         hidden_MSH = self.embed(self.masked_block(first_M))
-        turns = self.rotary(blocks.positions(config.block_size))
-        context_turns = self.rotary(torch.arange(shape[1], device=first_M.device))
-        sights = {
-            kind: Sight.of(
+        angles = self.rotary(blocks.positions(config.block_size))
+        context_angles = self.rotary(torch.arange(shape[1], device=first_M.device))
+        masks = {
+            kind: AttentionMask.of(
                 blocks, (shape[0], shape[1]), config.block_size,
                 window=config.sliding_window if kind == SLIDING else None,
                 causal=config.causal(kind), dtype=hidden_MSH.dtype,
@@ -160,7 +150,7 @@ class Backbone(TargetVocabulary):
         }  # fmt: skip
         for layer, kind in self.typed_layers():
             hidden_MSH = layer(
-                hidden_MSH, context_BTH, turns, context_turns, blocks.slot_M, sights[kind]
+                hidden_MSH, context_BTH, angles, context_angles, blocks.slot_M, masks[kind]
             )
         return self.norm(hidden_MSH)  # type: ignore[no-any-return]
 
@@ -168,19 +158,10 @@ class Backbone(TargetVocabulary):
 class DFlashDraft(Backbone):
     """The draft with its loss: `forward` draws anchors and trains on their blocks."""
 
-    def __init__(
-        self,
-        config: DraftConfig,
-        sampling: Sampling,
-        objective: Objective,
-        embedding_VH: Tensor,
-        head_VH: Tensor | None,
-    ) -> None:
-        super().__init__(config, sampling, embedding_VH, head_VH)
-        self.objective = objective
+    options: DFlashOptions
 
     def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
-        return self.loss(batch, draw_blocks(batch, self.sampling.num_anchors, context.seed))
+        return self.loss(batch, draw_blocks(batch, self.options.num_anchors, context.seed))
 
     def loss(self, batch: DraftBatch, blocks: Blocks) -> StepOutput:
         """Return the loss of given blocks. Metrics: `accuracy` and `acceptance_length`.
@@ -188,43 +169,22 @@ class DFlashDraft(Backbone):
         `ce`: numerator sum(w CE), denominator sum(w). D-PACE: numerator sum(w CE), denominator the
         number of samples that have a row to learn.
         """
-        hidden_MSH = self.block_hidden(batch, blocks)
+        options, hidden_MSH = self.options, self.block_hidden(batch, blocks)
+        block_size, gamma = self.config.block_size, options.loss_decay_gamma
         exact = torch.promote_types(hidden_MSH.dtype, torch.float32)
-        targets = Targets.of(batch, blocks, self.config.block_size, self.sampling.gamma, exact)
+        targets = Targets.of(batch, blocks, block_size, gamma, exact)
         index_R = targets.valid_MS.flatten().nonzero()[:, 0]
         hidden_RH = hidden_MSH.flatten(0, 1).index_select(0, index_R)
         label_R = targets.token_MS.flatten()[index_R]
         loss_R, best_R = cross_entropy(hidden_RH, self.head, label_R)
         with full_precision(loss_R.device):
             weight_MS, denominator = targets.weight_MS, targets.weight_MS.sum()
-            if self.objective.loss != "ce":
+            if options.loss != "ce":
                 nll_MS = scatter(loss_R.detach(), index_R, targets.valid_MS)
-                weight_MS = dpace_weights(self.objective, nll_MS, targets.valid_MS)
+                weight_MS = dpace_weights(options, nll_MS, targets.valid_MS)
                 learning_B = torch.zeros(len(batch.token_ids_BT), device=loss_R.device, dtype=exact)
                 learning_B[blocks.sample_M[targets.valid_MS.any(-1)]] = 1.0
                 denominator = learning_B.sum()
             numerator = (loss_R * weight_MS.flatten()[index_R]).sum()
         hits_MS = scatter(best_R == label_R, index_R, targets.valid_MS)
         return StepOutput(numerator, denominator, metrics(hits_MS, targets.valid_MS, exact))
-
-
-def build(target: TargetSpec, config: DraftConfig, options: DFlashOptions) -> Draft:
-    """Build a draft with fresh weights."""
-    module = DFlashDraft(
-        config, Sampling.of(options), Objective.of(options), *target_tensors(target)
-    )
-    return as_draft(module)
-
-
-def as_draft(module: Backbone) -> Draft:
-    """Initialise a module, N(0, 0.02) with norms 1, and say how it is trained."""
-    init_linears(module)
-    config: dict[str, Any] = dataclasses.asdict(module.config)
-    return Draft(
-        module=module,
-        config=config,
-        defaults=TrainingDefaults(lr=6e-4, warmup_ratio=0.04, clip=1.0),
-        parameter_groups=[{"params": list(module.parameters())}],
-        frozen=Backbone.FROZEN,
-        wrap_units=tuple(f"layers.{i}" for i in range(len(module.layers))),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from draftcore_nn.options import DecoderOptions
+from draftcore_nn.options import DecoderOptions, Size
 from pydantic import Field
 
 Loss = Literal[
@@ -16,7 +16,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 class BackboneOptions(DecoderOptions):
     """Options of the block-diffusion backbone. What is left out is taken from the target."""
 
-    num_layers: int = Field(default=5, ge=1, description="decoder layers of the draft")
+    num_layers: int = Field(default=5, ge=1, le=999, description="decoder layers of the draft")
     layers: tuple[int, ...] | None = Field(
         default=None,
         min_length=1,
@@ -24,12 +24,16 @@ class BackboneOptions(DecoderOptions):
         "spaced from 1 to L-3 (L/2 for a draft of one layer)",
     )
     block_size: int = Field(
-        default=16, ge=2, description="tokens of a block: the last known one and those drafted"
+        default=16,
+        ge=2,
+        le=9999,
+        description="tokens of a block: the last known one and those drafted",
     )
-    num_anchors: int = Field(default=512, ge=1, description="blocks drawn per sample and step")
+    num_anchors: Size = Field(default=512, description="blocks drawn per sample and step")
     loss_decay_gamma: float | None = Field(
         default=7.0,
         gt=0,
+        le=1e6,
         description="offset k of a block weighs exp(-(k-1)/gamma); none weighs all alike",
     )
     layer_types: tuple[LayerType, ...] | None = Field(
@@ -37,8 +41,8 @@ class BackboneOptions(DecoderOptions):
         description="full_attention or sliding_attention per draft layer; by default all full, or "
         "all sliding where sliding_window is set",
     )
-    sliding_window: int | None = Field(
-        default=None, ge=1, description="positions that a sliding layer sees, its own included"
+    sliding_window: Size | None = Field(
+        default=None, description="positions that a sliding layer sees, its own included"
     )
     is_causal: bool | None = Field(
         default=None,
@@ -47,6 +51,7 @@ class BackboneOptions(DecoderOptions):
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
+        le=10**7,
         description="the token that stands for one to be drafted; by default the tokenizer's mask "
         "token, else an unused row of the embedding, else its pad, end or unknown token",
     )
@@ -55,9 +60,8 @@ class BackboneOptions(DecoderOptions):
         description="folder of an exported or published draft to start from; its shape, captured "
         "layers and mask token are taken over",
     )
-    num_drafts: int | None = Field(
+    num_drafts: Size | None = Field(
         default=None,
-        ge=1,
         description="tokens proposed per round when decoding; by default, and at most, "
         "block_size - 1",
     )

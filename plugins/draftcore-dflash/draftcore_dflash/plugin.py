@@ -6,14 +6,7 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 CAPABILITIES = frozenset(
-    {
-        "cross_entropy",
-        "disagg",
-        "layout:serving",
-        "served:sglang",
-        "served:vllm",
-        "sglang:DFLASH",
-    }
+    {"cross_entropy", "disagg", "layout:serving", "served:sglang", "served:vllm", "sglang:DFLASH"}
 )
 
 

@@ -20,26 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import draftcore_tools.served as tools
 import torch
-from draftcore_tools.served import (
-    attend,
-    head_shape,
-    read_folder,
-    read_rope,
-    require_field,
-    require_layers,
-    require_no_others,
-    require_server,
-    require_tensors,
-    rms_norm,
-    rotate,
-    swiglu,
-    transposed,
-    with_theta,
-)
 from torch import Tensor
 
-from draftcore.contracts.serving import Host, Round, Suspect, UnservableError
+from draftcore.contracts.serving import Host, Round, ServedDraft, Suspect, UnservableError
 
 SERVERS = ("sglang", "vllm")
 ARCHITECTURE = "DFlashDraftModel"
@@ -65,8 +50,9 @@ class ServedBackbone:
         """Check the tensors and take those that the server fills."""
         ignored = tuple(sorted(tensors.keys() - shapes.keys()))
         if server == "vllm":  # which would take an embedding or a head of the draft's own, too
-            require_no_others(name for name in ignored if name != "t2d")
-        require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
+            tools.require_no_others(name for name in ignored if name != "t2d")
+        unread = f"{server} computes with whatever is in memory there"
+        tools.require_tensors(tensors, shapes, unread)
         return cls(server, config, {name: tensors[name] for name in shapes}, ignored)
 
     @property
@@ -85,7 +71,7 @@ class ServedBackbone:
             "hidden_size": self.config["hidden_size"],
             "num_target_layers": self.field("num_target_layers"),
             "mask_token_id": self.field("mask_token_id"),
-            "rope_theta": read_rope(self.config).get("rope_theta"),
+            "rope_theta": tools.read_rope(self.config).get("rope_theta"),
             "dtype": self.config.get("dtype") or self.config.get("torch_dtype"),
         }
 
@@ -111,46 +97,27 @@ class ServedBackbone:
         elif ids is None:
             span = host.num_layers - 4
             ids = [round(1 + i * span / (depth - 1)) for i in range(depth)]
-        return require_layers(tuple(int(layer) + self.shift for layer in ids), host)
+        return tools.require_layers(tuple(int(layer) + self.shift for layer in ids), host)
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
         """Run the block [last, mask, mask, ...]; row k predicts the token at its own position."""
-        wanted = len(drafts_K) + 1
-        return self.block_hidden(at)[1 : wanted + 1] @ at.host.head_VH.T
+        return self.block_hidden(at)[1 : len(drafts_K) + 2] @ at.host.head_VH.T
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
-        config = self.config
-        for shift, amount in ((-1, "one too high"), (1, "one too low")):
-            yield Suspect(
-                f"the layer ids are {amount}: {self.server} takes dflash_config.target_layer_ids for "
-                "outputs of layers, and they are written in the other convention",
-                replace(self, shift=shift),
-            )
-        mask, theta = trained.get("mask_token_id"), dict(trained.get("rope") or host.rope)
-        if mask is not None:
-            yield Suspect(
-                f"the mask token is {self.field('mask_token_id')}, and the draft was trained with "
-                f"{mask}",
-                self.nesting(mask_token_id=mask),
-            )
-        yield Suspect(
-            f"rope_theta is {read_rope(config).get('rope_theta')}, and the draft was trained with "
-            f"{theta.get('rope_theta')}",
-            replace(self, config=with_theta(config, theta.get("rope_theta"))),
-        )
-        if size := trained.get("block_size"):
-            yield Suspect(
-                f"the block size is {self.block_size}, and the draft was trained with {size}",
-                self.nesting(block_size=size),
-            )
+        yield from tools.shifted_layers(self, "dflash_config.target_layer_ids", "outputs")
+        for name, words in (("mask_token_id", "mask token"), ("block_size", "block size")):
+            if (value := trained.get(name)) is not None:
+                yield Suspect(
+                    f"the {words} is {self.field(name)}, and the draft was trained with {value}",
+                    self.nesting(**{name: value}),
+                )
         for causal in (False, True):
             yield Suspect(
                 f"rows of a block were trained with is_causal: {str(causal).lower()}, and "
                 f"{self.server} takes its default for the layer types, or what the config says",
-                replace(self, config={**config, "is_causal": causal}),
+                replace(self, config={**self.config, "is_causal": causal}),
             )
-        for name, tensors in transposed(self.tensors):
-            yield Suspect(f"the tensor {name} is transposed", replace(self, tensors=tensors))
+        yield from tools.common_suspects(self, host, trained)
 
     def nesting(self, **change: Any) -> Self:
         """Return the draft with other fields of `dflash_config`."""
@@ -158,43 +125,23 @@ class ServedBackbone:
         return replace(self, config=config)
 
     def block_hidden(self, at: Round) -> Tensor:
-        """Run the block over its context; returns normed states, [S, H]."""
-        device, size = at.tokens_T.device, self.block_size
+        """Run the block over its context; returns normed states, [S, H].
+
+        Queries are the block's, keys and values those of the bare context and the block.
+        """
+        config, eps, device = self.config, tools.eps_of(self.config), at.tokens_T.device
         read = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        tokens_S = at.tokens_T.new_full((size,), self._mask_token(at.host))
+        tokens_S = at.tokens_T.new_full((self.block_size,), self._mask_token(at.host))
         tokens_S[0] = at.last
         joined_TH = torch.cat([part.float() for part in at.hidden], -1) @ read["fc.weight"].T
-        context_TH = rms_norm(joined_TH, read["hidden_norm.weight"], self._eps)
+        context_TH = tools.rms_norm(joined_TH, read["hidden_norm.weight"], eps)
         hidden_SH = at.host.embedding_VH[tokens_S]
-        for layer in range(int(self.config["num_hidden_layers"])):
-            sees_SZ = self._sees(layer, len(context_TH), device)
-            hidden_SH = self._layer(f"layers.{layer}", read, context_TH, hidden_SH, sees_SZ)
-        return rms_norm(hidden_SH, read["norm.weight"], self._eps)
-
-    def _layer(
-        self, name: str, read: Mapping[str, Tensor], context_TH: Tensor, hidden_SH: Tensor,
-        sees_SZ: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Run a layer: queries of the block, keys and values of the bare context and the block."""
-        _, _, width = head_shape(self.config)
-        weight = {
-            n.removeprefix(f"{name}."): t for n, t in read.items() if n.startswith(f"{name}.")
-        }
-        x_SH = rms_norm(hidden_SH, weight["input_layernorm.weight"], self._eps)
-        both_ZH = torch.cat([context_TH, x_SH])
-        positions_Z = torch.arange(len(both_ZH), device=x_SH.device)
-        rope, attn = read_rope(self.config), "self_attn"
-        query, key, value = (
-            torch.unflatten(x @ weight[f"{attn}.{part}_proj.weight"].T, -1, (-1, width))
-            for part, x in (("q", x_SH), ("k", both_ZH), ("v", both_ZH))
-        )
-        query = rms_norm(query, weight[f"{attn}.q_norm.weight"], self._eps)
-        key = rms_norm(key, weight[f"{attn}.k_norm.weight"], self._eps)
-        query = rotate(query, positions_Z[len(context_TH) :], rope)
-        attended = attend(query, rotate(key, positions_Z, rope), value, sees_SZ)
-        hidden_SH = hidden_SH + attended @ weight[f"{attn}.o_proj.weight"].T
-        normed_SH = rms_norm(hidden_SH, weight["post_attention_layernorm.weight"], self._eps)
-        return hidden_SH + swiglu(normed_SH, weight, "mlp")
+        for index in range(int(config["num_hidden_layers"])):
+            layer, sees_SZ = f"layers.{index}", self._sees(index, len(context_TH), device)
+            x_SH = tools.rms_norm(hidden_SH, read[f"{layer}.input_layernorm.weight"], eps)
+            x_ZH = torch.cat([context_TH, x_SH])
+            hidden_SH = tools.run_layer(config, read, layer, hidden_SH, x_SH, x_ZH, sees_SZ)
+        return tools.rms_norm(hidden_SH, read["norm.weight"], eps)
 
     def _sees(self, layer: int, length: int, device: torch.device) -> Tensor:
         """Return which positions a row of the block attends to, [S, Z]."""
@@ -208,7 +155,7 @@ class ServedBackbone:
         query_S1 = key_Z[length:, None]
         sees_SZ = (key_Z <= query_S1) if causal else (key_Z >= 0).expand(self.block_size, -1)
         if sliding:
-            window = int(require_field(self.config, "sliding_window"))
+            window = int(tools.require_field(self.config, "sliding_window"))
             sees_SZ = sees_SZ & ((key_Z > query_S1 - window) | (key_Z >= length))
         return sees_SZ
 
@@ -233,14 +180,10 @@ class ServedBackbone:
             )
         return int(token)
 
-    @property
-    def _eps(self) -> float:
-        return float(self.config.get("rms_norm_eps", 1e-6))
 
-
-def read(folder: Path, server: str) -> ServedBackbone:
+def read(folder: Path, server: str) -> ServedDraft:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
-    require_server(server, SERVERS)
+    tools.require_server(server, SERVERS)
     config, tensors = read_backbone(folder, server)
     for name in tensors:
         if name.startswith(("prefix_gru.", "embed_proj.")):
@@ -254,13 +197,13 @@ def read(folder: Path, server: str) -> ServedBackbone:
 
 def read_backbone(folder: Path, server: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json's content, and the tensors under the names that servers give them."""
-    config, stored = read_folder(folder, ARCHITECTURE)
+    config, stored = tools.read_folder(folder, ARCHITECTURE)
     if "transformer_layer_config" in config:
         raise UnservableError(
             "config.json is of the speculators layout, which has the same architecture name and "
             "which no server reads here\n  export the draft with draftcore"
         )
-    require_field({**config, **(config.get("dflash_config") or {})}, "block_size")
+    tools.require_field({**config, **(config.get("dflash_config") or {})}, "block_size")
     tensors = {}
     for name, tensor in stored.items():
         name = name.removeprefix("model.") if server == "sglang" else name
@@ -272,29 +215,19 @@ def read_backbone(folder: Path, server: str) -> tuple[dict[str, Any], dict[str, 
 
 def backbone_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a server fills, with the shapes that config.json gives them."""
-    hidden, inner = (int(require_field(config, f"{n}_size")) for n in ("hidden", "intermediate"))
-    depth, (heads, groups, width) = (
-        int(require_field(config, "num_hidden_layers")),
-        head_shape(config),
-    )
+    hidden = int(tools.require_field(config, "hidden_size"))
+    depth = int(tools.require_field(config, "num_hidden_layers"))
+    _, _, width = tools.head_shape(config)
     nested = config.get("dflash_config") or {}
     layers = nested.get("target_layer_ids") or config.get("target_layer_ids") or range(depth)
-    shapes: dict[str, tuple[int, ...]] = {
+    layer = {
+        **tools.layer_shapes(config, hidden),
+        **{f"self_attn.{name}.weight": (width,) for name in ("q_norm", "k_norm")},
+        **{f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")},
+    }
+    return {
         "fc.weight": (hidden, len(layers) * int(config.get("target_hidden_size") or hidden)),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
+        **{f"layers.{i}.{name}": shape for i in range(depth) for name, shape in layer.items()},
     }
-    one: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (heads * width, hidden),
-        "self_attn.k_proj.weight": (groups * width, hidden),
-        "self_attn.v_proj.weight": (groups * width, hidden),
-        "self_attn.o_proj.weight": (hidden, heads * width),
-        "self_attn.q_norm.weight": (width,),
-        "self_attn.k_norm.weight": (width,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    return shapes | {f"layers.{i}.{name}": s for i in range(depth) for name, s in one.items()}

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 from draftcore_nn import serving
 from draftcore_nn.target import shape_in_config, shape_of_config
 
-from draftcore.contracts.algorithm import Draft
 from draftcore.errors import UsageError
 from draftcore_dflash.config import FULL, DraftConfig, captured_layers, mask_token
-from draftcore_dflash.model import Backbone, build
+from draftcore_dflash.model import Backbone
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
-    from draftcore_dflash.options import BackboneOptions, DFlashOptions
+    from draftcore_dflash.options import BackboneOptions
 
 ARCHITECTURE = "DFlashDraftModel"
 # Config fields whose other values change the computation, with the one value that we compute.
@@ -35,13 +34,6 @@ RENAMED = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidd
 
 
 # ---------------------------------------------------------------- export
-
-
-def export(draft: Draft, folder: Path, layout: str) -> None:
-    """Write config.json and model.safetensors of a DFlash draft; raises as `write_export` does."""
-    assert isinstance(draft.module, Backbone)
-    tensors = dict(draft.module.named_parameters())
-    serving.write_export(folder, layout, serving_config(draft.module), tensors)
 
 
 def serving_config(module: Backbone) -> dict[str, Any]:
@@ -71,16 +63,6 @@ def serving_config(module: Backbone) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- import
-
-
-def load(folder: Path, target: TargetSpec, options: DFlashOptions) -> Draft:
-    """Read a draft from this layout, exported here or published elsewhere.
-
-    Raises UsageError naming what is not as this draft computes it.
-    """
-    draft = build(target, read_config(folder, target, options), options)
-    serving.fill(draft.module, serving.read_tensors(folder, RENAMED), folder)
-    return draft
 
 
 def read_config(folder: Path, target: TargetSpec, options: BackboneOptions) -> DraftConfig:

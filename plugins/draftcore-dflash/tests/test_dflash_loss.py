@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from draftcore_dflash.algorithm import DFlash
-from draftcore_dflash.attention import Sight, attend
+from draftcore_dflash.attention import AttentionMask, attend
 from draftcore_dflash.blocks import Blocks, draw_anchors
 from draftcore_dflash.config import DraftConfig
 from draftcore_dflash.model import Backbone, DFlashDraft
 from draftcore_dflash.options import DFlashOptions
-from draftcore_nn import losses
+from draftcore_sdk.algorithm_checks import check_bf16
 from draftcore_sdk.algorithm_fixtures import (
     MakeDraft,
     MakeSamples,
@@ -276,30 +276,11 @@ def test_a_sample_too_short_for_its_block_is_no_error(
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-def test_slices_of_the_head_change_nothing(
-    make_draft: MakeDraft, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft, batch = make_draft(), DFlash(OPTIONS).collate(make_samples(12, 9))
-    whole = accumulate(DFlash(OPTIONS), draft, [batch], CONTEXT)
-    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 3 * 270)
-    assert len(losses.row_slices(10, 270)) == 4
-    check_same(whole, accumulate(DFlash(OPTIONS), draft, [batch], CONTEXT))
-
-
 def test_bf16_compute_keeps_the_loss_in_fp32(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
-    draft = make_draft(dtype=torch.float32)
     batch = DFlash(OPTIONS).collate(make_samples(30, 20))
-    plain, gradients = accumulate(DFlash(OPTIONS), draft, [batch], CONTEXT)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed, rounded = accumulate(DFlash(OPTIONS), draft, [batch], CONTEXT)
-    assert mixed.numerator.dtype == torch.float32
-    # bf16 keeps 8 bits: some percent on a loss of random weights.
-    torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
-    for found, gradient in zip(rounded, gradients, strict=True):
-        assert found.dtype == torch.float32
-        assert (found - gradient).norm() / gradient.norm() < 0.2
+    check_bf16(DFlash(OPTIONS), make_draft(dtype=torch.float32), batch, CONTEXT)
 
 
 def test_metrics_count_leading_hits(make_draft: MakeDraft, make_samples: MakeSamples) -> None:
@@ -373,9 +354,9 @@ def test_joined_attention_equals_one_softmax(
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     tensors, grad, blocks = attention_inputs(dtype, device)
-    sight = Sight.of(blocks, (2, 33), 5, window=window, causal=causal, dtype=dtype)
+    mask = AttentionMask.of(blocks, (2, 33), 5, window=window, causal=causal, dtype=dtype)
     query, key, value, context_key, context_value = tensors
-    found = attend(query, key, value, context_key, context_value, blocks.slot_M, sight)
+    found = attend(query, key, value, context_key, context_value, blocks.slot_M, mask)
     found_gradients = torch.autograd.grad(found, tensors, grad)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     expected = plain_attention(exact, blocks, window, causal)

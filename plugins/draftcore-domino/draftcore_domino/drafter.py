@@ -20,16 +20,14 @@ from draftcore_domino.model import DominoDraft
 class DominoDrafter(DFlashDrafter):
     """Decodes with a Domino draft; see `contracts.algorithm.Drafter`."""
 
-    def __init__(self, draft: DominoDraft, num_drafts: int | None, dtype: str) -> None:
-        super().__init__(draft, num_drafts, dtype)
-        self.domino = draft
+    draft: DominoDraft
 
     @torch.inference_mode()
     def propose(
         self, state: DraftState, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Proposal:
         """Draft K tokens a row; with a temperature also the distribution each was drawn from."""
-        draft, config = self.domino, self.domino.domino
+        draft, config = self.draft, self.draft.config
         hidden_BKH = self.block_hidden(state)[:, config.first_row :][:, : self.num_drafts]
         logits_BKV = hidden_BKH @ draft.head.T
         token_B, choices = state.last_B, list[Choice]()

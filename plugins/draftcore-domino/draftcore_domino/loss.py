@@ -6,7 +6,6 @@ a run of unknown length is an error. `DominoDraft.loss` applies it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from draftcore.contracts.algorithm import StepContext
@@ -16,23 +15,15 @@ if TYPE_CHECKING:
     from draftcore_domino.options import DominoOptions
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How the base loss's share falls: from `start` linearly to 0 over `ratio` of the run."""
+def base_share(options: DominoOptions, context: StepContext) -> float:
+    """Return lambda at a step: from `lambda_start` linearly to 0 over `lambda_ratio` of the run.
 
-    start: float = 1.0
-    ratio: float = 0.5
-
-    @classmethod
-    def of(cls, options: DominoOptions) -> Schedule:
-        return cls(options.lambda_start, options.lambda_ratio)
-
-    def base_share(self, context: StepContext) -> float:
-        """Return lambda at a step; raises UsageError where the number of steps is not known."""
-        if (context.total_steps or 0) < 1:
-            raise UsageError(
-                "domino blends two losses by how far the run is, and its number of steps is unknown\n"
-                "  set train.max_steps, or train.epochs over data whose size is known"
-            )
-        steps = max(1, int(context.total_steps * self.ratio))
-        return self.start * max(0.0, 1.0 - (context.step - 1) / steps)
+    Raises UsageError where the number of steps is not known.
+    """
+    if (context.total_steps or 0) < 1:
+        raise UsageError(
+            "domino blends two losses by how far the run is, and its number of steps is unknown\n"
+            "  set train.max_steps, or train.epochs over data whose size is known"
+        )
+    steps = max(1, int(context.total_steps * options.lambda_ratio))
+    return options.lambda_start * max(0.0, 1.0 - (context.step - 1) / steps)

@@ -15,35 +15,34 @@ from typing import TYPE_CHECKING
 
 import torch
 from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
-from draftcore_dflash.loss import Sampling, metrics, scatter
-from draftcore_dflash.model import Backbone, as_draft
+from draftcore_dflash.loss import metrics, scatter
+from draftcore_dflash.model import Backbone
 from draftcore_nn.layers import full_precision
-from draftcore_nn.target import target_tensors
 from torch import Tensor, nn
 
-from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
+from draftcore.contracts.algorithm import DraftBatch, StepContext, StepOutput
 from draftcore_domino.config import DominoConfig
 from draftcore_domino.head import corrected_cross_entropy
-from draftcore_domino.loss import Schedule
+from draftcore_domino.loss import base_share
 
 if TYPE_CHECKING:
-    from draftcore.contracts.target import TargetSpec
     from draftcore_domino.options import DominoOptions
 
 
 class DominoDraft(Backbone):
     """The draft with its loss. `embed_proj.2` maps to the vocabulary; no part has a bias."""
 
+    config: DominoConfig
+    options: DominoOptions
+
     def __init__(
         self,
         config: DominoConfig,
-        sampling: Sampling,
-        schedule: Schedule,
+        options: DominoOptions,
         embedding_VH: Tensor,
         head_VH: Tensor | None,
     ) -> None:
-        super().__init__(config, sampling, embedding_VH, head_VH)
-        self.domino, self.schedule = config, schedule
+        super().__init__(config, options, embedding_VH, head_VH)
         width, states = config.hidden_size, config.gru_hidden_dim
         self.prefix_gru = nn.GRU(width, states, bias=False, batch_first=True)
         self.embed_proj = nn.Sequential(
@@ -53,8 +52,8 @@ class DominoDraft(Backbone):
         )
 
     def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
-        blocks = draw_blocks(batch, self.sampling.num_anchors, context.seed)
-        return self.loss(batch, blocks, self.schedule.base_share(context))
+        blocks = draw_blocks(batch, self.options.num_anchors, context.seed)
+        return self.loss(batch, blocks, base_share(self.options, context))
 
     def loss(self, batch: DraftBatch, blocks: Blocks, base_share: float) -> StepOutput:
         """Return the loss of given blocks: sum(w ((1 - share) CE_final + share CE_base)) / sum(w).
@@ -62,7 +61,7 @@ class DominoDraft(Backbone):
         Rows weigh as in DFlash. Metrics: `final_loss`, `accuracy`, `acceptance_length`, the same
         with `base_`, and `lambda`.
         """
-        config, gamma = self.domino, self.sampling.gamma
+        config, gamma = self.config, self.options.loss_decay_gamma
         hidden_MSH, states_MSG = self.block_hidden(batch, blocks), self.prefix_states(batch, blocks)
         exact = torch.promote_types(hidden_MSH.dtype, torch.float32)
         targets = Targets.of(
@@ -109,7 +108,7 @@ class DominoDraft(Backbone):
         index_MS = blocks.positions(self.config.block_size).clamp_max(length - 1)
         states_MSG, _ = self.read(batch.token_ids_BT[blocks.sample_M[:, None], index_MS])
         # Row k predicts the token after the k-th read, or, not shifted, the k-th itself.
-        return states_MSG if self.domino.shift_label else states_MSG.roll(1, 1)
+        return states_MSG if self.config.shift_label else states_MSG.roll(1, 1)
 
     def low_rank(self, hidden: Tensor, states: Tensor) -> Tensor:
         """Return the correction before its last map: [..., H] and [..., G] to [..., E]."""
@@ -123,9 +122,3 @@ class DominoDraft(Backbone):
         last = self.embed_proj[2]
         assert isinstance(last, nn.Linear)
         return last
-
-
-def build(target: TargetSpec, config: DominoConfig, options: DominoOptions) -> Draft:
-    """Build a draft with fresh weights; the GRU's are torch's own, uniform."""
-    sampling, schedule = Sampling.of(options), Schedule.of(options)
-    return as_draft(DominoDraft(config, sampling, schedule, *target_tensors(target)))

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import draftcore_tools.served as tools
 import torch
 from draftcore_dflash.served import ServedBackbone, backbone_shapes, read_backbone
-from draftcore_tools.served import require_field, require_server, require_tensors
 from torch import Tensor
 
-from draftcore.contracts.serving import Host, Round, Suspect, UnservableError
+from draftcore.contracts.serving import Host, Round, ServedDraft, Suspect, UnservableError
 
 SERVERS = ("sglang",)
 FIELDS = ("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim")
@@ -35,17 +35,13 @@ class ServedDomino(ServedBackbone):
         first = 0 if self.field("shift_label") else 1
         rows_KH = self.block_hidden(at)[first : first + len(drafts_K) + 1]
         base_KV = rows_KH @ at.host.head_VH.T
-        tokens = [at.last, *drafts_K.tolist()]
         state_G = base_KV.new_zeros(int(self.field("gru_hidden_dim")))
-        final = [base_KV[0]]
-        state_G = _gru(at.host.embedding_VH[tokens[0]], state_G, read)
-        for k in range(1, len(rows_KH)):
-            state_G = _gru(at.host.embedding_VH[tokens[k]], state_G, read)
-            low = torch.nn.functional.silu(
-                read["embed_proj.0.weight"] @ torch.cat([rows_KH[k], state_G])
-            )
-            final.append(base_KV[k] + read["embed_proj.2.weight"] @ low)
-        return torch.stack(final)
+        for k, token in enumerate([at.last, *drafts_K.tolist()]):
+            state_G = _gru(at.host.embedding_VH[token], state_G, read)
+            if k > 0:
+                low_E = read["embed_proj.0.weight"] @ torch.cat([rows_KH[k], state_G])
+                base_KV[k] += read["embed_proj.2.weight"] @ torch.nn.functional.silu(low_E)
+        return base_KV
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
         yield from super().suspects(host, trained)
@@ -66,9 +62,9 @@ def _gru(x_H: Tensor, state_G: Tensor, read: Mapping[str, Tensor]) -> Tensor:
     return (1 - update) * new + update * state_G
 
 
-def read(folder: Path, server: str) -> ServedDomino:
+def read(folder: Path, server: str) -> ServedDraft:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
-    require_server(server, SERVERS)
+    tools.require_server(server, SERVERS)
     config, tensors = read_backbone(folder, server)
     nested = config.get("dflash_config") or {}
     if nested.get("projector_type") != "domino":
@@ -76,9 +72,7 @@ def read(folder: Path, server: str) -> ServedDomino:
             f"dflash_config.projector_type is {nested.get('projector_type')!r}, and sglang knows this "
             "head as 'domino' only\n  correct the name, or export again with draftcore"
         )
-    given: dict[str, Any] = {name: nested.get(name, config.get(name)) for name in FIELDS}
-    if lacking := [name for name, value in given.items() if value is None]:
-        raise UnservableError(f"dflash_config lacks {', '.join(lacking)}: sglang refuses the draft")
+    given = {name: tools.require_field({**config, **nested}, name) for name in FIELDS}
     if given["pure_draft_prefix_len"] != 1 or not isinstance(given["shift_label"], bool):
         raise UnservableError(
             "sglang serves pure_draft_prefix_len 1 and a shift_label of true or false; config.json "
@@ -90,12 +84,12 @@ def read(folder: Path, server: str) -> ServedDomino:
             "dflash_config: sglang refuses the draft"
         )
     states, rank = int(given["gru_hidden_dim"]), int(given["emb_dim"])
-    hidden = int(require_field(config, "hidden_size"))
+    hidden = int(tools.require_field(config, "hidden_size"))
     head = {
         "prefix_gru.weight_ih_l0": (3 * states, hidden),
         "prefix_gru.weight_hh_l0": (3 * states, states),
         "embed_proj.0.weight": (rank, hidden + states),
         "embed_proj.2.weight": (int(config["vocab_size"]), rank),
     }
-    require_tensors(tensors, head, "sglang refuses the draft")
+    tools.require_tensors(tensors, head, "sglang refuses the draft")
     return ServedDomino.of(server, config, tensors, backbone_shapes(config) | head)

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from draftcore_dflash import serving as dflash
 from draftcore_nn import serving
 
-from draftcore.contracts.algorithm import Draft
 from draftcore.errors import UsageError
 from draftcore_domino.config import DominoConfig
-from draftcore_domino.model import DominoDraft, build
+from draftcore_domino.model import DominoDraft
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
@@ -28,10 +27,9 @@ PROJECTOR = "domino"
 ARCHITECTURES = (dflash.ARCHITECTURE, "DominoDraftModel")
 
 
-def export(draft: Draft, folder: Path, layout: str) -> None:
-    """Write config.json and model.safetensors; raises as `write_export` does."""
-    assert isinstance(draft.module, DominoDraft)
-    config, data = draft.module.domino, dflash.serving_config(draft.module)
+def serving_config(module: DominoDraft) -> dict[str, Any]:
+    """Return config.json's content: that of the backbone, and the head's fields."""
+    config, data = module.config, dflash.serving_config(module)
     data["dflash_config"] |= {
         "projector_type": PROJECTOR,
         "shift_label": config.shift_label,
@@ -39,15 +37,7 @@ def export(draft: Draft, folder: Path, layout: str) -> None:
         "gru_hidden_dim": config.gru_hidden_dim,
         "emb_dim": config.emb_dim,
     }
-    data["emb_dim"] = config.emb_dim
-    serving.write_export(folder, layout, data, dict(draft.module.named_parameters()))
-
-
-def load(folder: Path, target: TargetSpec, options: DominoOptions) -> Draft:
-    """Read a draft, exported here or published elsewhere; raises UsageError for what differs."""
-    draft = build(target, read_config(folder, target, options), options)
-    serving.fill(draft.module, serving.read_tensors(folder, dflash.RENAMED), folder)
-    return draft
+    return {**data, "emb_dim": config.emb_dim}
 
 
 def read_config(folder: Path, target: TargetSpec, options: DominoOptions) -> DominoConfig:
@@ -73,24 +63,16 @@ def head_fields(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             f"the draft in {folder} has projector_type {nested.get('projector_type')!r}\n"
             f"  a Domino draft says dflash_config.projector_type: {PROJECTOR!r}"
         )
-    given = {"emb_dim": data.get("emb_dim"), **nested}
-    try:
-        fields = {
-            "gru_hidden_dim": int(given["gru_hidden_dim"]),
-            "emb_dim": int(given["emb_dim"]),
-            "shift_label": given["shift_label"],
-            "pure_draft_prefix_len": int(given["pure_draft_prefix_len"]),
-        }
-    except (KeyError, TypeError):
-        names = ("gru_hidden_dim", "emb_dim", "shift_label", "pure_draft_prefix_len")
-        lacking = [name for name in names if given.get(name) is None]
-        raise UsageError(
-            f"dflash_config in {folder}/config.json lacks {', '.join(lacking)}\n"
-            "  add the fields, or export the draft again"
-        ) from None
-    if data.get("emb_dim", fields["emb_dim"]) != fields["emb_dim"]:
+    given = {**data, **nested}
+    head = {
+        "gru_hidden_dim": int(serving.required(given, "gru_hidden_dim", folder)),
+        "emb_dim": int(serving.required(given, "emb_dim", folder)),
+        "shift_label": serving.required(given, "shift_label", folder),
+        "pure_draft_prefix_len": int(serving.required(given, "pure_draft_prefix_len", folder)),
+    }
+    if data.get("emb_dim", head["emb_dim"]) != head["emb_dim"]:
         raise UsageError(
             f"config.json in {folder} has two values of emb_dim: {data['emb_dim']} at the top level, "
-            f"{fields['emb_dim']} in dflash_config\n  make the two agree, or leave the first out"
+            f"{head['emb_dim']} in dflash_config\n  make the two agree, or leave the first out"
         )
-    return fields
+    return head

@@ -6,13 +6,12 @@ from draftcore_dflash.blocks import Blocks
 from draftcore_domino.algorithm import Domino
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
-from draftcore_sdk.algorithm_fixtures import MakeDraft
+from draftcore_sdk.algorithm_checks import ragged_rounds
+from draftcore_sdk.algorithm_fixtures import WIDTH, MakeDraft
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Draft, Sample, SampleId
 from draftcore.contracts.target import TargetSpec
-
-WIDTH, BLOCK, LAYERS = 32, 4, (1, 3, 4)
 
 
 def teacher_forced(
@@ -30,31 +29,20 @@ def teacher_forced(
     with torch.no_grad():
         hidden = module.block_hidden(batch, blocks)
         correction = module.up(module.low_rank(hidden, module.prefix_states(batch, blocks)))
-        correction[:, : module.domino.first_corrected_row] = 0.0
-        first = module.domino.first_row
+        correction[:, : module.config.first_corrected_row] = 0.0
+        first = module.config.first_row
         return (hidden @ module.head.T + correction)[0, first : first + len(drafts_K)]
 
 
 @pytest.mark.parametrize("shift", [True, False])
-def test_proposals_equal_one_teacher_forced_pass(
+def test_proposals_equal_one_teacher_forced_pass_over_ragged_rounds(
     shift: bool, make_draft: MakeDraft, target: TargetSpec
 ) -> None:
-    generator, draft = torch.Generator().manual_seed(0), make_draft(shift_label=shift)
-    lengths_B = torch.tensor([7, 1, 9])
-    tokens_BT = torch.randint(250, (3, 10), generator=generator)
-    hidden = torch.randn(3, 3, 9, WIDTH, generator=generator, dtype=torch.float64)
-    features = {f"hidden.{layer}": x for layer, x in zip(LAYERS, hidden, strict=True)}
-    drafter = Domino(DominoOptions(block_size=BLOCK)).drafter(draft, target.model)
-    state, next_B = drafter.allocate(3, 40), tokens_BT[torch.arange(3), lengths_B]
-    drafter.prefill(state, tokens_BT[:, :9], lengths_B, features, next_B)
-    drafts_BK = drafter.propose(state).tokens_BK
-    sampled = drafter.propose(state, 0.5, torch.Generator().manual_seed(0))
-    probs = sampled.probs_BKV
-    assert probs is not None
-    assert drafts_BK.shape == (3, BLOCK - 1)
-    for row, length in enumerate(lengths_B.tolist()):
-        known = tokens_BT[row, : length + 1], {n: x[row, :length] for n, x in features.items()}
-        logits = teacher_forced(draft, *known, drafts_BK[row])
-        assert drafts_BK[row].tolist() == logits.argmax(-1).tolist()
-        logits = teacher_forced(draft, *known, sampled.tokens_BK[row])
-        torch.testing.assert_close(probs[row], (logits / 0.5).softmax(-1), rtol=1e-9, atol=1e-12)
+    draft = make_draft(shift_label=shift)
+    drafter = Domino(DominoOptions(block_size=4)).drafter(draft, target.model)
+    assert drafter.num_drafts == 3
+    for tokens_T, features, greedy_K, drawn_K, probs_KV in ragged_rounds(drafter, 250, 0.5):
+        logits_KV = teacher_forced(draft, tokens_T, features, greedy_K)
+        assert greedy_K.tolist() == logits_KV.argmax(-1).tolist()
+        expected_KV = (teacher_forced(draft, tokens_T, features, drawn_K) / 0.5).softmax(-1)
+        torch.testing.assert_close(probs_KV, expected_KV, rtol=1e-9, atol=1e-12)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from draftcore_dflash.blocks import Blocks, draw_blocks
 from draftcore_domino.algorithm import Domino
-from draftcore_domino.loss import Schedule
+from draftcore_domino.loss import base_share
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
 from draftcore_nn import losses
+from draftcore_sdk.algorithm_checks import check_bf16
 from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples, accumulate
 from torch import Tensor
 from torch.nn import functional
@@ -34,7 +35,7 @@ class Naive:
     """The head straight from its description: one block, one row, one gate at a time."""
 
     def __init__(self, module: DominoDraft) -> None:
-        self.module, self.config = module, module.domino
+        self.module, self.config = module, module.config
         self.w: dict[str, Tensor] = dict(module.named_parameters())
 
     def gru(self, tokens: Sequence[int]) -> list[Tensor]:
@@ -112,10 +113,12 @@ def test_loss_and_gradients_equal_a_naive_head(
 
 
 def test_a_schedule_lasts_whole_steps_and_at_least_one() -> None:
-    shares = [Schedule(0.8, 0.5).base_share(StepContext(step, 9, 0)) for step in range(1, 10)]
+    long, none = (
+        DominoOptions(lambda_start=s, lambda_ratio=r) for s, r in ((0.8, 0.5), (1.0, 0.0))
+    )
+    shares = [base_share(long, StepContext(step, 9, 0)) for step in range(1, 10)]
     assert shares == pytest.approx([0.8, 0.6, 0.4, 0.2, 0, 0, 0, 0, 0])  # int(4.5) = 4 steps
-    short = [Schedule(1.0, 0.0).base_share(StepContext(step, 9, 0)) for step in (1, 2)]
-    assert short == [1.0, 0.0]
+    assert [base_share(none, StepContext(step, 9, 0)) for step in (1, 2)] == [1.0, 0.0]
 
 
 def test_a_run_of_unknown_length_is_refused(
@@ -165,14 +168,8 @@ def test_bf16_compute_keeps_the_loss_and_the_gru_in_fp32(
 ) -> None:
     draft = make_draft(dtype=torch.float32)
     batch, module = Domino(OPTIONS).collate(make_samples(30, 20)), draft.module
+    check_bf16(Domino(OPTIONS), draft, batch, CONTEXT)
     assert isinstance(module, DominoDraft)
-    plain, gradients = accumulate(Domino(OPTIONS), draft, [batch], CONTEXT)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed, rounded = accumulate(Domino(OPTIONS), draft, [batch], CONTEXT)
         states, _ = module.read(batch.token_ids_BT)
-    assert mixed.numerator.dtype == states.dtype == torch.float32
-    # bf16 keeps 8 bits: some percent on a loss of random weights.
-    torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
-    for found, gradient in zip(rounded, gradients, strict=True):
-        assert found.dtype == torch.float32
-        assert (found - gradient).norm() / gradient.norm() < 0.2
+    assert states.dtype == torch.float32

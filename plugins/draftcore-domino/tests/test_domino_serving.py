@@ -1,7 +1,7 @@
 """A draft's sizes; exports keep sglang's contract; damaged drafts are refused by name."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import draftcore_domino
 import pytest
@@ -10,6 +10,7 @@ from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
 from draftcore_domino.algorithm import Domino
 from draftcore_domino.options import DominoOptions
+from draftcore_sdk.algorithm_checks import WarmStarts
 from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft
 from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.exports import (
@@ -104,8 +105,8 @@ REFUSED: dict[str, tuple[Fields, Fields, str]] = {
     "another projector": ({"projector_type": "causal_v5"}, {}, "projector_type 'causal_v5'"),
     "no projector": ({"projector_type": GONE}, {}, "projector_type None"),
     "a long prefix": ({"pure_draft_prefix_len": 2}, {}, "pure_draft_prefix_len 2(.|\\n)*must be 1"),
-    "no shift": ({"shift_label": GONE}, {}, "lacks shift_label"),
-    "no sizes": ({"emb_dim": GONE}, {"emb_dim": GONE}, "lacks emb_dim"),
+    "no shift": ({"shift_label": GONE}, {}, "lacks 'shift_label'"),
+    "no sizes": ({"emb_dim": GONE}, {"emb_dim": GONE}, "lacks 'emb_dim'"),
     "two sizes": ({}, {"emb_dim": 7}, "two values of emb_dim: 7 (.|\\n)*6"),
     "another vocabulary": ({}, {"vocab_size": 269}, "vocab_size 269, the target 270"),
     "another rank": ({"emb_dim": 8}, {"emb_dim": 8}, r"embed_proj.0.weight is \[6, 44\], not \[8"),
@@ -136,15 +137,9 @@ def test_dflash_does_not_take_a_domino_draft_for_its_own(
         DFlash(DFlashOptions()).import_draft(exported, target)
 
 
-def test_a_warm_start_takes_over_weights_and_shape(
-    draft: Draft, exported: Path, target: TargetSpec
-) -> None:
-    options = DominoOptions(warm_start=str(exported))
-    assert Domino(options).feature_request(target).layers == (1, 3, 4)
-    again = Domino(options).build_draft(target, NO_DATA)
-    require_same_bits(again.module.state_dict(), draft.module.state_dict())
-    with pytest.raises(UsageError, match="option gru_hidden_dim is 5"):
-        Domino(options.model_copy(update={"gru_hidden_dim": 5})).feature_request(target)
+class TestWarmStarts(WarmStarts):
+    kept: ClassVar = {"layers": (0, 2, 6)}
+    against: ClassVar = {"gru_hidden_dim": 5}
 
 
 # ------------------------------------------------------------ as sglang reads it

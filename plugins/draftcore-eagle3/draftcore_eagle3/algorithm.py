@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch
 from draftcore_nn import batches
-from draftcore_nn.serving import require_tools
+from draftcore_nn.serving import read_as_server
 from draftcore_nn.target import dtype_name
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftcore.contracts.algorithm import (
     Algorithm,
@@ -29,6 +31,7 @@ from draftcore.contracts.serving import (
     DraftInput,
     DraftShape,
     RowField,
+    ServedDraft,
     hidden_field,
     topk_fields,
 )
@@ -36,9 +39,6 @@ from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore_eagle3 import config, model, serving, vocabulary
 from draftcore_eagle3.drafter import Eagle3Drafter
 from draftcore_eagle3.options import Eagle3Options
-
-if TYPE_CHECKING:
-    from draftcore_eagle3.served import ServedEagle3
 
 
 class Eagle3(Algorithm):
@@ -71,14 +71,20 @@ class Eagle3(Algorithm):
 
         def rows(mask_T: Tensor) -> Tensor:
             if self.options.supervise == "predicted":
-                return torch.cat([mask_T[2:], mask_T.new_zeros(min(2, len(mask_T)))])
-            return torch.cat([mask_T[:-1], mask_T.new_zeros(1)])
+                return pad(mask_T[2:], (0, min(2, len(mask_T))))
+            return pad(mask_T[:-1], (0, 1))
 
         return batches.collate([replace(s, loss_mask_T=rows(s.loss_mask_T)) for s in samples])
 
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
         output: StepOutput = draft.module(batch, context)
         return output
+
+    def eval_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
+        """Add what a round of decoding would yield by the held-out accuracies: 1 + a0 + a0*a1 + ..."""
+        accuracies = (report.get(f"accuracy_{k}", 0.0) for k in range(self.options.ttt_length))
+        length = 1 + sum(accumulate(accuracies, mul))
+        return {"simulated_acceptance_length": length} if length > 1 else {}
 
     def disagg_row(self, shape: DraftShape) -> Sequence[RowField]:
         """Send the draft's own state, not the target's features, and its proposals in its own ids."""
@@ -97,8 +103,5 @@ class Eagle3(Algorithm):
     def import_draft(self, folder: Path, target: TargetSpec) -> Draft:
         return serving.load(folder, target, self.options)
 
-    def read_export(self, folder: Path, server: str) -> ServedEagle3:
-        require_tools(server)
-        from draftcore_eagle3 import served
-
-        return served.read(folder, server)
+    def read_export(self, folder: Path, server: str) -> ServedDraft:
+        return read_as_server("draftcore_eagle3.served", folder, server)

@@ -43,7 +43,10 @@ class _JointAttention(torch.autograd.Function):
             output, logsumexp, saved = fused.attend(_pad(query_NAD, key, rows_N), key, value)
             output_NAD, logsumexp_NA = _take(output, rows_N), _take(logsumexp, rows_N)
             # The step-0 keys count as one key with their log-sum-exp for a score.
-            scores = torch.cat([logsumexp_NA[..., None], _extra_scores(query_NAD, extra_key)], -1)
+            extra_NAX = fused.further_scores(_grouped(query_NAD, extra_key), extra_key).flatten(
+                1, 2
+            )
+            scores = torch.cat([logsumexp_NA[..., None], extra_NAX], -1)
             log_parts = scores.log_softmax(-1)
             joint_NA = logsumexp_NA - log_parts[..., 0]
             part_NGRX = _grouped(log_parts[..., 1:].exp(), extra_key)
@@ -65,30 +68,18 @@ class _JointAttention(torch.autograd.Function):
                 _pad(output_NAD, key, rows_N), _pad(joint_NA[..., None], key, rows_N)[..., 0],
                 saved,
             )  # fmt: skip
-            scores_NAX = _extra_scores(query_NAD, extra_key)
-            exact = scores_NAX.dtype
-            grad, query = grad_NAD.to(exact), query_NAD.to(exact)
-            delta_NA1 = (grad * output_NAD).sum(-1, keepdim=True)
-            part_NAX = (scores_NAX - joint_NA[..., None]).exp()
-            slope_NAX = (_grouped(grad, extra_value) @ extra_value.to(exact).mT).flatten(1, 2)
-            slope_NAX = part_NAX * (slope_NAX - delta_NA1) * query.shape[-1] ** -0.5
-            slope_NGRX = _grouped(slope_NAX, extra_key)
-            grad_query_NAD = _take(grad_query, rows_N).to(exact)
-            grad_query_NAD = grad_query_NAD + (slope_NGRX @ extra_key.to(exact)).flatten(1, 2)
-            grad_extra_key = slope_NGRX.mT @ _grouped(query, extra_key)
-            grad_extra_value = _grouped(part_NAX, extra_key).mT @ _grouped(grad, extra_key)
+            grad_NGRD, query_NGRD, output_NGRD, joint_NGR = (
+                _grouped(x, extra_key) for x in (grad_NAD, query_NAD, output_NAD, joint_NA)
+            )
+            scores_NGRX = fused.further_scores(query_NGRD, extra_key)
+            extra_grad, grad_extra_key, grad_extra_value = fused.further_backward(
+                grad_NGRD, query_NGRD, extra_key, extra_value, scores_NGRX, output_NGRD, joint_NGR
+            )
+            grad_query = _take(grad_query, rows_N).to(extra_grad.dtype) + extra_grad.flatten(1, 2)
         return (
-            grad_query_NAD.to(query_NAD.dtype), grad_key, grad_value,
+            grad_query.to(query_NAD.dtype), grad_key, grad_value,
             grad_extra_key.to(extra_key.dtype), grad_extra_value.to(extra_value.dtype), None,
         )  # fmt: skip
-
-
-def _extra_scores(query_NAD: Tensor, extra_key_NGXD: Tensor) -> Tensor:
-    """Score each row's query with its own extra keys; returns [N, A, X] in fp32 or fp64."""
-    exact = torch.promote_types(query_NAD.dtype, torch.float32)
-    query_NGRD = _grouped(query_NAD.to(exact), extra_key_NGXD) * query_NAD.shape[-1] ** -0.5
-    scores_NGRX: Tensor = query_NGRD @ extra_key_NGXD.to(exact).mT
-    return scores_NGRX.flatten(1, 2)
 
 
 def _grouped(x_NA: Tensor, like_NG: Tensor) -> Tensor:

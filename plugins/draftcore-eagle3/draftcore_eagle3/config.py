@@ -19,7 +19,7 @@ class DraftConfig(DecoderShape):
     """Everything that fixes a draft's tensors and its forward; JSON data with tuples as lists."""
 
     draft_vocab_size: int
-    layers: tuple[int, int, int]
+    layers: tuple[int, ...]
     fc_norm: bool = False
     norm_output: bool = False
 
@@ -59,7 +59,7 @@ def from_target(target: TargetSpec, options: Eagle3Options) -> DraftConfig:
     )
 
 
-def captured_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, int, int]:
+def captured_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
     """Return three ascending layer ids: those asked for, or 1, L/2-1, L-4.
 
     Raises UsageError for ids that are out of range or equal, or when the default ones collide.
@@ -70,6 +70,4 @@ def captured_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int
             "  use a target of at least 4 layers"
         )
     default = (1, num_layers // 2 - 1, num_layers - 4)
-    chosen = tuple(sorted(asked)) if asked else default
-    first, second, third = capturable(chosen, num_layers, asked=bool(asked))
-    return first, second, third
+    return capturable(tuple(sorted(asked or default)), num_layers, asked=bool(asked))

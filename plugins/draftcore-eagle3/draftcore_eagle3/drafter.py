@@ -122,9 +122,7 @@ class Eagle3Drafter:
         state.hidden_BPH.copy_(self.draft.combine(features))
         state.counts_B.copy_(counts_B)
 
-    @torch.inference_mode()
-    def select(self, state: DraftState, rows_B: Tensor) -> DraftState:
-        return select_rows(state, rows_B)
+    select = staticmethod(select_rows)
 
     def _run(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run rows [B, R] at their positions through the layer, writing their cache slots."""

@@ -21,9 +21,8 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from draftcore_nn.layers import full_precision
@@ -33,23 +32,6 @@ from torch.nn import functional
 
 if TYPE_CHECKING:
     from draftcore_eagle3.options import Eagle3Options
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised: the loss, its steps, their decay, and lk_lambda's two constants."""
-
-    loss: Literal["kl", "lk_alpha", "lk_lambda"] = "kl"
-    ttt_length: int = 7
-    step_decay: float = 0.8
-    kl_scale: float = 1.0
-    kl_decay: float = 3.0
-
-    @classmethod
-    def of(cls, options: Eagle3Options) -> Objective:
-        return cls(
-            options.loss, options.ttt_length, options.step_decay, options.kl_scale, options.kl_decay
-        )
 
 
 @dataclass(frozen=True)
@@ -125,7 +107,7 @@ def _teach_rows(logits_mV: Tensor, ids_U: Tensor | None, index_V: Tensor) -> tup
 
 
 def step_loss(
-    objective: Objective, logits_MU: Tensor, teacher: Teacher, weight_M: Tensor, num_rows: Tensor
+    options: Eagle3Options, logits_MU: Tensor, teacher: Teacher, weight_M: Tensor, num_rows: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return one step's loss and its acceptance rate, each as numerator and denominator.
 
@@ -133,28 +115,19 @@ def step_loss(
     """
     log_probs_MU = logits_MU.log_softmax(-1, dtype=weight_M.dtype)
     cross_entropy = -((teacher.probs_MU * log_probs_MU).sum(-1) * weight_M).sum()
-    with torch.set_grad_enabled(torch.is_grad_enabled() and objective.loss != "kl"):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and options.loss != "kl"):
         overlap_M = torch.minimum(teacher.share_MU, log_probs_MU.exp()).sum(-1)
     acceptance, count = (overlap_M * weight_M).sum(), weight_M.sum()
     shares = (acceptance.detach(), count)
-    if objective.loss == "kl":
+    if options.loss == "kl":
         return (cross_entropy, num_rows), shares
     some = (count > 0).to(count.dtype)
     count = count.clamp_min(1)
     rate = acceptance / count
-    if objective.loss == "lk_alpha":
+    if options.loss == "lk_alpha":
         # A row without overlap would be infinite; it is as good as impossible in fp32.
         log_M = overlap_M.clamp_min(torch.finfo(overlap_M.dtype).tiny).log()
         return (-(log_M * weight_M).sum() / count, some), shares
-    blend = objective.kl_scale * torch.exp(-objective.kl_decay * rate.detach())
+    blend = options.kl_scale * torch.exp(-options.kl_decay * rate.detach())
     loss = blend * cross_entropy / num_rows.clamp_min(1) + (1 - blend) * (1 - rate)
     return (loss * some, some), shares
-
-
-def simulated_acceptance_length(metrics: Mapping[str, float]) -> float:
-    """Return 1 + a0 + a0*a1 + ..., with a_k = `accuracy_k`: tokens a round would yield."""
-    length, chance, step = 1.0, 1.0, 0
-    while (name := f"accuracy_{step}") in metrics:
-        chance *= metrics[name]
-        length, step = length + chance, step + 1
-    return length

@@ -40,7 +40,7 @@ from draftcore.contracts.algorithm import (
 )
 from draftcore_eagle3.attention import attend
 from draftcore_eagle3.config import DraftConfig
-from draftcore_eagle3.loss import Objective, Rows, step_loss, teach
+from draftcore_eagle3.loss import Rows, step_loss, teach
 from draftcore_eagle3.vocabulary import to_ids, to_offsets
 
 if TYPE_CHECKING:
@@ -104,13 +104,13 @@ class Eagle3Draft(TargetVocabulary):
     def __init__(
         self,
         config: DraftConfig,
-        objective: Objective,
+        options: Eagle3Options,
         embedding_VH: Tensor,
         head_VH: Tensor | None,
         ids_U: Tensor | None,
     ) -> None:
         super().__init__(embedding_VH, head_VH)
-        self.config, self.objective = config, objective
+        self.config, self.options = config, options
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(3 * width, width, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(3 * config.fc_norm))
@@ -119,11 +119,6 @@ class Eagle3Draft(TargetVocabulary):
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         self.register_buffer("d2t", None if ids_U is None else to_offsets(ids_U))
-
-    @property
-    def teacher_head(self) -> Tensor:
-        """The target's LM head, [V, H]."""
-        return self.embed_tokens if self.target_head is None else self.target_head
 
     def token_ids(self) -> Tensor | None:
         """Target ids of the draft vocabulary, [U]; None for the full vocabulary."""
@@ -152,11 +147,9 @@ class Eagle3Draft(TargetVocabulary):
         are means of the micro-batch: numerator their value, denominator 1 (0 if nothing is
         supervised). Metrics: `accuracy_k`, `acceptance_rate_k`, `loss_k`.
         """
-        objective = self.objective
-        rows = Rows.of(batch.loss_mask_BT, objective.ttt_length)
-        teacher = teach(
-            self.head, self.token_ids(), batch.features["last_hidden"], rows.supervised_M
-        )  # fmt: skip
+        options, last_hidden_BTH = self.options, batch.features["last_hidden"]
+        rows = Rows.of(batch.loss_mask_BT, options.ttt_length)
+        teacher = teach(self.head, self.token_ids(), last_hidden_BTH, rows.supervised_M)
         exact, known_M = teacher.probs_MU.dtype, teacher.label_M >= 0
         num_rows = batch.attention_mask_BT.sum().to(exact)
         losses, counts = [], {}
@@ -165,19 +158,19 @@ class Eagle3Draft(TargetVocabulary):
             logits_MU = self.lm_head(normed_NH.index_select(0, slots_M))
             with full_precision(logits_MU.device):
                 weight_M = (there_M & known_M).to(exact)
-                loss, shares = step_loss(objective, logits_MU, teacher, weight_M, num_rows)
+                loss, shares = step_loss(options, logits_MU, teacher, weight_M, num_rows)
                 correct_M = (logits_MU.argmax(-1) == teacher.label_M) & there_M
-            losses.append(objective.step_decay**step * loss[0])
+            losses.append(options.step_decay**step * loss[0])
             counts[f"accuracy_{step}"] = (correct_M.sum().to(exact), there_M.sum().to(exact))
             counts[f"acceptance_rate_{step}"] = shares
             counts[f"loss_{step}"] = (loss[0].detach(), loss[1])
-        denominator = num_rows if objective.loss == "kl" else known_M.any().to(exact)
+        denominator = num_rows if options.loss == "kl" else known_M.any().to(exact)
         return StepOutput(torch.stack(losses).sum(), denominator, counts)
 
     def unroll(self, batch: DraftBatch, rows: Rows) -> Iterator[Tensor]:
         """Yield each step's normed output on the active rows, [N, H]."""
         layer, attention = self.midlayer, self.midlayer.self_attn
-        steps, (batch_size, length) = self.objective.ttt_length, batch.token_ids_BT.shape
+        steps, (batch_size, length) = self.options.ttt_length, batch.token_ids_BT.shape
         cos, sin = self.rotary(torch.arange(length + steps, device=batch.token_ids_BT.device))
         embedding_half, hidden_half = attention.split_weight()
 
@@ -214,9 +207,10 @@ def build(
     target: TargetSpec, config: DraftConfig, options: Eagle3Options, ids_U: Tensor | None
 ) -> Draft:
     """Build a draft with fresh weights: N(0, 0.02), norms 1, the LM head from the target's rows."""
-    module = Eagle3Draft(config, Objective.of(options), *target_tensors(target), ids_U)
+    embedding_VH, head_VH = target_tensors(target)
+    module = Eagle3Draft(config, options, embedding_VH, head_VH, ids_U)
     init_linears(module)
-    head_VH = module.teacher_head
+    head_VH = embedding_VH if head_VH is None else head_VH
     with torch.no_grad():
         module.lm_head.weight.copy_(head_VH if ids_U is None else head_VH[ids_U])
     return Draft(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from draftcore_nn.options import DecoderOptions
+from draftcore_nn.options import DecoderOptions, Size
 from pydantic import Field
 
 
@@ -15,10 +15,10 @@ class Eagle3Options(DecoderOptions):
         default=None,
         description="the three captured layers, 0-based outputs; by default 1, L/2-1 and L-4",
     )
-    ttt_length: int = Field(default=7, ge=1, description="steps K of the training-time test")
+    ttt_length: int = Field(default=7, ge=1, le=99, description="steps K of the training-time test")
     step_decay: float = Field(default=0.8, gt=0, le=1, description="step k weighs step_decay^k")
-    draft_vocab_size: int | None = Field(
-        default=None, ge=1, description="most frequent tokens the draft may propose; all if unset"
+    draft_vocab_size: Size | None = Field(
+        default=None, description="most frequent tokens the draft may propose; all if unset"
     )
     loss: Literal["kl", "lk_alpha", "lk_lambda"] = Field(
         default="kl",
@@ -32,7 +32,10 @@ class Eagle3Options(DecoderOptions):
         description="lk_lambda: weight of cross entropy at acceptance 0",
     )
     kl_decay: float = Field(
-        default=3.0, ge=0, description="lk_lambda: how fast that weight falls with acceptance"
+        default=3.0,
+        ge=0,
+        le=1e6,
+        description="lk_lambda: how fast that weight falls with acceptance",
     )
     supervise: Literal["reference", "predicted"] = Field(
         default="reference",
@@ -49,4 +52,4 @@ class Eagle3Options(DecoderOptions):
         description="folder of an exported or published draft to start from; its shape, captured "
         "layers and vocabulary mapping are taken over",
     )
-    num_drafts: int = Field(default=7, ge=1, description="tokens proposed per round when decoding")
+    num_drafts: Size = Field(default=7, description="tokens proposed per round when decoding")

@@ -13,32 +13,16 @@ Shape letters: T tokens, S rows so far, H hidden, V target and U draft vocabular
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import draftcore_tools.served as tools
 import torch
-from draftcore_tools.served import (
-    attend,
-    head_shape,
-    read_folder,
-    read_rope,
-    require_field,
-    require_layers,
-    require_no_others,
-    require_server,
-    require_tensors,
-    rms_norm,
-    rotate,
-    swiglu,
-    transposed,
-    with_theta,
-)
 from torch import Tensor
 
-from draftcore.contracts.serving import Host, Round, Suspect, UnservableError
+from draftcore.contracts.serving import Host, Round, ServedDraft, Suspect, UnservableError
 
 SERVERS = ("sglang", "vllm")
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -67,7 +51,7 @@ class ServedEagle3:
         return {
             "vocab_size": config["vocab_size"],
             "hidden_size": config.get("target_hidden_size") or config["hidden_size"],
-            "rope_theta": read_rope(config).get("rope_theta"),
+            "rope_theta": tools.read_rope(config).get("rope_theta"),
             "dtype": config.get("dtype") or config.get("torch_dtype"),
         }
 
@@ -83,115 +67,71 @@ class ServedEagle3:
             ids, first = self.config.get(IDS), 1
         if ids is None:  # both servers' default, as inputs of layers
             ids, first = [2, host.num_layers // 2, host.num_layers - 3], 1
-        return require_layers(tuple(int(layer) - first + self.shift for layer in ids), host)
+        return tools.require_layers(tuple(int(layer) - first + self.shift for layer in ids), host)
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
         """Run the draft: row t reads token t + 1 and the features of token t, drafts its own state."""
-        read, config = self.tensors, self.config
+        config, eps, layer = self.config, tools.eps_of(self.config), "midlayer"
+        read = {name: tensor.to(at.tokens_T.device) for name, tensor in self.tensors.items()}
         known_T = torch.cat([at.tokens_T[1:], at.tokens_T.new_tensor([at.last])])
         tokens_S = torch.cat([known_T, drafts_K])
-        table_VH = read.get("embed_tokens.weight", at.host.embedding_VH).to(tokens_S.device)
-        embedded_SH = table_VH[tokens_S]
-        hidden_SH = self._joined(at.hidden)
+        embedded_SH = read.get("embed_tokens.weight", at.host.embedding_VH)[tokens_S]
+        embedded_SH = tools.rms_norm(embedded_SH, read[f"{layer}.input_layernorm.weight"], eps)
+        parts = [part.float() for part in at.hidden]
+        if _norms_layers(config):
+            weights = (read[f"fc_norm.{i}.weight"] for i in range(3))
+            parts = [tools.rms_norm(x, w, eps) for x, w in zip(parts, weights, strict=True)]
+        hidden_SH = torch.cat(parts, -1) @ read["fc.weight"].T
+        causal_SS = torch.ones(2 * (len(tokens_S),), device=tokens_S.device).tril().bool()
         finals = []
         for rows in range(len(known_T), len(tokens_S) + 1):
-            output_SH = self._layer(embedded_SH[:rows], hidden_SH)
-            normed_SH = rms_norm(output_SH, self._on("norm.weight", at), self._eps)
+            normed_SH = tools.rms_norm(hidden_SH, read[f"{layer}.hidden_norm.weight"], eps)
+            x = torch.cat([embedded_SH[:rows], normed_SH], -1)
+            output_SH = tools.run_layer(
+                config, read, layer, hidden_SH, x, x, causal_SS[:rows, :rows]
+            )
+            normed_SH = tools.rms_norm(output_SH, read["norm.weight"], eps)
             finals.append(normed_SH[-1])
             fed_back_SH = normed_SH if config.get("norm_output") else output_SH
             hidden_SH = torch.cat([hidden_SH, fed_back_SH[-1:]])
-        return self._over_vocabulary(torch.stack(finals), at)
+        return self._over_vocabulary(torch.stack(finals) @ read["lm_head.weight"].T, at)
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
-        change, config = dataclasses.replace, self.config
         field = f"eagle_config.{IDS}" if self.server == "sglang" else f"the top-level {IDS}"
         kind = "outputs" if self.server == "sglang" else "inputs"
-        for shift, amount in ((-1, "one too high"), (1, "one too low")):
-            yield Suspect(
-                f"the layer ids are {amount}: {self.server} takes {field} for {kind} of layers, and "
-                "they are written in the other convention",
-                change(self, shift=shift),
-            )
+        yield from tools.shifted_layers(self, field, kind)
         if "d2t" in self.tensors:
             yield Suspect(
                 "d2t holds token ids, where servers expect offsets: target id = i + d2t[i]",
-                change(self, absolute=True),
+                replace(self, absolute=True),
             )
-        flipped = not config.get("norm_output")
+        flipped = not self.config.get("norm_output")
         yield Suspect(
             f"norm_output is {not flipped}, and the draft was trained with {flipped}: it says "
             "whether the state fed back between drafts is the normed one",
-            change(self, config={**config, "norm_output": flipped}),
+            replace(self, config={**self.config, "norm_output": flipped}),
         )
-        theta = dict(trained.get("rope") or host.rope).get("rope_theta")
-        yield Suspect(
-            f"rope_theta is {read_rope(config).get('rope_theta')}, and the draft was trained with "
-            f"{theta}",
-            change(self, config=with_theta(config, theta)),
-        )
-        for name, tensors in transposed(self.tensors):
-            yield Suspect(f"the tensor {name} is transposed", change(self, tensors=tensors))
+        yield from tools.common_suspects(self, host, trained)
 
-    @property
-    def _eps(self) -> float:
-        return float(self.config.get("rms_norm_eps", 1e-6))
-
-    def _on(self, name: str, at: Round) -> Tensor:
-        return self.tensors[name].to(at.tokens_T.device)
-
-    def _joined(self, hidden: tuple[Tensor, ...]) -> Tensor:
-        """Join the captured layers through fc into [T, H]."""
-        parts = [part.float() for part in hidden]
-        if self.config.get("fc_norm") or self.config.get("use_aux_norm"):
-            weights = [self.tensors[f"fc_norm.{i}.weight"].to(parts[0].device) for i in range(3)]
-            parts = [rms_norm(x, w, self._eps) for x, w in zip(parts, weights, strict=True)]
-        return torch.cat(parts, -1) @ self.tensors["fc.weight"].to(parts[0].device).T
-
-    def _layer(self, embedded_SH: Tensor, hidden_SH: Tensor) -> Tensor:
-        """Run the decoder layer on [embedding, hidden]; the hidden input is the residual."""
-        device, layer = hidden_SH.device, "midlayer"
-        read = {n: t.to(device) for n, t in self.tensors.items() if n.startswith(layer)}
-        heads, groups, width = head_shape(self.config)
-        x = torch.cat(
-            [
-                rms_norm(embedded_SH, read[f"{layer}.input_layernorm.weight"], self._eps),
-                rms_norm(hidden_SH, read[f"{layer}.hidden_norm.weight"], self._eps),
-            ],
-            -1,
-        )
-        query, key, value = (
-            torch.unflatten(x @ read[f"{layer}.self_attn.{part}_proj.weight"].T, -1, (count, width))
-            for part, count in (("q", heads), ("k", groups), ("v", groups))
-        )
-        rope, positions_S = read_rope(self.config), torch.arange(len(x), device=device)
-        causal_SS = positions_S[:, None] >= positions_S
-        attended = attend(
-            rotate(query, positions_S, rope), rotate(key, positions_S, rope), value, causal_SS
-        )
-        hidden_SH = hidden_SH + attended @ read[f"{layer}.self_attn.o_proj.weight"].T
-        normed = rms_norm(hidden_SH, read[f"{layer}.post_attention_layernorm.weight"], self._eps)
-        return hidden_SH + swiglu(normed, read, f"{layer}.mlp")
-
-    def _over_vocabulary(self, normed_KH: Tensor, at: Round) -> Tensor:
-        """Return logits over the target's tokens, [K, V]."""
-        logits_KU = normed_KH @ self._on("lm_head.weight", at).T
+    def _over_vocabulary(self, logits_KU: Tensor, at: Round) -> Tensor:
+        """Return logits over the target's tokens, [K, V], of those over the draft's."""
         if "d2t" not in self.tensors:
             return logits_KU
-        d2t_U = self._on("d2t", at).long()
+        d2t_U = self.tensors["d2t"].to(logits_KU.device).long()
         ids_U = d2t_U if self.absolute else d2t_U + torch.arange(len(d2t_U), device=d2t_U.device)
-        if int(ids_U.min()) < 0 or int(ids_U.max()) >= at.host.vocab_size:
+        lowest, highest, vocab = int(ids_U.min()), int(ids_U.max()), at.host.vocab_size
+        if lowest < 0 or highest >= vocab:
             raise UnservableError(
-                f"d2t maps draft tokens to ids {int(ids_U.min())} to {int(ids_U.max())}, and the "
-                f"target has {at.host.vocab_size} tokens"
+                f"d2t maps draft tokens to ids {lowest} to {highest}, and the target has {vocab} tokens"
             )
-        logits_KV = logits_KU.new_full((len(logits_KU), at.host.vocab_size), -torch.inf)
+        logits_KV = logits_KU.new_full((len(logits_KU), vocab), -torch.inf)
         return logits_KV.index_copy(1, ids_U, logits_KU)
 
 
-def read(folder: Path, server: str) -> ServedEagle3:
+def read(folder: Path, server: str) -> ServedDraft:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
-    require_server(server, SERVERS)
-    config, stored = read_folder(folder, "LlamaForCausalLMEagle3")
+    tools.require_server(server, SERVERS)
+    config, stored = tools.read_folder(folder, "LlamaForCausalLMEagle3")
     for name in OTHER_KINDS:
         if config.get(name) or (config.get("eagle_config") or {}).get(name):
             raise UnservableError(
@@ -207,8 +147,8 @@ def read(folder: Path, server: str) -> ServedEagle3:
     used = {*shapes, "d2t", "t2d", "embed_tokens.weight"}
     ignored = tuple(sorted(tensors.keys() - used))
     if server == "vllm":
-        require_no_others(ignored)
-    require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
+        tools.require_no_others(ignored)
+    tools.require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
     return ServedEagle3(server, config, {n: tensors[n] for n in used & tensors.keys()}, ignored)
 
 
@@ -218,29 +158,26 @@ def _known_name(name: str, server: str) -> str:
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
 
 
+def _norms_layers(config: Mapping[str, Any]) -> bool:
+    """Say whether each captured layer has a norm of its own."""
+    return bool(config.get("fc_norm") or config.get("use_aux_norm"))
+
+
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a server fills, with the shapes that config.json gives them."""
-    hidden, inner = (int(require_field(config, f"{n}_size")) for n in ("hidden", "intermediate"))
+    hidden = int(tools.require_field(config, "hidden_size"))
     wide = int(config.get("target_hidden_size") or hidden)
-    vocab = int(config.get("draft_vocab_size") or require_field(config, "vocab_size"))
-    heads, groups, width = head_shape(config)
-    attention, mlp = "midlayer.self_attn", "midlayer.mlp"
+    vocab = int(config.get("draft_vocab_size") or tools.require_field(config, "vocab_size"))
+    layer = tools.layer_shapes(config, 2 * hidden)
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * wide),
-        f"{attention}.q_proj.weight": (heads * width, 2 * hidden),
-        f"{attention}.k_proj.weight": (groups * width, 2 * hidden),
-        f"{attention}.v_proj.weight": (groups * width, 2 * hidden),
-        f"{attention}.o_proj.weight": (hidden, heads * width),
-        f"{mlp}.gate_proj.weight": (inner, hidden),
-        f"{mlp}.up_proj.weight": (inner, hidden),
-        f"{mlp}.down_proj.weight": (hidden, inner),
-        "midlayer.input_layernorm.weight": (hidden,),
-        "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
+        **{f"midlayer.{name}": shape for name, shape in layer.items()},
+        **{f"midlayer.{name}.weight": (hidden,) for name in norms},
         "norm.weight": (hidden,),
         "lm_head.weight": (vocab, hidden),
     }
-    if config.get("fc_norm") or config.get("use_aux_norm"):
+    if _norms_layers(config):
         shapes |= {f"fc_norm.{i}.weight": (wide,) for i in range(3)}
     if vocab != int(config["vocab_size"]):
         shapes["d2t"] = (vocab,)

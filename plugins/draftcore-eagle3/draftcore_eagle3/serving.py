@@ -23,7 +23,7 @@ from draftcore.contracts.algorithm import Draft
 from draftcore.errors import UsageError
 from draftcore_eagle3.config import DraftConfig, captured_layers
 from draftcore_eagle3.model import Eagle3Draft, build
-from draftcore_eagle3.vocabulary import check_offsets, to_ids
+from draftcore_eagle3.vocabulary import to_ids
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
@@ -54,21 +54,16 @@ def export(draft: Draft, folder: Path, layout: str) -> None:
     """Write config.json and model.safetensors under bare names; raises as `write_export` does."""
     module = draft.module
     assert isinstance(module, Eagle3Draft)
+    config = module.config
     tensors = {**dict(module.named_parameters()), "embed_tokens.weight": module.embed_tokens}
     if module.d2t is not None:
-        known_V = torch.zeros(module.config.vocab_size, dtype=torch.bool)
+        known_V = torch.zeros(config.vocab_size, dtype=torch.bool)
         known_V[to_ids(module.d2t).cpu()] = True
         tensors |= {"d2t": module.d2t, "t2d": known_V}
-    data = serving_config(module.config, module.embed_tokens.dtype)
-    serving.write_export(folder, layout, data, tensors)
-
-
-def serving_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return config.json's content; `dtype` is what the server is to compute in."""
-    return {
+    data = {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        **shape_in_config(config, dtype),
+        **shape_in_config(config, module.embed_tokens.dtype),
         "draft_vocab_size": config.draft_vocab_size,
         "num_hidden_layers": 1,
         "mlp_bias": False,
@@ -82,6 +77,7 @@ def serving_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
         },
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in config.layers],
     }
+    serving.write_export(folder, layout, data, tensors)
 
 
 # ---------------------------------------------------------------- import
@@ -98,11 +94,19 @@ def load(folder: Path, target: TargetSpec, options: Eagle3Options) -> Draft:
     tensors = serving.read_tensors(folder, RENAMED)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     ids_U = None if config.full_vocabulary and d2t is None else _read_ids(d2t, t2d, config, folder)
-    embedding_VH = tensors.pop("embed_tokens.weight", None)
     draft = build(target, config, options, ids_U)
-    assert isinstance(draft.module, Eagle3Draft)
-    if embedding_VH is not None:
-        _check_embedding(embedding_VH, draft.module.embed_tokens, folder)
+    target_VH = draft.module.get_buffer("embed_tokens")
+    found_VH = tensors.pop("embed_tokens.weight", target_VH)
+    same = found_VH is target_VH or (
+        found_VH.shape == target_VH.shape
+        and torch.allclose(found_VH.float(), target_VH.float(), rtol=0.01, atol=1e-4)
+    )
+    if not same:
+        raise UsageError(
+            f"embed_tokens in {folder} is not the target's embedding\n"
+            "  the draft was trained for another target, or trained its own embedding, which is "
+            "not supported\n  use the draft with the target it was trained for"
+        )
     serving.fill(draft.module, tensors, folder)
     return draft
 
@@ -123,11 +127,6 @@ def parse_config(data: Mapping[str, Any], folder: Path, num_target_layers: int) 
     serving.require_architecture(data, folder, ARCHITECTURE)
     serving.require_fixed({**(data.get("eagle_config") or {}), **data}, FIXED, folder)
     shape = shape_of_config(data, folder)
-    if (width := data.get("target_hidden_size") or shape["hidden_size"]) != shape["hidden_size"]:
-        raise UsageError(
-            f"config.json in {folder} has hidden_size {shape['hidden_size']} for a target of "
-            f"{width}\n  the embedding is the target's, so the two must be equal"
-        )
     return DraftConfig(
         **shape,
         draft_vocab_size=int(data.get("draft_vocab_size") or shape["vocab_size"]),
@@ -137,7 +136,7 @@ def parse_config(data: Mapping[str, Any], folder: Path, num_target_layers: int) 
     )
 
 
-def _read_layers(data: Mapping[str, Any], folder: Path, num_layers: int) -> tuple[int, int, int]:
+def _read_layers(data: Mapping[str, Any], folder: Path, num_layers: int) -> tuple[int, ...]:
     """Return 0-based outputs from either convention; both, if given, must agree."""
     name = "eagle_aux_hidden_state_layer_ids"
     nested, top = (data.get("eagle_config") or {}).get(name), data.get(name)
@@ -153,6 +152,10 @@ def _read_layers(data: Mapping[str, Any], folder: Path, num_layers: int) -> tupl
 
 
 def _read_ids(d2t: Tensor | None, t2d: Tensor | None, config: DraftConfig, folder: Path) -> Tensor:
+    """Return the target ids of the draft vocabulary; raises UsageError where they are not said.
+
+    A list of ids in place of offsets would load everywhere, and propose nonsense.
+    """
     if d2t is None or tuple(d2t.shape) != (config.draft_vocab_size,):
         found = "no d2t" if d2t is None else f"d2t of shape {list(d2t.shape)}"
         raise UsageError(
@@ -160,7 +163,15 @@ def _read_ids(d2t: Tensor | None, t2d: Tensor | None, config: DraftConfig, folde
             f"{config.draft_vocab_size}\n"
             "  without the mapping its tokens mean nothing: use the complete published draft"
         )
-    ids_U = to_ids(check_offsets(d2t.long(), config.vocab_size, str(folder)))
+    d2t, last = d2t.long(), config.vocab_size - 1
+    ids_U = to_ids(d2t)
+    if not _ascending(ids_U, last):
+        kind = "absolute token" if _ascending(d2t, last) else "not ascending, or unknown,"
+        raise UsageError(
+            f"d2t in {folder} holds {kind} ids, where offsets are expected: target id = i + d2t[i]\n"
+            f"  the target has {config.vocab_size} tokens; the mapping starts {d2t[:6].tolist()}\n"
+            "  write target_id - i instead, or use the draft with the target it was trained for"
+        )
     if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids_U):
         raise UsageError(
             f"t2d and d2t in {folder} name different tokens\n"
@@ -169,13 +180,5 @@ def _read_ids(d2t: Tensor | None, t2d: Tensor | None, config: DraftConfig, folde
     return ids_U
 
 
-def _check_embedding(found_VH: Tensor, target_VH: Tensor, folder: Path) -> None:
-    same = found_VH.shape == target_VH.shape and torch.allclose(
-        found_VH.float(), target_VH.float(), rtol=0.01, atol=1e-4
-    )
-    if not same:
-        raise UsageError(
-            f"embed_tokens in {folder} is not the target's embedding\n"
-            "  the draft was trained for another target, or trained its own embedding, which is "
-            "not supported\n  use the draft with the target it was trained for"
-        )
+def _ascending(ids: Tensor, last: int) -> bool:
+    return bool((ids.diff() > 0).all()) and 0 <= int(ids[0]) <= int(ids[-1]) <= last

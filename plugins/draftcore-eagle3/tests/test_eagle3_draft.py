@@ -54,7 +54,6 @@ def test_a_tied_target_is_held_once(make_target: MakeTarget) -> None:
     module = build(target).module
     assert isinstance(module, Eagle3Draft)
     assert module.target_head is None
-    assert module.teacher_head is module.embed_tokens
     assert module.embed_tokens.dtype == torch.bfloat16
     assert Eagle3(Eagle3Options()).feature_request(target).dtype == "bfloat16"
 
@@ -119,5 +118,3 @@ def test_draft_vocabulary_is_the_most_frequent_tokens_ascending() -> None:
     counts = {9: 5, 3: 5, 7: 5, 1: 9}
     assert select_tokens(counts, 3, 12).tolist() == [1, 3, 7]
     assert select_tokens({}, 3, 12).tolist() == [0, 1, 2]
-    with pytest.raises(UsageError, match="larger than the target's"):
-        select_tokens(counts, 13, 12)

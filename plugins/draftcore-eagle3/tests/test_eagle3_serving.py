@@ -5,14 +5,15 @@ What is said of vLLM is read from its source of August 2026 (`llama_eagle3.py`, 
 """
 
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import draftcore_eagle3
 import pytest
 import torch
 from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.options import Eagle3Options
-from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft, MakeTarget, Refusals, drop, put
+from draftcore_sdk.algorithm_checks import WarmStarts
+from draftcore_sdk.algorithm_fixtures import MakeDraft, Refusals, drop, put
 from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.exports import (
     GONE,
@@ -24,7 +25,6 @@ from draftcore_sdk.exports import (
     largest_gap,
 )
 from safetensors.torch import load_file
-from transformers import LlamaConfig
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.serving import UnservableError
@@ -49,6 +49,12 @@ class TestRefusals(Refusals):
     pass
 
 
+class TestWarmStarts(WarmStarts):
+    kept: ClassVar = {"draft_vocab_size": 24, "layers": [0, 2, 6], "norm_output": True}
+    free: ClassVar = {"loss": "lk_alpha", "layers": [6, 2, 0]}
+    against: ClassVar = {"draft_vocab_size": 30, "layers": [0, 1, 2], "norm_output": False}
+
+
 # ------------------------------------------------------------ what is written
 
 
@@ -68,23 +74,6 @@ def test_tensors_and_config_say_what_servers_read(exported: Path) -> None:
     assert len(tensors["lm_head.weight"]) == data["draft_vocab_size"] == 24
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], tensors["d2t"] + torch.arange(24))
-
-
-@pytest.mark.parametrize("gone", [["rope_parameters"], ["rope_theta", "rope_scaling"]], ids=str)
-@pytest.mark.parametrize("rope", ROPES)
-def test_rope_survives_in_either_spelling(
-    rope: str, gone: list[str], make_target: MakeTarget, make_draft: MakeDraft, folder: Path
-) -> None:
-    target = make_target(rope_parameters=ROPES[rope])
-    draft = make_draft(of=target)
-    Eagle3(OPTIONS).export_draft(draft, folder, "serving")
-    change_config(folder, **dict.fromkeys(gone, GONE))
-    assert LlamaConfig.from_dict(config_of(folder)).rope_parameters["rope_theta"] == 7e5
-    ours, theirs = draft.module.rotary, Eagle3(OPTIONS).import_draft(folder, target).module.rotary
-    assert len(ours.inverse_frequency) == (2 if rope == "partial" else 4)
-    found = theirs.inverse_frequency.double()
-    torch.testing.assert_close(found, ours.inverse_frequency, rtol=1e-6, atol=0)
-    assert theirs.scale == ours.scale
 
 
 # ------------------------------------------------------------ what is read
@@ -112,7 +101,6 @@ REFUSED_CONFIGS = {
     "norm_before_residual": (True, "norm_before_residual: True"),
     "attention_bias": (True, "attention_bias: True"),
     "num_hidden_layers": (2, "num_hidden_layers: 2"),
-    "target_hidden_size": (64, "target of 64"),
     "vocab_size": (50, "vocab_size 50, the target 48"),
     "hidden_size": (GONE, "hidden_size"),
     "draft_vocab_size": (25, r"d2t of shape \[24\]"),
@@ -151,28 +139,6 @@ def test_damaged_tensors_are_refused_by_name(case: str, exported: Path, target: 
     change_tensors(exported, change)
     with pytest.raises(UsageError, match=message):
         Eagle3(OPTIONS).import_draft(exported, target)
-
-
-def test_a_warm_start_takes_over_weights_mapping_and_layers(
-    make_draft: MakeDraft, folder: Path, target: TargetSpec
-) -> None:
-    draft = make_draft(dtype=torch.float32, draft_vocab_size=24, layers=[0, 2, 6])
-    Eagle3(OPTIONS).export_draft(draft, folder, "serving")
-    options = Eagle3Options(warm_start=str(folder), loss="lk_alpha")
-    assert Eagle3(options).feature_request(target).layers == (0, 2, 6)
-    again = Eagle3(options).build_draft(target, NO_DATA)
-    require_same_bits(again.module.state_dict(), draft.module.state_dict())
-
-
-@pytest.mark.parametrize(
-    "option", [{"draft_vocab_size": 30}, {"layers": [0, 1, 2]}, {"norm_output": False}], ids=str
-)
-def test_options_against_a_warm_start_are_refused(
-    option: dict[str, Any], exported: Path, target: TargetSpec
-) -> None:
-    options = Eagle3Options(warm_start=str(exported), **option)
-    with pytest.raises(UsageError, match=f"option {next(iter(option))} is"):
-        Eagle3(options).feature_request(target)
 
 
 # ------------------------------------------------------------ as servers read it

@@ -14,7 +14,9 @@ Mooncake answers 0 to a put of a key that exists, and writes nothing. A get is o
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -23,6 +25,8 @@ import torch
 from torch import Tensor
 
 from draftcore.contracts.store import (
+    FeatureStore,
+    Handle,
     SampleRef,
     StoreAway,
     StoreError,
@@ -31,9 +35,7 @@ from draftcore.contracts.store import (
     StoreStats,
 )
 from draftcore.features.stores.base import (
-    BaseStore,
     Key,
-    OpenHandle,
     describe_items,
     new_generation,
     require_room,
@@ -55,18 +57,22 @@ from draftcore_mooncake.settings import Settings
 from draftcore_mooncake.transfer import PAUSE_SECONDS, TRIES, Transfer, TransferError
 
 
-class MooncakeStore(BaseStore):
+class MooncakeStore(FeatureStore):
     """The samples of one name on one master. Thread-safe; not to be used in a forked process."""
 
     def __init__(self, settings: Settings, engine: Engine, master: Master | None = None) -> None:
-        uri = replace(settings, segment=engine.segment).joining()
-        super().__init__(uri, settings.max_bytes)
+        self.uri = replace(settings, segment=engine.segment).joining()
+        self.max_bytes = settings.max_bytes
         self.buffers = BufferPool(engine.allocate, engine.release, keep_bytes=settings.buffers)
         self.engine, self.master = engine, master
         self._transfer = Transfer(engine, self.buffers, settings.name)
         self._held: dict[Key, Record] = {}  # of samples that this process put, read or looked up
+        self._readers: Counter[Key] = Counter()
+        self._leaving: dict[Key, SampleRef] = {}  # freed, and still read here
         self._to_remove: dict[Key, SampleRef] = {}  # with the next batch
         self._reserved_bytes = 0  # of puts in progress
+        self._mutex = threading.RLock()
+        self._closed = False
 
     @classmethod
     def open(cls, uri: str) -> MooncakeStore:
@@ -124,7 +130,7 @@ class MooncakeStore(BaseStore):
 
     def get_many(
         self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
-    ) -> tuple[OpenHandle, ...]:
+    ) -> tuple[Handle, ...]:
         """Read samples; whole ones, as a seal covers all of a sample, whatever `names` says.
 
         The tensors lie in buffers of this store, which are used again once a handle is closed.
@@ -208,8 +214,9 @@ class MooncakeStore(BaseStore):
 
     def _require_room(self, refs: Sequence[SampleRef]) -> None:
         with self._mutex:
-            held_bytes = self._held_bytes() + self._reserved_bytes
-            require_room(self.uri, refs, held_bytes=held_bytes, max_bytes=self.max_bytes)
+            if self.max_bytes is not None:
+                held_bytes = self._held_bytes() + self._reserved_bytes
+                require_room(self.uri, refs, held_bytes, self.max_bytes)
             self._reserved_bytes += _total(refs)
 
     def _store(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[Record]:
@@ -290,12 +297,20 @@ class MooncakeStore(BaseStore):
                 if not exists:
                     self._held.pop(ref.key, None)
 
-    def _drop(self, refs: Sequence[SampleRef]) -> None:
+    def _let_go(self, refs: Sequence[SampleRef]) -> None:
+        """Hold generations no more; what is read here is removed after the reads."""
         for ref in refs:
             self._held.pop(ref.key, None)
+            where = self._leaving if self._readers[ref.key] else self._to_remove
+            where[ref.key] = ref
 
-    def _reclaim(self, ref: SampleRef) -> None:
-        self._to_remove[ref.key] = ref
+    def _unpin(self, ref: SampleRef) -> None:
+        with self._mutex:
+            self._readers[ref.key] -= 1
+            if not self._readers[ref.key]:
+                del self._readers[ref.key]
+                if ref.key in self._leaving:
+                    self._to_remove[ref.key] = self._leaving.pop(ref.key)
 
     def _remove_later(self, refs: Sequence[SampleRef]) -> None:
         with self._mutex:
@@ -313,12 +328,12 @@ class MooncakeStore(BaseStore):
 
     def _hand_out(
         self, ref: SampleRef, buffer: Tensor, names: Sequence[str], device: str
-    ) -> OpenHandle:
+    ) -> Handle:
         held = tensors_in(buffer, ref.tensors)
         tensors = {name: held[name].to(device) for name in names}
         if torch.device(device).type != "cpu":
             self.buffers.give(buffer)
-            return OpenHandle(ref, tensors, self._unpin)
+            return Handle(ref, tensors, self._unpin)
         self.engine.lend_buffer()
 
         def close(ref: SampleRef) -> None:
@@ -326,11 +341,12 @@ class MooncakeStore(BaseStore):
             self.buffers.give(buffer)
             self.engine.take_back_buffer()
 
-        return OpenHandle(ref, tensors, close)
+        return Handle(ref, tensors, close)
 
     def _require_open(self) -> None:
         self.engine.require_process()  # before any lock, which a fork may have left held
-        super()._require_open()
+        if self._closed:
+            raise StoreError(f"the store {self.uri} is closed\n  open it again")
 
 
 def _total(refs: Iterable[SampleRef]) -> int:

@@ -8,7 +8,10 @@ holds with P and O of the joint softmax for any part of the keys (arXiv 2205.141
 The kernels are those of scaled_dot_product_attention, called by name because the public function
 gives no log-sum-exp. They scale scores by D^-0.5 and accumulate the softmax in fp32 (fp64 for fp64).
 
-Shape letters: B batch, A heads, Q queries, T keys, D head width.
+Further keys are few, so their scores may exist: `further_scores` and `further_backward` are for them.
+
+Shape letters: B batch, A heads, Q queries, T keys, D head width; of further keys N groups of queries, G
+heads of keys, R queries that share a head of keys, X keys.
 """
 
 from __future__ import annotations
@@ -70,6 +73,30 @@ def attend_backward(
         *tensors, _over_heads(bias_B1QT, query_BAQD), output_BAQD, padded, *saved, 0.0,
         [True, True, True, False], causal,
     )[:3]  # fmt: skip
+
+
+def further_scores(query_NGRD: Tensor, key_NGXD: Tensor) -> Tensor:
+    """Return the scores of further keys, [N, G, R, X] in fp32 (fp64 for fp64), scaled as above."""
+    exact = torch.promote_types(query_NGRD.dtype, torch.float32)
+    scores: Tensor = (query_NGRD.to(exact) * query_NGRD.shape[-1] ** -0.5) @ key_NGXD.to(exact).mT
+    return scores
+
+
+def further_backward(
+    grad_NGRD: Tensor, query_NGRD: Tensor, key_NGXD: Tensor, value_NGXD: Tensor,
+    scores_NGRX: Tensor, output_NGRD: Tensor, logsumexp_NGR: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of queries, further keys and values, given the joint output and log-sum-exp.
+
+    They have the dtype of the scores.
+    """
+    exact, scale = scores_NGRX.dtype, query_NGRD.shape[-1] ** -0.5
+    grad_NGRD = grad_NGRD.to(exact)
+    delta_NGR1 = (grad_NGRD * output_NGRD.to(exact)).sum(-1, keepdim=True)
+    part_NGRX = (scores_NGRX - logsumexp_NGR[..., None]).exp()
+    slope_NGRX = part_NGRX * (grad_NGRD @ value_NGXD.to(exact).mT - delta_NGR1) * scale
+    query_grad, key_grad = slope_NGRX @ key_NGXD.to(exact), slope_NGRX.mT @ query_NGRD.to(exact)
+    return query_grad, key_grad, part_NGRX.mT @ grad_NGRD
 
 
 def _flash(query_BAQD: Tensor, bias_B1QT: Tensor | None) -> bool:

@@ -50,7 +50,11 @@ def write_slots(cache_BGSD: Tensor, x_BRGD: Tensor, slots_BR: Tensor) -> None:
     cache_BGSD.scatter_(2, slots_BR[:, None, :, None].expand_as(x_BGRD), x_BGRD)
 
 
+@torch.inference_mode()
 def select_rows(state: State, rows_B: Tensor) -> State:
-    """Return a state, a dataclass of tensors with the batch first, of these rows in this order."""
+    """Return a state, a dataclass of tensors with the batch first, of these rows in this order.
+
+    A drafter takes it as it is: `select = staticmethod(select_rows)`.
+    """
     kept: dict[str, Any] = {name: value[rows_B] for name, value in vars(state).items()}
     return type(state)(**kept)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict, Field
+
+Size = Annotated[int, Field(ge=1, le=10**6)]  # of what a draft is made of, and never more
 
 
 class DecoderOptions(BaseModel):
@@ -10,7 +14,7 @@ class DecoderOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_attention_heads: int | None = Field(default=None, ge=1, description="query heads")
-    num_key_value_heads: int | None = Field(default=None, ge=1, description="key and value heads")
-    head_dim: int | None = Field(default=None, ge=2, description="width of a head")
-    intermediate_size: int | None = Field(default=None, ge=1, description="width of the MLP")
+    num_attention_heads: Size | None = Field(default=None, description="query heads")
+    num_key_value_heads: Size | None = Field(default=None, description="key and value heads")
+    head_dim: Size | None = Field(default=None, ge=2, description="width of a head")
+    intermediate_size: Size | None = Field(default=None, description="width of the MLP")

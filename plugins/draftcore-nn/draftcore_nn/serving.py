@@ -5,6 +5,7 @@ What reading refuses it names: the file or the field, what was expected, what is
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from draftcore.errors import DraftcoreError, UsageError, nearest
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from draftcore.contracts.serving import ServedDraft
     from draftcore.contracts.target import TargetSpec
 
 LAYOUT = "serving"
@@ -194,10 +196,15 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None
 # ---------------------------------------------------------------- as servers read it
 
 
-def require_tools(server: str) -> None:
-    """Raise UsageError where draftcore-tools is missing, which second readings of exports need."""
+def read_as_server(reader: str, folder: Path, server: str) -> ServedDraft:
+    """Read an export by `read(folder, server)` of the module `reader`, which does as servers do.
+
+    Such modules are written with draftcore-tools; raises UsageError where that is missing.
+    """
     if importlib.util.find_spec("draftcore_tools") is None:
         raise UsageError(
             f"reading an export as {server} does needs draftcore-tools, which is not installed\n"
             "  pip install draftcore-tools"
         )
+    served: ServedDraft = importlib.import_module(reader).read(folder, server)
+    return served

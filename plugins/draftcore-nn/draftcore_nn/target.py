@@ -100,6 +100,11 @@ class DecoderShape:
                 f"{self.num_key_value_heads} key-value heads evenly\n"
                 "  set num_attention_heads to a multiple of num_key_value_heads"
             )
+        if self.head_dim % 2:
+            raise UsageError(
+                f"head_dim {self.head_dim} is odd, and rotary positions turn pairs\n"
+                "  set head_dim to an even number"
+            )
 
 
 def shape_of_target(target: TargetSpec, options: DecoderOptions) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def test_cross_entropy_in_slices_is_cross_entropy(
 
 @pytest.mark.parametrize("biased", [False, True], ids=["causal", "biased"])
 def test_two_parts_of_the_keys_joined_by_their_log_sum_exps_are_the_whole(biased: bool) -> None:
-    """The second part is one key, and its gradient is left to autograd."""
+    """The second part is one key for all queries."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
         torch.randn(2, 3, 6, 8, generator=generator, dtype=torch.float64) for _ in range(3)
@@ -148,28 +148,25 @@ def test_two_parts_of_the_keys_joined_by_their_log_sum_exps_are_the_whole(biased
     seen = torch.rand(2, 1, 6, 6, generator=generator) < 0.7 if biased else torch.ones(6, 6).tril()
     bias = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(seen == 0, -torch.inf)
     bias = bias.expand(2, 1, 6, 6)
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    leaves = [x.clone().requires_grad_() for x in (query, key, value, extra_key, extra_value)]
+    keys, values = torch.cat([leaves[1], leaves[3]], 2), torch.cat([leaves[2], leaves[4]], 2)
     whole_bias = functional.pad(bias, (0, 1))
-    whole = functional.scaled_dot_product_attention(
-        leaves[0], torch.cat([leaves[1], extra_key], 2), torch.cat([leaves[2], extra_value], 2),
-        whole_bias,
-    )  # fmt: skip
+    whole = functional.scaled_dot_product_attention(leaves[0], keys, values, whole_bias)
     grad = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
     expected = torch.autograd.grad(whole, leaves, grad)
 
     given = bias if biased else None
     output, logsumexp, saved = attention.attend(query, key, value, given)
-    score = (query * 8**-0.5 @ extra_key.mT)[..., 0]
-    joint = torch.logaddexp(logsumexp, score)
+    scores = attention.further_scores(query, extra_key)
+    joint = torch.logaddexp(logsumexp, scores[..., 0])
     share = (logsumexp - joint).exp()[..., None]
     joined = output * share + (1 - share) * extra_value
     torch.testing.assert_close(joined, whole.detach())
     # The kernel reads log-sum-exp by the strides that its forward gave it.
     joint = torch.empty_like(logsumexp).copy_(joint)
-    found = attention.attend_backward(grad, query, key, value, given, joined, joint, saved)
-    part = (1 - share) * ((grad * extra_value).sum(-1, True) - (grad * joined).sum(-1, True))
-    query_grad = found[0] + part * extra_key * 8**-0.5
-    torch.testing.assert_close((query_grad, *found[1:]), expected)
+    first = attention.attend_backward(grad, query, key, value, given, joined, joint, saved)
+    further = attention.further_backward(grad, query, extra_key, extra_value, scores, joined, joint)
+    torch.testing.assert_close((first[0] + further[0], *first[1:], *further[1:]), expected)
 
 
 @pytest.mark.parametrize("rope", sorted(ROPES.keys() - {"partial"}))
@@ -235,6 +232,7 @@ def test_a_shape_goes_into_config_json_and_comes_back(
     assert config["dtype"] == "bfloat16"
     for name in spelling:
         del config[name]
+    assert LlamaConfig.from_dict(config).rope_parameters["rope_theta"] == 7e5
     assert shape_of_config(config, tmp_path) == asdict(shape)
 
 

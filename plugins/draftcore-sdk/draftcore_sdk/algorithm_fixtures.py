@@ -152,6 +152,8 @@ def summed(outputs: Sequence[StepOutput]) -> StepOutput:
         name: (total(o.counts[name][0] for o in outputs), total(o.counts[name][1] for o in outputs))
         for name in outputs[0].counts
     }
+    sizes = {len(output.terms) for output in outputs}
+    assert len(sizes) == 1, f"batches of one step have {sizes} terms: return as many of each"
     terms = [
         (total(term[0] for term in same), total(term[1] for term in same), same[0][2])
         for same in zip(*(output.terms for output in outputs), strict=True)

@@ -12,14 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftcore.contracts.algorithm import StepOutput
 from draftcore.target import TransformersTarget
 from draftcore.training.checkpoint import trained_tensors
+from draftcore.training.optimizer import build_optimizer
 from draftcore_sdk.example import LAYERS, Example, WatchedTarget
 from draftcore_sdk.suite import Suite, bound
-from draftcore_sdk.workbench import SEED, STEPS, Bench, Measured, global_seed, padded, snapshot
+from draftcore_sdk.workbench import (
+    RATE,
+    SEED,
+    STEPS,
+    Bench,
+    Measured,
+    global_seed,
+    padded,
+    snapshot,
+)
 
 
 class Training(Suite):
@@ -39,11 +49,12 @@ class Training(Suite):
     def test_the_request_names_what_the_target_has(self, bench: Bench) -> None:
         request = bench.request()
         assert request.names, "an algorithm that needs no feature of the target has no use for one"
-        assert all(type(layer) is int and 0 <= layer < LAYERS for layer in request.layers)
-        assert len(set(request.layers)) == len(request.layers)
+        there = [layer for layer in request.layers if type(layer) is int and 0 <= layer < LAYERS]
+        said = f"layers {request.layers} are asked for, of 0 to {LAYERS - 1}"
+        assert len(set(there)) == len(request.layers), said
         dtype = getattr(torch, request.dtype, None)
-        assert isinstance(dtype, torch.dtype), request.dtype
-        assert dtype.is_floating_point, request.dtype
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        assert floating, f"features are asked for in {request.dtype!r}, which is no type for them"
 
     def test_the_request_is_the_same_again_and_needs_no_weights(
         self, bench: Bench, tmp_path: Path
@@ -59,11 +70,11 @@ class Training(Suite):
     def test_a_fresh_draft_is_fp32_on_the_cpu(self, bench: Bench) -> None:
         module = bench.draft.module
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        assert {p.dtype for p in trainable.values()} == {torch.float32}
-        tensors = [*module.parameters(), *module.buffers()]
-        assert {tensor.device.type for tensor in tensors} == {"cpu"}
         for name, parameter in trainable.items():
-            assert parameter.isfinite().all(), name
+            assert parameter.dtype == torch.float32, f"{name} is in {parameter.dtype}"
+            assert parameter.isfinite().all(), f"{name} is not finite"
+        places = {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]}
+        assert places == {"cpu"}, f"its tensors are on {places}"
 
     def test_the_same_seed_builds_the_same_bits(self, bench: Bench) -> None:
         before, first = copy.deepcopy(bench.options), snapshot(bench.build())
@@ -85,31 +96,25 @@ class Training(Suite):
         assert not lacking, f"in no group: {lacking}"
         assert set(grouped) <= trainable.keys(), "a group holds a foreign parameter"
         assert len(grouped) == len(trainable), "a parameter is in two groups"
+        rates = [group["lr"] for group in bench.draft.parameter_groups if "lr" in group]
+        assert all(rate > 0 for rate in rates), f"the peak rates of groups are {rates}"
 
     def test_the_recommended_settings_can_train(self, bench: Bench) -> None:
         recommended = bench.draft.defaults
-        assert recommended.lr > 0, recommended
+        assert 0 < recommended.lr <= 1, recommended
         assert recommended.clip > 0, recommended
         assert 0 <= recommended.warmup_ratio < 1, f"warmup is a share of the run: {recommended}"
 
     def test_wrap_units_name_submodules(self, bench: Bench) -> None:
         units = bench.draft.wrap_units
-        assert all(isinstance(bench.draft.module.get_submodule(n), nn.Module) for n in units)
-        assert len(set(units)) == len(units)
+        known = {name for name, _ in bench.draft.module.named_modules()} - {""}
+        assert known.issuperset(units), f"no such submodules: {sorted({*units} - known)}"
+        assert len(set(units)) == len(units), f"a unit is there twice: {units}"
 
     def test_config_is_json_data(self, bench: Bench) -> None:
         """It is written into checkpoints, and read back as what it was."""
         config = bench.draft.config
         assert json.loads(json.dumps(dict(config), allow_nan=False)) == listed(config)
-
-    def test_a_draft_is_its_saved_state(self, bench: Bench) -> None:
-        """A fresh draft with the tensors of a checkpoint computes the same loss."""
-        again = bench.build(seed=SEED + 1)
-        again.module.eval()
-        again.module.load_state_dict(trained_tensors(bench.trained.draft), strict=False)
-        batch = bench.batch
-        ours, theirs = bench.loss(again, batch), bench.loss(bench.trained.draft, batch)
-        require_same_output(ours, theirs, "from its checkpoint and without, the draft has")
 
     # ------------------------------------------------------------ collate
 
@@ -118,23 +123,18 @@ class Training(Suite):
             batch, lengths = bench.collate(samples), [len(s.token_ids_T) for s in samples]
             ids = tuple(sample.id for sample in samples)
             assert batch.ids == ids, f"its ids are not the samples', in their order: {batch.ids}"
-            assert len(batch.token_ids_BT) == len(samples)
-            assert batch.loss_mask_BT.shape == batch.token_ids_BT.shape
-            assert batch.attention_mask_BT.shape == batch.token_ids_BT.shape
-            assert batch.loss_mask_BT.dtype == batch.attention_mask_BT.dtype == torch.bool
-            assert batch.attention_mask_BT.sum(1).tolist() == lengths
-            assert not (batch.loss_mask_BT & ~batch.attention_mask_BT).any()
-            assert set(batch.features) <= set(samples[0].features)
-
-    def test_collate_leaves_its_samples_and_the_loss_its_batch_alone(self, bench: Bench) -> None:
-        before = [contents(sample.__dict__) for sample in bench.varied]
-        batch = bench.batch
-        collated = contents(batch.__dict__)
-        bench.measure(batch)
-        require_same_bits(contents(batch.__dict__), collated)
-        assert not any(value.requires_grad for value in batch.features.values())
-        for sample, old in zip(bench.varied, before, strict=True):
-            require_same_bits(contents(sample.__dict__), old)
+            masks = (batch.loss_mask_BT, batch.attention_mask_BT)
+            forms = [(list(one.shape), one.dtype) for one in (batch.token_ids_BT, *masks)]
+            shape = [len(samples), batch.token_ids_BT.shape[1]]
+            right = [(shape, torch.int64), (shape, torch.bool), (shape, torch.bool)]
+            assert forms == right, (
+                f"token ids and the two masks are {forms}, which should be {right}"
+            )
+            counts = batch.attention_mask_BT.sum(1).tolist()
+            assert counts == lengths, f"rows attend to {counts} tokens, and have {lengths}"
+            assert not (masks[0] & ~masks[1]).any(), "what is to be learned lies in the padding"
+            odd = set(batch.features) - set(samples[0].features)
+            assert not odd, f"features that no sample has: {sorted(odd)}"
 
     def test_collate_runs_where_its_samples_lie(self, bench: Bench) -> None:
         """What it makes beside them is made there; a device of tensors without numbers shows it."""
@@ -153,26 +153,45 @@ class Training(Suite):
     def test_loss_and_metrics_are_ratios_of_finite_scalars(self, bench: Bench) -> None:
         output = bench.output(bench.draft, bench.batch)
         for numerator, denominator, _ in output.terms:
-            for part in (numerator, denominator):
-                assert part.shape == ()
-                assert bool(part.isfinite())
+            for name, part in {"numerator": numerator, "denominator": denominator}.items():
+                assert part.shape == (), f"a {name} has the shape {list(part.shape)}: return sums"
+                assert bool(part.isfinite()), f"a {name} is {part}"
             assert numerator.requires_grad, "the numerator carries no gradient"
             assert not denominator.requires_grad, "the denominator must be detached"
-            assert denominator > 0
+            assert denominator > 0, f"a denominator is {denominator}"
         for name, (above, below) in output.counts.items():
-            assert above.shape == below.shape == (), name
+            shapes = [list(above.shape), list(below.shape)]
+            assert shapes == [[], []], f"the metric {name} has the shapes {shapes}: return sums"
             attached = above.requires_grad or below.requires_grad
             assert not attached, f"the metric {name} must be detached"
 
     def test_the_same_inputs_give_the_same_bits(self, bench: Bench) -> None:
-        """Choices come from the context's seed and the samples' ids: a resumed run repeats them."""
+        """Choices come from the context's seed and the samples' ids: a resumed run repeats them.
+
+        And from nothing that `collate` left behind: batches are collated ahead.
+        """
+        batch = bench.batch
         with global_seed(1):
-            first = bench.measure(bench.batch)
+            first = bench.measure(batch)
+        bench.collate(bench.varied[1:2])
         with global_seed(2):
-            second = bench.measure(bench.batch)
+            second = bench.measure(batch)
         said = "called twice, it gives"
         require_same_output(second.output, first.output, said)
         require_same_bits(second.gradients, first.gradients)
+
+    def test_collate_leaves_its_samples_and_the_loss_its_batch_alone(self, bench: Bench) -> None:
+        before, given = [contents(sample.__dict__) for sample in bench.varied], [*bench.varied]
+        batch = bench.hook.collate(samples=given, options=bench.options)
+        assert [s.id for s in given] == [s.id for s in bench.varied], (
+            "it changes its list of samples"
+        )
+        collated = contents(batch.__dict__)
+        bench.measure(batch)
+        require_same_bits(contents(batch.__dict__), collated)
+        assert not any(value.requires_grad for value in batch.features.values())
+        for sample, old in zip(bench.varied, before, strict=True):
+            require_same_bits(contents(sample.__dict__), old)
 
     def test_the_loss_leaves_the_draft_as_it_is(self, bench: Bench) -> None:
         """Ranks and micro-batches would not agree on what it changes; `gradients_ready` is for that."""
@@ -264,7 +283,8 @@ class Training(Suite):
             close = abs(rise - slope) <= 1e-6 * norm_of(measured)
             assert close, (
                 f"the loss rises by {rise:.6g}, the gradient says {slope:.6g}\nwhat depends on the "
-                "parameters is detached, or a backward is wrong; on purpose: offer `stop_gradient`"
+                "parameters is detached, or a backward is wrong\non purpose: offer `stop_gradient`, "
+                "or for a wrapper say it in `capabilities` of its WrapperSuite"
             )
 
     # ------------------------------------------------------------ forward_loss: batches
@@ -288,6 +308,40 @@ class Training(Suite):
         found, expected = twice.numerator / twice.denominator, once.numerator / once.denominator
         assert_close(found, expected, "the loss of all samples twice", DIVIDED)
 
+    # ------------------------------------------------------------ optimizer and schedule
+
+    def test_the_optimizer_moves_every_weight_as_the_schedule_says(self, bench: Bench) -> None:
+        """Downhill, and not at all at a rate of 0."""
+        draft, given = bench.build(), {"options": bench.options}
+        run = {"total_steps": STEPS, "warmup_ratio": 0.1}
+        steps = range(1, STEPS + 1)
+        factors = [bench.hook.schedule(step=step, **run, **given) for step in steps]
+        tuning = {"weight_decay": 0.0, "betas": (0.9, 0.99)}
+        optimizer = bench.hook.optimizer(draft=draft, lr=RATE, **tuning, **given)
+        if optimizer is None and factors[0] is None:
+            pytest.skip("it has neither of its own")
+        told = [1.0 if factor is None else factor for factor in factors]
+        said = f"factors of the peak rate are from {min(told):.6g} to {max(told):.6g}"
+        assert min(told) >= 0 < max(told) < math.inf, said
+        optimizer = optimizer or build_optimizer(draft.parameter_groups, **tuning)
+        peaks, before = [g["lr"] or RATE for g in optimizer.param_groups], snapshot(draft)
+        losses = list[float]()
+        for factor in (0.0, *told):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            output = bench.loss(draft, bench.batch)
+            (output.numerator / output.denominator).backward()
+            losses.append(float(output.numerator.detach() / output.denominator))
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(losses) == 1:
+                require_same_bits(snapshot(draft), before, "at a rate of 0, ")
+        trained = [name for name, p in draft.module.named_parameters() if p.requires_grad]
+        still = [name for name in trained if torch.equal(snapshot(draft)[name], before[name])]
+        assert not still, f"in {STEPS} steps these did not move: {still}"
+        said = f"in {STEPS} steps the loss goes from {losses[0]:.6g} to {losses[-1]:.6g}"
+        assert losses[-1] < losses[0], said
+
     # ------------------------------------------------------------ capability `compile`
 
     def test_compile_gives_one_graph_and_the_same_loss(self, bench: Bench) -> None:
@@ -305,6 +359,15 @@ class Training(Suite):
         assert all(map(math.isfinite, losses))
         first, last = losses[0], losses[:STEPS][-1]
         assert last < 0.75 * first, f"from {first:.3f} to {last:.3f}"
+
+    def test_a_draft_is_its_saved_state(self, bench: Bench) -> None:
+        """A fresh draft with the tensors of a checkpoint computes the same loss."""
+        again = bench.build(seed=SEED + 1)
+        again.module.eval()
+        again.module.load_state_dict(trained_tensors(bench.trained.draft), strict=False)
+        batch = bench.batch
+        ours, theirs = bench.loss(again, batch), bench.loss(bench.trained.draft, batch)
+        require_same_output(ours, theirs, "from its checkpoint and without, the draft has")
 
 
 # ---------------------------------------------------------------- pieces of the tests
@@ -352,16 +415,20 @@ def norm_of(measured: Measured) -> float:
     return math.sqrt(sum(float(g.square().sum()) for g in measured.gradients.values()))
 
 
-def require_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def require_same_bits(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], said: str = ""
+) -> None:
     """Compare dtype, shape and every bit."""
-    assert found.keys() == expected.keys()
+    odd = sorted(found.keys() ^ expected.keys())
+    assert not odd, f"{said}there are other tensors: {odd}"
     for name, tensor in expected.items():
         forms = [f"{one.dtype} {list(one.shape)}" for one in (found[name], tensor)]
-        assert forms[0] == forms[1], f"{name} is {forms[0]}, not {forms[1]}"
+        assert forms[0] == forms[1], f"{said}{name} is {forms[0]}, not {forms[1]}"
         places = (found[name] != tensor).nonzero().tolist()
-        assert torch.equal(found[name], tensor), (
-            f"{name}: {len(places)} of {tensor.numel()} values differ, first at {places[0]}"
-        )
+        if places:
+            pytest.fail(
+                f"{said}{name}: {len(places)} of {tensor.numel()} values differ, first at {places[0]}"
+            )
 
 
 def require_same_output(found: StepOutput, expected: StepOutput, said: str) -> None:

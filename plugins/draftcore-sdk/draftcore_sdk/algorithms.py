@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from draftcore_graphs.states import fault
 from draftcore_sglang.rows import HandedOver, RowError, first_draft_input, wire_row
 from draftcore_tools.served import gaps, leads
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.contracts.serving import Host, ServedDraft, Suspect
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.decode import EagerRunner, evaluate_prompts
 from draftcore.evaluation.proposals import depth_of
 from draftcore.plugins.binding import misfit
@@ -111,8 +110,11 @@ class AlgorithmSuite(Drafting):
 
     def test_the_drafter_reads_what_training_captured(self, bench: Bench) -> None:
         asked, captured = bench.drafter(bench.trained.draft).request, bench.request()
-        assert set(asked.names) <= set(captured.names)
-        assert asked.dtype == captured.dtype
+        for ours, theirs in (
+            (set(asked.names), set(captured.names)),
+            ({asked.dtype}, {captured.dtype}),
+        ):
+            assert ours <= theirs, f"it asks for {sorted(ours)}, and training for {sorted(theirs)}"
 
     def test_decoding_is_lossless(self, bench: Bench) -> None:
         """Also where proposals are mostly wrong: the prompts are learned ones and others."""
@@ -140,51 +142,6 @@ class AlgorithmSuite(Drafting):
                 said += f"\n{share:.2f} would be right one token {where}: the drafter is {which}"
         assert known.share >= least, said
 
-    def test_proposals_have_shapes_and_probabilities_as_they_must(self, bench: Bench) -> None:
-        decoding, vocab_size = Decoding(bench, bench.build()), bench.example.spec.vocab_size
-        assert decoding.drafter.num_drafts >= 1
-        shape = (len(bench.example.prompts), decoding.drafter.num_drafts)
-        greedy, drawn = decoding.propose(), decoding.propose(temperature=0.8)
-        assert greedy.probs_BKV is None, "greedy proposals have no probabilities"
-        probs_BKV = drawn.probs_BKV
-        assert probs_BKV is not None, "sampled proposals need the probabilities they came from"
-        for tokens_BK in (greedy.tokens_BK, drawn.tokens_BK):
-            assert (tokens_BK.shape, tokens_BK.dtype) == (shape, torch.int64)
-            assert ((tokens_BK >= 0) & (tokens_BK < vocab_size)).all()
-        assert probs_BKV.shape == (*shape, vocab_size)
-        assert (probs_BKV >= 0).all()
-        # Rejection sampling is exact for what sums to one; a softmax in fp32 is off by 1e-6.
-        off = float((probs_BKV.sum(-1) - 1).abs().max())
-        assert off < 5e-6, f"probabilities add up to 1 up to {off:.2g}"
-        assert (probs_BKV.gather(-1, drawn.tokens_BK[..., None]) > 0).all()
-
-    def test_sampled_drafts_follow_the_probabilities_they_come_with(self, bench: Bench) -> None:
-        """The mean probability of what was drawn is that of the distribution, within 5 sigma."""
-        excess, variance, decoding = 0.0, 0.0, Decoding(bench, bench.build(), times=4)
-        for seed in range(8):
-            drawn = decoding.propose(temperature=0.3, seed=seed)
-            assert drawn.probs_BKV is not None
-            q = drawn.probs_BKV.double()
-            mean_BK = q.square().sum(-1)
-            excess += float((q.gather(-1, drawn.tokens_BK[..., None])[..., 0] - mean_BK).sum())
-            variance += float((q.pow(3).sum(-1) - mean_BK.square()).sum())
-        assert abs(excess) < 5 * math.sqrt(variance), f"{excess / math.sqrt(variance):.1f} sigma"
-
-    def test_proposing_changes_nothing_that_counts(self, bench: Bench) -> None:
-        once, often = (Decoding(bench, bench.trained.draft) for _ in range(2))
-        for _ in range(2):
-            first = often.propose().tokens_BK
-            often.propose(temperature=1.0)
-            assert torch.equal(often.propose().tokens_BK, first)
-            assert torch.equal(once.round(most=2)[0], often.round(most=2)[0])
-
-    def test_the_drafter_leaves_what_it_is_given_alone(self, bench: Bench) -> None:
-        """Tokens and counts are the verifier's, features the target's."""
-        decoding = Decoding(bench, bench.trained.draft)
-        decoding.round(most=2), decoding.round(most=2)
-        altered = decoding.drafter.altered
-        assert not altered, f"the drafter alters what is given to {', '.join(sorted(altered))}"
-
     def test_a_batch_decodes_as_its_rows_alone(self, bench: Bench) -> None:
         """Rows end at different rounds, so this goes through `select` as well."""
         prompts = [p[row:] for row, p in enumerate(bench.example.prompts)]
@@ -194,11 +151,6 @@ class AlgorithmSuite(Drafting):
         assert found == [(one.tokens, one.accepted) for one in alone]
 
     # ------------------------------------------------------------ drafter: through graphs
-
-    def test_a_state_is_tensors_with_the_batch_first(self, bench: Bench) -> None:
-        """Graphs narrow a state to its first rows, and would freeze anything else in it."""
-        why = fault(bench.drafter(bench.trained.draft).allocate(3, 16), 3)
-        assert why is None, why
 
     def test_rounds_that_are_recorded_as_graphs_decode_the_same(self, bench: Bench) -> None:
         """Three rows padded to four; what waits for the device is refused."""
@@ -227,28 +179,50 @@ class AlgorithmSuite(Drafting):
         draft, prompts, batch = bench.trained.draft, bench.example.prompts, bench.batch
         before = snapshot(draft)
         for layout in bench.claimed("layout"):
+            bench.export(bench.begun, tmp_path / "another" / layout, layout)
             folder = bench.export(draft, tmp_path / layout, layout)
             exported = sorted(file.name for file in folder.iterdir())
             require_same_bits(snapshot(draft), before)
             assert not draft.module.training, "exporting leaves the draft in another mode"
-            spec, options = bench.example.spec, bench.options
-            again = bench.hook.import_draft(folder=folder, target=spec, options=options)
+            again, other = bench.read(folder), bench.read(folder)
+            assert again.module is not other.module, "what is read twice is one draft"
             again.module.eval()
-            require_same_bits(snapshot(again), before)
+            require_same_bits(snapshot(again), before, "read back, ")
+            assert again.frozen == draft.frozen, f"{set(again.frozen)} are frozen when read back"
             ours, theirs = bench.loss(again, batch), bench.loss(draft, batch)
             require_same_output(ours, theirs, "read back and before, it has")
             same = bench.decode(again, prompts) == bench.decode(draft, prompts)
             assert same, "an export that was read back drafts other tokens"
-            assert dict(again.config) == dict(draft.config)
+            assert again.config == draft.config, f"its config is {again.config} when read back"
             for name, parameter in draft.module.named_parameters():
                 can = again.module.get_parameter(name).requires_grad
                 assert can == parameter.requires_grad, f"{name}: trainable is {can} when read back"
             there = {file.name for file in folder.parent.iterdir()}
-            assert there <= {*bench.claimed("layout")}, f"it writes beside its folder: {there}"
+            assert there <= {"another", *bench.claimed("layout")}, (
+                f"it writes beside its folder: {there}"
+            )
             written = sorted(file.name for file in folder.iterdir())
             assert written == exported, f"importing leaves {written}, exporting {exported}"
             pickled = [file.name for file in folder.iterdir() if file.read_bytes()[:2] in PICKLES]
             assert not pickled, f"a pickle may run code where it is read: {', '.join(pickled)}"
+
+    def test_an_export_without_one_of_its_tensors_is_refused(
+        self, bench: Bench, tmp_path: Path
+    ) -> None:
+        """Or read as the same draft; one that is random in part looks like a bad one."""
+        draft = bench.trained.draft
+        for layout in bench.claimed("layout"):
+            folder = bench.export(draft, tmp_path / layout, layout)
+            for file in folder.glob("*.safetensors"):
+                tensors = load_file(file)
+                for name in tensors:
+                    others = {other: value for other, value in tensors.items() if other != name}
+                    save_file(others, file, metadata={"format": "pt"})
+                    with suppress(DraftcoreError):
+                        again = bench.read(folder)
+                        said = f"{name} is not there, and nothing is said: "
+                        require_same_bits(snapshot(again), snapshot(draft), said)
+                save_file(tensors, file, metadata={"format": "pt"})
 
     def test_an_unknown_layout_is_refused(self, bench: Bench, tmp_path: Path) -> None:
         assert bench.claimed("layout")
@@ -267,7 +241,8 @@ class AlgorithmSuite(Drafting):
             served = bench.served(folder, server)
             host, decoding = Host.of(bench.example.spec), Decoding(bench, bench.trained.draft)
             greedy, drawn = decoding.propose(), decoding.propose(temperature=1.0)
-            assert served.captured(host) == decoding.drafter.request.layers
+            layers, own = served.captured(host), decoding.drafter.request.layers
+            assert layers == own, f"{server} would capture the layers {layers}, the drafter {own}"
             assert drawn.probs_BKV is not None
             require_members(served, host, folder, bench)
             for row, drawn_K in enumerate(drawn.tokens_BK):
@@ -286,18 +261,28 @@ class AlgorithmSuite(Drafting):
     # ------------------------------------------------------------ the command line
 
     def test_runs_decode_losslessly_and_resume_to_the_same_bits(self, bench: Bench) -> None:
-        """Offline and whole the one; colocated, in two processes and stopped by Ctrl-C the other."""
+        """Offline, whole and evaluated on the way the one; the other colocated, in two processes, and
+
+        stopped by Ctrl-C.
+        """
         whole = Project(bench, "whole", f"file:{bench.folder / 'features'}")
         stopped = Project(bench, "stopped")
         with stopped.begin("train", **{STOP_AT: "1"}) as stopping:
-            whole.cli("train")
+            whole.cli("train", "train.eval_every=2")
             assert list(whole.losses()) == [1, 2, 3, 4]
             said, _ = stopping.communicate()
         assert stopping.returncode == 130, said
         assert "interrupted: step " in said
         stopped.cli("train")
         losses, expected = stopped.losses(), whole.losses()
-        assert losses == expected, f"stopped and resumed the losses are {losses}, whole {expected}"
+        for step, cause in {
+            1: "what is of the process counts: earlier runs, hash(), the order of a set",
+            2: "what a checkpoint does not hold counts: it is stopped and resumed after step 1",
+            3: "an evaluation changes the draft or a random state: it is after step 2",
+            4: "what a checkpoint does not hold counts, or an evaluation changes something",
+        }.items():
+            both = f"{losses[step]} stopped and resumed, {expected[step]} whole"
+            assert losses[step] == expected[step], f"the loss of step {step} is {both}\n{cause}"
         assert json.loads(whole.cli("eval", "--json"))["lossless"] is True
 
 

@@ -26,13 +26,13 @@ from typing import IO, Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from draftcore.contracts.offers import Offer
+from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.listing import from_here
 from draftcore.options import apply_overrides
 from draftcore.plugins.binding import bind
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry
+from draftcore.plugins.registry import NEEDED, Registry
 from draftcore_sdk.suite import Suite, child_environment
 
 SUITE_OF = {
@@ -49,12 +49,22 @@ SUITE_OF = {
 }
 WRAPPED = {
     *("feature_request", "build_draft", "collate", "forward_loss", "optimizer", "schedule"),
-    *("drafter", "export_draft", "import_draft", "disagg_row", "build_disagg_draft_input"),
+    *("drafter", "export_draft", "import_draft"),
 }
 OBSERVED = {
     *("run_started", "gradients_ready", "step_finished", "eval_metrics", "evaluated"),
     *("checkpoint_saved", "run_finished"),
 }
+# What a wrapper of another kind's hook is tried around: the kind, an offer and its plugin.
+AROUND: Mapping[str, tuple[Kind, str, str]] = {
+    "capture": ("capture", "hf", "draftcore.builtin"),
+    "feature_store": ("store", "file", "draftcore.builtin"),
+    "channel": ("channel", "tcp", "draftcore.builtin"),
+    "runner": ("runner", "eager", "draftcore.builtin"),
+    "graph_backend": ("graph", "recording", "draftcore_graphs.plugin"),
+    "graph_plugin": ("graph-plugin", "tbo", "draftcore_graphs.plugin"),
+}
+UNTRIED = {"disagg_row", "build_disagg_draft_input", "read_export"}  # around an algorithm's
 # What is shown of several cases of one test is the first of these.
 SHOWN = {"failed": "FAIL", "xfailed": "xfail", "passed": "ok", "skipped": "skipped"}
 ESSENTIAL = 8  # lines of a failed assertion; --traceback shows all
@@ -75,7 +85,8 @@ class Check:
     @property
     def title(self) -> str:
         said = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.kind} {self.offer}".strip() + f" ({said})" * bool(said)
+        wrapped = ", wrapped" * (" " in self.plugin)
+        return f"{self.kind} {self.offer}".strip() + wrapped + f" ({said})" * bool(said)
 
 
 def suites_of(
@@ -104,12 +115,21 @@ def suites_of(
             with suppress(UsageError):  # a value that another option would have to go with
                 bind(Registry((plugin,)), offer.kind, offer.name, varied)
                 checks.append(Check(offer.kind, offer.name, plugin.module, loose, varied, theirs))
-    own = () if any(offer.kind == "algorithm" for offer in plugin.offers) else plugin.hooks
-    if any(hook in WRAPPED for hook in own):
-        checks.append(Check("wrapper", "", plugin.module, loose, {}, ""))
-    elif any(hook in OBSERVED for hook in own):
-        checks.append(Check("observer", "", plugin.module, loose, {}, ""))
+    for kind, hooks in {"wrapper": WRAPPED, "observer": OBSERVED}.items():
+        if hooks & unoffered(plugin):
+            checks.append(Check(kind, "", plugin.module, loose, {}, ""))
+    for hook in [hook for hook in AROUND if hook in unoffered(plugin)]:
+        kind, name, owner = AROUND[hook]
+        checks.append(Check(kind, name, f"{owner} {plugin.module}", loose, {}, ""))
     return checks
+
+
+def unoffered(plugin: Plugin) -> set[str]:
+    """Return the hooks that a plugin wraps or observes, rather than answers for what it offers."""
+    offered = {hook for o in plugin.offers if not o.implementation for hook in NEEDED[o.kind]}
+    if "forward_loss" in offered:  # an algorithm of functions: they are all its own
+        offered |= {*WRAPPED, *UNTRIED, "eval_metrics"}
+    return {*plugin.hooks} - offered
 
 
 def variants(offer: Offer) -> Iterator[tuple[str, Any]]:
@@ -172,6 +192,10 @@ class Result:
     @property
     def words(self) -> str:
         return self.test.removeprefix("test_").replace("_", " ")
+
+    @property
+    def cause(self) -> str:
+        return self.message.partition("\n")[0]
 
 
 def run(checks: Sequence[Check], traceback: bool = False, limit: float = LIMIT) -> Iterator[Result]:
@@ -297,23 +321,30 @@ class Report:
     def failed(self) -> int:
         return self._counts()["failed"]
 
+    @property
+    def untried(self) -> list[str]:
+        return sorted(UNTRIED & unoffered(self.plugin))
+
     def lines(self, results: Iterable[Result]) -> Iterator[str]:
         """Yield the report line by line, taking results as they come."""
         began = time.perf_counter()
         yield from_here(str(self.plugin))
-        causes: dict[tuple[str, ...], list[Result]] = {}
         for number, tests in groupby(results, key=lambda result: result.check):
             yield from ("", self.checks[number].title)
+            failed: list[Result] = []
             for _, cases in groupby(tests, key=lambda result: result.test):
                 found = [case for case in cases if self._ended(case)]
                 self.results += found
-                causes.setdefault(cause(found), []).append(found[0])
-                if len(causes[cause(found)]) == 1 or not cause(found):
+                wrong = [case for case in found if case.outcome == "failed"]
+                failed += [] if any(case.traceback for case in wrong) else wrong[:1]
+                if not wrong or wrong[0] in failed[:1] or wrong[0].traceback:
                     yield from test_lines(found)
-            yield from repeated(causes)
+            yield from further(failed)
         self.seconds = time.perf_counter() - began
         counts = ", ".join(f"{count} {word}" for word, count in self._counts().items() if count)
         yield from ("", f"{counts} in {self.seconds:.0f} s")
+        if self.untried:
+            yield f"not tried, so test it yourself: a wrapper of {', '.join(self.untried)}"
 
     def _ended(self, case: Result) -> bool:
         """Note which test is running, and say whether it is one that has ended."""
@@ -333,6 +364,7 @@ class Report:
         return {
             **{key: getattr(self.plugin, key) for key in ("name", "dist", "version", "module")},
             **self._counts(),
+            "untried": self.untried,
             "seconds": round(self.seconds, 1),
             "suites": suites,
         }
@@ -359,19 +391,19 @@ def test_lines(cases: Sequence[Result]) -> Iterator[str]:
             yield from (f"           {line}" for line in shown if line)
 
 
-def cause(cases: Sequence[Result]) -> tuple[str, ...]:
-    """What was raised and where, by which failures are one; () for a test that did not fail."""
-    failed = [case for case in cases if case.outcome == "failed" and case.where]
-    return (failed[0].message.partition("\n")[0], failed[0].where) if failed else ()
+def further(failed: Sequence[Result]) -> Iterator[str]:
+    """Yield the tests of a suite that failed after the first, with the first line of what they say.
 
-
-def repeated(causes: dict[tuple[str, ...], list[Result]]) -> Iterator[str]:
-    """Yield a line for each cause that more than one test had; the first was shown whole."""
-    for why, (first, *others) in causes.items():
-        if why and others:
-            yield f"  FAIL     {len(others)} more in the same way as: {first.words}"
-            yield f"           {'; '.join(test.words for test in others)}"
-    causes.clear()
+    One fault fails many tests; the first is the most basic one, and was explained.
+    """
+    if failed[1:]:
+        yield f"  FAIL     {len(failed) - 1} more, perhaps of the same cause:"
+    causes: dict[str, list[str]] = {failed[0].cause: []} if failed else {}
+    for case in failed[1:]:
+        causes.setdefault(case.cause, []).append(case.words)
+    for number, (cause, tests) in enumerate(causes.items()):
+        yield from [f"           {'; '.join(tests)}"] * bool(tests)
+        yield from [f"             {cause}"] * bool(tests and number)
 
 
 def explanation(case: Result) -> tuple[str, ...]:

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from draftcore_graphs.states import fault
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Draft, Drafter, Proposal, Sample
-from draftcore.evaluation.proposals import depth_of
+from draftcore.evaluation.proposals import checked, depth_of
 from draftcore_sdk.algorithm_training import Training
 from draftcore_sdk.check import variants
-from draftcore_sdk.workbench import STEPS, Bench, global_seed
+from draftcore_sdk.example import VOCABULARY
+from draftcore_sdk.workbench import STEPS, Bench, Decoding, global_seed
 
 NATS = 1e-3  # between log-probabilities; orders of summation make 1e-5, what is wrong 1e-2 and more
 EXACT = 1e-4  # between a loss and -log p; at most 5e-6 in three algorithms, features in half 4e-4
@@ -33,6 +35,33 @@ ROUNDS = ((1, 99, 2), (99, 2, 1))  # tokens that are accepted of three rows; 99 
 
 class Drafting(Training):
     """The part of `algorithms.AlgorithmSuite` that tells a drafter texts and looks at its drafts."""
+
+    def test_a_state_is_tensors_with_the_batch_first(self, bench: Bench) -> None:
+        """Graphs narrow a state to its first rows, and would freeze anything else in it."""
+        why = fault(bench.drafter(bench.trained.draft).allocate(3, 16), 3)
+        assert why is None, why
+
+    def test_proposals_have_shapes_and_probabilities_as_they_must(self, bench: Bench) -> None:
+        told = Told(bench.drafter(bench.begun), bench.texts, LENGTHS)
+        assert told.propose().probs_BKV is None, "greedy proposals have no probabilities"
+        drawn = told.propose(0.8)
+        assert drawn.probs_BKV is not None
+        # Rejection sampling is exact for what sums to one; a softmax in fp32 is off by 1e-6.
+        off = float((drawn.probs_BKV.sum(-1) - 1).abs().max())
+        assert off < 5e-6, f"probabilities add up to 1 up to {off:.2g}"
+
+    def test_proposing_changes_nothing(self, bench: Bench) -> None:
+        told = Told(bench.drafter(bench.trained.draft), bench.texts, LENGTHS)
+        first = told.drafts()
+        for _ in range(3):
+            told.drafts().require(first, "it proposes again, and nothing was accepted in between")
+
+    def test_the_drafter_leaves_what_it_is_given_alone(self, bench: Bench) -> None:
+        """Tokens and counts are the verifier's, features the target's."""
+        decoding = Decoding(bench, bench.trained.draft)
+        decoding.round(most=2), decoding.round(most=2)
+        altered = decoding.drafter.altered
+        assert not altered, f"the drafter alters what is given to {', '.join(sorted(altered))}"
 
     def test_what_pads_prompts_and_rounds_changes_no_draft(self, bench: Bench) -> None:
         """Whatever stands behind `lengths_B` tokens of a prompt and `counts_B` of a round."""
@@ -59,18 +88,24 @@ class Drafting(Training):
         together = told.drafts()
         for row, length in enumerate(lengths):
             alone = Told(drafter, texts[row : row + 1], [length], pad=0).drafts()
-            together.row(row).require(alone, f"a prompt of {length} tokens in a batch and alone")
-        Told(drafter, texts[::-1], lengths[::-1])
-        how = "after another batch's prefill()\nthe drafter holds what the state is to hold"
+            how = f"a prompt of {length} tokens is drafted for otherwise in a batch than alone"
+            together.row(row).require(alone, f"{how}\nthe rows of a batch count for each other")
+        other = Told(drafter, texts[::-1], lengths[::-1])
+        how = "after another batch's prefill() a batch is drafted for otherwise"
+        how += "\nthe drafter holds what the state is to hold"
         together.require(told.drafts(), how)
+        again = Told(drafter, texts, lengths, state=other.state)
+        together.require(again.drafts(), "prefill() leaves of a state what was in it before")
 
     def test_selected_rows_go_on_as_before(self, bench: Bench) -> None:
         told = Told(bench.drafter(bench.trained.draft), bench.texts, LENGTHS, ROUNDS[:1])
         before = told.drafts()
         told.state = told.drafter.select(told.state, torch.tensor([2, 0]))
+        told.texts = told.texts[:2]  # as many
         after = told.drafts()
         for place, row in enumerate((2, 0)):
-            after.row(place).require(before.row(row), f"row {row} of select()")
+            how = f"after select([2, 0]) row {row} is drafted for otherwise"
+            after.row(place).require(before.row(row), how)
 
     def test_a_temperature_sharpens_the_distributions(self, bench: Bench) -> None:
         """At half the temperature, the first draft's probabilities are squared and normalised."""
@@ -88,9 +123,56 @@ class Drafting(Training):
         assert torch.equal(first.drawn_BN, again.drawn_BN), "one seed, and other drafts"
         with global_seed(1):
             assert torch.equal(torch.random.get_rng_state(), state), "it draws from torch's own"
+        alike = torch.equal(*first.drawn_BN.view(2, 2 * len(LENGTHS), -1))
+        assert not alike, "rows of one text draw the same drafts"
         others = (told.drafts(seed=seed).drawn_BN for seed in (2, 3, 4))
         same = all(torch.equal(first.drawn_BN, other) for other in others)
         assert not same, "four seeds, and the same drafts: it seeds a generator itself"
+
+    def test_a_node_depends_on_what_is_above_and_beside_it(self, bench: Bench) -> None:
+        """On nothing else of its row or tree; greedily no token is there twice.
+
+        Whether it counts may depend on all that was drawn before.
+        """
+        told = Told(bench.drafter(bench.begun), bench.texts[:1] * 64, LENGTHS[:1] * 64)
+        greedy, drawn, known = told.propose(), told.propose(0.5), dict[str, Any]()
+        for row, at, _, beside in nodes(greedy):
+            token = int(greedy.tokens_BK[row, at])
+            assert token not in beside, f"greedily it drafts token {token} twice, side by side"
+        assert drawn.probs_BKV is not None
+        for row, at, above, beside in nodes(drawn):
+            probs_V, said = drawn.probs_BKV[row, at], f"after the drafts {above}, beside {beside}"
+            gap = nats(probs_V, known.setdefault(said, probs_V))
+            assert gap < NATS, f"{said}, distributions differ by {gap:.2g} nats: of another row?"
+            counts, said = (
+                at < int(count_of(drawn)[row]),
+                f"after drawing {drawn.tokens_BK[row, :at].tolist()}",
+            )
+            same = known.setdefault(said, counts) == counts
+            assert same, f"{said}, whether node {at} counts depends on what it draws itself"
+
+    @pytest.mark.parametrize("temperature", [0.5, 1.0])
+    def test_sampled_drafts_follow_the_probabilities_they_come_with(
+        self, bench: Bench, temperature: float
+    ) -> None:
+        """The mean probability of what was drawn, and counts, is the distribution's, within 5 sigma."""
+        told = Told(bench.drafter(bench.begun), bench.texts * 64, LENGTHS * 64)
+        excess = variance = 0.0
+        for seed in range(3):
+            drawn = told.propose(temperature, seed)
+            assert drawn.probs_BKV is not None
+            q = drawn.probs_BKV.double()
+            of_BK = q.gather(-1, drawn.tokens_BK[..., None])[..., 0]
+            assert (of_BK > 0).all(), "a token was drawn that has probability 0"
+            counted_BK = torch.ones_like(of_BK).cumsum(1) <= count_of(drawn)[:, None]
+            mean_BK = q.square().sum(-1)
+            excess += float((of_BK - mean_BK)[counted_BK].sum())
+            variance += float((q.pow(3).sum(-1) - mean_BK.square())[counted_BK].sum())
+        sigmas = excess / math.sqrt(variance)
+        assert abs(sigmas) < 5, (
+            f"drafts that count are {abs(sigmas):.1f} sigma {'more' if excess > 0 else 'less'} probable "
+            "than drawn ones\nthey are drawn otherwise, or chosen by what was drawn"
+        )
 
     def test_the_drafter_is_as_sure_as_training_made_it(self, bench: Bench) -> None:
         """The mean probability of what a draft knows by heart; 0.96 to 0.99 in six algorithms."""
@@ -131,6 +213,7 @@ class Drafts:
     greedy_BN: Tensor
     drawn_BN: Tensor
     probs_BKV: Tensor
+    parents_BK: Tensor
 
     def row(self, number: int) -> Drafts:
         return Drafts(*(tensor[number : number + 1] for tensor in vars(self).values()))
@@ -153,13 +236,13 @@ class Told:
 
     def __init__(
         self, drafter: Drafter, texts: Sequence[Sample], lengths: Sequence[int],
-        rounds: Sequence[Sequence[int]] = (), seed: int = 0, pad: int = 2,
+        rounds: Sequence[Sequence[int]] = (), seed: int = 0, pad: int = 2, state: Any = None,
     ) -> None:  # fmt: skip
         self.drafter, self.texts, self.lengths = drafter, texts, list(lengths)
         self.generator = torch.Generator().manual_seed(seed)
         width = depth_of(drafter) + 1
         span = max(lengths) + pad + (len(rounds) + 1) * (drafter.num_drafts + 1)
-        self.state = drafter.allocate(len(texts), span)
+        self.state = drafter.allocate(len(texts), span) if state is None else state
         tokens_BT, features = self._window([0] * len(texts), lengths, max(lengths) + pad, 0)
         next_B = torch.stack([t.token_ids_T[n] for t, n in zip(texts, lengths, strict=True)])
         drafter.prefill(self.state, tokens_BT, torch.tensor(self.lengths), features, next_B)
@@ -191,18 +274,43 @@ class Told:
         return padded
 
     def drafts(self, temperature: float = 1.0, seed: int = 0) -> Drafts:
-        greedy = self.drafter.propose(self.state)
+        greedy, drawn = self.propose(), self.propose(temperature, seed)
+        assert drawn.probs_BKV is not None
+        return Drafts(numbers(greedy), numbers(drawn), drawn.probs_BKV, parents_of(drawn))
+
+    def propose(self, temperature: float = 0.0, seed: int = 0) -> Proposal:
+        """Ask for a round, which is checked as a decoder does."""
         generator = torch.Generator().manual_seed(seed)
-        drawn = self.drafter.propose(self.state, temperature, generator)
-        assert drawn.probs_BKV is not None, "sampled proposals need their probabilities"
-        return Drafts(numbers(greedy), numbers(drawn), drawn.probs_BKV)
+        found, rows = self.drafter.propose(self.state, temperature, generator), len(self.texts)
+        return checked(found, self.drafter, rows, VOCABULARY, temperature, values=True)
+
+
+def parents_of(proposal: Proposal) -> Tensor:
+    """Return a tree's parents; a chain is a tree, too."""
+    if proposal.parents_BK is not None:
+        return proposal.parents_BK
+    return (torch.arange(proposal.tokens_BK.shape[1]) - 1).expand_as(proposal.tokens_BK)
+
+
+def count_of(proposal: Proposal) -> Tensor:
+    """Return how many nodes of each row count."""
+    (B, K), counts_B = proposal.tokens_BK.shape, proposal.counts_B
+    return torch.full((B,), K) if counts_B is None else counts_B
+
+
+def nodes(proposal: Proposal) -> Iterator[tuple[int, int, list[int], list[int]]]:
+    """Yield the row and place of each node, the tokens above it, and the siblings' before it."""
+    for row, parents in enumerate(parents_of(proposal).tolist()):
+        tokens, above = proposal.tokens_BK[row].tolist(), {-1: list[int]()}
+        for at, parent in enumerate(parents):
+            above[at] = [*above[parent], tokens[at]]
+            beside = [tokens[one] for one in range(at) if parents[one] == parent]
+            yield row, at, above[parent], beside
 
 
 def numbers(proposal: Proposal) -> Tensor:
     """Tokens, parents and counts of each row, side by side."""
-    counts_B1 = None if proposal.counts_B is None else proposal.counts_B[:, None]
-    parts = (proposal.tokens_BK, proposal.parents_BK, counts_B1)
-    return torch.cat([part for part in parts if part is not None], 1)
+    return torch.cat([proposal.tokens_BK, parents_of(proposal), count_of(proposal)[:, None]], 1)
 
 
 def nats(found: Tensor, expected: Tensor) -> float:
@@ -250,23 +358,24 @@ def first_drafts(bench: Bench) -> list[Fit]:
     """Fit the loss of a text's last token: of three tokens, and of four where two are drafted.
 
     The last of three is draft 0 of who was told one. The last of four is draft 0 of who was told
-    two, and draft 1 of who was told one, if the third is the draft 0 that was drawn.
+    two, and a child's draft of who was told one, if the third is the node that was drawn above it.
     """
-    draft, text = bench.build(), bench.texts[0]
-    bench.train(draft, steps=10)  # briefly: what is known by heart leaves nothing to draw
+    draft, text = bench.begun, bench.texts[0]
     drafter = bench.drafter(draft)
     after_1 = Told(drafter, [text] * 64, [1] * 64, pad=0).drafts()
-    row = int(
-        (after_1.drawn_BN[:, 0] != after_1.greedy_BN[:, 0]).int().argmax()
-    )  # rather an odd one
+    parents = after_1.parents_BK[0].tolist()
+    node = max((at for at, up in enumerate(parents) if up == -1 and at in parents), default=0)
+    odd_B = after_1.drawn_BN[:, node] != after_1.greedy_BN[:, node]
+    row = int(odd_B.int().argmax())  # rather one that greedy drafts would not show
     tokens_T = text.token_ids_T.clone()
-    tokens_T[2] = after_1.drawn_BN[row, 0]
+    tokens_T[2] = after_1.drawn_BN[row, node]
     drawn = dataclasses.replace(text, token_ids_T=tokens_T)
     after_2 = Told(drafter, [drawn], [2], pad=0).drafts()
     draft.module.train()
     fits = [fitted(bench, draft, drawn, 3, after_1.probs_BKV[row, :1])]
-    if depth_of(drafter) == drafter.num_drafts > 1:
-        both_PV = torch.stack([after_2.probs_BKV[0, 0], after_1.probs_BKV[row, 1]])
+    if node in parents:
+        child = parents.index(node)
+        both_PV = torch.stack([after_2.probs_BKV[0, 0], after_1.probs_BKV[row, child]])
         fits.append(fitted(bench, draft, drawn, 4, both_PV))
     return fits
 

@@ -21,6 +21,7 @@ from draftcore.target import TransformersTarget
 from draftcore_sdk.targets import tiny_target
 
 LAYERS, GROWTH, ANSWER = 12, 1.5, 10
+VOCABULARY = 259  # of bytes and three special tokens
 # Their answers begin with one or two tokens in common: features have to tell which one follows.
 QUESTIONS = ("a6", "a9", "c9")
 

@@ -66,6 +66,10 @@ class Reporter:
             why = explain(report)
             self._write({"test": report.nodeid, "outcome": "failed", "seconds": 0.0, **why})
 
+    def pytest_unconfigure(self) -> None:
+        """End soon, even where a thread of a plugin goes on."""
+        faulthandler.dump_traceback_later(10, exit=True, file=self.log)
+
     def _write(self, data: dict[str, Any]) -> None:
         self.file.write(json.dumps(data) + "\n")
         self.file.flush()

@@ -157,14 +157,15 @@ class RunnerSuite(Suite):
             (ROWS[:3], narrow),
             (ROWS, wide),
         ]
-        runner, batches = opened.prefill(target), [right_padded(rows, "cpu") for rows, _ in asked]
-        pairs = zip(batches, asked, strict=True)
-        found = [runner.features(*given, request) for given, (_, request) in pairs]
-        for (tokens_BT, lengths_B), (rows, request), features in zip(
-            batches, asked, found, strict=True
+        batches = [(*right_padded(rows, "cpu"), request) for rows, request in asked]
+        own = [target.features(*given) for given in batches]  # before it can touch the target
+        runner = opened.prefill(target)
+        found = [runner.features(*given) for given in batches]
+        for (tokens_BT, *_), (rows, _), right, features in zip(
+            batches, asked, own, found, strict=True
         ):
             assert torch.equal(tokens_BT, right_padded(rows, "cpu")[0]), "it changed the tokens"
-            self.require_features(features, target.features(tokens_BT, lengths_B, request), rows)
+            self.require_features(features, right, rows)
         assert {type(line) for line in opened.report()} <= {str}, "a line of a report is text"
 
     def require_features(

@@ -32,7 +32,7 @@ class Suite:
     override that calls it; overriding it with less raises TypeError where the class is made.
     """
 
-    plugin: ClassVar[str]  # the plugin's module, or module:instance as in its entry point
+    plugin: ClassVar[str]  # its module, or module:instance; behind it those of wrappers around it
     name: ClassVar[str] = ""  # the offer under test; the plugin's only one of the kind if empty
     options: ClassVar[Mapping[str, Any]] = {}  # the offer's options, as in a run's YAML
     loose: ClassVar[Path | None] = None  # the file of a plugin that is not installed
@@ -69,8 +69,8 @@ def _excused(test: Any) -> bool:
 
 
 def registry_of(plugin: str) -> Registry:
-    """Return a registry of one plugin alone, given as in its entry point."""
-    return Registry([Plugin(plugin, plugin, "", plugin, state="found")])
+    """Return a registry of a plugin, and of the wrappers behind it, given as in their entry points."""
+    return Registry([Plugin(one, one, "", one, state="found") for one in plugin.split()])
 
 
 def offer_of(plugin: str, kind: Kind, name: str) -> Offer:
@@ -78,7 +78,7 @@ def offer_of(plugin: str, kind: Kind, name: str) -> Offer:
 
     The test fails if it offers no such.
     """
-    offers = registry_of(plugin).named(plugin).offers
+    offers = registry_of(plugin).named(plugin.split()[0]).offers
     same = [offer for offer in offers if offer.kind == kind and name in ("", offer.name)]
     if len(same) == 1:
         return same[0]
@@ -91,7 +91,9 @@ def bound(
     plugin: str, kind: Kind, name: str = "", options: Mapping[str, Any] = MappingProxyType({})
 ) -> Binding:
     """Bind what a plugin offers with options as in a run's YAML, as a run does; '' is its only one."""
-    return bind(registry_of(plugin), kind, offer_of(plugin, kind, name).name, options)
+    owner, *wrappers = plugin.split()
+    offer = offer_of(plugin, kind, name)
+    return bind(registry_of(plugin), kind, offer.name, options, wrappers, owner)
 
 
 def opened(plugin: str, kind: Kind, name: str, data: Mapping[str, Any], **given: Any) -> Any:

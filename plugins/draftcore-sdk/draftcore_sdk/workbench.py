@@ -46,6 +46,7 @@ from draftcore.contracts.target import TargetSpec
 from draftcore.evaluation.decode import EagerRows, EagerRunner, speculate
 from draftcore.evaluation.proposals import depth_of
 from draftcore.evaluation.report import Decoded
+from draftcore.plugins.binding import misfit
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
 from draftcore_sdk.algorithm_fixtures import as_ratio, summed
 from draftcore_sdk.example import ANSWER, QUESTIONS, Example
@@ -175,16 +176,25 @@ class Bench:
         return DataSummary("suite", len(lengths), sum(lengths), len(answered), max(lengths), counts)
 
     def collate(self, samples: Sequence[Sample]) -> DraftBatch:
-        return self.hook.collate(samples=samples, options=self.options)
+        return self.hook.collate(samples=[*samples], options=self.options)
 
     # ------------------------------------------------------------ training
 
     def build(self, target: TargetSpec | None = None, seed: int = SEED) -> Draft:
         """A fresh draft, as a run with this seed builds it."""
+        given = {"target": target or self.example.spec, "options": self.options}
+        return self._made("build_draft", seed, data=self.summary, **given)
+
+    def read(self, folder: Path) -> Draft:
+        """A draft that was exported."""
+        given = {"target": self.example.spec, "options": self.options}
+        return self._made("import_draft", SEED, folder=folder, **given)
+
+    def _made(self, hook: str, seed: int, **given: Any) -> Draft:
         with global_seed(seed):
-            return self.hook.build_draft(
-                target=target or self.example.spec, data=self.summary, options=self.options
-            )
+            draft: Draft = getattr(self.hook, hook)(**given)
+            assert torch.initial_seed() == seed, f"{hook} seeds torch's own generator"
+        return draft
 
     @cached_property
     def draft(self) -> Draft:
@@ -255,11 +265,23 @@ class Bench:
         draft.module.eval()
         return Trained(draft, losses)
 
+    @cached_property
+    def begun(self) -> Draft:
+        """A draft that was trained briefly: what is known by heart leaves nothing to draw."""
+        draft = self.build()
+        self.train(draft, steps=10)
+        return draft
+
     # ------------------------------------------------------------ decoding
 
     def drafter(self, draft: Draft) -> Drafter:
         draft.module.eval()
-        return self.hook.drafter(draft=draft, target=self.example.spec.model, options=self.options)
+        model = self.example.spec.model
+        found = self.hook.drafter(draft=draft, target=model, options=self.options)
+        for name, kind in {"num_drafts": int, "depth": int, "request": FeatureRequest}.items():
+            said = misfit(getattr(found, name, 1), kind, f"`{name}` of the drafter")
+            assert not said, said
+        return found
 
     def decode(
         self, draft: Draft, prompts: Sequence[Sequence[int]], drafter: Drafter | None = None

@@ -21,7 +21,7 @@ from importlib_metadata import version
 
 from draftcore.cli import main
 from draftcore.contracts.offers import Kind
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import HOOKS, load
 
 PLAIN = """
 from draftcore import hookimpl
@@ -49,6 +49,17 @@ def describe():
 @hookimpl
 def graph_plugin(name, options):
     {body}
+"""
+WRAPPERS = """
+@hookimpl(wrapper=True)
+def graph_backend(name):
+    found = yield
+    found.can_run = lambda batch, key: True
+    return found
+
+@hookimpl(wrapper=True)
+def read_export(folder):
+    return (yield)
 """
 OFFERS = """
 @hookimpl
@@ -168,6 +179,9 @@ def test_the_report_as_data(loose: Loose) -> None:
 
 def test_there_is_a_suite_for_every_kind() -> None:
     assert check.SUITE_OF.keys() == {"plugin", "wrapper", "observer", *get_args(Kind)}
+    assert {"algorithm", *(kind for kind, *_ in check.AROUND.values())} == {*get_args(Kind)}
+    known = check.WRAPPED | check.OBSERVED | check.UNTRIED | check.AROUND.keys()
+    assert known == {*HOOKS} - {"describe", "commands"}
 
 
 def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:
@@ -178,8 +192,21 @@ def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:
     assert "plugin\n  ok       it is listed as ready\n" in plugins
     assert "DraftcoreError: the hook graph_plugin of " in report
     assert report.count("FAIL") == 2
-    assert " more in the same way as: features through it are those without it\n" in report
+    assert report.count("DraftcoreError: the hook graph_plugin of ") == 1
+    assert " more, perhaps of the same cause:\n           a replay gives what" in report
     assert "; a replay waits for no device" in report
+
+
+def test_a_wrapper_is_tried_around_what_is_there_and_what_is_not_tried_is_said(
+    loose: Loose,
+) -> None:
+    loose.write(WRAPPERS)
+    result = loose.check()
+    assert result.exit_code == 1
+    plugins, report = result.output.split("graph recording, wrapped\n")
+    assert "FAIL" not in plugins
+    assert "FAIL     what was not captured cannot run\n" in report
+    assert report.endswith("\nnot tried, so test it yourself: a wrapper of read_export\n")
 
 
 def test_cases_of_one_test_are_one_line_and_the_worst_is_shown() -> None:
@@ -235,7 +262,7 @@ def test_options_and_uri_reach_the_offers_that_they_are_for(loose: Loose) -> Non
     assert [(c.kind, c.offer, c.options, c.uri) for c in checks] == [
         ("plugin", "", {}, ""),
         ("channel", "other", {}, ""),
-        ("runner", "mine", {"width": "3e-1"}, ""),
+        ("runner", "mine", {"width": 0.3}, ""),
         ("store", "mine", {}, "mine:here{tmp}?a=1"),
     ]
     found = {one.message for one in check.run(checks[2:]) if one.outcome == "failed"}

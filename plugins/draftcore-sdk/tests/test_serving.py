@@ -1,6 +1,7 @@
 """A server that tests start is up when it is there, says why it is not, and ends with its children."""
 
 import os
+import socket
 import sys
 import time
 import urllib.request
@@ -8,8 +9,6 @@ from pathlib import Path
 
 import pytest
 from draftcore_sdk.serving import Serving
-
-from draftcore.launcher import free_port
 
 SERVER = """
 import http.server, subprocess, sys
@@ -21,7 +20,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 def serving(code: str, log: Path, seconds: float = 60) -> Serving:
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     command = [sys.executable, "-c", code, str(port)]
     return Serving(command, port, log, ready="/", seconds=seconds)
 

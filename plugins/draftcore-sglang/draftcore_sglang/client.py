@@ -3,6 +3,9 @@
 A server that does not answer is not asked for a while, longer with each failure in a row; meanwhile
 the others are asked. It comes back with a single request, and is looked at anew, as it may have been
 started with another model. Answers are small, so a plain connection for each request does.
+
+A server is not trusted. An exchange has one deadline and one size, whatever comes in between, no
+redirect is followed, an answer of another form is none, and what is shown of one steers no terminal.
 """
 
 from __future__ import annotations
@@ -10,19 +13,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, TypeVar
 
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, UsageError, raised, shown
 from draftcore_sglang.wire import REFUSED, Refusal
 
 logger = logging.getLogger(__name__)
 FIRST_REST, LONGEST_REST = 0.2, 30.0  # seconds
 CONNECT = 10.0
+SMALL = 1 << 20  # bytes of an answer that holds no states
 KEY = "DRAFTCORE_SGLANG_KEY"
 
 T = TypeVar("T")
@@ -41,45 +47,81 @@ class Server:
         self.looking = threading.Lock()
         self.busy = self.failures = 0
         self.rests_until = 0.0
+        self.links: set[socket.socket] = set()  # of exchanges under way
+        self.closed = False
 
-    def get(self, path: str, timeout: float) -> Any:
-        return self._exchange("GET", path, None, timeout, 0)
+    def close(self) -> None:
+        """Cut off all exchanges; there are no more."""
+        self.closed = True
+        for link in tuple(self.links):
+            cut(link)
 
-    def post(self, body: dict[str, Any], timeout: float, max_bytes: int = 0) -> Any:
-        """Ask `/generate`. Raises ServerAway, or Refusal where the server refuses the request."""
-        return self._exchange("POST", "/generate", json.dumps(body).encode(), timeout, max_bytes)
+    def get(self, path: str, timeout: float) -> dict[str, Any]:
+        return self._exchange("GET", path, None, timeout)
+
+    def post(self, body: dict[str, Any], timeout: float, max_json: int = 0) -> dict[str, Any]:
+        """Ask `/generate`. Raises ServerAway, or Refusal where the server refuses the request.
+
+        Raises UsageError for an answer with more than `max_json` bytes, where states are asked for.
+        """
+        return self._exchange("POST", "/generate", json.dumps(body).encode(), timeout, max_json)
 
     def _exchange(
-        self, verb: str, path: str, body: bytes | None, timeout: float, max_bytes: int
-    ) -> Any:
+        self, verb: str, path: str, body: bytes | None, timeout: float, max_json: int = 0
+    ) -> dict[str, Any]:
         scheme, _, address = self.url.partition("://")
-        connect = HTTPSConnection if scheme == "https" else HTTPConnection
-        connection = connect(address, timeout=min(CONNECT, timeout))
+        connection = (HTTPSConnection if scheme == "https" else HTTPConnection)(address)
+        headers, deadline = {"Content-Type": "application/json"}, time.monotonic() + timeout
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
         try:
-            connection.connect()
-            connection.sock.settimeout(timeout)
-            headers = {"Content-Type": "application/json"}
-            if key := os.environ.get(KEY):
-                headers["Authorization"] = f"Bearer {key}"
-            connection.request(verb, path, body, headers)
-            response = connection.getresponse()
-            text = response.read(max_bytes + 1) if max_bytes else response.read()
-        except (OSError, HTTPException) as error:
+            with self._link(connection.host, connection.port, timeout) as sock:
+                connection.sock = sock
+                if scheme == "https":
+                    tls = ssl.create_default_context()
+                    connection.sock = tls.wrap_socket(sock, server_hostname=connection.host)
+                connection.request(verb, path, body, headers)
+                response = connection.getresponse()
+                text = response.read((max_json or SMALL) + 1)
+                connection.close()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no whole answer in {timeout:g} s")
+        except (OSError, ValueError, HTTPException) as error:
             raise ServerAway(
-                f"sglang server {self.url} does not answer: {type(error).__name__}: {error}"
+                f"sglang server {self.url} does not answer: {raised(error)}"
             ) from error
-        finally:
-            connection.close()
-        if max_bytes and len(text) > max_bytes:
+        if len(text) > (max_json or SMALL):
+            said = f"the answer of sglang server {self.url} has more than"
+            if not max_json:
+                raise ServerAway(f"{said} {SMALL} bytes")
             raise UsageError(
-                f"the answer of sglang server {self.url} has more than max_json={max_bytes} bytes\n"
+                f"{said} max_json={max_json} bytes\n"
                 "  install draftcore-sglang beside the server, lower data.max_length, or raise "
                 "capture.options.max_json"
             )
         return self._parsed(response.status, text)
 
-    def _parsed(self, status: int, text: bytes) -> Any:
-        shown = text[:300].decode(errors="replace")
+    @contextmanager
+    def _link(self, host: str, port: int, timeout: float) -> Iterator[socket.socket]:
+        """Connect, for so many seconds in all; then what is under way is cut off."""
+        with (
+            socket.create_connection((host, port), min(CONNECT, timeout)) as sock,
+            sock.dup() as link,  # the same connection, also once TLS has taken the socket over
+        ):
+            sock.settimeout(timeout)
+            timer = threading.Timer(timeout, cut, [link])
+            self.links.add(link)
+            timer.start()
+            try:
+                if self.closed:
+                    raise TimeoutError("the capture was closed")
+                yield sock
+            finally:
+                timer.cancel()
+                self.links.remove(link)
+
+    def _parsed(self, status: int, text: bytes) -> dict[str, Any]:
+        said = shown(text.decode(errors="replace"))
         if status in (401, 403):
             raise UsageError(
                 f"sglang server {self.url} refuses the API key\n  set {KEY} in the environment"
@@ -87,17 +129,36 @@ class Server:
         if 400 <= status < 500:
             raise Refusal(
                 REFUSED,
-                f"sglang server {self.url} refuses a request (status {status}): {shown}\n"
+                f"sglang server {self.url} refuses a request (status {status}): {said}\n"
                 "  lower data.max_length, or raise the server's --context-length and "
                 "--max-total-tokens",
             )
         try:
             answer = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
-        if status != 200 or answer is None:
-            raise ServerAway(f"sglang server {self.url} answers with status {status}: {shown}")
+        if status != 200 or not isinstance(answer, dict):
+            raise ServerAway(f"sglang server {self.url} answers with status {status}: {said}")
         return answer
+
+
+def cut(link: socket.socket) -> None:
+    """End a connection that another thread waits on."""
+    with suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def understood(server: Server) -> Iterator[None]:
+    """Take what an answer of another form leads to for a server that does not answer."""
+    try:
+        yield
+    except DraftcoreError:
+        raise
+    except Exception as error:
+        raise ServerAway(
+            f"sglang server {server.url} gives an answer of another form: {raised(error)}"
+        ) from error
 
 
 class Servers:
@@ -112,8 +173,10 @@ class Servers:
         self._closed = False
 
     def close(self) -> None:
-        """End all waiting: who waits for a server gets ServerAway."""
+        """End all waiting, and what is under way: who asks gets ServerAway."""
         self._closed = True
+        for server in self.all:
+            server.close()
 
     def ask(self, question: Callable[[Server], T]) -> T:
         """Put a question to one server, and to others where it raises ServerAway.
@@ -128,7 +191,8 @@ class Servers:
                         self.look(server)
                     except UsageError as error:  # it fits no longer; others may
                         raise ServerAway(str(error)) from error
-                    answer = question(server)
+                    with understood(server):
+                        answer = question(server)
                 except ServerAway as error:
                     self._failed(server, error)
                     if self._closed or time.monotonic() > deadline:
@@ -142,7 +206,8 @@ class Servers:
         """Return what a server is; it is looked at once, and again after each time it was away."""
         with server.looking:
             if server.about is None:
-                server.about = self._look(server)
+                with understood(server):
+                    server.about = self._look(server)
             return server.about
 
     def look_at_all(self) -> None:

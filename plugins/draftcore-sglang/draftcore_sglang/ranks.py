@@ -8,7 +8,9 @@ they are: on the device through CUDA's inter-process handles, on the CPU through
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -18,7 +20,6 @@ import torch.multiprocessing
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError
-from draftcore.launcher import free_port
 from draftcore_sglang.internals import Limits, Runner, Settings
 
 
@@ -34,10 +35,13 @@ class Ranks:
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         self.path, self.failure = settings.path, ""
-        port = free_port()
+        # Where ranks meet: memory that no other user can open, and that goes with this process.
+        self.memory = os.fdopen(os.memfd_create("draftcore-sglang"))
+        meeting = f"/proc/{os.getpid()}/fd/{self.memory.fileno()}"
+        port = free_port()  # nobody listens there: sglang names shared memory by it
         for rank in range(settings.tp):
             here, there = context.Pipe()
-            given = (settings, rank, port, there)
+            given = (settings, rank, port, meeting, there)
             process = context.Process(target=serve, args=given, daemon=True, name=f"sglang-{rank}")
             process.start()
             there.close()
@@ -101,13 +105,14 @@ class Ranks:
             process.join()
         for pipe in self.pipes:
             pipe.close()
+        self.memory.close()
 
 
-def serve(settings: Settings, rank: int, port: int, pipe: Connection) -> None:
+def serve(settings: Settings, rank: int, port: int, meeting: str, pipe: Connection) -> None:
     """Be one rank: answer with what a forward returns until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the run decides on it
     try:
-        runner = Runner(settings, rank, port)
+        runner = Runner(settings, rank, port, meeting)
         pipe.send((False, runner.limits))
         while True:
             prompts, layers = pipe.recv()
@@ -118,3 +123,10 @@ def serve(settings: Settings, rank: int, port: int, pipe: Connection) -> None:
     except Exception as error:
         pipe.send((True, str(error)))
         sys.exit(1)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
+from draftcore.contracts.channel import RunEnded
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreFull
 from draftcore.contracts.target import TargetSpec
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, UsageError, shown
+from draftcore.training.loop import asked_to_stop
 from draftcore_sglang import plain, selftest
 from draftcore_sglang.client import Server, ServerAway, Servers
 from draftcore_sglang.options import ServerOptions
@@ -51,6 +53,7 @@ from draftcore_sglang.writer import open_store
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+LOOK = 0.5  # seconds between two looks whether the run is asked to stop
 PAUSE = 0.2  # seconds before a busy server is asked again
 ATTEMPTS = 3  # of a sample that servers fail to capture
 PLAIN = "plain"  # in `about`: the layers that a server without this dist returns
@@ -70,7 +73,11 @@ class ServerCapture:
         self.servers = Servers(options.servers, options.in_flight, options.patience, self._look)
         self._capacity = options.in_flight * len(self.servers.all)
         self._threads = ThreadPoolExecutor(self._capacity, "sglang-server")
-        self.servers.look_at_all()
+        try:
+            self._wait([self._threads.submit(self.servers.look_at_all)])
+        except BaseException:
+            self.close()
+            raise
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         """Yield features of the request's dtype on the CPU.
@@ -82,8 +89,8 @@ class ServerCapture:
 
         def first() -> CapturedBatch:
             batch, jobs = pending.popleft()
-            features: list[dict[str, Tensor]] = results(jobs)
-            return CapturedBatch(batch, tuple(features))
+            found = self._wait(jobs)
+            return CapturedBatch(batch, tuple(found))
 
         for batch in batches:
             jobs = [self._threads.submit(self._fetch, batch, at) for at in range(len(batch.rows))]
@@ -115,14 +122,14 @@ class ServerCapture:
             beside = {name: pack(value) for name, value in tensors.items()}
             ask = Ask(sample, request.names, request.dtype, origin, beside)
             jobs.append(self._threads.submit(self._captured, batch, at, ask))
-        wait(jobs)
         try:
-            results(jobs)
+            self._wait(jobs)
             held = to.lookup(ids)
             if all(sample in held and held[sample].provenance == origin for sample in ids):
                 return tuple(held[sample] for sample in ids)
         except BaseException:
-            found = [job.result() for job in jobs if job.exception() is None]
+            done = [job for job in jobs if job.done() and not job.cancelled()]
+            found = [job.result() for job in done if job.exception() is None]
             with suppress(DraftcoreError):
                 to.free(ref for ref in found if isinstance(ref, SampleRef))
             raise
@@ -131,6 +138,14 @@ class ServerCapture:
             f"{to.uri} does not have them\n"
             "  set DRAFTCORE_SINK of the servers to the run's store, as seen from their machine"
         )
+
+    def _wait(self, jobs: Sequence[Future[T]]) -> list[T]:
+        """Return what all of them gave. Raises RunEnded where the run is asked to stop meanwhile."""
+        while wait(jobs, LOOK).not_done:
+            if asked_to_stop:
+                self.close()
+                raise RunEnded("asked to stop", "interrupted")
+        return results(jobs)
 
     def close(self) -> None:
         self.servers.close()
@@ -181,8 +196,9 @@ class ServerCapture:
         if receipt is None:
             raise ServerAway(f"sglang server {server.url} answers without a receipt")
         if "error" in receipt:
-            raise Refusal(str(receipt["error"]), f"{server.url}: {receipt.get('reason', '')}")
-        return SampleRef.from_json(receipt["ref"])
+            why = f"{server.url}: {shown(receipt.get('reason', ''))}"
+            raise Refusal(shown(receipt["error"]), why)
+        return ref_of(receipt, ask)
 
     def _ask_plain(self, tokens: Sequence[int], server: Server) -> dict[str, Tensor]:
         body = {**request_body(tokens, {}), "return_hidden_states": True}
@@ -228,7 +244,7 @@ class ServerCapture:
         receipt = receipt_of(answer)
         if receipt is None:
             return self._look_plain(server)
-        about: dict[str, Any] = receipt.get("about", {})
+        about: dict[str, Any] = receipt["about"]
         self._require_fit(server, about)
         if self.options.self_test:
             self._test(server)
@@ -249,20 +265,22 @@ class ServerCapture:
     def _require_fit(self, server: Server, about: Mapping[str, Any]) -> None:
         if about.get("version") != VERSION:
             raise UsageError(
-                f"sglang server {server.url} speaks version {about.get('version')} of the capture, "
+                f"sglang server {server.url} speaks version {shown(about.get('version'))} of the capture, "
                 f"this side {VERSION}\n  use one version of draftcore-sglang on both sides"
             )
+        if not about["sink"].isprintable():
+            raise ValueError("the URI of a store that cannot be printed")
         if about["problem"]:
             raise UsageError(
-                f"sglang server {server.url} cannot capture: {about['problem']}\n"
+                f"sglang server {server.url} cannot capture: {shown(about['problem'])}\n"
                 "  start it as the README of draftcore-sglang says"
             )
         text = self.target.text_config
         ours = (self.target.num_layers, int(text.hidden_size), self.target.vocab_size)
-        theirs = (about["layers"], about["width"], about["vocabulary"])
+        theirs = tuple(int(about[name]) for name in ("layers", "width", "vocabulary"))
         if ours != theirs:
             raise UsageError(
-                f"sglang server {server.url} serves another target, {about['model']!r}\n"
+                f"sglang server {server.url} serves another target, {shown(about['model'])}\n"
                 f"  (layers, width, vocabulary) there: {theirs}, of {self.target.path!r}: {ours}\n"
                 "  start it with the run's target, or correct capture.options.servers"
             )
@@ -270,7 +288,7 @@ class ServerCapture:
             layers = ",".join(map(str, self.request.layers))
             raise UsageError(
                 f"sglang server {server.url} does not capture {', '.join(lacking)}, only "
-                f"{', '.join(about['names'])}\n  start it with DRAFTCORE_LAYERS={layers}"
+                f"{shown(', '.join(about['names']))}\n  start it with DRAFTCORE_LAYERS={layers}"
             )
         self._require_alike(server, about)
 
@@ -283,8 +301,8 @@ class ServerCapture:
         )
         if here != there:
             raise UsageError(
-                f"sglang server {server.url} stores into {here or 'nothing'}, another one into "
-                f"{there or 'nothing'}\n"
+                f"sglang server {server.url} stores into {shown(here or 'nothing')}, another one into "
+                f"{shown(there or 'nothing')}\n"
                 "  set DRAFTCORE_SINK to one store on all servers, with draftcore-sglang beside each"
             )
 
@@ -301,10 +319,10 @@ class ServerCapture:
         receipt = receipt_of(answer) or {}
         if "ref" not in receipt:
             raise UsageError(
-                f"sglang server {server.url} could not capture a short prompt: {receipt}\n"
+                f"sglang server {server.url} could not capture a short prompt: {shown(receipt)}\n"
                 "  look into the server's log"
             )
-        found = self._read(SampleRef.from_json(receipt["ref"]))
+        found = self._read(ref_of(receipt, ask))
         logprob, token, _ = answer["meta_info"]["output_token_logprobs"][0]
         theirs, who = torch.tensor([logprob]), f"sglang server {server.url}"
         selftest.require_own_head(self.target, found["last_hidden"][-1], theirs, [int(token)], who)
@@ -337,6 +355,14 @@ def receipt_of(answer: Any) -> dict[str, Any] | None:
     """Return the receipt in an answer; None where the server wrote none."""
     found = answer.get("meta_info", {}).get(FIELD) if isinstance(answer, dict) else None
     return found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else None
+
+
+def ref_of(receipt: Mapping[str, Any], ask: Ask) -> SampleRef:
+    """Return the ref in a receipt. Raises ValueError for that of another sample, which would be freed."""
+    ref = SampleRef.from_json(receipt["ref"])
+    if ref.feature_id != ask.sample:
+        raise ValueError(f"{ref.feature_id} was stored, and {ask.sample} was asked for")
+    return ref
 
 
 def place(uri: str) -> str:

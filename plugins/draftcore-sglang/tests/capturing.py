@@ -53,7 +53,7 @@ def losses(file: Path) -> list[float]:
     return found
 
 
-def answer(settings: Settings, rank: int, port: int, pipe: Connection) -> None:
+def answer(settings: Settings, rank: int, port: int, meeting: str, pipe: Connection) -> None:
     """Be a rank that computes nothing, as sglang may be missing here."""
     pipe.send((False, Limits(1, 1, 1)))
     while True:

@@ -1,10 +1,13 @@
 """Which server is asked when some are away, slow or wrong: real little HTTP servers on loopback."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ from draftcore_sglang.remote import ServerCapture
 from draftcore_sglang.wire import FIELD, VERSION
 
 from draftcore.contracts.capture import BadRows, FeatureRequest
+from draftcore.contracts.channel import RunEnded
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.target import TransformersTarget
+from draftcore.training.loop import stop_on_signal
 
 
 class LittleServer:
@@ -180,11 +185,9 @@ def test_a_capture_is_not_opened_where_no_server_answers(target: TargetSpec) -> 
         ServerCapture(target, REQUEST, ServerOptions(servers=(AWAY,), patience=600))
 
 
-def test_all_rows_of_a_batch_that_cannot_be_captured_are_named_at_once(
-    serve: Serve, target: TargetSpec
-) -> None:
-    """Where no row failed in a way that may be over when it is tried again. One server is away."""
-    about = {
+def about(target: TargetSpec) -> dict[str, Any]:
+    """What a server says of itself that captures for this target."""
+    return {
         "version": VERSION,
         "problem": "",
         "model": "as asked",
@@ -195,9 +198,40 @@ def test_all_rows_of_a_batch_that_cannot_be_captured_are_named_at_once(
         "sink": "shm:elsewhere",
     }
 
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_the_first_signal_ends_the_wait_for_a_server_that_never_answers(
+    serve: Serve, target: TargetSpec, opens: bool
+) -> None:
+    """Be it while the capture is opened or later; nothing is left under way."""
+    ended = threading.Event()
+
+    def answer(body: Any) -> dict[str, Any]:
+        if opens or "about" not in body["sampling_params"]["custom_params"][FIELD]:
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            ended.wait()
+        return {"meta_info": {FIELD: [{"about": about(target)}]}}
+
+    urls = (serve(answer).url,)
+    options = ServerOptions(servers=urls, timeout=6000, patience=6000, self_test=False)
+
+    def capture() -> None:
+        with closing(ServerCapture(target, REQUEST, options)) as opened:
+            list(opened.features([batch(members=[[1, 2]])]))
+
+    with stop_on_signal(), pytest.raises(RunEnded, match="asked to stop"):
+        capture()
+    ended.set()
+
+
+def test_all_rows_of_a_batch_that_cannot_be_captured_are_named_at_once(
+    serve: Serve, target: TargetSpec
+) -> None:
+    """Where no row failed in a way that may be over when it is tried again. One server is away."""
+
     def answer(body: Any) -> dict[str, Any]:
         if "about" in body["sampling_params"]["custom_params"][FIELD]:
-            return {"meta_info": {FIELD: [{"about": about}]}}
+            return {"meta_info": {FIELD: [{"about": about(target)}]}}
         kinds = {1: "failed", 2: "not-finite", 4: "short"}
         receipt = {"error": kinds[len(body["input_ids"])], "reason": "as it is"}
         return {"meta_info": {FIELD: [receipt]}}

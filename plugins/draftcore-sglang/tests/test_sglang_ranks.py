@@ -80,9 +80,16 @@ class TestOnTheCpu:
         # compiles the embedding, which without a kernel for it takes minutes on a CPU.
         monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+        psutil = pytest.importorskip("psutil")  # which sglang requires
         target = write_target(tmp_path, "float32", "cpu")
         capture = SglangCapture(target, REQUEST, OPTIONS)
         assert largest_gap(capture, target) < 1e-5
+        links = [
+            link
+            for rank in active_children()
+            for link in psutil.Process(rank.pid).net_connections()
+        ]
+        assert {link.laddr.ip for link in links if link.status == "LISTEN"} == {"127.0.0.1"}
         assert not torch.distributed.is_initialized(), "no rank lives in this process"
         require_engine_ended(lambda: features_of(capture, batch(members=PROMPTS)))
         capture.close()

@@ -22,10 +22,10 @@ from sglang_on_cpu import flags
 pytest.importorskip("sglang")
 
 from draftcore_sdk.serving import Serving
+from draftcore_sglang.ranks import free_port
 
 from draftcore.cli import main
 from draftcore.data.dataset import read_prompts
-from draftcore.launcher import free_port
 from draftcore.target import TransformersTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]

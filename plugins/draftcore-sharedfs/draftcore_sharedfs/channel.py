@@ -33,6 +33,7 @@ from draftcore.uris import parse_uri
 
 logger = logging.getLogger(__name__)
 SEGMENT = 1 << 20  # bytes
+LONGEST = 64 << 20  # bytes of a line
 NEXT, FAREWELL = b"null\n", b"{}"
 LOOK = 0.05  # seconds between two looks at a file
 SLOW = 1.0  # the same where nothing was heard for BUSY seconds
@@ -62,10 +63,17 @@ class Lines:
     def path(self, segment: int) -> Path:
         return self.folder / f"{self.name}.{segment:06}"
 
+    def open(self, segment: int, flags: int = 0) -> int:
+        """Open a file to write. Raises OSError for a link, which no end of the channel makes."""
+        return os.open(self.path(segment), os.O_WRONLY | os.O_NOFOLLOW | flags, 0o666)
+
+    def begin(self, segment: int) -> None:
+        os.close(self.open(segment, os.O_CREAT))
+
     def write(self, message: bytes) -> None:
         """Append a line. After an OSError it may be called again, and writes over what it wrote."""
         if self.at >= SEGMENT:
-            self.path(self.segment + 1).touch()
+            self.begin(self.segment + 1)
             self._put(NEXT)
             self.segment, self.at = self.segment + 1, 0
         line = seal(self.key, self.number, message)
@@ -76,7 +84,7 @@ class Lines:
         """Return the next line's message, None while that is not there."""
         with self.path(self.segment).open("rb") as stream:  # anew: so a mount shows what is new
             stream.seek(self.at)
-            line = stream.readline()
+            line = stream.readline(LONGEST)
         if line == NEXT:
             self.path(self.segment).unlink(missing_ok=True)
             self.segment, self.at = self.segment + 1, 0
@@ -87,7 +95,7 @@ class Lines:
         return message
 
     def _put(self, line: bytes) -> None:
-        file, done = os.open(self.path(self.segment), os.O_WRONLY), 0
+        file, done = self.open(self.segment), 0
         try:
             while done < len(line):
                 done += os.pwrite(file, memoryview(line)[done:], self.at + done)
@@ -233,8 +241,8 @@ class DirClient:
     def _begin(self, start: str) -> None:
         folder, name = self.channel.folder / start, uuid.uuid4().hex
         self.requests, self.replies = lines_of(folder, name, self.channel.secret)
-        self.replies.path(1).touch()  # before it is looked for: mounts remember what is missing
-        self.requests.path(1).touch()
+        self.replies.begin(1)  # before it is looked for: mounts remember what is missing
+        self.requests.begin(1)
         self.start = start
 
 

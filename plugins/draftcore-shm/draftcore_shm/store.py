@@ -25,8 +25,9 @@ after its last use. A sample needs one contiguous stretch: give the ring twice w
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -39,6 +40,8 @@ import xxhash
 from torch import Tensor
 
 from draftcore.contracts.store import (
+    FeatureStore,
+    Handle,
     SampleRef,
     StoreError,
     StoreFull,
@@ -47,7 +50,13 @@ from draftcore.contracts.store import (
     TensorSpec,
 )
 from draftcore.errors import UsageError
-from draftcore.features.stores.base import BaseStore, Key, describe_items, new_generation, not_held
+from draftcore.features.stores.base import (
+    Key,
+    describe_items,
+    new_generation,
+    not_held,
+    select_names,
+)
 from draftcore.features.stores.seals import bytes_of, copy_sealed
 from draftcore.uris import format_size, parse_uri
 from draftcore_shm.segment import (
@@ -83,24 +92,24 @@ class _Block:
         return cls(text, tuple(starts), size)
 
 
-class ShmStore(BaseStore):
+class ShmStore(FeatureStore):
     """Features in a segment of shared memory, at most `max_bytes` of them."""
-
-    max_bytes: int
 
     def __init__(self, place: str, *, max_bytes: int | None = None, run: str = "") -> None:
         """Open a name in /dev/shm, or a file where `place` has a slash. Raises UsageError."""
         self.path = path = _path(place)
-        uri = f"shm:{quote(str(path) if '/' in place else place)}"
+        self.uri = uri = f"shm:{quote(str(path) if '/' in place else place)}"
         if len(run.encode()) > RUN.stop - RUN.start:
             raise UsageError(f"the run's name {run!r} is too long\n  give it 512 bytes at most")
         remove_abandoned(other for other in SHM.glob(_path("*").name) if other != path)
         self._segment = open_segment(path, uri, max_bytes=max_bytes, default=DEFAULT_BYTES, run=run)
         table = self._segment.table
-        super().__init__(uri, table.capacity)
+        self.max_bytes = table.capacity
         self._blocks = torch.frombuffer(table.map, dtype=torch.uint8, offset=table.blocks_at)
+        self._readers: Counter[Key] = Counter()
         self._slots: dict[Key, int] = {}  # of what is read here
         self._putting = 0  # in progress
+        self._closed = False
 
     @classmethod
     def open(cls, uri: str) -> "ShmStore":
@@ -206,14 +215,26 @@ class ShmStore(BaseStore):
 
     # ------------------------------------------------------------ reading
 
-    def _pin(self, refs: Sequence[SampleRef]) -> list[SampleRef]:
-        with self._exclusive():
-            slots = [self._require(ref) for ref in refs]
-            for ref, slot in zip(refs, slots, strict=True):
-                self._readers[ref.key] += 1
-                self._slots[ref.key] = slot
-                self._segment.pin(slot)
-        return list(refs)
+    def get_many(
+        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
+    ) -> tuple[Handle, ...]:
+        """Open samples. On the CPU the tensors are views of the ring, not to be written to."""
+        wanted = [select_names(ref, names) for ref in refs]
+        with ExitStack() as opened:
+            with self._exclusive():
+                slots = [self._require(ref) for ref in refs]
+                for ref, slot in zip(refs, slots, strict=True):
+                    self._readers[ref.key] += 1
+                    self._slots[ref.key] = slot
+                    self._segment.pin(slot)
+                handles = [opened.enter_context(Handle(ref, {}, self._unpin)) for ref in refs]
+                heads = [self._head(slot) for slot in slots]
+                starts = [self._start(slot) for slot in slots]
+            for handle, some, head, start in zip(handles, wanted, heads, starts, strict=True):
+                tensors = self._tensors(handle.ref, some, head, start)
+                handle.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+            opened.pop_all()
+        return tuple(handles)
 
     def _unpin(self, ref: SampleRef) -> None:
         if self._segment.locks.forked:
@@ -237,28 +258,21 @@ class ShmStore(BaseStore):
             raise not_held(ref, superseded=slot is not None)
         return slot
 
-    def _read(
-        self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]], device: str
-    ) -> list[dict[str, Tensor]]:
-        """On the CPU the tensors are views of the ring, not to be written to."""
-        with self._segment.exclusive():
-            slots = [self._slots[ref.key] for ref in refs]
-            heads = [(self._start(slot), self._head(slot)) for slot in slots]
-        found = []
-        for ref, wanted, (start, head) in zip(refs, names, heads, strict=True):
-            own, text, seals = self._parse(ref.feature_id, head)
-            if own.generation != ref.generation:
-                raise self._torn(ref.feature_id, "it holds another put's bytes")
-            tensors = {}
-            for spec, at, seal in zip(own.tensors, _Block.of(own, text).starts, seals, strict=True):
-                if spec.name in wanted:
-                    flat = self._blocks[start + at : start + at + _nbytes(spec)]
-                    if xxhash.xxh3_64_intdigest(bytes_of(flat)) != seal:
-                        raise self._torn(ref.feature_id, f"tensor {spec.name!r} is torn or altered")
-                    value = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-                    tensors[spec.name] = value.to(device)
-            found.append(tensors)
-        return found
+    def _tensors(
+        self, ref: SampleRef, names: Sequence[str], head: bytes, start: int
+    ) -> dict[str, Tensor]:
+        """Return views of a sample's tensors. Raises StoreError for what is not what was put."""
+        own, text, seals = self._parse(ref.feature_id, head)
+        if own.generation != ref.generation:
+            raise self._torn(ref.feature_id, "it holds another put's bytes")
+        tensors = {}
+        for spec, at, seal in zip(own.tensors, _Block.of(own, text).starts, seals, strict=True):
+            if spec.name in names:
+                flat = self._blocks[start + at : start + at + _nbytes(spec)]
+                if xxhash.xxh3_64_intdigest(bytes_of(flat)) != seal:
+                    raise self._torn(ref.feature_id, f"tensor {spec.name!r} is torn or altered")
+                tensors[spec.name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+        return tensors
 
     def _head(self, slot: int) -> bytes:
         """Copy a block's head, as long as it says it is but never longer than the block."""
@@ -312,7 +326,8 @@ class ShmStore(BaseStore):
     def _exclusive(self) -> Iterator[None]:
         """Hold the mutex of a segment that is open and in its place."""
         with self._segment.exclusive():
-            self._require_open()
+            if self._closed:
+                raise StoreError(f"the store {self.uri} is closed\n  open it again")
             self._segment.require_present()
             yield
 

@@ -161,7 +161,7 @@ def overfit(
         with stage("training"):
             if train(run, say=lambda line: None) == "interrupted":
                 raise Interrupted
-        written = write_export(draft, folder / f"export-{steps}")
+        written = write_export(draft, settings.run / f"export-{steps}")
         with stage("decoding"):
             built = load_export(draft, written) if written else newest_draft(draft)
             found = decode(draft, built, sample)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from draftcore import hookimpl
+from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
     from draftcore.plugins.registry import Registry
@@ -78,6 +79,12 @@ def overfit(
     """
     from draftcore.config import load_config
 
+    rate = 0 < lr <= 100 if lr is not None else True
+    if not (rate and 0 <= row <= 10**9 and 0 < steps <= 10**9 and 0 < minutes <= 10**6):
+        raise UsageError(
+            f"--row {row}, --steps {steps}, --minutes {minutes}, --lr {lr}: one is out of its range\n"
+            "  rows count from 0; steps, minutes and lr are above 0, and lr at most 100"
+        )
     settings = load_config(config, overrides)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from draftcore.run import Run

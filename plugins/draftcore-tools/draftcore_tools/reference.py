@@ -9,7 +9,6 @@ All in fp32. Shape letters: T tokens, K drafts, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,10 @@ from draftcore.data.rendering import Renderer
 from draftcore.errors import UsageError
 from draftcore.evaluation.proposals import verify
 from draftcore.export import find_checkpoint, load_checkpoint
+from draftcore.files import EXPORT, read_sealed
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run
-from draftcore.training.checkpoint import MARK, Checkpoint
+from draftcore.training.checkpoint import MARK, Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetModel, TargetSpec
@@ -89,9 +89,9 @@ def open_reference(
     """
     manifest = read_manifest(export)
     folder = find_folder(export, manifest, run)
-    state = json.loads((folder / "state.json").read_text())
+    config = open_checkpoint(folder).state["config"]
     place = {"path": target, "revision": None, "dtype": "float32", "device": device}
-    opened = Run(RunConfig.model_validate({**state["config"], "target": place}), registry)
+    opened = Run(RunConfig.model_validate({**config, "target": place}), registry)
     draft, spec = opened.drafts[0], opened.target
     found = find_checkpoint(draft, folder)
     built, model = load_checkpoint(draft, found), spec.model
@@ -110,19 +110,20 @@ def read_manifest(export: Path) -> dict[str, Any]:
     """Return what `draftcore export` wrote of the export's origin; {} for one from elsewhere."""
     if not (export / "config.json").is_file():
         raise UsageError(f"{export} holds no config.json\n  give a folder that `export` wrote")
-    file = export / "draftcore.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return found
+    file = export / EXPORT
+    try:
+        return read_sealed(file) if file.is_file() else {}
+    except ValueError as error:
+        remedy = "export the draft again, or delete this file and name the checkpoint with --run"
+        raise UsageError(f"{file} is not as it was written: {error}\n  {remedy}") from None
 
 
 def find_folder(export: Path, manifest: Mapping[str, Any], run: Path | None) -> Path:
-    """Return the checkpoint that was exported: the one named, the run's of that step, the manifest's."""
-    if run is None and "checkpoint" not in manifest:
-        raise UsageError(
-            f"{export} does not say which checkpoint it came from\n"
-            "  give the run's folder, or the checkpoint's, with --run"
-        )
-    named = run if run is not None else (export / manifest["checkpoint"]).resolve()
+    """Return the checkpoint that was exported: the one named, or that of its step in its run's folder.
+
+    An export lies in the folder of its run, unless that is named.
+    """
+    named = run if run is not None else export.resolve().parent
     steps = sorted(file.parent for file in named.glob(f"checkpoints/step-*/{MARK}"))
     if (named / MARK).is_file():
         steps = [named]

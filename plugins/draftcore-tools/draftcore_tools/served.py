@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.contracts.serving import Host, Round, ServedDraft, UnservableError
+from draftcore.contracts.serving import Host, Round, ServedDraft, Suspect, UnservableError
 from draftcore.errors import UsageError, nearest
 
 FLOOR = 1e-6  # probabilities below it are not told apart
@@ -151,11 +152,51 @@ def require_no_others(names: Iterable[str]) -> None:
         )
 
 
+def layer_shapes(config: Mapping[str, Any], wide: int) -> dict[str, tuple[int, ...]]:
+    """Return the matrices of a layer whose attention reads states of this width, with their shapes."""
+    hidden, inner = (int(require_field(config, f"{n}_size")) for n in ("hidden", "intermediate"))
+    heads, groups, width = head_shape(config)
+    return {
+        "self_attn.q_proj.weight": (heads * width, wide),
+        "self_attn.k_proj.weight": (groups * width, wide),
+        "self_attn.v_proj.weight": (groups * width, wide),
+        "self_attn.o_proj.weight": (hidden, heads * width),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+
+
 def transposed(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each square matrix's name, and the tensors with it transposed: no shape shows that."""
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and tensor.shape[0] == tensor.shape[1] > 1:
             yield name, {**tensors, name: tensor.T}
+
+
+def shifted_layers(draft: Any, field: str, kind: str) -> Iterator[Suspect]:
+    """Yield the mistake of a field of layer ids, which the server takes for outputs or for inputs.
+
+    `draft` is a dataclass whose `shift` is added to the ids.
+    """
+    for shift, amount in ((-1, "one too high"), (1, "one too low")):
+        yield Suspect(
+            f"the layer ids are {amount}: {draft.server} takes {field} for {kind} of layers, and they "
+            "are written in the other convention",
+            replace(draft, shift=shift),
+        )
+
+
+def common_suspects(draft: Any, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
+    """Yield the mistakes of any transformer; `draft` is a dataclass with `config` and `tensors`."""
+    theta = dict(trained.get("rope") or host.rope).get("rope_theta")
+    yield Suspect(
+        f"rope_theta is {read_rope(draft.config).get('rope_theta')}, and the draft was trained with "
+        f"{theta}",
+        replace(draft, config=with_theta(draft.config, theta)),
+    )
+    for name, tensors in transposed(draft.tensors):
+        yield Suspect(f"the tensor {name} is transposed", replace(draft, tensors=tensors))
 
 
 # ---------------------------------------------------------------- what every transformer has
@@ -165,10 +206,40 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_H
 
 
+def eps_of(config: Mapping[str, Any]) -> float:
+    return float(config.get("rms_norm_eps", 1e-6))
+
+
 def swiglu(x: Tensor, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
     """Run the MLP whose three weights begin with `prefix`."""
     gate, up, down = (tensors[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up", "down"))
     return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def run_layer(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str, residual_SH: Tensor,
+    query_SX: Tensor, key_TX: Tensor, sees_ST: Tensor,
+) -> Tensor:  # fmt: skip
+    """Run attention from what queries read over what keys and values do, and the MLP, on a residual.
+
+    Queries stand at the last of the keys' positions. Heads of queries and keys are normed where the
+    layer, whose tensors begin with `prefix`, has norms for them.
+    """
+    rope, eps, attn = read_rope(config), eps_of(config), f"{prefix}.self_attn"
+    _, _, width = head_shape(config)
+    positions_T = torch.arange(len(key_TX), device=key_TX.device)
+    query, key, value = (
+        torch.unflatten(x @ tensors[f"{attn}.{part}_proj.weight"].T, -1, (-1, width))
+        for part, x in (("q", query_SX), ("k", key_TX), ("v", key_TX))
+    )
+    if f"{attn}.q_norm.weight" in tensors:
+        query = rms_norm(query, tensors[f"{attn}.q_norm.weight"], eps)
+        key = rms_norm(key, tensors[f"{attn}.k_norm.weight"], eps)
+    query = rotate(query, positions_T[-len(query) :], rope)
+    attended = attend(query, rotate(key, positions_T, rope), value, sees_ST)
+    residual_SH = residual_SH + attended @ tensors[f"{attn}.o_proj.weight"].T
+    x_SH = rms_norm(residual_SH, tensors[f"{prefix}.post_attention_layernorm.weight"], eps)
+    return residual_SH + swiglu(x_SH, tensors, f"{prefix}.mlp")
 
 
 def attend(query_SAD: Tensor, key_TGD: Tensor, value_TGD: Tensor, sees_ST: Tensor) -> Tensor:

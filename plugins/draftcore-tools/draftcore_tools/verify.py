@@ -25,6 +25,7 @@ from torch import Tensor
 from draftcore.contracts.serving import Round, ServedDraft, UnservableError
 from draftcore.data.rendering import Renderer
 from draftcore.errors import UsageError
+from draftcore.files import altered
 from draftcore_tools.reference import DraftedRound, Reference
 from draftcore_tools.served import gaps, leads, proposals
 
@@ -109,6 +110,11 @@ def verify_export(reference: Reference, export: Path, server: str) -> Verdict:
     if found is not None and not found.cause:
         cause = find_cause(served, reference) or differences(reference, export)
         found = replace(found, cause=cause)
+    files = reference.manifest.get("files", {})
+    weights = {name: files[name] for name in files if name.endswith(".safetensors")}
+    if found is None and (changed := altered(export, weights)):
+        what = f"{changed[0]} was altered since it was exported, by less than the limit"
+        found = Divergence("weights", what, "a damaged file, or another writer: export again")
     verdict.divergence = found
     return verdict
 

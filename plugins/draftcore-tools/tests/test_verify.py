@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.errors import UsageError
+from draftcore.files import read_sealed, sealed
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -190,7 +190,8 @@ def test_the_report_is_in_plain_words(exported: Any) -> None:
 def test_what_a_server_leaves_unread_is_named_and_what_ends_one_is_refused(exported: Any) -> None:
     run = exported("dflash")
     run.change(lambda _, tensors: tensors.update(d2t=torch.arange(3)))
-    sglang, vllm = run.verify(status=1)
+    (run.folder / "draftcore.json").unlink()  # which would say that the file is another
+    sglang, vllm = run.verify("--run", run.run, status=1)
     assert sglang["agrees"]
     assert sglang["notes"] == ["the server leaves unread: d2t"]
     assert vllm["divergence"]["check"] == "loading"
@@ -220,9 +221,22 @@ def test_a_checkpoint_of_another_step_and_another_target_are_refused(
     result = run.ask("--target", other)
     assert (result.exit_code, "was trained for another target" in result.output) == (2, True)
     file = run.folder / "draftcore.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "step": 3}))
+    file.write_text(sealed({**read_sealed(file), "step": 3}))
     result = run.ask("--run", run.run)
     assert (result.exit_code, "is of step 3" in result.output) == (2, True)
+
+
+def test_one_flipped_bit_of_a_weight_is_found_though_nothing_is_drafted_otherwise(
+    exported: Any,
+) -> None:
+    run = exported("dflash")
+    file = run.folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) - len(data) % 4 - 4] ^= 1  # the last of a number's
+    file.write_bytes(data)
+    for verdict in run.verify(status=1):
+        assert verdict["divergence"]["check"] == "weights"
+        assert "model.safetensors was altered" in verdict["divergence"]["what"]
 
 
 def test_prompts_may_come_from_a_file(exported: Any) -> None:

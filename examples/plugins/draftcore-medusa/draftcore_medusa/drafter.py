@@ -78,6 +78,4 @@ class MedusaDrafter:
         """
         state.hidden_BH.copy_(at(features["last_hidden"], counts_B - 1))
 
-    @torch.inference_mode()
-    def select(self, state: DraftState, rows_B: Tensor) -> DraftState:
-        return select_rows(state, rows_B)
+    select = staticmethod(select_rows)

@@ -11,23 +11,21 @@ count, H hidden, V vocabulary, K heads.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from draftcore_nn.layers import compute_dtype
+from draftcore_nn.losses import cross_entropy
 from draftcore_nn.target import dtype_name
 from torch import Tensor, nn
 from torch.nn import functional
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
 from draftcore.contracts.capture import FeatureRequest
-from draftcore_medusa.loss import cross_entropy
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
-    from draftcore_medusa.options import MedusaOptions
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,6 @@ class DraftConfig:
     vocab_size: int
     num_heads: int
     num_layers: int
-
-    @classmethod
-    def of(cls, target: TargetSpec, options: MedusaOptions) -> DraftConfig:
-        width = int(target.text_config.hidden_size)
-        return cls(width, target.vocab_size, options.num_heads, options.num_layers)
 
 
 class Block(nn.Module):
@@ -89,37 +82,28 @@ class MedusaDraft(nn.Module):
         return torch.stack([block(hidden_BH) for block in self.blocks], 1) @ self.head.T
 
     def forward(self, batch: DraftBatch) -> StepOutput:
-        """Return the loss: cross entropy of every head with its tokens, as one ratio.
+        """Return the loss, sum_i decay^i * the mean cross entropy of head i: one term per head.
 
-        Head i at position t predicts token t+2+i (the target's own head has t+1), and counts where
-        the loss mask m has that token:
-
-            loss = sum_i decay^i sum_t m[t+2+i] CE_i,t  /  sum_i decay^i sum_t m[t+2+i]
-
+        Head i counts where the loss mask has its label, token t+2+i (the target's own head has t+1).
         Metrics: `accuracy_i` of head i, and `acceptance_length`, the mean over positions that head 0
         learns from of 1 + the number of leading heads that are right: a round of decoding, where the
         data is what the target writes.
         """
-        exact = torch.promote_types(self.compute_dtype, torch.float32)
-        hits_KBT = batch.loss_mask_BT.new_zeros(self.config.num_heads, *batch.loss_mask_BT.shape)
-        numerator = denominator = torch.zeros((), dtype=exact, device=batch.token_ids_BT.device)
-        counts = {}
-        for index, block in enumerate(self.blocks):
-            mask_BS = batch.loss_mask_BT[:, index + 2 :]
-            label_R = batch.token_ids_BT[:, index + 2 :][mask_BS]
+        tokens_BT, mask_BT, terms, counts = batch.token_ids_BT, batch.loss_mask_BT, [], {}
+        hits_KBT = mask_BT.new_zeros(self.config.num_heads, *mask_BT.shape)
+        for i, block in enumerate(self.blocks):
+            mask_BS = mask_BT[:, i + 2 :]
+            label_R, number = tokens_BT[:, i + 2 :][mask_BS], mask_BS.sum()
             hidden_RH = batch.features["last_hidden"][:, : mask_BS.shape[1]][mask_BS]
             hidden_RH = block(hidden_RH.to(self.compute_dtype))
-            loss, best_R = cross_entropy(hidden_RH, self.head, label_R)
-            hits_R, rows = best_R == label_R, mask_BS.sum().to(exact)
-            hits_KBT[index, :, : mask_BS.shape[1]][mask_BS] = hits_R
-            numerator = numerator + self.decay**index * loss
-            denominator = denominator + self.decay**index * rows
-            counts[f"accuracy_{index}"] = (hits_R.sum().to(exact), rows)
-        starts_BS = batch.loss_mask_BT[:, 2:]
-        leading_BT = hits_KBT.long().cumprod(0).sum(0)
+            loss_R, best_R = cross_entropy(hidden_RH, self.head, label_R)
+            hits_KBT[i, :, : mask_BS.shape[1]][mask_BS] = best_R == label_R
+            terms.append((loss_R.sum(), number, self.decay**i))
+            counts[f"accuracy_{i}"] = (hits_KBT[i].sum(), number)
+        starts_BS, leading_BT = mask_BT[:, 2:], hits_KBT.long().cumprod(0).sum(0)
         length = (leading_BT[:, : starts_BS.shape[1]] + 1)[starts_BS].sum()
-        counts["acceptance_length"] = (length.to(exact), starts_BS.sum().to(exact))
-        return StepOutput(numerator, denominator, counts)
+        counts["acceptance_length"] = (length, starts_BS.sum())
+        return StepOutput(terms=terms, counts=counts)
 
 
 def request(dtype: torch.dtype) -> FeatureRequest:
@@ -132,7 +116,7 @@ def build(target: TargetSpec, config: DraftConfig, decay: float) -> Draft:
     module = MedusaDraft(config, decay, target.head())
     return Draft(
         module=module,
-        config=dataclasses.asdict(config),
+        config=asdict(config),
         defaults=TrainingDefaults(lr=1e-3, warmup_ratio=0.1, clip=1.0),
         parameter_groups=[{"params": list(module.parameters())}],
         frozen=frozenset({"target_head"}),

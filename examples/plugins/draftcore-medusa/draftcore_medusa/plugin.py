@@ -39,9 +39,10 @@ def feature_request(target: TargetSpec, options: MedusaOptions) -> FeatureReques
 
 @hookimpl
 def build_draft(target: TargetSpec, data: DataSummary, options: MedusaOptions) -> Draft:
-    from draftcore_medusa import model
+    from draftcore_medusa.model import DraftConfig, build
 
-    return model.build(target, model.DraftConfig.of(target, options), options.decay)
+    sizes = int(target.text_config.hidden_size), target.vocab_size
+    return build(target, DraftConfig(*sizes, options.num_heads, options.num_layers), options.decay)
 
 
 @hookimpl

@@ -12,7 +12,7 @@ Importing refuses whatever this draft does not compute, rather than loading it a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from draftcore_nn import serving
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from draftcore_medusa.options import MedusaOptions
 
 HEAD = "lm_head.weight"
+# Fields of a shape, by their names in config.json.
+FIELDS = {
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "num_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+}
 # Fields whose other values change the computation, and what vLLM takes for those left out.
 FIXED = {
     "model_type": "medusa",
@@ -41,30 +48,27 @@ def export(draft: Draft, folder: Path, layout: str) -> None:
     """Write config.json and model.safetensors; raises as `write_export` does."""
     module = draft.module
     assert isinstance(module, MedusaDraft)
-    tensors = {**module.state_dict(), HEAD: module.target_head}
-    serving.write_export(folder, layout, serving_config(module), tensors)
-
-
-def serving_config(module: MedusaDraft) -> dict[str, Any]:
-    """Return config.json's content; its `dtype` is the target's."""
-    config, name = module.config, dtype_name(module.target_head.dtype)
-    return {
+    dtype = dtype_name(module.target_head.dtype)
+    config = {
         "architectures": ["MedusaModel"],
         **FIXED,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "truncated_vocab_size": config.vocab_size,
-        "num_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "dtype": name,
-        "torch_dtype": name,
+        **{theirs: draft.config[ours] for theirs, ours in FIELDS.items()},
+        "truncated_vocab_size": draft.config["vocab_size"],
+        "dtype": dtype,
+        "torch_dtype": dtype,
     }
+    serving.write_export(folder, layout, config, {**module.state_dict(), HEAD: module.target_head})
 
 
 def load(folder: Path, target: TargetSpec, options: MedusaOptions) -> Draft:
     """Read a draft from this layout; raises UsageError naming what is not as we compute it."""
-    config = read_config(folder, target, options)
-    draft = build(target, config, options.decay)
+    data = serving.read_config(folder)
+    serving.require_fixed({**LEFT_OUT, **data}, FIXED, folder)
+    shape = {ours: serving.required(data, name, folder) for name, ours in FIELDS.items()}
+    serving.require_fixed(data, {"truncated_vocab_size": shape["vocab_size"]}, folder)
+    serving.require_target(shape, target, folder)
+    serving.require_options(shape, options, folder)
+    draft = build(target, DraftConfig(**shape), options.decay)
     # vLLM drops this prefix, which some writers leave in.
     tensors = serving.read_tensors(folder, {"medusa_heads.": ""})
     found_VH, head_VH = tensors.pop(HEAD, None), draft.module.get_buffer("target_head")
@@ -75,26 +79,3 @@ def load(folder: Path, target: TargetSpec, options: MedusaOptions) -> Draft:
         )
     serving.fill(draft.module, tensors, folder)
     return draft
-
-
-def read_config(folder: Path, target: TargetSpec, options: MedusaOptions) -> DraftConfig:
-    """Read a draft's shape from config.json, and check it against the target and the options set."""
-    data = serving.read_config(folder)
-    serving.require_fixed({**LEFT_OUT, **data}, FIXED, folder)
-    fields = ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
-    found = DraftConfig(*(int(serving.required(data, field, folder)) for field in fields))
-    if data.get("truncated_vocab_size") not in (None, found.vocab_size):
-        raise UsageError(
-            f"the draft in {folder} has a vocabulary of {data['truncated_vocab_size']} tokens\n"
-            f"  this plugin reads drafts of the target's whole vocabulary ({found.vocab_size}) only"
-        )
-    wanted = DraftConfig.of(target, options)
-    chosen = options.model_fields_set & {"num_heads", "num_layers"}
-    for name in ("hidden_size", "vocab_size", *sorted(chosen)):
-        if getattr(found, name) != getattr(wanted, name):
-            raise UsageError(
-                f"the draft in {folder} has {name} {getattr(found, name)}, "
-                f"the run {getattr(wanted, name)}\n"
-                "  use it with the target it was trained for, and leave out options of its shape"
-            )
-    return found

@@ -85,10 +85,7 @@ class MlpSpec(Algorithm):
         return draft
 
     def read_export(self, folder: Path, server: str) -> ServedDraft:
-        serving.require_tools(server)
-        from draftcore_mlpspec import served
-
-        return served.read(folder, server)
+        return serving.read_as_server("draftcore_mlpspec.served", folder, server)
 
 
 class MlpSpecTree(MlpSpec):

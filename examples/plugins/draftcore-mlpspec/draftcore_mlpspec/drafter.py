@@ -70,9 +70,7 @@ class ChainDrafter:
         state.hidden_BH.copy_(at(features["last_hidden"], counts_B - 1))
         state.token_B.copy_(at(tokens_BK, counts_B - 1))
 
-    @torch.inference_mode()
-    def select(self, state: State, rows_B: Tensor) -> State:
-        return select_rows(state, rows_B)
+    select = staticmethod(select_rows)
 
 
 class TreeDrafter(ChainDrafter):

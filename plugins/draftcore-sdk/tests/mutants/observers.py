@@ -81,6 +81,16 @@ WRONG = """
 == returns_text_for_a_metric: test_a_run_with_it_is_the_run_without_it
 -{"largest": max
 +{"largest": "all", "other": max
+== returns_a_word_for_stop: test_it_changes_nothing_that_it_is_told
+-    SEEN.append(metrics["loss"])
++    return "stop"
+== starts_a_thread_that_stays: test_it_changes_nothing_that_it_is_told
+-    SEEN.append(total_steps)
++    import threading, time
++    threading.Thread(target=time.sleep, args=(9,)).start()
+== changes_the_current_folder: test_it_changes_nothing_that_it_is_told
+-    SEEN.append(total_steps)
++    __import__("os").chdir(run)
 == sets_the_global_dtype: test_it_changes_nothing_that_it_is_told
 -    SEEN.append(total_steps)
 +    torch.set_default_dtype(torch.float64)

@@ -33,6 +33,7 @@ def drafter(draft, target):
 BODY = """
     plugin = "{name}"
     loose = Path(__file__).with_name("{name}.py")
+    capabilities = {"stop_gradient"} if "on_purpose" in plugin else ()
 """
 
 WRONG = """
@@ -99,7 +100,7 @@ def forward_loss(draft, batch, context):
      batch = yield
 -    return batch
 +    return replace(batch, features={name: value.roll(1, 1) for name, value in batch.features.items()})
-== drafts_other_tokens_than_it_drew: test_sampled_drafts_follow_the_probabilities_they_come_with
+== drafts_other_tokens_than_it_drew: test_sampled_drafts_follow_the_probabilities_they_come_with[1.0]
      found = yield
 -    return found
 +    old = found.propose
@@ -110,6 +111,12 @@ def forward_loss(draft, batch, context):
 +        return replace(drafts, tokens_BK=drafts.probs_BKV.argmax(-1))
 +    found.propose = propose
 +    return found
+== holds_a_weight_constant_on_purpose: passes
+-(decay * below
++(decay.detach() * decay * below
+== holds_a_weight_constant: test_the_gradient_is_the_slope_of_the_loss
+-(decay * below
++(decay.detach() * decay * below
 == forgets_the_drafter: test_decoding_is_lossless
      found = yield
 -    return found

@@ -22,6 +22,7 @@ import inspect
 import io
 import json
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -166,7 +167,9 @@ class Runner:
     somebody else, or where the model has no such place to take states from.
     """
 
-    def __init__(self, settings: Settings, rank: int = 0, port: int | None = None) -> None:
+    def __init__(
+        self, settings: Settings, rank: int = 0, port: int | None = None, meeting: str = ""
+    ) -> None:
         from sglang.benchmark import one_batch
         from sglang.srt.platforms import current_platform
         from sglang.srt.plugins import load_plugins
@@ -188,6 +191,7 @@ class Runner:
         gpu = (device.index or 0) + rank
         try:
             with _same_randomness(), redirect_stdout(io.StringIO()):
+                _meet(settings.tp, rank, device, meeting)
                 args, ports = _configure(settings, rank, gpu, port)
                 self._bench, _ = one_batch.load_model(args, ports, gpu, rank)
         except BaseException as error:
@@ -293,6 +297,16 @@ class Runner:
         _leave_groups()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _meet(size: int, rank: int, device: torch.device, file: str) -> None:
+    """Begin torch's groups before sglang does, whose ranks meet at a port that obeys any stranger."""
+    for library in ("GLOO", "NCCL"):  # all ranks are on this machine
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    groups: Any = torch.distributed
+    store = groups.FileStore(file, size) if file else groups.HashStore()
+    backend = groups.get_default_backend_for_device(device)
+    groups.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def _leave_groups() -> None:

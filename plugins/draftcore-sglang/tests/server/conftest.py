@@ -13,12 +13,12 @@ import pytest
 from draftcore_sdk.captures import ALL, capture_target
 from draftcore_sdk.serving import Serving
 from draftcore_sglang.options import ServerOptions
+from draftcore_sglang.ranks import free_port
 from draftcore_sglang.remote import ServerCapture
 from draftcore_shm.store import ShmStore
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
-from draftcore.launcher import free_port
 from draftcore.target import TransformersTarget
 
 StartServer = Callable[..., Serving]

@@ -1,0 +1,130 @@
+"""Files that were damaged while nobody looked: what reads them comes to the same result, or names them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from draftcore.features.tcp import TcpChannel
+from draftcore.files import digest
+from tests.together.conftest import make_project
+
+if TYPE_CHECKING:
+    from tests.conftest import Figures
+    from tests.together.conftest import Project
+
+GO_ON = "train train.max_steps=6"
+WARM = f"{GO_ON} run=other algorithm.options.warm_start=run/export"
+STORED = f"{GO_ON} run=other store=file:features data.train=null"
+KINDS = {  # the files, and the verb that reads them
+    "tensors of a checkpoint": ("run/checkpoints/*4/*.safetensors", GO_ON),
+    "tensors, evaluated": ("run/checkpoints/*4/draft.safetensors", "eval --json"),
+    "state of a checkpoint": ("run/checkpoints/*4/state.json", GO_ON),
+    "manifest of a checkpoint": ("run/checkpoints/*4/COMPLETE", GO_ON),
+    "rows of the dataset": ("run/data/train/rows.bin", GO_ON),
+    "description of the dataset": ("run/data/train/dataset.json", GO_ON),
+    "export, evaluated": ("run/export/*", "eval --json --export run/export"),
+    "export, trained from": ("run/export/*", WARM),
+    "id of the run": ("run/run.json", GO_ON),
+    "metrics": ("run/metrics.jsonl", GO_ON),
+    "features in a store": ("features/shard*", STORED),
+}
+OTHER = (b"", b"{}", b"[]", b"null", b"7", b'"x"', b'{"address": 5}', b"9" * 5000, b"[" * 9999)
+
+
+def damage(file: Path, dice: random.Random) -> str:
+    """Damage a file in one way; returns the way's name."""
+    data = file.read_bytes()
+    at, digits = dice.randrange(len(data)), [i for i, one in enumerate(data) if 48 <= one < 58]
+    edited = dice.choice(digits or [at])
+    swapped = [f for f in file.parent.parent.rglob(f"*{file.suffix}") if f.is_file() and f != file]
+    flipped = data[:at] + bytes([data[at] ^ 1 << dice.randrange(8)]) + data[at + 1 :]
+    ways = {
+        "flip a bit": flipped,
+        "cut": data[:at],
+        "lose a page": data[:at] + bytes(len(data[at : at + 64])) + data[at + 64 :],
+        "append": data + dice.randbytes(9),
+        "edit a digit": data[:edited] + b"%d" % ((data[edited] - 47) % 10) + data[edited + 1 :],
+        "swap": dice.choice(swapped or [file]).read_bytes(),
+        "other": dice.choice(OTHER),
+        "remove": b"",
+    }
+    way = dice.choice(["flip a bit", "flip a bit", "edit a digit", *ways])
+    file.write_bytes(ways[way])
+    if way == "remove":
+        file.unlink()
+    return way
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Project:
+    """A run at step 4 of 6, with an export, and a store that holds all of its features."""
+    folder = tmp_path_factory.mktemp("whole")
+    changes: Any = {"run": "run", "store": "auto", "eval": {"max_new_tokens": 4, "prompts": 2}}
+    changes["train"] = {"schedule": "constant", "warmup_ratio": 0}  # alike for 4 steps and for 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        project = make_project(folder, target_folder, **changes)
+        project.cli("train", "train.max_steps=4")
+        project.cli("export")
+        project.cli("capture", "store=file:features")
+    return project
+
+
+def outcome(project: Project, command: str) -> tuple[Any, str]:
+    """What a verb came to, None where it refused, and what it printed. No traceback."""
+    result = project.cli(*command.split(), ok=False)
+    if not isinstance(result.exception, SystemExit | None):
+        raise result.exception
+    if result.exit_code:
+        return None, result.output
+    if command.startswith("eval"):
+        report = json.loads(result.stdout)
+        return [report[key] for key in ("acceptance_by_position", "tokens", "lossless")], ""
+    made = Path("other" if "run=other" in command else "run") / "checkpoints/step-00000006"
+    return [digest(made / name) for name in ("draft.safetensors", "optimizer.safetensors")], ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_leads_to_the_same_result_or_is_named(
+    whole: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int, figures: Figures,
+    kind: str,
+) -> None:  # fmt: skip
+    files, command = KINDS[kind]
+    monkeypatch.chdir(shutil.copytree(whole.folder, tmp_path / "whole"))
+    (wanted, said), counted = outcome(whole, command), Counter[str]()
+    assert wanted is not None, said
+    for case in range(cases):
+        folder, dice = tmp_path / str(case), random.Random(f"{kind} {case}")
+        monkeypatch.chdir(shutil.copytree(whole.folder, folder))
+        way = damage(file := dice.choice(sorted(folder.glob(files))), dice)
+        found, said = outcome(whole, command)
+        named = file.name in said or str(file.parent) in said
+        assert named if found is None else found == wanted, f"case {case}: {way} of {file}\n{said}"
+        counted["refused by name" if found is None else "the same result"] += 1
+        shutil.rmtree(folder)
+    what_came = (f"{count} {what}" for what, count in sorted(counted.items()))
+    figures(f"damaged: {kind}", cases, ", ".join(what_came))
+
+
+def test_a_damaged_address_of_the_queue_is_waited_out(
+    whole: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int, figures: Figures
+) -> None:
+    """By a producer whose patience is short here; the trainer writes the file anew."""
+    monkeypatch.chdir(shutil.copytree(whole.folder, tmp_path / "whole"))
+    monkeypatch.setattr("draftcore.run.open_channel", lambda run: TcpChannel.open("tcp", b"", 0.01))
+    dice, tried = random.Random("queue"), cases // 5
+    for made in dice.choices(
+        [*OTHER, *(b'{"address": "127.0.0.1:1"}'[:at] for at in range(9))], k=tried
+    ):
+        Path("run/queue.json").write_bytes(made)
+        found, said = outcome(whole, "train --role producer")
+        assert found is None, made
+        assert "error: " in said, made
+    figures("damaged: address of the queue", tried, f"{tried} waited for another")

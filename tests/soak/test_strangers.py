@@ -1,0 +1,298 @@
+"""Strangers at every port of a run, and a server that lies: a run's result stays, or one error says why."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftcore_sdk.captures import batch
+from draftcore_sglang.client import Server
+from draftcore_sglang.options import ServerOptions
+from draftcore_sglang.remote import ServerCapture
+from draftcore_sglang.wire import FIELD, VERSION
+
+from draftcore.config import TrainConfig
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.store import SampleRef
+from draftcore.data.skipped import Skipped
+from draftcore.errors import DraftcoreError
+from draftcore.features import tcp
+from draftcore.features.queue import Queue, QueueService, RemoteQueue
+from draftcore.target import TransformersTarget
+from draftcore.training.distributed import join
+from tests.conftest import Figures
+from tests.features.conftest import SOON, task
+from tests.ranks import listening, start_rank
+from tests.together.conftest import make_project
+
+REQUEST = FeatureRequest((0,), True, "float32")
+
+
+def pester(dice: random.Random, host: str, port: int, held: ExitStack) -> None:
+    """Connect once, or fifty times, and do there what neither a producer nor a rank does."""
+    for _ in range(dice.choice((1, 1, 1, 50))):
+        sock = held.enter_context(socket.create_connection((host, port), SOON))
+        begin = dice.choice(
+            (b"", tcp.MAGIC + dice.randbytes(16), bytes([dice.randrange(8)] + [0] * 7))
+        )
+        length = struct.pack("!I", dice.choice((0, 5, 64, 65, 1 << 26, 0xFFFFFFFF)))
+        more = dice.choice((b"", b"[" * 4096, b"GET / HTTP/1.1\r\n\r\n", dice.randbytes(300)))
+        with suppress(OSError):
+            sock.settimeout(0.01)
+            sock.sendall(begin + dice.choice((b"", length)) + more)
+            sock.sendall(sock.recv(64) if dice.random() < 0.2 else b"")  # a mirror
+        if dice.random() < 0.3:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        if dice.random() < 0.6:
+            sock.close()
+
+
+def test_strangers_at_the_queues_port_keep_no_producer_out_and_change_no_batch(
+    cases: int, figures: Figures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "CONNECTIONS", 40)  # so that a flood takes them all
+    dice, tasks = random.Random(cases), [task(at) for at in range(cases)]
+    queue = Queue(
+        {"store": "shm:x"}, ahead=cases, limit=None, skipped=Skipped({}, rows=9, share=1.0),
+        free=lambda refs: None, misfit=lambda task, refs: None,
+    )  # fmt: skip
+    queue.offer(iter(tasks), 0)
+    with closing(tcp.TcpChannel.open("tcp", b"a secret")) as channel, ExitStack() as held:
+        address = channel.serve(QueueService(queue))
+        host, _, port = address.rpartition(":")
+        for one in tasks:
+            pester(dice, host, int(port), held)
+            with closing(channel.connect(lambda: address)) as client:
+                producer = RemoteQueue(client)
+                (claimed,), _ = producer.claim(1, SOON)
+                assert claimed.batch == one.batch
+                refs = tuple(SampleRef(row, "g", "", (), 3, 5) for row in one.batch.ids)
+                assert producer.publish(claimed.claim, refs)
+            assert queue.receive(one.position, SOON) == refs
+    figures("strangers at the queue's port", cases, "every batch came, whole and in order")
+
+
+def add_up(folder: Path) -> None:
+    """Be a rank that adds up with the other one until there is `enough`."""
+    try:
+        with join(TrainConfig(device="cpu", rank_timeout=5)) as ranks:
+            step = 0
+            while not ranks.first(lambda: (folder / "enough").exists()):
+                sum_N, step = torch.full((1000,), ranks.rank + step), step + 1
+                torch.distributed.all_reduce(sum_N, group=ranks.work)
+                assert sum_N.tolist() == [2 * step - 1] * 1000
+                (folder / "adding").touch()
+    except DraftcoreError as error:
+        print(f"error: {error}", flush=True)
+        raise SystemExit(error.exit_code) from None
+
+
+def test_strangers_at_the_ranks_ports_change_no_sum(
+    tmp_path: Path, cases: int, figures: Figures
+) -> None:
+    """Who comes before a rank may take its place: then all end, with an error and not with status 0."""
+    dice, ended, runs = random.Random(cases), 0, max(2, cases // 10)
+    for number in range(runs):
+        (folder := tmp_path / str(number)).mkdir()
+        ranks = [start_rank(folder, 0, 2, add_up, folder)]
+        with ExitStack() as held:
+            for at in range(cases // runs):
+                if at == number % 2 * 5:  # in every other run strangers come first
+                    ranks.append(start_rank(folder, 1, 2, add_up, folder))
+                places: list[tuple[str, int]] = []
+                while not places and all(one.is_alive() for one in ranks):
+                    time.sleep(0.02)
+                    if len(ranks) == 1 or (folder / "adding").exists():
+                        places = [place for one in ranks for place in listening(one.pid or 0)]
+                assert {host for host, _ in places} <= {"127.0.0.1"}
+                with suppress(OSError, IndexError):  # a rank has ended
+                    pester(dice, *dice.choice(places), held)
+            (folder / "enough").touch()
+            for one in ranks:
+                one.join(SOON)
+        codes = [one.exitcode for one in ranks]
+        said = [(folder / f"output.{rank}").read_text() for rank in range(2)]
+        assert codes in ([0, 0], [1, 1]), said
+        assert codes == [0, 0] or all("error: " in text for text in said), said
+        ended += codes == [1, 1]
+    found = f"{runs} runs: equal sums, or {ended} times an error"
+    figures("strangers at the ranks' ports", cases, found)
+
+
+# ---------------------------------------------------------------- a server
+
+
+@contextmanager
+def server(lie: Callable[[socket.socket], object]) -> Iterator[str]:
+    """Serve at a URL; `lie` writes what it likes to whoever has asked."""
+
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                self.request.recv(1 << 16)
+                lie(self.request)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as serving:
+        serving.daemon_threads = True
+        threading.Thread(target=serving.serve_forever, args=[0.01]).start()
+        yield f"http://127.0.0.1:{serving.server_address[1]}"
+        serving.shutdown()
+
+
+def reply(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\n{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def endless(begin: bytes, piece: bytes, pause: float) -> Callable[[socket.socket], None]:
+    def lie(sock: socket.socket) -> None:
+        sock.sendall(begin)
+        while True:
+            sock.sendall(piece)
+            time.sleep(pause)
+
+    return lie
+
+
+def a_lie(dice: random.Random, elsewhere: str) -> Callable[[socket.socket], None]:
+    """Return one way to answer: an end too early or none at all, noise, another place, bad JSON."""
+    true, odd = b'{"ok": 1}', dice.randbytes(3) * dice.randrange(1, 999)
+    begin, status = b"HTTP/1.1 200 OK\r\n", dice.choice(("200 \x1b[2J", "500 no", "abc"))
+    json = dice.choice((b"[" * 99999, b'{"a":' * 99999, b"9" * 9999, b"null", b"\x1b]0;x\x07", b""))
+    texts = (
+        odd,
+        reply(true)[: dice.randrange(len(reply(true)))],
+        reply(b"", "302 Found", f"Location: {elsewhere}\r\n"),
+        reply(odd, status),
+        reply(json),
+    )
+    return dice.choice(
+        [
+            endless(begin + b"\r\n", true, 0.0),
+            endless(begin + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", 0.01),
+            endless(begin + b"Content-Length: 9999\r\n\r\n", b" ", 0.05),
+            endless(begin, b"X: y\r\n", dice.choice((0.0, 0.05))),
+            endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.01),
+            *(lambda sock, text=text: sock.sendall(text) for text in texts),
+        ]
+    )
+
+
+def require_clear(error: DraftcoreError) -> None:
+    """Fail for an error that is long or steers a terminal."""
+    assert len(str(error)) < 2000
+    assert str(error).replace("\n", "").isprintable()
+
+
+def test_a_server_that_does_not_speak_http_gives_one_error_in_time(
+    cases: int, figures: Figures
+) -> None:
+    """Nobody is asked in its place, whatever a redirect says."""
+    dice, asked = random.Random(cases), list[object]()
+    with server(asked.append) as elsewhere:
+        for _ in range(cases):
+            lie = a_lie(dice, elsewhere)
+            with server(lie) as url, pytest.raises(DraftcoreError) as caught:
+                Server(url).post({"x": 1}, 0.3)
+            require_clear(caught.value)
+    assert not asked
+    figures("answers endless, slow, cut, redirected or no HTTP", cases, "an error each")
+
+
+JUNK: tuple[Any, ...] = (
+    None,
+    [],
+    {},
+    "",
+    "\x1b[2J" * 999,
+    -1,
+    10**400,
+    1e999,
+    True,
+    [[]] * 99,
+    {"plain": [1]},
+)
+
+
+def altered(dice: random.Random, data: Any) -> Any:
+    """Return JSON data with something else in a place of it."""
+    if isinstance(data, dict | list) and data and dice.random() < 0.8:
+        keys = list(data) if isinstance(data, dict) else list(range(len(data)))
+        key, changed = dice.choice(keys), data.copy()
+        changed[key] = altered(dice, data[key])
+        return changed
+    return dice.choice(JUNK)
+
+
+def test_a_server_that_lies_about_itself_and_its_captures_gives_one_error(
+    tmp_path: Path, target_folder: Path, cases: int, figures: Figures
+) -> None:
+    target, dice = TransformersTarget(str(target_folder), device="cpu"), random.Random(cases)
+    about: dict[str, Any] = {
+        "version": VERSION,
+        "problem": "",
+        "model": "as asked",
+        "sink": "shm:x",
+    }
+    about |= {"layers": target.num_layers, "width": int(target.text_config.hidden_size)}
+    about |= {"vocabulary": target.vocab_size, "names": list(REQUEST.names)}
+    ref = SampleRef("0" * 32, "g", f"file:{tmp_path}", (), 2, 8).to_json()
+
+    def lie(sock: socket.socket) -> None:
+        receipt = {"about": about} if dice.random() < 0.7 else {"ref": ref, "about": about}
+        found = {"meta_info": {FIELD: [receipt]}}
+        said = found if dice.random() < 0.3 else altered(dice, found)
+        sock.sendall(reply(json.dumps(said).encode()))
+
+    def capture(options: ServerOptions) -> None:
+        with closing(ServerCapture(target, REQUEST, options)) as opened:
+            list(opened.features([batch(members=[[1, 2]])]))
+
+    with server(lie) as url:
+        options = ServerOptions(servers=(url,), patience=0.1, timeout=5, self_test=False)
+        for _ in range(cases):
+            with pytest.raises(DraftcoreError) as caught:
+                capture(options)
+            require_clear(caught.value)
+    figures("answers in JSON that are lies", cases, "an error each")
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_links_in_a_folder_from_elsewhere_lead_to_no_file_that_a_run_writes(
+    tmp_path: Path, target_folder: Path, figures: Figures
+) -> None:
+    """Each is replaced, or refused by its name; what it points to stays as it is, or away."""
+    changes: dict[str, Any] = {"store": "auto", "train": {"max_steps": 1}}
+    (victims := tmp_path / "victims").mkdir()
+    project = make_project(tmp_path, target_folder, 4, **changes)
+    project.cli("train")
+    files = [file for file in project.run.rglob("*") if "checkpoints" not in file.parts]
+    links = {file for file in files if file.is_file()} | {project.run / "data/train/rows.partial"}
+    assert links >= {project.run / name for name in (".lock", "metrics.jsonl", "data/train/lock")}
+    shutil.rmtree(project.run)
+    for at, link in enumerate(sorted(links)):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        (victim := victims / link.name).write_bytes(b"precious")
+        link.symlink_to(victim if at % 3 else victims / "missing")
+    tried, refused = len(links), 0
+    while (result := project.cli("train", ok=False)).exit_code:
+        (named,) = {link for link in links if f"{link} " in result.output}
+        named.unlink()
+        links.remove(named)
+        refused += 1
+    assert {file.read_bytes() for file in victims.iterdir()} == {b"precious"}
+    assert not (victims / "missing").exists()
+    figures("links in a run's folder", tried, f"no target touched, {refused} refused by name")

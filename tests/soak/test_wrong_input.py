@@ -1,0 +1,173 @@
+"""Wrong configurations and command lines at random: each is refused in words, soon, before any work."""
+
+from __future__ import annotations
+
+import random
+import signal
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from draftcore_domino.options import DominoOptions
+from draftcore_eagle3.options import Eagle3Options
+from pydantic import BaseModel
+
+from draftcore.cli import main
+from draftcore.config import RunConfig
+from tests.together.conftest import make_project
+
+if TYPE_CHECKING:
+    from tests.conftest import Figures
+    from tests.together.conftest import Project
+
+SECONDS = 120  # for what takes less than one
+LONG = "9" * 5000
+OTHER = ["[]", "{}", "[1, 2]", "{a: 1}", '""', "2026-11-22", "a b", LONG]
+NUMBER = [
+    *OTHER,
+    "true",
+    "no",
+    '"3"',
+    ".inf",
+    "-.inf",
+    ".nan",
+    "1e999",
+    "0x10",
+    "1:30",
+    "-1",
+    "1e30",
+]
+TEXT = ["[]", "{}", "3", "0.5", "true", "[a]", "{a: b}", '"\\0"', '"\\e[2J"']
+WRONG: dict[Any, list[str]] = {
+    int: [*NUMBER, "1.5", "2.0", f"{10**12}", f"{10**30}", "!int 3"],
+    float: [*NUMBER, "1.5.2", '"0.5"'],
+    bool: (answer := [*OTHER, "0", "1", "0.5", '"true"', "perhaps"]),
+    Literal: answer,
+    str: TEXT,
+    Path: ["", '""', ".", "/", *TEXT],
+    tuple: ["3", "true", '"a"', "[true]", "[.nan]", '["3"]', f"[{LONG}]", "[[1]]", "{}"],
+    dict: ["3", "true", '"a"', "[a]", "{a: 3}", "{a: {}}", "{a: 1, a: 2}"],
+}
+ALGORITHMS: dict[str, type[BaseModel]] = {"eagle3": Eagle3Options, "domino": DominoOptions}
+STORES = (
+    "file:", "file:a%00b", "file://host/a", "file:a?volatile=yes&volatile=no", "file:a?x=1", "auto",
+    "file:a?max_bytes=1&max_bytes=2", f"file:a?max_bytes={LONG}", "file:a?max_bytes=-1", "FILE:a",
+    "file:a?max_bytes=9EiB", "shm:a?run=b&run=c", "shm:?x", "nope:a", '":"', "file:a??", "?", "3",
+)  # fmt: skip
+CHANNELS = ("tcp:", "tcp://", "tcp://a", "tcp://a:99999", f"tcp://a:{LONG}", "tcp:1:2", "tpc", "3")
+DATA = ("hf:a?split=b&split=c", "hf:a?x=1", "a.jsonl", '""', "/", "a.jsonl?split=a", "eval.jsonl?x")
+Lines = Iterator[list[str]]
+
+
+@pytest.fixture
+def project(tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.chdir(tmp_path)
+    return make_project(tmp_path, target_folder)
+
+
+def fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """Yield each key of a model with its type, and whether it may be null."""
+    for name, info in model.model_fields.items():
+        found = [one for one in get_args(info.annotation) if one is not NoneType]
+        optional = NoneType in get_args(info.annotation)
+        kind = found[0] if optional else info.annotation
+        while hasattr(kind, "__metadata__"):
+            kind = get_args(kind)[0]
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from fields(kind, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", get_origin(kind) or kind, optional
+
+
+def wrong_values(project: Project, dice: random.Random) -> Lines:
+    of_run: list[Any] = [([], *field) for field in fields(RunConfig)]
+    of_drafts: list[Any] = [
+        (["algorithm.options={}", f"algorithm.name={name}"], *field)
+        for name, model in ALGORITHMS.items()
+        for field in fields(model, "algorithm.options.")
+    ]
+    while True:
+        before, key, kind, optional = dice.choice(dice.choice([of_run, of_drafts]))
+        wrong = WRONG[kind] + ["null", ""] * (not optional and kind is not dict)
+        yield ["train", str(project.yaml), *before, f"{key}={dice.choice(wrong)}"]
+
+
+def wrong_keys(project: Project, dice: random.Random) -> Lines:
+    names = {name for name, *_ in fields(RunConfig) if not name.endswith("options")}
+    while True:
+        name, other = dice.choice(sorted(names)), dice.choice(string.printable[:94])
+        at, deep = dice.randrange(len(name)), ".".join("a" * 3000)
+        ways = {name[:at] + other + name[at + 1 :], name + other, f"{name}.a.b", name[:at], deep}
+        key = dice.choice(sorted({*ways, name.upper(), f"{name}.{name}"} - names))
+        yield ["train", str(project.yaml), f"{key}={dice.choice(['1', 'true', 'x', '[]'])}"]
+
+
+def wrong_uris(project: Project, dice: random.Random) -> Lines:
+    while True:
+        yield dice.choice([
+            ["capture", str(project.yaml), f"store={dice.choice(STORES)}"],
+            ["train", str(project.yaml), f"channel={dice.choice(CHANNELS)}", "--role=producer"],
+            ["train", str(project.yaml), f"data.train={dice.choice(DATA)}", "store=auto"],
+        ])  # fmt: skip
+
+
+def wrong_files(project: Project, dice: random.Random) -> Lines:
+    """Write what is no configuration, or one that no draft was trained by."""
+    text = yaml.safe_dump(project.config)
+    lines, bomb = text.splitlines(keepends=True), "a0: &a0 [x]\n"
+    bomb += "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(99))
+    while True:
+        at, one, deep = dice.randrange(len(text)), dice.randrange(len(lines)), dice.choice("[{-?")
+        ways = [
+            text[:at] + dice.choice(string.printable) + text[at + 1 :], text[:at], text[at:],
+            text + dice.choice(lines), "".join(lines[:one] + lines[one + 1 :]), f"{text}---\n{text}",
+            f"{deep} a: " * dice.randrange(1, 9999), deep * 99999, bomb, text + bomb, text + "? {}\n",
+            f"a: &a [*a]\n{text}", f"{text}x: !!python/name:os.system\n", f"{text}<<: {{run: b}}\n",
+        ]  # fmt: skip
+        made = dice.choice(ways).encode()
+        project.yaml.write_bytes(made + dice.randbytes(9) if dice.random() < 0.1 else made)
+        yield [dice.choice(["eval", "export"]), str(project.yaml)]
+
+
+def wrong_lines(project: Project, dice: random.Random) -> Lines:
+    """Yield command lines with an option, a file or a number that is wrong."""
+    files = [str(file) for file in project.folder.rglob("*") if file != project.yaml]
+    text = ["", "-1", "nan", LONG, "\u00e9\udcff", "nowhere/x", "/dev/null", "--json", *files]
+    number = ["", "-1", "-inf", "nan", "1e999", LONG, "x", "0x1"]
+    known = {
+        "eval": "--draft --checkpoint --export --nope", "export": "--draft --checkpoint --layout",
+        "train": "--role --draft -x", "overfit": "--row --steps --minutes --lr", "trian": "--json",
+        "verify": "--target --server --run --prompts", "check-plugin": "--uri --jsn",
+        "new-plugin": "--nope", "list-plugins": "--nope", "hooks": "--nope",
+    }  # fmt: skip
+    while True:
+        verb = dice.choice(list(known))
+        configured = verb in ("eval", "export", "train", "overfit")
+        line = [verb, str(project.yaml) if configured else dice.choice(text[:6])]
+        for option in dice.choices(known[verb].split(), k=dice.randrange(1, 4)):
+            line += [option, dice.choice(number if verb == "overfit" else text)]
+        yield [*(["--plugin", dice.choice(text)] if dice.random() < 0.1 else []), *line]
+
+
+@pytest.mark.parametrize("kind", [wrong_values, wrong_keys, wrong_uris, wrong_files, wrong_lines])
+def test_what_is_wrong_is_refused_in_words_before_any_work(
+    project: Project, cases: int, figures: Figures, kind: Callable[..., Lines]
+) -> None:
+    there, dice = sorted(project.folder.iterdir()), random.Random(kind.__name__)
+    for line, _ in zip(kind(project, dice), range(cases), strict=False):
+        shown = " ".join(f"{part:.200}" for part in line)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.alarm(SECONDS)
+        result = CliRunner().invoke(main, line)
+        signal.alarm(0)
+        assert isinstance(result.exception, SystemExit), f"{shown}\n{result.exception!r}"
+        assert result.exit_code in (1, 2), f"{shown}\n{result.output}"
+        assert "rror: " in result.output, f"{shown}\n{result.output}"
+        assert len(result.output) < 20_000, shown
+        assert kind is wrong_uris or sorted(project.folder.iterdir()) == there, shown
+    figures(f"wrong input: {kind.__name__[6:]}", cases, f"{cases} refused in words")
