@@ -109,7 +109,8 @@ class TcpChannel:
         if uri == "tcp":
             return cls("127.0.0.1", 0, secret, patience)
         host, _, port = uri.removeprefix("tcp://").rpartition(":")
-        if not (uri.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16):
+        known = uri.startswith("tcp://") and host and port.isdecimal() and len(port) < 6
+        if not known or int(port) >= 1 << 16:
             raise UsageError(
                 f"{uri!r} is no address of a queue\n"
                 "  write tcp for producers on this machine, tcp://HOST:PORT for others"
@@ -226,7 +227,7 @@ class TcpClient:
 
     def _connect(self) -> Link:
         host, _, port = self.find().rpartition(":")
-        if not port:
+        if not port.isdecimal() or len(port) > 5:
             raise Broken("it has no address yet")
         sock = socket.create_connection((host, int(port)), HANDSHAKE)
         try:

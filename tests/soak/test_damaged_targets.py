@@ -18,7 +18,7 @@ from draftcore.cli import main
 if TYPE_CHECKING:
     from tests.conftest import Figures
 
-VALUES = (None, -1, 0, 10**12, "x", [], {}, 1e400, [1, 2], True, 3)
+VALUES: tuple[object, ...] = (None, -1, 0, 10**12, "x", [], {}, 1e400, [1, 2], True, 3)
 ALGORITHM = {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3}
 
 
@@ -32,10 +32,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def damage(target: Path, draw: random.Random) -> str:
     """Damage one file, or say something else in it; returns what was done."""
     file = draw.choice(sorted(target.iterdir()))
-    data, kind = (
-        bytearray(file.read_bytes()),
-        draw.choice(["flip", "cut", "empty", "zeros", "gone", "noise", "lie"]),
-    )
+    data = bytearray(file.read_bytes())
+    kind = draw.choice(["flip", "cut", "empty", "zeros", "gone", "noise", "lie"])
     if kind == "flip":
         for _ in range(draw.choice([1, 20])):
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
@@ -44,10 +42,9 @@ def damage(target: Path, draw: random.Random) -> str:
         said[draw.choice(list(said))] = draw.choice(VALUES)
         data = bytearray(json.dumps(said).encode())
     else:
-        cut = data[: draw.randrange(len(data))]
-        data = {"cut": cut, "zeros": bytearray(len(data)), "noise": draw.randbytes(500)}.get(
-            kind, b""
-        )
+        cut, noise = data[: draw.randrange(len(data))], bytearray(draw.randbytes(500))
+        ways = {"cut": cut, "zeros": bytearray(len(data)), "noise": noise}
+        data = ways.get(kind, bytearray())
     file.unlink()
     if kind != "gone":
         file.write_bytes(data)

@@ -40,7 +40,7 @@ from draftcore.contracts.store import SampleRef, StoreError
 from draftcore.errors import UsageError
 from draftcore.features.stores.base import BaseStore, Tensors, writing
 from draftcore.features.stores.seals import bytes_of
-from draftcore.files import sync, write_atomic
+from draftcore.files import read_sealed, sealed, sync, write_atomic
 from draftcore.uris import parse_uri
 
 # The types that are stored, as torch and as safetensors name them.
@@ -92,23 +92,20 @@ class FileStore(BaseStore):
         parsed = parse_uri(uri, known=["max_bytes", "volatile"])
         if not parsed.path:
             raise UsageError(f"the store {uri!r} names no folder\n  write file:FOLDER")
-        return cls(
-            Path(parsed.path).expanduser(),
-            max_bytes=parsed.size("max_bytes"),
-            volatile=parsed.options.get("volatile", "no") != "no",
-        )
+        limit, volatile = parsed.size("max_bytes"), parsed.options.get("volatile", "no") != "no"
+        return cls(Path(parsed.path).expanduser(), max_bytes=limit, volatile=volatile)
 
     def write_manifest(self, data: Mapping[str, Any]) -> None:
         """Replace the manifest: JSON data for whoever trains from this folder."""
         self._require_open()
         with writing(self.uri, self.folder):
-            write_atomic(self.folder / "manifest.json", json.dumps(dict(data), indent=1))
+            write_atomic(self.folder / "manifest.json", sealed(data, indent=1))
 
     def read_manifest(self) -> dict[str, Any] | None:
         """Return what `write_manifest` wrote last, or None."""
         file = self.folder / "manifest.json"
         try:
-            data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return read_sealed(file)
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -116,7 +113,6 @@ class FileStore(BaseStore):
                 f"{file} is not what this store wrote: {error}\n"
                 "  copy the store again, or capture again into an empty folder"
             ) from error
-        return data
 
     def close(self) -> None:
         """Refuse further calls; tensors of open handles stay valid."""

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from draftcore.contracts.serving import Host, ServedDraft, Suspect
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.evaluation.decode import EagerRunner, evaluate_prompts
 from draftcore.evaluation.proposals import depth_of
 from draftcore.plugins.binding import misfit
 from draftcore.training.checkpoint import trained_tensors
@@ -34,11 +33,11 @@ from draftcore_sdk.algorithm_training import (
     require_same_bits,
     require_same_output,
 )
-from draftcore_sdk.drafting import Drafting
+from draftcore_sdk.drafting import Drafting, Told
 from draftcore_sdk.example import STOP_AT
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
-from draftcore_sdk.workbench import GREEDY, SEED, Bench, Decoding, snapshot
+from draftcore_sdk.workbench import SEED, Bench, snapshot
 
 PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
@@ -110,45 +109,8 @@ class AlgorithmSuite(Drafting):
 
     def test_the_drafter_reads_what_training_captured(self, bench: Bench) -> None:
         asked, captured = bench.drafter(bench.trained.draft).request, bench.request()
-        for ours, theirs in (
-            (set(asked.names), set(captured.names)),
-            ({asked.dtype}, {captured.dtype}),
-        ):
-            assert ours <= theirs, f"it asks for {sorted(ours)}, and training for {sorted(theirs)}"
-
-    def test_decoding_is_lossless(self, bench: Bench) -> None:
-        """Also where proposals are mostly wrong: the prompts are learned ones and others."""
-        prompts, drafter = bench.example.prompts, bench.drafter(bench.trained.draft)
-        cut = [prompt[: -2 - row] for row, prompt in enumerate(prompts)]
-        runner = EagerRunner(bench.example.spec.model, drafter)
-        assert evaluate_prompts(runner, [*prompts, *cut], GREEDY).lossless
-
-    def test_the_drafter_computes_what_training_taught(self, bench: Bench) -> None:
-        """A draft that fits its answers in training is right about them in decoding.
-
-        Measured on three algorithms by default options (2026-12): untrained 0.00. Answers known by
-        heart 1.00; with layers exchanged 0.51 and 0.82, features late by a position 0.02 and 0.93,
-        positions off by three 0.00 and 0.80, a norm left out 0.51 and 0.22. Known in part 0.84 and
-        0.91; with these mistakes 0.00, 0.13, 0.36 and 0.00. The norm before the head is no mistake
-        that greedy drafts show.
-        """
-        least = 0.97 if bench.trained.knows_by_heart else 0.5
-        known = bench.known(bench.trained.draft)
-        said = f"{known.share:.2f} of the drafts are right, expected {least}"
-        for share, where, which in (
-            (known.early, "earlier", "a position late"), (known.late, "later", "a position early"),
-        ):  # fmt: skip
-            if share > max(0.4, known.share):
-                said += f"\n{share:.2f} would be right one token {where}: the drafter is {which}"
-        assert known.share >= least, said
-
-    def test_a_batch_decodes_as_its_rows_alone(self, bench: Bench) -> None:
-        """Rows end at different rounds, so this goes through `select` as well."""
-        prompts = [p[row:] for row, p in enumerate(bench.example.prompts)]
-        draft = bench.trained.draft
-        alone = [bench.decode(draft, [prompt])[0] for prompt in prompts]
-        found = [(one.tokens, one.accepted) for one in bench.decode(draft, prompts)]
-        assert found == [(one.tokens, one.accepted) for one in alone]
+        known = {*asked.names, asked.dtype} <= {*captured.names, captured.dtype}
+        assert known, f"it asks for {asked}, and training for {captured}"
 
     # ------------------------------------------------------------ drafter: through graphs
 
@@ -239,9 +201,10 @@ class AlgorithmSuite(Drafting):
         for server in bench.claimed("served"):
             folder = bench.export(bench.trained.draft, tmp_path / server, "serving")
             served = bench.served(folder, server)
-            host, decoding = Host.of(bench.example.spec), Decoding(bench, bench.trained.draft)
-            greedy, drawn = decoding.propose(), decoding.propose(temperature=1.0)
-            layers, own = served.captured(host), decoding.drafter.request.layers
+            host, drafter = Host.of(bench.example.spec), bench.drafter(bench.trained.draft)
+            told = Told(drafter, bench.learned, [*map(len, bench.example.prompts)])
+            greedy, drawn = told.propose(), told.propose(1.0)
+            layers, own = served.captured(host), drafter.request.layers
             assert layers == own, f"{server} would capture the layers {layers}, the drafter {own}"
             assert drawn.probs_BKV is not None
             require_members(served, host, folder, bench)

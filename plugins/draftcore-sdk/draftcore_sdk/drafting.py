@@ -8,23 +8,26 @@ Shape letters: B batch, T tokens, K drafts, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Any
 
 import pytest
 import torch
 from draftcore_graphs.states import fault
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from draftcore.contracts.algorithm import Draft, Drafter, Proposal, Sample
 from draftcore.evaluation.proposals import checked, depth_of
 from draftcore_sdk.algorithm_training import Training
 from draftcore_sdk.check import variants
-from draftcore_sdk.example import VOCABULARY
-from draftcore_sdk.workbench import STEPS, Bench, Decoding, global_seed
+from draftcore_sdk.example import ANSWER, VOCABULARY
+from draftcore_sdk.workbench import STEPS, Bench, global_seed
 
 NATS = 1e-3  # between log-probabilities; orders of summation make 1e-5, what is wrong 1e-2 and more
 EXACT = 1e-4  # between a loss and -log p; at most 5e-6 in three algorithms, features in half 4e-4
@@ -55,13 +58,6 @@ class Drafting(Training):
         first = told.drafts()
         for _ in range(3):
             told.drafts().require(first, "it proposes again, and nothing was accepted in between")
-
-    def test_the_drafter_leaves_what_it_is_given_alone(self, bench: Bench) -> None:
-        """Tokens and counts are the verifier's, features the target's."""
-        decoding = Decoding(bench, bench.trained.draft)
-        decoding.round(most=2), decoding.round(most=2)
-        altered = decoding.drafter.altered
-        assert not altered, f"the drafter alters what is given to {', '.join(sorted(altered))}"
 
     def test_what_pads_prompts_and_rounds_changes_no_draft(self, bench: Bench) -> None:
         """Whatever stands behind `lengths_B` tokens of a prompt and `counts_B` of a round."""
@@ -174,12 +170,22 @@ class Drafting(Training):
             "than drawn ones\nthey are drawn otherwise, or chosen by what was drawn"
         )
 
-    def test_the_drafter_is_as_sure_as_training_made_it(self, bench: Bench) -> None:
-        """The mean probability of what a draft knows by heart; 0.96 to 0.99 in six algorithms."""
-        known = bench.known(bench.trained.draft)
-        least = 0.93 if bench.trained.knows_by_heart else 0.0
-        assert known.sure >= least, (
-            f"the right tokens have a mean probability of {known.sure:.2f}, expected {least}\n"
+    def test_the_drafter_computes_what_training_taught(self, bench: Bench) -> None:
+        """A draft that has learned answers drafts them, and is sure of them.
+
+        Six algorithms that know them by heart are right about all, and sure by 0.96 to 0.99; with
+        another layer, position or norm than in training they are right about 0.8 at most.
+        """
+        known, heart = Known.of(bench), bench.trained.knows_by_heart
+        least, said = 0.97 if heart else 0.5, f"{known.right:.2f} of the drafts are right"
+        for share, where, which in (
+            (known.early, "earlier", "a position late"), (known.late, "later", "a position early"),
+        ):  # fmt: skip
+            if share > max(0.4, known.right):
+                said += f"\n{share:.2f} would be right one token {where}: the drafter is {which}"
+        assert known.right >= least, f"{said}, expected {least}"
+        assert known.sure >= 0.93 * heart, (
+            f"the right tokens have a mean probability of {known.sure:.2f}, expected 0.93\n"
             "logits or states are scaled, or normed once more, where training does not"
         )
 
@@ -245,13 +251,20 @@ class Told:
         self.state = drafter.allocate(len(texts), span) if state is None else state
         tokens_BT, features = self._window([0] * len(texts), lengths, max(lengths) + pad, 0)
         next_B = torch.stack([t.token_ids_T[n] for t, n in zip(texts, lengths, strict=True)])
-        drafter.prefill(self.state, tokens_BT, torch.tensor(self.lengths), features, next_B)
+        self._tell("prefill", tokens_BT, torch.tensor(self.lengths), features, next_B)
         for counts in rounds:
             drafter.propose(self.state)
             counts = [min(count, width, LONGEST) for count in counts]
             tokens_BK, features = self._window(self.lengths, counts, width, 1)
-            drafter.accept(self.state, tokens_BK, features, torch.tensor(counts))
+            self._tell("accept", tokens_BK, features, torch.tensor(counts))
             self.lengths = [sum(pair) for pair in zip(self.lengths, counts, strict=True)]
+
+    def _tell(self, method: str, *given: Any) -> None:
+        """Tokens and counts are the verifier's, features the target's: they stay as they are."""
+        before = copy.deepcopy(given)
+        getattr(self.drafter, method)(self.state, *given)
+        same = all(map(torch.equal, tree_leaves(given), tree_leaves(before)))
+        assert same, f"the drafter alters what is given to {method}()"
 
     def _window(
         self, starts: Sequence[int], counts: Sequence[int], width: int, ahead: int
@@ -320,6 +333,44 @@ def nats(found: Tensor, expected: Tensor) -> float:
 
 
 # ---------------------------------------------------------------- training and the drafter
+
+
+@dataclass
+class Known:
+    """Of the next three tokens of learned answers, from many places of them.
+
+    Which share is drafted rightly, or would be one token earlier or later, and how sure the drafter
+    is of what is right. The first round does not count, as some algorithms never train it.
+    """
+
+    right: float
+    sure: float
+    early: float
+    late: float
+
+    @classmethod
+    def of(cls, bench: Bench) -> Known:
+        drafter, answers = bench.drafter(bench.trained.draft), bench.example.answers
+        right, sure, early, late = (list[float]() for _ in range(4))
+        for done in range(2, ANSWER):
+            wanted = min(3, depth_of(drafter), ANSWER - done)
+            lengths = [len(prompt) + done - 1 for prompt in bench.example.prompts]
+            told = Told(drafter, bench.learned, lengths, pad=0)
+            greedy, drawn, best = told.propose(), told.propose(1.0), [0] * len(answers)
+            for row, at, above, _ in nodes(greedy):
+                path = [*above, int(greedy.tokens_BK[row, at])]
+                if path == answers[row][done:][: len(path)]:
+                    best[row] = max(best[row], min(wanted, len(path)))
+            right += [count / wanted for count in best]
+            assert drawn.probs_BKV is not None
+            for row, at, above, beside in nodes(drawn):
+                rest = answers[row][done:][:wanted]
+                if not beside and len(above) < wanted and above == rest[: len(above)]:
+                    sure.append(float(drawn.probs_BKV[row, at, rest[len(above)]]))
+            for row, drafts in enumerate(greedy.tokens_BK[:, :wanted].tolist()):
+                early += map(eq, drafts, answers[row][done - 1 :])
+                late += map(eq, drafts, answers[row][done + 1 :])
+        return cls(*(sum(shares) / max(1, len(shares)) for shares in (right, sure, early, late)))
 
 
 @dataclass

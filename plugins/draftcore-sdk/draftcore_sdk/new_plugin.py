@@ -25,7 +25,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 # Per kind, what the written code imports beside the core: requirements of the core, dists of ours.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("draftcore-nn", "pydantic", "torch"),
-    "store": ("safetensors", "torch"),
+    "store": ("safetensors",),
     "capture": ("torch",),
     "channel": (),
     "graph": ("torch",),

@@ -223,7 +223,7 @@ class StoreSuite(Suite):
             some = enumerate(names[start : start + 200], start)
             store.put_many([numbered(name, number, 1) for number, name in some])
         held = store.lookup(names)
-        alone = sum(len(store.lookup([name])) for name in names)
+        alone = sum(name in store.lookup([name]) for name in names)
         assert alone == 1000, f"{alone} of 1000 ids are held: some share a key"
         assert len(held) == 1000, f"lookup of 1000 ids that are held answers {len(held)} of them"
         handles = store.get_many([held[name] for name in names])
@@ -232,7 +232,8 @@ class StoreSuite(Suite):
         for handle in handles:
             handle.close()
         store.free([held[name] for name in names[:500]])
-        assert store.lookup(names).keys() == set(names[500:])
+        odd = store.lookup(names).keys() ^ set(names[500:])
+        assert not odd, f"after a free of 500 of 1000 ids, lookup is wrong about {len(odd)}"
 
     def test_names_choose_the_tensors_that_are_read(self, store: FeatureStore) -> None:
         tensors = {name: any_bits("float32", 2) for name in ("x", "y", "z")}
@@ -409,8 +410,6 @@ class StoreSuite(Suite):
         assert len(store.put_many([numbered(name, 3, BIG) for name in "bc"])) == 2
 
     def test_samples_that_come_and_go_leave_nothing_behind(self, store: FeatureStore) -> None:
-        """Neither memory nor open files: a run puts and frees for days."""
-
         def cycle(count: int) -> None:
             for number in range(count):
                 ref = store.put(numbered("a", number, BIG))
@@ -681,8 +680,8 @@ def require_held(store: FeatureStore, **expected: SampleRef | None) -> None:
     found = store.lookup(list(expected))
     for name, ref in expected.items():
         require_ref(found.get(name), ref, f"lookup of {name[:50]!r}")
-    held = {name for name, ref in expected.items() if ref}
-    assert found.keys() == held, f"lookup answers {found.keys() - held}, which are not held"
+    odd = [name[:50] for name in found if expected.get(name) is None]
+    assert not odd, f"lookup answers {odd}, which are not held, or were not asked for"
 
 
 def require_ref(found: SampleRef | None, ref: SampleRef | None, of: str) -> None:

@@ -5,11 +5,9 @@ Shape letters: B batch, T tokens, K drafted tokens.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +22,6 @@ from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import (
@@ -32,7 +29,6 @@ from draftcore.contracts.algorithm import (
     Draft,
     DraftBatch,
     Drafter,
-    Proposal,
     Sample,
     SampleId,
     StepContext,
@@ -43,8 +39,7 @@ from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.serving import Host, Round, ServedDraft
 from draftcore.contracts.target import TargetSpec
-from draftcore.evaluation.decode import EagerRows, EagerRunner, speculate
-from draftcore.evaluation.proposals import depth_of
+from draftcore.evaluation.decode import EagerRunner, speculate
 from draftcore.evaluation.report import Decoded
 from draftcore.plugins.binding import misfit
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
@@ -75,19 +70,6 @@ class Trained:
     def knows_by_heart(self) -> bool:
         """Whether next to nothing of the loss is left."""
         return self.losses[-1] < 0.01 * self.losses[0]
-
-
-@dataclass(frozen=True)
-class Known:
-    """The share of drafts that are right, the mean probability of the right ones, and the share that
-
-    would be right one token earlier, or later.
-    """
-
-    share: float
-    sure: float
-    early: float
-    late: float
 
 
 @dataclass(frozen=True)
@@ -299,37 +281,6 @@ class Bench:
         runner.reserve(len(prompts), most)
         return speculate(runner, prompts, GREEDY)
 
-    def known(self, draft: Draft) -> Known:
-        """How a draft does on the learned answers, the first three of a round.
-
-        The first round, which some algorithms never train, does not count. The others begin one or
-        two tokens after the one before (a row without a right draft lags behind), so a draft that
-        knows the answers is asked for them from many places.
-        """
-        answers_BT, done, asked = torch.tensor(self.example.answers), 2, 0
-        right, sure, early, late = 0.0, list[float](), 0.0, 0.0
-        decoding = Decoding(self, draft)
-        decoding.round(most=1)
-        for most in itertools.cycle((1, 2)):
-            wanted = min(3, depth_of(decoding.drafter), ANSWER - done)
-            if wanted < 1:
-                break
-            at, drawn = answers_BT[:, done : done + wanted], decoding.propose(1.0)
-            drafts_BK, right_B = decoding.round(most)
-            if drawn.probs_BKV is not None:
-                drawn_BK, probs_BKV = drawn.tokens_BK, drawn.probs_BKV
-                told = at if drawn.parents_BK is None else at[:, :1]  # of a tree, its first node
-                given_BK, count = torch.ones_like(told).bool(), told.shape[1]
-                given_BK[:, 1:] = (drawn_BK[:, : count - 1] == told[:, :-1]).long().cumprod(1) > 0
-                of_BK = probs_BKV[:, :count].gather(-1, told[..., None])[..., 0]
-                sure += of_BK[given_BK].tolist()
-            right += int(right_B.clamp(max=wanted).sum())
-            early += int((drafts_BK[:, :wanted] == answers_BT[:, done - 1 :][:, :wanted]).sum())
-            late += int((drafts_BK[:, : wanted - 1] == at[:, 1:]).sum())
-            asked += wanted * len(right_B)
-            done += most
-        return Known(right / asked, sum(sure) / max(1, len(sure)), early / asked, late / asked)
-
     # ------------------------------------------------------------ exports
 
     def round(self, row: int, layers: Sequence[int], host: Host) -> Round:
@@ -346,55 +297,6 @@ class Bench:
 
     def served(self, folder: Path, server: str) -> ServedDraft:
         return self.hook.read_export(folder=folder, server=server, options=self.options)
-
-
-class Decoding:
-    """The prompts' answers, decoded greedily one round at a time."""
-
-    def __init__(self, bench: Bench, draft: Draft, times: int = 1) -> None:
-        self.drafter = WatchedDrafter(bench.drafter(draft))
-        prompts = bench.example.prompts * times
-        self.span = max(map(len, prompts)) + ANSWER + 3 * (self.drafter.num_drafts + 1)
-        runner = EagerRunner(bench.example.spec.model, self.drafter)
-        self.rows = EagerRows(runner, prompts, self.span, temperature=0.0, seed=0)
-
-    def propose(self, temperature: float = 0.0, seed: int = 0) -> Proposal:
-        generator = torch.Generator().manual_seed(seed)
-        found: Proposal = self.drafter.propose(self.rows.state, temperature, generator)
-        return found
-
-    def round(self, most: int = 99) -> tuple[Tensor, Tensor]:
-        """Propose, verify, and accept `most` tokens a row; return drafts_BK, and how many are right."""
-        self.drafter.most = most
-        self.rows.propose()
-        self.rows.verify(self.span)
-        assert self.rows.proposal is not None
-        return self.rows.proposal.tokens_BK, self.drafter.right_B
-
-
-class WatchedDrafter:
-    """A drafter that accepts `most` tokens of a row, and notes what is right and what it alters."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.most, self.altered = drafter, 99, set[str]()
-        self.right_B: Tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.drafter, name)
-
-    def prefill(self, state: Any, *given: Any) -> None:
-        self._watch(self.drafter.prefill, state, given)
-
-    def accept(self, state: Any, tokens_BK: Tensor, features: Any, counts_B: Tensor) -> None:
-        self.right_B = counts_B - 1
-        counts_B.clamp_(max=self.most)
-        self._watch(self.drafter.accept, state, (tokens_BK, features, counts_B))
-
-    def _watch(self, method: Callable[..., None], state: Any, given: tuple[Any, ...]) -> None:
-        before = copy.deepcopy(given)
-        method(state, *given)
-        if not all(map(torch.equal, tree_leaves(given), tree_leaves(before))):
-            self.altered.add(method.__name__)
 
 
 # ---------------------------------------------------------------- small helpers

@@ -40,16 +40,6 @@ def capture(name, target, request):
 """
 
 WRONG = """
-== counts_the_embedding: test_features_are_the_ones_of_their_name[hidden.1]
-class Capture(EveryLayer):
-    def change(self, f):
-        early = {f"hidden.{k}": f"hidden.{max(k - 1, 0)}" for k in self.request.layers}
-        return {name: f[early.get(name, name)] for name in self.names}
-== norms_the_last_layer: test_features_are_the_ones_of_their_name[hidden.3]
-class Capture(Changing):
-    def change(self, f):
-        last, norm = "hidden.3", self.model.decoder.norm
-        return {n: norm(v.float()).to(v.dtype) if n == last else v for n, v in f.items()}
 == takes_last_hidden_before_the_norm: test_features_are_the_ones_of_their_name[last_hidden]
 class Capture(EveryLayer):
     def change(self, f):
@@ -66,14 +56,6 @@ class Capture(Changing):
 class Capture(Changing):
     def change(self, f):
         return {name: value[:-1] if len(value) > 30 else value for name, value in f.items()}
-== keeps_the_padding: test_features_are_those_asked_and_as_long_as_their_tokens[both]
-class Capture(LocalCapture):
-    def features(self, batches):
-        for one in super().features(batches):
-            long = one.batch.padded_length
-            padded = lambda v: torch.nn.functional.pad(v, (0, 0, 0, long - len(v)))
-            rows = tuple({n: padded(v) for n, v in f.items()} for f in one.features)
-            yield replace(one, features=rows)
 == swaps_rows: test_batches_and_rows_keep_their_order
 class Capture(LocalCapture):
     def features(self, batches):
@@ -103,19 +85,6 @@ class Capture(Changing):
     def change(self, f):
         self.seen += 1
         return {name: value * (1 + 1e-6 * self.seen) for name, value in f.items()}
-== is_random: test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it
-class Capture(Changing):
-    def change(self, f):
-        return {name: value * (1 + 1e-6 * torch.rand(())) for name, value in f.items()}
-== packs_batches: test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it
-class Capture(Changing):
-    def features(self, batches):
-        batches = list(batches)
-        self.packed = len(batches)
-        return super().features(batches)
-
-    def change(self, f):
-        return {name: value * (1 + 1e-6 * self.packed) for name, value in f.items()}
 == depends_on_the_request: test_joined_requests_give_the_bits_of_each
 class Capture(Changing):
     def change(self, f):
@@ -148,10 +117,6 @@ class Capture(Changing):
     def change(self, f):
         torch.rand(1)
         return f
-== answers_none: test_closing_is_harmless_twice_and_to_another_capture
-@hookimpl
-def capture(name, target, request):
-    return None
 == is_a_row_late: test_features_are_the_ones_of_their_name[hidden.1]
 class Capture(Changing):
     def change(self, f):
@@ -160,13 +125,6 @@ class Capture(Changing):
 class Capture(EveryLayer):
     def change(self, f):
         return {n: f[f"hidden.{int(n[-1]) + 1}" if n[-1] in "012" else n] for n in self.names}
-== sorts_rows_by_length: test_features_are_those_asked_and_as_long_as_their_tokens[both]
-class Capture(LocalCapture):
-    def features(self, batches):
-        for one in super().features(batches):
-            lengths = [len(ids) for ids in one.batch.token_ids]
-            order = sorted(range(len(lengths)), key=lengths.__getitem__)
-            yield replace(one, features=tuple(one.features[at] for at in order))
 == rounds_on_the_way: test_features_are_the_ones_of_their_name[last_hidden]
 class Capture(Changing):
     def change(self, f):
@@ -239,11 +197,6 @@ class Capture(Changing):
         grad = lambda v: v.clone().requires_grad_()
         with torch.inference_mode(False):
             return {n: grad(v) if v.is_floating_point() else v for n, v in f.items()}
-== leaves_gradients_off: test_capturing_changes_nothing_that_training_reads
-class Capture(LocalCapture):
-    def features(self, batches):
-        torch.set_grad_enabled(False)
-        return super().features(batches)
 == yields_inside_inference_mode: test_capturing_changes_nothing_that_training_reads
 class Capture(LocalCapture):
     def features(self, batches):
@@ -274,17 +227,6 @@ class Capture(LocalCapture):
         rows = super()._rows(batch)
         seeing = lambda v: v + 0.01 * v[-1:] if v.is_floating_point() else v
         return tuple({n: seeing(v) for n, v in f.items()} for f in rows)
-== skips_single_tokens: test_features_are_the_ones_of_their_name[hidden.0]
-class Capture(LocalCapture):
-    def _rows(self, batch):
-        return tuple(
-            {n: v * (len(v) > 1) for n, v in f.items()} for f in super()._rows(batch)
-        )
-== has_one_norm_for_all: test_features_are_the_ones_of_their_name[hidden.2]
-class Capture(Changing):
-    def change(self, f):
-        unit = lambda v: (v.float() / v.float().norm(dim=-1, keepdim=True)).to(v.dtype)
-        return {n: unit(v) if n.startswith("hidden") else v for n, v in f.items()}
 == yields_as_they_are_ready: test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it
 class Capture(LocalCapture):
     # Two at a time, the shorter first, as a pool of threads would.
@@ -312,23 +254,10 @@ class Capture(Changing):
 class Capture(Changing):
     def change(self, f):
         return {n: v.long() if n == "topk_ids" else v for n, v in f.items()}
-== counts_ids_from_one: test_features_are_the_ones_of_their_name[topk_ids]
-class Capture(Changing):
-    def change(self, f):
-        return {n: v + 1 if n == "topk_ids" else v for n, v in f.items()}
-== gives_the_logits_of_the_token_before: test_features_are_the_ones_of_their_name[topk_logits]
-class Capture(Changing):
-    def change(self, f):
-        return {n: v.roll(1, 0) if "topk" in n else v for n, v in f.items()}
 == embeds_after_the_first_layer: test_features_are_the_ones_of_their_name[embeddings]
 class Capture(EveryLayer):
     def change(self, f):
         return {n: f["hidden.0" if n == "embeddings" else n] for n in self.names}
-== norms_embeddings: test_features_are_the_ones_of_their_name[embeddings]
-class Capture(Changing):
-    def change(self, f):
-        norm = self.model.decoder.norm
-        return {n: norm(v.float()).to(v.dtype) if n == "embeddings" else v for n, v in f.items()}
 == has_a_k_of_its_own: test_joined_requests_give_the_bits_of_each
 class Capture(LocalCapture):
     def __init__(self, target, request):

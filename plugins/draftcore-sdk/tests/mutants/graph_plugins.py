@@ -58,9 +58,6 @@ def graph_plugin(name):
 """
 
 WRONG = """
-== is_no_plugin: test_a_replay_gives_what_the_work_would_on_other_contents[decode]
-class Plugin:
-    on_capture, on_replay = Right.on_capture, Right.on_replay
 == names_a_phase: test_its_capabilities_name_phases_that_there_are
 CAPABILITIES = frozenset({"phase:training"})
 == is_backwards: test_features_through_it_are_those_without_it
@@ -168,22 +165,6 @@ class Plugin(Right):
     def on_capture(self, key, batch, work):
         self.shapes = work(batch)
         return work
-== allocates_late: test_its_buffers_stay_where_they_were_at_capture[decode]
-class Plugin(Right):
-    def __init__(self):
-        self.counts = {}
-    def on_capture(self, key, batch, work):
-        return work
-    def on_replay(self, key, batch):
-        count_1 = self.counts.setdefault(key, torch.zeros(1, dtype=torch.long))
-        count_1.copy_((batch["lengths_B"] * batch["live_B"]).sum())
-== works_in_half: test_features_through_it_are_those_without_it
-class Plugin(Right):
-    def on_capture(self, key, batch, work):
-        def half(batch):
-            with torch.autocast("cpu", torch.bfloat16):
-                return work(batch)
-        return half
 == doubles_the_type: test_a_replay_gives_what_the_work_would_on_other_contents[prefill]
 class Plugin(Right):
     def joined(self, rows):
@@ -219,10 +200,6 @@ class Plugin(Right):
         for name, value in batch.items():
             if name != "live_B":
                 self.count_1.add_(value.sum())
-== returns_none: test_decoding_does_the_work_once
-class Plugin(Right):
-    def on_capture(self, key, batch, work):
-        self.on_replay(key, batch)
 == keeps_the_batches_it_saw: test_replaying_again_and_again_keeps_nothing[prefill]
 class Plugin(Right):
     def on_replay(self, key, batch):

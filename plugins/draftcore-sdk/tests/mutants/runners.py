@@ -69,16 +69,6 @@ class Runner(eager.Eager):
             def start(self, prompts, max_len, temperature, seed):
                 return super().start(prompts, max_len, temperature, 7)
         return Unseeded(model, drafter)
-== keeps_rows_in_another_order: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[5]
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        class Rows(eager.EagerRows):
-            def keep(self, rows):
-                super().keep(sorted(rows, reverse=True))
-        class Own(EagerRunner):
-            def start(self, *given):
-                return Rows(self, *given)
-        return Own(model, drafter)
 == accepts_nothing: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[5]
 class Runner(eager.Eager):
     def decode(self, model, drafter, module):
@@ -110,16 +100,6 @@ class Runner(eager.Eager):
             def features(self, tokens_BT, lengths_B, request):
                 self.first = self.first or request
                 return model.features(tokens_BT, lengths_B, self.first)
-        return Own()
-== keeps_the_first_shape: test_features_are_the_eager_ones_in_the_stored_type_and_stay[float32]
-class Runner(eager.Eager):
-    def prefill(self, model):
-        class Own:
-            shape = None
-            def features(self, tokens_BT, lengths_B, request):
-                self.shape = self.shape or tokens_BT.shape
-                assert tokens_BT.shape == self.shape
-                return model.features(tokens_BT, lengths_B, request)
         return Own()
 == copies_the_draft: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[3]
 import copy
@@ -166,14 +146,6 @@ class Runner(eager.Eager):
                 found = model.features(tokens_BT, lengths_B, request)
                 tokens_BT.zero_()
                 return found
-        return Own()
-== sorts_rows_by_length: test_features_are_the_eager_ones_in_the_stored_type_and_stay[float32]
-class Runner(eager.Eager):
-    def prefill(self, model):
-        class Own:
-            def features(self, tokens_BT, lengths_B, request):
-                order = lengths_B.argsort()
-                return model.features(tokens_BT[order], lengths_B[order], request)
         return Own()
 == starts_with_the_first_batchs_state: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[5]
 class Runner(eager.Eager):

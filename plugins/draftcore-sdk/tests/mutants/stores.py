@@ -367,16 +367,6 @@ PUTS = iter(range(1, 1 << 40))
 class Store(Numbering):
     def number(self, item):
         return next(PUTS)
-== reads_the_index_once: test_two_processes_see_each_others_samples
-class Store(FileStore):
-    def _scan(self):
-        if not hasattr(self, "scanned"):
-            self.scanned = super()._scan()
-
-    def _write(self, refs, tensors):
-        super()._write(refs, tensors)
-        self._held |= {ref.feature_id: ref for ref in refs}
-        self._shards[refs[0].generation] = file._Shard(file._name(refs[0].generation), refs)
 == caches_what_it_looked_up: test_two_processes_see_each_others_samples
 class Store(SqliteStore):
     def _find(self, ids):
