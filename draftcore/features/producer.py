@@ -157,7 +157,8 @@ def put_batch(
 class CheckedCapture:
     """The capture of a plugin, `who`, of which each batch is compared with what was asked for.
 
-    `forms` are the size and dtype of a token's features, by name. Raises DraftcoreError for others.
+    `forms` are the size and dtype of a token's features, by name. Raises BadRows for rows of
+    another form, DraftcoreError for other rows or batches.
     """
 
     def __init__(self, capture: Capture, who: str, forms: Mapping[str, tuple[int, str]]) -> None:
@@ -171,12 +172,16 @@ class CheckedCapture:
                 raise DraftcoreError(
                     f"{said} other batches or rows than were asked for\n  {AUTHORS}"
                 )
-            for one, ids, row in zip(batch.ids, batch.token_ids, captured.features, strict=True):
+            bad: dict[int, str] = {}
+            rows = zip(batch.ids, batch.token_ids, captured.features, strict=True)
+            for at, (one, ids, row) in enumerate(rows):
                 found = {name: (*value.shape, str(value.dtype)) for name, value in row.items()}
                 for name, (size, dtype) in self.forms.items():
                     if found.get(name) != (form := (len(ids), size, f"torch.{dtype}")):
                         what = f"{name!r} of {found.get(name)}, not {form}, for sample {one}"
-                        raise DraftcoreError(f"{said} {what}\n  {AUTHORS}; {SHORT}")
+                        bad[at] = f"{said} {what}\n  {AUTHORS}; {SHORT}"
+            if bad:
+                raise BadRows(bad)
             yield captured
 
 

@@ -74,8 +74,9 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path, new_project: NewProjec
     project = new_project(tmp_path, algorithm={"name": "dflash", "options": DFLASH})
     project.yaml.write_text(yaml.safe_dump({**project.config, "run": "run", "store": "auto"}))
     author = Author(tmp_path)
-    idea, suite, excused = blocks("python")
+    idea, watch, suite, excused = blocks("python")
     (tmp_path / "my_loss.py").write_text(idea)
+    (tmp_path / "watch.py").write_text(watch)
     for block in blocks("console"):
         for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             line, _, shown = command.partition("\n")

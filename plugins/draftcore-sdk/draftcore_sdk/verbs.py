@@ -39,7 +39,7 @@ def check_plugin(
     ctx: click.Context, name: str, options: tuple[str, ...], uri: str | None, each: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Test a plugin and all it offers; exit 1 unless all of it passes.
+    """Test a plugin and all it offers; exit 1 if anything fails.
 
     NAME is as in list-plugins; options of its offers are given as in a run's YAML. A plugin that
     is a file is checked too: draftcore --plugin mine.py check-plugin mine.

@@ -49,7 +49,7 @@ class Around(Suite):
         mine = [p.name for p in load().plugins if p.module == cls.plugin and not cls.loose]
         own = bound(f"{small.stem} {cls.plugin}", "algorithm")
         kept = {"layout:serving", *cls.capabilities}
-        if "forward_loss" not in hooks_of(cls.plugin):
+        if not {"forward_loss", "collate"}.intersection(hooks_of(cls.plugin)):
             kept.add("cross_entropy")
         offer = dataclasses.replace(own.offer, capabilities=frozenset(kept))
         files, folder = [small], tmp_path_factory.mktemp("runs")
