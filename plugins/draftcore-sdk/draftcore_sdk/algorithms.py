@@ -165,7 +165,8 @@ class AlgorithmSuite(Drafting):
             )
             written = sorted(file.name for file in folder.iterdir())
             assert written == exported, f"importing leaves {written}, exporting {exported}"
-            pickled = [file.name for file in folder.iterdir() if file.read_bytes()[:2] in PICKLES]
+            files = [file for file in folder.rglob("*") if file.is_file()]
+            pickled = [file.name for file in files if file.read_bytes()[:2] in PICKLES]
             assert not pickled, f"a pickle may run code where it is read: {', '.join(pickled)}"
 
     def test_an_export_without_one_of_its_tensors_is_refused(
