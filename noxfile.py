@@ -346,7 +346,7 @@ def soak(session: nox.Session) -> None:
     DRAFTCORE_SEED=N repeats the moments that one of these printed.
     """
     install_with_servers(session, *(name for name in PLUGINS if name not in SERVED))
-    figures = Path(session.create_tmp()) / "figures.jsonl"
+    figures = Path(session.create_tmp()).resolve() / "figures.jsonl"
     figures.unlink(missing_ok=True)
     session.env["SOAK_FIGURES"] = str(figures)
     session.env.setdefault("SOAK_CASES", "300")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from draftcore.contracts.algorithm import Draft
 from draftcore.data.samples import read_summary
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import EXPORT, digest, require_exported, sealed, write_atomic
+from draftcore.files import EXPORT, digest, require_exported, write_sealed
 from draftcore.run import DraftRun
 from draftcore.training.checkpoint import Checkpoint
 
@@ -109,7 +109,7 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
             hook.export_draft(draft=built, folder=partial, layout=layout, options=options)
             files, manifest = [f for f in partial.rglob("*") if f.is_file()], partial / EXPORT
             digests = {file.relative_to(partial).as_posix(): digest(file) for file in files}
-            write_atomic(manifest, sealed({**public, "files": digests}, indent=1))
+            write_sealed(manifest, {**public, "files": digests})
             for file in files:  # safetensors' own are for the user alone
                 file.chmod(manifest.stat().st_mode)
             partial.rename(folder)  # also onto an empty folder

@@ -30,17 +30,18 @@ def write_atomic(file: Path, text: str) -> None:
     sync(file.parent)
 
 
-def sealed(data: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return data as JSON whose last key, `digest`, is the digest of the text before it."""
-    text, _, _ = json.dumps({**data, "digest": ""}, indent=indent).rpartition('"digest"')
-    return json.dumps({**data, "digest": xxhash.xxh3_128_hexdigest(text.encode())}, indent=indent)
+def write_sealed(file: Path, data: Mapping[str, Any]) -> None:
+    """Write data as JSON whose last key, `digest`, is that of the file's name and the text before it."""
+    text, _, _ = json.dumps({**data, "digest": ""}, indent=1).rpartition('"digest"')
+    own = xxhash.xxh3_128_hexdigest((file.name + text).encode())
+    write_atomic(file, json.dumps({**data, "digest": own}, indent=1))
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
-    """Read the data that `sealed` was given; raises ValueError where it was altered since."""
+    """Read what `write_sealed` wrote; raises ValueError where it was altered since."""
     whole = file.read_text(encoding="utf-8")
     text, _, seal = whole.rpartition('"digest"')
-    if seal.strip(': "\n}') != xxhash.xxh3_128_hexdigest(text.encode()):
+    if seal.strip(': "\n}') != xxhash.xxh3_128_hexdigest((file.name + text).encode()):
         raise ValueError("its digest is not that of what it holds")
     return {key: value for key, value in json.loads(whole).items() if key != "digest"}
 

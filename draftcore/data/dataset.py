@@ -28,7 +28,7 @@ from draftcore.data.conversations import BadRow, RowError, open_source, read_con
 from draftcore.data.rendering import Rendered, Renderer
 from draftcore.data.samples import StoredSamples
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import digest, read_sealed, sealed, sync, unlinked, write_atomic
+from draftcore.files import digest, read_sealed, sync, unlinked, write_sealed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -140,7 +140,7 @@ def build_dataset(
         meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
         marker.unlink(missing_ok=True)
         partial.replace(rows)
-        write_atomic(marker, sealed(meta))
+        write_sealed(marker, meta)
         return Dataset(folder)
 
 

@@ -40,7 +40,7 @@ from draftcore.contracts.store import SampleRef, StoreError
 from draftcore.errors import UsageError
 from draftcore.features.stores.base import BaseStore, Tensors, writing
 from draftcore.features.stores.seals import bytes_of
-from draftcore.files import read_sealed, sealed, sync, write_atomic
+from draftcore.files import read_sealed, sync, write_sealed
 from draftcore.uris import parse_uri
 
 # The types that are stored, as torch and as safetensors name them.
@@ -99,7 +99,7 @@ class FileStore(BaseStore):
         """Replace the manifest: JSON data for whoever trains from this folder."""
         self._require_open()
         with writing(self.uri, self.folder):
-            write_atomic(self.folder / "manifest.json", sealed(data, indent=1))
+            write_sealed(self.folder / "manifest.json", data)
 
     def read_manifest(self) -> dict[str, Any] | None:
         """Return what `write_manifest` wrote last, or None."""
@@ -315,7 +315,7 @@ def _lock(path: Path, kind: int, mode: int) -> int:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # the folder was just removed as unused
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
             fcntl.flock(fd, kind)
             if os.fstat(fd).st_nlink:
                 return fd

@@ -490,6 +490,8 @@ def _make(locks: FileLocks, uri: str, capacity: int, run: str) -> None:
     header[RUN.start : RUN.start + len(name)] = name
     try:
         os.ftruncate(locks.fd, 0)
+        if size > shutil.disk_usage(locks.path.parent).free:  # not after it has taken all there is
+            raise _too_small(locks.path.parent, uri, size)
         os.pwrite(locks.fd, UNFINISHED, 0)
         # Claims the memory now: merely setting the file's size would bring SIGBUS when it runs out.
         for start in range(0, size, ALLOCATE_STEP):

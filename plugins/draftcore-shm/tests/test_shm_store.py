@@ -845,7 +845,7 @@ try:
 except UsageError as error:
     assert "needs 8.1 MiB of memory" in str(error), error
     assert f"{folder} has 2.0 MiB free" in str(error), error
-    assert "give the store less (max_bytes=102" in str(error), error
+    assert "give the store less (max_bytes=1.0 MiB)" in str(error), error
     assert "--shm-size" in str(error), error
 else:
     raise AssertionError("8 MiB went into 2 MiB")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.errors import UsageError
-from draftcore.files import read_sealed, sealed
+from draftcore.files import read_sealed, write_sealed
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_another_step_and_another_target_are_refused(
     result = run.ask("--target", other)
     assert (result.exit_code, "was trained for another target" in result.output) == (2, True)
     file = run.folder / "draftcore.json"
-    file.write_text(sealed({**read_sealed(file), "step": 3}))
+    write_sealed(file, {**read_sealed(file), "step": 3})
     result = run.ask("--run", run.run)
     assert (result.exit_code, "is of step 3" in result.output) == (2, True)
 
