@@ -350,7 +350,7 @@ def soak(session: nox.Session) -> None:
     figures.unlink(missing_ok=True)
     session.env["SOAK_FIGURES"] = str(figures)
     session.env.setdefault("SOAK_CASES", "300")
-    session.env.setdefault("DRAFTCORE_SOAK", "50")
+    session.env.setdefault("DRAFTCORE_SOAK", "200")
     pytest(session, "tests/soak", *session.posargs)
     pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs, mark="long")
     rows: dict[str, tuple[int, str]] = {}

@@ -100,6 +100,9 @@ class TrainConfig(TuningConfig):
         None, description="batches ready ahead, per rank; unset: 2, or two per producer"
     )
     shard: Free[bool] = Field(False, description="shard drafts over ranks, by FSDP2")
+    compile: Free[Literal["auto"] | bool] = Field(
+        "auto", description="on, off, or auto: compile drafts on CUDA where it repays"
+    )
     device: Free[str] = Field("auto", description="as target.device")
     seed: Seed = 0
     log_every: Free[Count] = Field(10, description="steps per line of metrics.jsonl")

@@ -49,9 +49,13 @@ class OnDevice:
     def to(self, device: torch.device | str) -> Self:
         """Return a copy on a device, which is not waited for."""
 
+        cuda = str(device).startswith("cuda")
+
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {name: moved(one) for name, one in value.items()}
+            if cuda and getattr(value, "is_cpu", False):
+                value = value.pin_memory()
             return value.to(device, non_blocking=True) if hasattr(value, "to") else value
 
         return type(self)(*(moved(value) for value in vars(self).values()))
@@ -69,13 +73,18 @@ class Sample(OnDevice):
 
 @dataclass(frozen=True)
 class DraftBatch(OnDevice):
-    """A collated batch: right-padded rows; masks are true where a token counts."""
+    """A collated batch: right-padded rows; masks are true where a token counts.
+
+    `host_mask_BT` is the loss mask on the CPU, where the trainer keeps it: what is found by its values
+    there, sizes above all, waits for no device.
+    """
 
     ids: tuple[SampleId, ...]
     token_ids_BT: Tensor
     loss_mask_BT: Tensor
     attention_mask_BT: Tensor
     features: Mapping[str, Tensor]
+    host_mask_BT: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +210,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def collate(self, samples: Sequence[Sample]) -> DraftBatch:
-        """Make a batch of samples, on the device where they lie; padding must not change the loss."""
+        """Make a batch; tokens and masks lie on the CPU, features on the device that trains."""
 
     @abstractmethod
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:

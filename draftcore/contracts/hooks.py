@@ -105,7 +105,10 @@ class Specs:
 
     @hookspec(firstresult=True)
     def collate(self, samples: Sequence[Sample], options: Any) -> DraftBatch:
-        """Make a batch of samples, on the device where they lie; padding must not change the loss."""
+        """Make a batch; tokens and masks lie on the CPU, features on the device that trains.
+
+        The trainer moves what is made to the device. Padding must not change the loss.
+        """
 
     @hookspec(firstresult=True)
     def forward_loss(

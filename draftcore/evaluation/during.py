@@ -97,7 +97,8 @@ class Probe:
             torch.cuda.synchronize(device)  # a capture may be under way, by the same target
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             built.module.eval()
-            report = self._losses(built, context)
+            with torch.compiler.set_stance("force_eager"):
+                report = self._losses(built, context)
             if config.train.eval_prompts:
                 if self.runner is None or self.decoded is not built:
                     self.runner, self.decoded = self.decoder(built), built

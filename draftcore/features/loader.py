@@ -154,24 +154,23 @@ class Loader:
                 return
 
     def _on_device(self, loaded: Loaded, stream: torch.cuda.Stream) -> Loaded:
-        """Copy a batch to the device through pinned memory, and let go of what it was read from."""
+        """Copy features to the device through pinned memory, and let go of what they were read from."""
         with torch.cuda.stream(stream):
             samples = [
                 Sample(
                     one.id,
-                    _pinned(one.token_ids_T, self.device),
-                    _pinned(one.loss_mask_T, self.device),
-                    {name: _pinned(value, self.device) for name, value in one.features.items()},
+                    one.token_ids_T.clone(),
+                    one.loss_mask_T.clone(),
+                    {
+                        name: value.pin_memory().to(self.device, non_blocking=True)
+                        for name, value in one.features.items()
+                    },
                 )
                 for one in loaded.samples
             ]
         stream.synchronize()
         loaded.close()
         return Loaded(loaded.planned, samples)
-
-
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 # ---------------------------------------------------------------- sources

@@ -41,6 +41,7 @@ from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 from draftcore.tensors import all_finite, largest_magnitude
 from draftcore.training import checkpoint
+from draftcore.training.compiled import WORTH, Compiled
 from draftcore.training.distributed import Ranks, lay_gradients
 from draftcore.training.metrics import MetricsLog, Sums, joined, ratios, totals, weighted
 from draftcore.training.optimizer import (
@@ -76,18 +77,20 @@ class DraftSetup:
     options: Any
     request: FeatureRequest
     about: Mapping[str, Any]
+    compiles: bool = False  # the algorithm has the capability
 
     def collate(self, samples: Sequence[Sample], device: torch.device) -> DraftBatch:
         """Batch samples on a device, with the features that this draft asked for and no others'.
 
         They are moved before they are padded: a host took an eighth of a GPU's step for that.
         """
-        own = [
-            dataclasses.replace(s, features=self.request.select(s.features)).to(device)
-            for s in samples
-        ]
+        own = []
+        for sample in samples:
+            asked = self.request.select(sample.features).items()
+            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in asked}
+            own.append(dataclasses.replace(sample, features=moved))
         batch: DraftBatch = self.hook.collate(samples=own, options=self.options)
-        return batch.to(device)
+        return dataclasses.replace(batch.to(device), host_mask_BT=batch.loss_mask_BT)
 
 
 def train(
@@ -248,6 +251,10 @@ class Trainer:
         if ranks.rank:  # rank 0 keeps the random state that it has
             mixed = f"{self.config.seed} {ranks.rank} {self.step}".encode()
             torch.manual_seed(int.from_bytes(hashlib.sha256(mixed).digest()[:4], "little"))
+        self.compiled, asked = None, self.config.compile
+        repays = self.device.type == "cuda" and self.plan.total_steps - self.step >= WORTH
+        if self.setup.compiles and (repays if asked == "auto" else asked):
+            self.compiled = Compiled(built.module)
         self.random = RandomState(self.device, states)
         self.settled = self.random.tensors  # as the last finished step left it
         self.saved_step = self.step
@@ -278,6 +285,15 @@ class Trainer:
             self.backward([Sample(SampleId("", 1), tokens, mask, features)], last=last)
 
     def backward(self, samples: Sequence[Sample], *, last: bool) -> StepOutput:
+        """Compute a batch's loss and gradient, uncompiled where the compiler fails."""
+        try:
+            return self.compute(samples, last=last)
+        except Exception as error:  # no gradient was added: the whole forward is one graph
+            if self.compiled is None or not self.compiled.give_up(error):
+                raise
+        return self.compute(samples, last=last)
+
+    def compute(self, samples: Sequence[Sample], *, last: bool) -> StepOutput:
         """Compute a batch's loss and gradient: bf16 compute over fp32 masters, or fp32."""
         context = self.context(self.step + 1, training=True)
         half = torch.autocast(self.device.type, torch.bfloat16, self.config.precision == "bf16")
@@ -326,6 +342,8 @@ class Trainer:
         self.clear_gradients()
         self.batches, self.outputs, self.settled = [], [], self.random.tensors
         self.metrics = {**seen, "loss": 0.0, **ratios(total), "lr": lr, "grad_norm": float(norm)}
+        if self.compiled is not None:
+            self.metrics["compilations"] = self.compiled.compilations
         self.step += 1
 
     def join_gradients(self, denominators: Sequence[float]) -> float:

@@ -78,7 +78,7 @@ class DFlash(Algorithm):
         return batches.collate(samples)
 
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
-        output: StepOutput = draft.module(batch, context)
+        output: StepOutput = draft.module.loss(batch, context)  # type: ignore[operator]
         return output
 
     def build_disagg_draft_input(self, last_tokens: Tensor) -> DraftInput:

@@ -1,15 +1,18 @@
 """Attention of a block: over the context before its anchor, and over its own rows.
 
 A query of the block at anchor a sees context keys j < a (in a sliding layer only those within the
-window) and its own block, under one softmax. All blocks of a sample share the context keys, so
-that part is one fused kernel over [rows of all blocks, T] with an additive mask; the in-block part
-is a small product per block, and blocks never meet, so nothing of size [rows, rows] exists.
-The two are joined by their log-sum-exps, exactly (see `draftcore_nn.attention`).
+window) and its own block, under one softmax. There are two ways to the same numbers:
+
+- compiled for CUDA, one FlexAttention over the context's keys and those of all blocks. It visits only
+  tiles in which something is seen, found here from the anchors, so nothing is as large as a mask;
+- elsewhere the context is one fused kernel over [rows of all blocks, T] with an additive mask, as all
+  blocks of a sample share its keys; the in-block part is a small product per block. The two are joined
+  by their log-sum-exps, exactly (see `draftcore_nn.attention`).
 
 Softmax arithmetic is in fp32 (fp64 for fp64 inputs).
 
 Shape letters: B batch, T tokens, M kept blocks, S rows of a block, Q all rows of a sample's blocks
-(per_sample * S), A query heads, D head width.
+(per_sample * S), A query heads, G key/value heads, D head width, I tiles of queries, J tiles of keys.
 """
 
 from __future__ import annotations
@@ -22,15 +25,21 @@ from draftcore_nn import attention as fused
 from draftcore_nn.layers import full_precision
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from draftcore_dflash.blocks import Blocks
+
+TILE = 128
+KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What the rows of all blocks see: bias_B1QT is added to context scores; `causal` in a block."""
+    """What the rows of all blocks see: `seen` is added to context scores, or what FlexAttention reads."""
 
-    bias_B1QT: Tensor
+    seen: Tensor | BlockMask
+    blocks: Blocks
     causal: bool
 
     @classmethod
@@ -38,24 +47,72 @@ class AttentionMask:
         cls, blocks: Blocks, shape: tuple[int, int], block_size: int, *,
         window: int | None, causal: bool, dtype: torch.dtype,
     ) -> AttentionMask:  # fmt: skip
-        """Say what blocks see of a context of `shape` [B, T]: a window, or all of it.
+        """Say what blocks see of a context of `shape` [B, T]: a window, or all of it; `causal` in a block."""
+        if torch.compiler.is_compiling() and blocks.anchor_M.is_cuda:
+            return cls(_tiles(blocks, shape, block_size, window, causal), blocks, causal)
+        return cls(_bias(blocks, shape, block_size, window, dtype), blocks, causal)
 
-        What is hidden gets a large negative score, not an infinite one: a row without any context
-        (anchor 0) then gets a weight of exactly 0 for it in the joint softmax.
-        """
-        batch, length = shape
-        anchor, positions = blocks.anchor_M, blocks.positions(block_size)
-        time_T = torch.arange(length, device=anchor.device)
-        seen_MST = (time_T < anchor[:, None, None]).expand(-1, block_size, -1)
+
+def _bias(
+    blocks: Blocks, shape: tuple[int, int], block_size: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Return what is added to context scores, [B, 1, Q, T].
+
+    What is hidden gets a large negative score, not an infinite one: a row without any context
+    (anchor 0) then gets a weight of exactly 0 for it in the joint softmax.
+    """
+    batch, length = shape
+    anchor, positions = blocks.anchor_M, blocks.positions(block_size)
+    time_T = torch.arange(length, device=anchor.device)
+    seen_MST = (time_T < anchor[:, None, None]).expand(-1, block_size, -1)
+    if window is not None:
+        seen_MST = seen_MST & (time_T > positions[..., None] - window)
+    rows = batch * blocks.per_sample
+    # CUDA's kernel wants rows of the bias to start at multiples of 16 elements.
+    bias = torch.zeros(rows, block_size, length + -length % 16, dtype=dtype, device=anchor.device)
+    bias[blocks.slot_M, :, :length] = lowest(dtype) * (~seen_MST).to(dtype)
+    return bias.view(batch, 1, -1, bias.shape[-1])[..., :length]
+
+
+def _tiles(
+    blocks: Blocks, shape: tuple[int, int], block_size: int, window: int | None, causal: bool
+) -> BlockMask:
+    """Return the tiles of scores in which something is seen; keys are the context's, then the blocks'."""
+    (batch, length), queries = shape, blocks.per_sample * block_size
+    anchor_M = blocks.anchor_M.new_zeros(batch * blocks.per_sample)
+    anchor_M = anchor_M.index_copy(0, blocks.slot_M, blocks.anchor_M)
+    anchor_BQ = anchor_M.view(batch, -1).repeat_interleave(block_size, 1)
+
+    def sees(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        anchor, own = anchor_BQ[b, query], key - length
+        context = key < anchor
+        block = own // block_size == query // block_size
         if window is not None:
-            seen_MST = seen_MST & (time_T > positions[..., None] - window)
-        rows = batch * blocks.per_sample
-        # CUDA's kernel wants rows of the bias to start at multiples of 16 elements.
-        bias = torch.zeros(
-            rows, block_size, length + -length % 16, dtype=dtype, device=anchor.device
-        )
-        bias[blocks.slot_M, :, :length] = lowest(dtype) * (~seen_MST).to(dtype)
-        return cls(bias.view(batch, 1, -1, bias.shape[-1])[..., :length], causal)
+            context = context & (key > anchor + query % block_size - window)
+        if causal:
+            block = block & (own <= query)
+        return torch.where(key < length, context, block)
+
+    tiled_BIQ = torch.unflatten(functional.pad(anchor_BQ, (0, -queries % TILE)), 1, (-1, TILE))
+    first_BI1, last_BI1 = tiled_BIQ.amin(-1, keepdim=True), tiled_BIQ.amax(-1, keepdim=True)
+    key_J = TILE * torch.arange((length + queries + TILE - 1) // TILE, device=anchor_M.device)
+    query_I1 = TILE * torch.arange(tiled_BIQ.shape[1], device=anchor_M.device)[:, None]
+    # A tile's rows are of whole blocks and of parts of two.
+    start_I1 = length + query_I1 // block_size * block_size
+    end_I1 = length + ((query_I1 + TILE - 1) // block_size + 1) * block_size
+    own_IJ = (key_J < end_I1) & (key_J + TILE > start_I1)
+    context_BIJ = (key_J < last_BI1) & (key_J < length)
+    whole_BIJ = context_BIJ & (key_J + TILE <= first_BI1)
+    if window is not None:
+        context_BIJ = context_BIJ & (key_J + TILE > first_BI1 + 1 - window)
+        whole_BIJ = whole_BIJ & (key_J > last_BI1 + block_size - 1 - window)
+    partly, whole = (
+        # Their number, and their indices first in a list of all.
+        (seen.sum(-1)[:, None].int(), (~seen).int().argsort(stable=True)[:, None].int())
+        for seen in ((own_IJ | context_BIJ) & ~whole_BIJ, whole_BIJ)
+    )
+    lengths = (queries, length + queries)
+    return BlockMask.from_kv_blocks(*partly, *whole, TILE, mask_mod=sees, seq_lengths=lengths)
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -63,17 +120,30 @@ def lowest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def attend(
-    query_MSAD: Tensor, key_MSAD: Tensor, value_MSAD: Tensor, context_key_BATD: Tensor,
-    context_value_BATD: Tensor, slot_M: Tensor, mask: AttentionMask,
-) -> Tensor:  # fmt: skip
+def attend(query_MSAD: Tensor, own: KeysValues, context: KeysValues, mask: AttentionMask) -> Tensor:
     """Attend from every row of every block; returns [M, S, A, D] in the query's dtype.
 
-    Keys and values have their heads expanded to A. Scores are scaled by D^-0.5.
+    `own` are keys and values of the blocks, [M, S, G, D], `context` those of the context, [B, T, G, D].
+    Scores are scaled by D^-0.5.
     """
+    blocks, seen = mask.blocks, mask.seen
+    if isinstance(seen, BlockMask):
+        rows = len(context[0]) * blocks.per_sample
+        query_BAQD, *own_BGQD = (
+            _laid(x, blocks.slot_M, rows, len(context[0])) for x in (query_MSAD, *own)
+        )
+        key, value = (
+            torch.cat([x_BTGD.transpose(1, 2), x_BGQD], 2)
+            for x_BTGD, x_BGQD in zip(context, own_BGQD, strict=True)
+        )
+        found = flex_attention(query_BAQD, key, value, block_mask=seen, enable_gqa=True)
+        assert isinstance(found, Tensor)
+        return _take(found, query_MSAD, blocks.slot_M)
+    share = query_MSAD.shape[2] // own[0].shape[2]
+    given = [x if share == 1 else x.repeat_interleave(share, -2) for x in (*own, *context)]
     return _JointAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
-        query_MSAD, key_MSAD, value_MSAD, context_key_BATD, context_value_BATD,
-        mask.bias_B1QT, slot_M, mask.causal,
+        query_MSAD, *given[:2], *(x_BTAD.transpose(1, 2) for x_BTAD in given[2:]), seen,
+        blocks.slot_M, mask.causal,
     )  # fmt: skip
 
 
@@ -140,11 +210,15 @@ def _own_scores(query_MSAD: Tensor, key_MSAD: Tensor, causal: bool) -> Tensor:
 
 
 def _pad(x_MSAD: Tensor, bias_B1QT: Tensor, slot_M: Tensor) -> Tensor:
-    """Lay blocks out as [B, A, Q, D], zeros elsewhere (they then add nothing to gradients)."""
+    """Lay blocks out beside their bias, as [B, A, Q, D]."""
     batch, _, rows, _ = bias_B1QT.shape
-    block_size, heads, width = x_MSAD.shape[1:]
-    flat = x_MSAD.new_zeros(batch * rows // block_size, block_size, heads, width)
-    return flat.index_copy(0, slot_M, x_MSAD).view(batch, rows, heads, width).transpose(1, 2)
+    return _laid(x_MSAD, slot_M, batch * rows // x_MSAD.shape[1], batch)
+
+
+def _laid(x_MSAD: Tensor, slot_M: Tensor, slots: int, batch: int) -> Tensor:
+    """Lay blocks out as [B, A, Q, D], zeros elsewhere (they then add nothing to gradients)."""
+    flat = x_MSAD.new_zeros(slots, *x_MSAD.shape[1:]).index_copy(0, slot_M, x_MSAD)
+    return flat.view(batch, -1, *x_MSAD.shape[2:]).transpose(1, 2)
 
 
 def _take(x_BAQ: Tensor, like_MSA: Tensor, slot_M: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 A sample's anchors are drawn by a generator of their own, seeded by (run seed, sample id, epoch), so
 they depend neither on the batch nor on what was drawn before, and a resumed run draws the same.
-Dropped anchors cost nothing: `Blocks` lists the kept ones only, whatever sample they belong to.
+Dropped anchors cost nothing: `Blocks` lists the kept ones only, whatever sample they belong to. All
+that depends on the mask's values is found here, on the CPU, so that no step waits for the device.
 
 Shape letters: B batch, T tokens, N anchors per sample, M kept blocks, S rows of a block.
 """
@@ -13,6 +14,8 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
+from draftcore_nn.batches import host_mask
+from draftcore_nn.losses import padded
 from torch import Tensor
 from torch.nn import functional
 
@@ -53,46 +56,62 @@ class Blocks(OnDevice):
 
 
 @dataclass(frozen=True)
-class Targets:
-    """What rows are to predict: token_MS, valid_MS (it counts), weight_MS (0 where not valid)."""
+class Targets(OnDevice):
+    """What rows of blocks predict: the tokens at `index_MS`, where `valid_MS` says so.
 
-    token_MS: Tensor
+    The rows with loss are `row_R`, flat m*S + s; what fills them up to a number that a compiled loss can
+    cut evenly is M*S, one more than the last. `rank_S` counts rows from the first that predicts.
+    """
+
+    index_MS: Tensor
     valid_MS: Tensor
-    weight_MS: Tensor
+    row_R: Tensor
+    rank_S: Tensor
 
     @classmethod
     def of(
-        cls, batch: DraftBatch, blocks: Blocks, block_size: int, gamma: float | None,
-        dtype: torch.dtype, *, shifted: bool = False,
-    ) -> Targets:  # fmt: skip
-        """Say what rows predict: row k the token at its own position, and row 0 nothing.
+        cls, mask_BT: Tensor, blocks: Blocks, block_size: int, *, shifted: bool = False
+    ) -> Targets:
+        """Find what rows predict, by the mask on the CPU: row k the token at its own position.
 
-        When shifted, row k predicts the next position's. The first predicting row weighs 1, each
-        further one exp(-1/gamma) of the one before. `dtype` is the weights'.
+        Row 0 predicts nothing. When shifted, row k predicts the next position's.
         """
-        offsets_S = torch.arange(block_size, device=blocks.anchor_M.device)
+        rank_S = torch.arange(block_size) - int(not shifted)
         index_MS = blocks.positions(block_size) + int(shifted)
-        length = batch.token_ids_BT.shape[1]
-        inside_MS = (index_MS < length) & blocks.keep_M[:, None]
+        length = mask_BT.shape[1]
+        inside_MS = (index_MS < length) & blocks.keep_M[:, None] & (rank_S >= 0)
         index_MS = index_MS.clamp_max(length - 1)
-        valid_MS = inside_MS & batch.loss_mask_BT[blocks.sample_M[:, None], index_MS]
-        rank_S = offsets_S if shifted else offsets_S - 1
-        decay_S = torch.exp(rank_S.to(dtype) * (0.0 if gamma is None else -1 / gamma))
-        valid_MS = valid_MS & (rank_S >= 0)
-        return cls(
-            token_MS=batch.token_ids_BT[blocks.sample_M[:, None], index_MS],
-            valid_MS=valid_MS,
-            weight_MS=valid_MS.to(dtype) * decay_S,
-        )
+        valid_MS = inside_MS & mask_BT[blocks.sample_M[:, None], index_MS]
+        row_R = valid_MS.flatten().nonzero()[:, 0]
+        row_R = functional.pad(row_R, (0, padded(len(row_R)) - len(row_R)), value=valid_MS.numel())
+        return cls(index_MS, valid_MS, row_R, rank_S)
+
+    def weights(self, gamma: float | None, dtype: torch.dtype) -> Tensor:
+        """Weigh rows, [M, S]: the first that predicts 1, each further one exp(-1/gamma) as much."""
+        decay_S = torch.exp(self.rank_S.to(dtype) * (0.0 if gamma is None else -1 / gamma))
+        return self.valid_MS.to(dtype) * decay_S
+
+    def take(self, x_MS: Tensor) -> Tensor:
+        """Take the rows with loss of [M, S, ...], as [R, ...]; what fills them up is some row."""
+        return x_MS.flatten(0, 1).index_select(0, self.row_R.clamp_max(self.valid_MS.numel() - 1))
+
+    def weigh(self, x_R: Tensor, weight_MS: Tensor) -> Tensor:
+        """Return the sum of rows' values by their weights."""
+        return (self.lay(x_R) * weight_MS).sum()
+
+    def lay(self, x_R: Tensor) -> Tensor:
+        """Undo `take`: lay values of rows out as [M, S], zeros elsewhere."""
+        flat = x_R.new_zeros(self.valid_MS.numel() + 1).index_copy(0, self.row_R, x_R)
+        return flat[:-1].view(self.valid_MS.shape)
 
 
 def draw_blocks(batch: DraftBatch, num_anchors: int, seed: int) -> Blocks:
     """Draw up to `num_anchors` anchors per sample, uniform without replacement, in order.
 
     A position may be one if its token and the next are to be learned. Sorted anchors see contexts
-    of like length side by side. The mask comes to the host: the one wait of a step on a GPU.
+    of like length side by side.
     """
-    mask_BT = batch.loss_mask_BT.cpu()
+    mask_BT = host_mask(batch)
     pair_BT = mask_BT & functional.pad(mask_BT[:, 1:], (0, 1))
     rows = [
         draw_anchors(pair_T.nonzero()[:, 0], num_anchors, seed, sample)
@@ -104,7 +123,7 @@ def draw_blocks(batch: DraftBatch, num_anchors: int, seed: int) -> Blocks:
     for row, anchors in enumerate(rows):
         anchors_BN[row, : len(anchors)] = anchors
         keep_BN[row, : len(anchors)] = True
-    return Blocks.of(anchors_BN, keep_BN).to(batch.token_ids_BT.device)
+    return Blocks.of(anchors_BN, keep_BN)
 
 
 def draw_anchors(eligible: Tensor, num_anchors: int, seed: int, sample: SampleId) -> Tensor:

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 Counts = Mapping[str, tuple[Tensor, Tensor]]
 
 
-def scatter(values_R: Tensor, index_R: Tensor, like_MS: Tensor) -> Tensor:
-    """Lay rows out as [M, S], zeros elsewhere."""
-    flat = values_R.new_zeros(like_MS.numel())
-    return flat.index_copy(0, index_R, values_R).view(like_MS.shape)
-
-
 def dpace_weights(options: DFlashOptions, nll_MS: Tensor, valid_MS: Tensor) -> Tensor:
     """Return weights [M, S] from the draft's confidence s = (1 - alpha) p + alpha in each label.
 
@@ -52,8 +46,8 @@ def metrics(hits_MS: Tensor, valid_MS: Tensor, dtype: torch.dtype, prefix: str =
     would yield where the data is what the target writes.
     """
     # A row before the first that counts (the anchor's own) does not end the run of hits.
-    started_MS = valid_MS.cummax(-1).values
-    leading_M = (hits_MS | ~started_MS).cumprod(-1).mul(valid_MS).sum(-1)
+    missed_MS = (valid_MS.int().cumsum(-1) > 0) & ~hits_MS
+    leading_M = ((missed_MS.int().cumsum(-1) == 0) & valid_MS).sum(-1)
     some_M = valid_MS.any(-1)
     length = ((leading_M + 1) * some_M).sum().to(dtype)
     return {

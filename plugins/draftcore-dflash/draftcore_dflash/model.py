@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from draftcore_nn.batches import host_mask
 from draftcore_nn.layers import (
     Projections,
     RMSNorm,
@@ -31,7 +32,7 @@ from draftcore.contracts.algorithm import DraftBatch, StepContext, StepOutput
 from draftcore_dflash.attention import AttentionMask, attend
 from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
 from draftcore_dflash.config import SLIDING, DraftConfig
-from draftcore_dflash.loss import dpace_weights, metrics, scatter
+from draftcore_dflash.loss import dpace_weights, metrics
 
 if TYPE_CHECKING:
     from draftcore_dflash.options import BackboneOptions, DFlashOptions
@@ -58,11 +59,6 @@ class Attention(Projections):
         value_GD = torch.unflatten(self.v_proj(x_H), -1, (-1, self.head_dim))
         return rotate(self.k_norm(key_GD), *angles), value_GD
 
-    def expand(self, x_GD: Tensor) -> Tensor:
-        """Repeat key/value heads [..., G, D] for the query heads that share them."""
-        queries, keys = self.heads
-        return x_GD if queries == keys else x_GD.repeat_interleave(queries // keys, -2)
-
 
 class DecoderLayer(nn.Module):
     """One layer; `forward` is for training, a cached decoder uses the parts."""
@@ -77,15 +73,14 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, hidden_MSH: Tensor, context_BTH: Tensor, angles: Angles, context_angles: Angles,
-        slot_M: Tensor, mask: AttentionMask,
+        mask: AttentionMask,
     ) -> Tensor:  # fmt: skip
         attn, x_MSH = self.self_attn, self.input_layernorm(hidden_MSH)
-        key_MSAD, value_MSAD = map(attn.expand, attn.keys_values(x_MSH, angles))
-        key_BTAD, value_BTAD = map(attn.expand, attn.keys_values(context_BTH, context_angles))
-        attended_MSAD = attend(
-            attn.queries(x_MSH, angles), key_MSAD, value_MSAD,
-            key_BTAD.transpose(1, 2), value_BTAD.transpose(1, 2), slot_M, mask,
-        )  # fmt: skip
+        own, context = (
+            attn.keys_values(x_MSH, angles),
+            attn.keys_values(context_BTH, context_angles),
+        )
+        attended_MSAD = attend(attn.queries(x_MSH, angles), own, context, mask)
         return self.finish(hidden_MSH, attended_MSAD)
 
     def finish(self, hidden_H: Tensor, attended_AD: Tensor) -> Tensor:
@@ -149,9 +144,7 @@ class Backbone(TargetVocabulary):
             for kind in set(config.layer_types)
         }  # fmt: skip
         for layer, kind in self.typed_layers():
-            hidden_MSH = layer(
-                hidden_MSH, context_BTH, angles, context_angles, blocks.slot_M, masks[kind]
-            )
+            hidden_MSH = layer(hidden_MSH, context_BTH, angles, context_angles, masks[kind])
         return self.norm(hidden_MSH)  # type: ignore[no-any-return]
 
 
@@ -160,31 +153,35 @@ class DFlashDraft(Backbone):
 
     options: DFlashOptions
 
-    def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
-        return self.loss(batch, draw_blocks(batch, self.options.num_anchors, context.seed))
+    def loss(self, batch: DraftBatch, context: StepContext) -> StepOutput:
+        return self.loss_of(batch, draw_blocks(batch, self.options.num_anchors, context.seed))
 
-    def loss(self, batch: DraftBatch, blocks: Blocks) -> StepOutput:
-        """Return the loss of given blocks. Metrics: `accuracy` and `acceptance_length`.
+    def loss_of(self, batch: DraftBatch, blocks: Blocks) -> StepOutput:
+        """Return the loss of given blocks, which lie on the CPU, see `forward`."""
+        device, mask_BT = batch.token_ids_BT.device, host_mask(batch)
+        targets = Targets.of(mask_BT, blocks, self.config.block_size)
+        output: StepOutput = self(batch, blocks.to(device), targets.to(device))
+        return output
+
+    def forward(self, batch: DraftBatch, blocks: Blocks, targets: Targets) -> StepOutput:
+        """Return the loss; this is what `train.compile` compiles.
 
         `ce`: numerator sum(w CE), denominator sum(w). D-PACE: numerator sum(w CE), denominator the
-        number of samples that have a row to learn.
+        number of samples that have a row to learn. Metrics: `accuracy` and `acceptance_length`.
         """
         options, hidden_MSH = self.options, self.block_hidden(batch, blocks)
-        block_size, gamma = self.config.block_size, options.loss_decay_gamma
-        exact = torch.promote_types(hidden_MSH.dtype, torch.float32)
-        targets = Targets.of(batch, blocks, block_size, gamma, exact)
-        index_R = targets.valid_MS.flatten().nonzero()[:, 0]
-        hidden_RH = hidden_MSH.flatten(0, 1).index_select(0, index_R)
-        label_R = targets.token_MS.flatten()[index_R]
-        loss_R, best_R = cross_entropy(hidden_RH, self.head, label_R)
+        exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
+        label_R = targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
+        loss_R, best_R = cross_entropy(targets.take(hidden_MSH), self.head, label_R)
         with full_precision(loss_R.device):
-            weight_MS, denominator = targets.weight_MS, targets.weight_MS.sum()
+            weight_MS = targets.weights(options.loss_decay_gamma, exact)
+            denominator = weight_MS.sum()
             if options.loss != "ce":
-                nll_MS = scatter(loss_R.detach(), index_R, targets.valid_MS)
-                weight_MS = dpace_weights(options, nll_MS, targets.valid_MS)
-                learning_B = torch.zeros(len(batch.token_ids_BT), device=loss_R.device, dtype=exact)
-                learning_B[blocks.sample_M[targets.valid_MS.any(-1)]] = 1.0
-                denominator = learning_B.sum()
-            numerator = (loss_R * weight_MS.flatten()[index_R]).sum()
-        hits_MS = scatter(best_R == label_R, index_R, targets.valid_MS)
-        return StepOutput(numerator, denominator, metrics(hits_MS, targets.valid_MS, exact))
+                weight_MS = dpace_weights(options, targets.lay(loss_R.detach()), valid_MS)
+                weight_MS = weight_MS * valid_MS
+                learning_B = weight_MS.new_zeros(len(batch.token_ids_BT))
+                learning_B = learning_B.index_add(0, blocks.sample_M, valid_MS.any(-1).to(exact))
+                denominator = (learning_B > 0).sum().to(exact)
+            numerator = targets.weigh(loss_R, weight_MS)
+            hits_MS = targets.lay(best_R == label_R)
+            return StepOutput(numerator, denominator, metrics(hits_MS, valid_MS, exact))

@@ -6,7 +6,10 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 CAPABILITIES = frozenset(
-    {"cross_entropy", "disagg", "layout:serving", "served:sglang", "served:vllm", "sglang:DFLASH"}
+    {
+        *("compile", "cross_entropy", "disagg", "layout:serving"),
+        *("served:sglang", "served:vllm", "sglang:DFLASH"),
+    }
 )
 
 

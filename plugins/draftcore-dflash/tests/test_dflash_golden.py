@@ -62,7 +62,7 @@ def check_accuracy(output: StepOutput, expected: float) -> None:
 
 def test_golden_loss_metrics_and_every_gradient(golden: Golden) -> None:
     draft, expected = golden.draft(), golden.data["expected"]
-    output = draft.loss(golden.batch(), golden.blocks())
+    output = draft.loss_of(golden.batch(), golden.blocks())
     loss = output.numerator / output.denominator
     loss.backward()
     golden.check(float(loss.detach()), expected["loss"])
@@ -77,7 +77,7 @@ def test_golden_loss_metrics_and_every_gradient(golden: Golden) -> None:
 def test_golden_alternatives_on_the_same_inputs(golden: Golden) -> None:
     for name, expected in golden.data["alternatives_same_inputs_and_anchors"].items():
         draft = golden.draft(**alternative(name))
-        output = draft.loss(golden.batch(), golden.blocks())
+        output = draft.loss_of(golden.batch(), golden.blocks())
         numerator, denominator = expected["loss_terms"]
         found = float(output.numerator.detach())
         golden.check(found, numerator, name)
@@ -109,7 +109,7 @@ def test_golden_accumulation_window(golden: Golden) -> None:
     """Micro-batches of one sample each, with anchors of their own, normalised once."""
     draft = golden.draft()
     outputs = [
-        draft.loss(golden.batch(sample), golden.blocks(f"window.{index}."))
+        draft.loss_of(golden.batch(sample), golden.blocks(f"window.{index}."))
         for index, sample in enumerate(golden.samples(golden.config.layers))
     ]
     numerator = torch.stack([output.numerator for output in outputs]).sum()

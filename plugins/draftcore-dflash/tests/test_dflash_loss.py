@@ -296,7 +296,7 @@ def test_metrics_count_leading_hits(make_draft: MakeDraft, make_samples: MakeSam
     sample.token_ids_T[4:7] = proposed[1:4]
 
     def measure() -> dict[str, tuple[float, float]]:
-        output = module.loss(DFlash(OPTIONS).collate([sample]), blocks)
+        output = module.loss_of(DFlash(OPTIONS).collate([sample]), blocks)
         return {name: (float(a), float(b)) for name, (a, b) in output.counts.items()}
 
     assert measure() == {"accuracy": (3, 3), "acceptance_length": (4, 1)}
@@ -356,7 +356,8 @@ def test_joined_attention_equals_one_softmax(
     tensors, grad, blocks = attention_inputs(dtype, device)
     mask = AttentionMask.of(blocks, (2, 33), 5, window=window, causal=causal, dtype=dtype)
     query, key, value, context_key, context_value = tensors
-    found = attend(query, key, value, context_key, context_value, blocks.slot_M, mask)
+    context = (context_key.transpose(1, 2), context_value.transpose(1, 2))
+    found = attend(query, (key, value), context, mask)
     found_gradients = torch.autograd.grad(found, tensors, grad)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     expected = plain_attention(exact, blocks, window, causal)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from draftcore_nn.layers import full_precision
-from draftcore_nn.losses import residual_, row_slices
+from draftcore_nn.losses import in_slices, residual
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -31,7 +31,7 @@ class Losses(NamedTuple):
 
 def corrected_cross_entropy(
     hidden_RH: Tensor, low_RE: Tensor, head_VH: Tensor, up_VE: Tensor, labels_R: Tensor,
-    weight_R: Tensor, base_share: float,
+    weight_R: Tensor, base_share: Tensor,
 ) -> Losses:  # fmt: skip
     """Return sum of weight * ((1 - share) CE(W h + U z) + share CE(W h)), and what it is made of.
 
@@ -48,34 +48,34 @@ class _Corrected(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_RH: Tensor, low_RE: Tensor, up_VE: Tensor, head_VH: Tensor,
-        labels_R: Tensor, weight_R: Tensor, base_share: float, wanted: bool,
+        labels_R: Tensor, weight_R: Tensor, base_share: Tensor, wanted: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         exact, half = torch.promote_types(hidden_RH.dtype, torch.float32), hidden_RH.dtype
-        final_R, base_R = (hidden_RH.new_zeros(len(hidden_RH), dtype=exact) for _ in range(2))
-        final_best_R, base_best_R = torch.zeros_like(labels_R), torch.zeros_like(labels_R)
-        grads = [torch.zeros_like(x) for x in (hidden_RH, low_RE, up_VE)] if wanted else []
-        up = up_VE.to(half)
+        up, up_grad_VE, by_row, slopes = up_VE.to(half), torch.zeros_like(up_VE), [], []
         with full_precision(hidden_RH.device):
-            for rows in row_slices(len(hidden_RH), len(head_VH)):
-                hidden_rH, low_rE, label_r1 = hidden_RH[rows], low_RE[rows], labels_R[rows, None]
+            for hidden_rH, low_rE, label_r, weight_r in in_slices(
+                len(head_VH), hidden_RH, low_RE, labels_R, weight_R
+            ):
+                label_r1, weight_r1 = label_r[:, None], weight_r[:, None]
                 base_rV = (hidden_rH @ head_VH.T).to(exact)
                 final_rV = base_rV + low_rE @ up.T
-                base_best_R[rows], final_best_R[rows] = base_rV.argmax(-1), final_rV.argmax(-1)
+                best = (final_rV.argmax(-1), base_rV.argmax(-1))
                 base_rV, final_rV = base_rV.log_softmax(-1), final_rV.log_softmax(-1)
-                base_R[rows] = -base_rV.gather(1, label_r1)[:, 0]
-                final_R[rows] = -final_rV.gather(1, label_r1)[:, 0]
-                if not grads:
+                losses = (-rV.gather(1, label_r1)[:, 0] for rV in (final_rV, base_rV))
+                by_row.append((*losses, *best))
+                if not wanted:
                     continue
-                weight_r1 = weight_R[rows, None]
-                base_rV = residual_(base_rV, label_r1).mul_(base_share * weight_r1)
-                final_rV = residual_(final_rV, label_r1).mul_((1 - base_share) * weight_r1)
-                grads[0][rows] = base_rV.add_(final_rV).to(half) @ head_VH
+                base_rV = residual(base_rV, label_r1).mul_(base_share * weight_r1)
+                final_rV = residual(final_rV, label_r1).mul_((1 - base_share) * weight_r1)
+                slope_rH = base_rV.add_(final_rV).to(half) @ head_VH
                 final_rV = final_rV.to(half)
-                grads[1][rows] = final_rV @ up
-                grads[2] += final_rV.T @ low_rE
+                slopes.append((slope_rH, final_rV @ up))
+                up_grad_VE = up_grad_VE + final_rV.T @ low_rE
+            final_R, base_R, final_best_R, base_best_R = map(torch.cat, zip(*by_row, strict=True))
             mixed_R = (1 - base_share) * final_R + base_share * base_R
             objective = (mixed_R * weight_R).sum()
-        ctx.save_for_backward(*grads)
+        if wanted:
+            ctx.save_for_backward(*map(torch.cat, zip(*slopes, strict=True)), up_grad_VE)
         ctx.mark_non_differentiable(final_R, base_R, final_best_R, base_best_R)
         return objective, final_R, base_R, final_best_R, base_best_R
 

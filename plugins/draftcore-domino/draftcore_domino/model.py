@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
-from draftcore_dflash.loss import metrics, scatter
+from draftcore_dflash.loss import metrics
 from draftcore_dflash.model import Backbone
+from draftcore_nn.batches import host_mask
 from draftcore_nn.layers import full_precision
 from torch import Tensor, nn
 
@@ -51,42 +52,57 @@ class DominoDraft(Backbone):
             nn.Linear(config.emb_dim, config.vocab_size, bias=False),
         )
 
-    def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
-        blocks = draw_blocks(batch, self.options.num_anchors, context.seed)
-        return self.loss(batch, blocks, base_share(self.options, context))
+    def loss(self, batch: DraftBatch, context: StepContext) -> StepOutput:
+        share = base_share(self.options, context)
+        return self.loss_of(
+            batch, draw_blocks(batch, self.options.num_anchors, context.seed), share
+        )
 
-    def loss(self, batch: DraftBatch, blocks: Blocks, base_share: float) -> StepOutput:
-        """Return the loss of given blocks: sum(w ((1 - share) CE_final + share CE_base)) / sum(w).
+    def loss_of(self, batch: DraftBatch, blocks: Blocks, base_share: float) -> StepOutput:
+        """Return the loss of given blocks, which lie on the CPU, see `forward`.
+
+        The GRU runs here, as torch compiles none.
+        """
+        device, size, shifted = (
+            batch.token_ids_BT.device,
+            self.config.block_size,
+            self.config.shift_label,
+        )
+        targets = Targets.of(host_mask(batch), blocks, size, shifted=shifted).to(device)
+        blocks, share = blocks.to(device), torch.tensor(base_share, dtype=torch.float64)
+        states_MSG = self.prefix_states(batch, blocks)
+        output: StepOutput = self(batch, blocks, targets, states_MSG, share.to(device))
+        return output
+
+    def forward(
+        self, batch: DraftBatch, blocks: Blocks, targets: Targets, states_MSG: Tensor, share: Tensor
+    ) -> StepOutput:
+        """Return sum(w ((1 - share) CE_final + share CE_base)) / sum(w); `train.compile` compiles this.
 
         Rows weigh as in DFlash. Metrics: `final_loss`, `accuracy`, `acceptance_length`, the same
         with `base_`, and `lambda`.
         """
-        config, gamma = self.config, self.options.loss_decay_gamma
-        hidden_MSH, states_MSG = self.block_hidden(batch, blocks), self.prefix_states(batch, blocks)
-        exact = torch.promote_types(hidden_MSH.dtype, torch.float32)
-        targets = Targets.of(
-            batch, blocks, config.block_size, gamma, exact, shifted=config.shift_label
-        )
-        index_R = targets.valid_MS.flatten().nonzero()[:, 0]
-        weight_R, label_R = (x.flatten()[index_R] for x in (targets.weight_MS, targets.token_MS))
-        hidden_RH = hidden_MSH.flatten(0, 1).index_select(0, index_R)
-        low_RE = self.low_rank(hidden_RH, states_MSG.flatten(0, 1).index_select(0, index_R))
-        corrected_R = index_R % config.block_size >= config.first_corrected_row
+        config, hidden_MSH = self.config, self.block_hidden(batch, blocks)
+        exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
+        weight_MS, share = targets.weights(self.options.loss_decay_gamma, exact), share.to(exact)
+        label_R = targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
+        hidden_RH = targets.take(hidden_MSH)
+        low_RE = self.low_rank(hidden_RH, targets.take(states_MSG))
+        corrected_R = targets.row_R % config.block_size >= config.first_corrected_row
+        kept_R = targets.row_R < valid_MS.numel()
         losses = corrected_cross_entropy(
             hidden_RH, low_RE * corrected_R[:, None].to(low_RE.dtype), self.head,
-            self.up.weight, label_R, weight_R, base_share,
+            self.up.weight, label_R, targets.take(weight_MS) * kept_R, share,
         )  # fmt: skip
-        denominator = weight_R.sum()
+        denominator = weight_MS.sum()
         final_MS, base_MS = (
-            scatter(best_R == label_R, index_R, targets.valid_MS)
-            for best_R in (losses.final_best_R, losses.base_best_R)
+            targets.lay(best_R == label_R) for best_R in (losses.final_best_R, losses.base_best_R)
         )
-        share = denominator.new_tensor(base_share)
         counts = {
-            "final_loss": ((losses.final_R * weight_R).sum(), denominator),
-            "base_loss": ((losses.base_R * weight_R).sum(), denominator),
-            **metrics(final_MS, targets.valid_MS, exact),
-            **metrics(base_MS, targets.valid_MS, exact, prefix="base_"),
+            "final_loss": (targets.weigh(losses.final_R, weight_MS), denominator),
+            "base_loss": (targets.weigh(losses.base_R, weight_MS), denominator),
+            **metrics(final_MS, valid_MS, exact),
+            **metrics(base_MS, valid_MS, exact, prefix="base_"),
             "lambda": (share, torch.ones_like(share)),
         }
         return StepOutput(losses.objective, denominator, counts)

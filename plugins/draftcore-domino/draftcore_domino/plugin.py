@@ -7,7 +7,7 @@ from draftcore.contracts.offers import Offer
 
 # sglang runs Domino as DFLASH, by what the exported config says of its projector.
 CAPABILITIES = frozenset(
-    {"cross_entropy", "disagg", "layout:serving", "served:sglang", "sglang:DFLASH"}
+    {"compile", "cross_entropy", "disagg", "layout:serving", "served:sglang", "sglang:DFLASH"}
 )
 
 

@@ -59,7 +59,7 @@ class Golden(algorithm_checks.Golden):
     def run(self, draft: DominoDraft, share: float) -> StepOutput:
         blocks = Blocks.of(self.tensors["anchors"], self.tensors["anchor_keep"].bool())
         batch = DFlash(DominoOptions()).collate(self.samples(draft.config.layers))
-        return draft.loss(batch, blocks, share)
+        return draft.loss_of(batch, blocks, share)
 
 
 @pytest.fixture(params=algorithm_checks.cases(OWN, "domino"), ids=lambda file: file.stem)

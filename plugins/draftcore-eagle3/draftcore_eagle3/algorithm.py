@@ -77,8 +77,8 @@ class Eagle3(Algorithm):
         return batches.collate([replace(s, loss_mask_T=rows(s.loss_mask_T)) for s in samples])
 
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
-        output: StepOutput = draft.module(batch, context)
-        return output
+        assert isinstance(draft.module, model.Eagle3Draft)
+        return draft.module.loss(batch)
 
     def eval_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
         """Add what a round of decoding would yield by the held-out accuracies: 1 + a0 + a0*a1 + ..."""

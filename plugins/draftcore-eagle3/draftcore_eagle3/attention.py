@@ -22,16 +22,15 @@ from torch.autograd.function import once_differentiable
 
 
 def attend(
-    query_NAD: Tensor, key_BATD: Tensor, value_BATD: Tensor, extra_key_NGXD: Tensor,
+    query_NAD: Tensor, key_BGTD: Tensor, value_BGTD: Tensor, extra_key_NGXD: Tensor,
     extra_value_NGXD: Tensor, rows_N: Tensor,
 ) -> Tensor:  # fmt: skip
     """Attend from the rows `rows_N` (flat b*T + t) over step-0 keys 0..t and the rows' extra keys.
 
-    Keys and values of step 0 come with their heads expanded to A. Scores are scaled by
-    D^-0.5. Returns [N, A, D] in the query's dtype.
+    Scores are scaled by D^-0.5. Returns [N, A, D] in the query's dtype.
     """
     return _JointAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
-        query_NAD, key_BATD, value_BATD, extra_key_NGXD, extra_value_NGXD, rows_N
+        query_NAD, key_BGTD, value_BGTD, extra_key_NGXD, extra_value_NGXD, rows_N
     )
 
 
@@ -51,7 +50,9 @@ class _JointAttention(torch.autograd.Function):
             joint_NA = logsumexp_NA - log_parts[..., 0]
             part_NGRX = _grouped(log_parts[..., 1:].exp(), extra_key)
             output_NAD = output_NAD * log_parts[..., :1].exp()
-            output_NAD = output_NAD + (part_NGRX @ extra_value.to(part_NGRX.dtype)).flatten(1, 2)
+            output_NAD = output_NAD + fused.few(part_NGRX, extra_value.to(part_NGRX.dtype)).flatten(
+                1, 2
+            )
             output_NAD = output_NAD.to(query_NAD.dtype)
         ctx.save_for_backward(query_NAD, key, value, *rest, output_NAD, joint_NA, *saved)
         return output_NAD
@@ -87,11 +88,11 @@ def _grouped(x_NA: Tensor, like_NG: Tensor) -> Tensor:
     return torch.unflatten(x_NA, 1, (like_NG.shape[1], -1))
 
 
-def _pad(x_NAD: Tensor, like_BATD: Tensor, rows_N: Tensor) -> Tensor:
+def _pad(x_NAD: Tensor, like_BGTD: Tensor, rows_N: Tensor) -> Tensor:
     """Lay active rows out as [B, A, T, D], zeros elsewhere (they then add nothing to gradients)."""
-    batch, heads, length, _ = like_BATD.shape
-    flat = x_NAD.new_zeros(batch * length, heads, x_NAD.shape[-1]).index_copy(0, rows_N, x_NAD)
-    return flat.view(batch, length, heads, -1).transpose(1, 2)
+    batch, _, length, _ = like_BGTD.shape
+    flat = x_NAD.new_zeros(batch * length, *x_NAD.shape[1:]).index_copy(0, rows_N, x_NAD)
+    return flat.view(batch, length, *x_NAD.shape[1:]).transpose(1, 2)
 
 
 def _take(x_BAT: Tensor, rows_N: Tensor) -> Tensor:

@@ -9,125 +9,211 @@ moved on by k: token t+1+k, position t+k, teacher of row u = t+k. So step k meet
 teacher row u at draft row u-k, and only the rows that this takes are computed:
 
 - the teacher and the LM head run on supervised rows u. At step k the head reads draft row u-k.
-  Where u < k there is none: any row stands in with weight 0, which saves a host sync;
+  Where u < k there is none: any row stands in with weight 0;
 - queries, MLP and later steps run on *active* rows, those that meet a supervised row at any step;
 - step-0 keys and values need all rows, and nothing else does.
 
-Rows are flat indices b*T + t. Padding is on the right, so causality alone hides it.
+Rows are found on the CPU, flat indices b*T + t. Padding is on the right, so causality alone hides it.
 
-Shape letters: B batch, T tokens, N active rows, M supervised rows, H hidden, V target and U draft
-vocabulary.
+A step's logits exist in the compute dtype, and for few steps at a time: what a row's loss weighs is
+known beforehand, so the forward computes the gradients with the loss, and the backward only scales
+them, as in `draftcore_nn.losses`.
+
+Shape letters: B batch, T tokens, N active rows, M supervised rows, K steps, S steps at a time, H hidden,
+V target and U draft vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from draftcore_nn.layers import full_precision
-from draftcore_nn.losses import row_slices
+from draftcore_nn.losses import in_slices, padded
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from draftcore.contracts.algorithm import OnDevice
 
 if TYPE_CHECKING:
     from draftcore_eagle3.options import Eagle3Options
 
+STEPS_AT_A_TIME = 2  # logits of these exist together; fewer add up more gradients of the LM head
+
 
 @dataclass(frozen=True)
-class Rows:
-    """The active rows, the supervised rows, and where a row stands among the active."""
+class Rows(OnDevice):
+    """The active rows, the supervised rows, and where a row stands among the active.
+
+    Rows that are not `real_M` fill the supervised ones up to a number that a compiled loss can cut.
+    """
 
     active_N: Tensor
     supervised_M: Tensor
+    real_M: Tensor
     slot_BT: Tensor
     time_BT: Tensor
 
     @classmethod
     def of(cls, mask_BT: Tensor, steps: int) -> Rows:
-        """Find the rows of a batch; counting them is all that the loss waits for on a GPU."""
+        """Find the rows of a batch, by its mask on the CPU. There is always one that is active."""
         reach_BT = functional.pad(mask_BT, (0, steps - 1)).unfold(1, steps, 1).any(-1)
-        active_N = reach_BT.flatten().nonzero()[:, 0]
-        slot_BT = torch.zeros(mask_BT.numel(), dtype=torch.long, device=mask_BT.device)
-        slot_BT[active_N] = torch.arange(len(active_N), device=mask_BT.device)
-        times = torch.arange(mask_BT.shape[1], device=mask_BT.device).repeat(mask_BT.shape[0])
-        return cls(active_N, mask_BT.flatten().nonzero()[:, 0], slot_BT, times)
+        active_N, supervised_M = (x.flatten().nonzero()[:, 0] for x in (reach_BT, mask_BT))
+        if len(active_N) == 0:
+            active_N = active_N.new_zeros(1)
+        missing = padded(len(supervised_M)) - len(supervised_M)
+        real_M = functional.pad(torch.ones_like(supervised_M, dtype=torch.bool), (0, missing))
+        supervised_M = functional.pad(supervised_M, (0, missing), value=int(active_N[0]))
+        slot_BT = torch.zeros(mask_BT.numel(), dtype=torch.long)
+        slot_BT[active_N] = torch.arange(len(active_N))
+        times = torch.arange(mask_BT.shape[1]).repeat(mask_BT.shape[0])
+        return cls(active_N, supervised_M, real_M, slot_BT, times)
 
-    def drafted(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return, per supervised row u, the active slot of row u-step and whether there is one."""
-        there_M = self.time_BT[self.supervised_M] >= step
-        return self.slot_BT[(self.supervised_M - step).clamp_min(0)], there_M
+    def drafted(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Return for each step k and row u the active slot of row u-k, [K, M], and if there is one."""
+        steps_K1 = torch.arange(steps, device=self.slot_BT.device)[:, None]
+        there_KM = (self.time_BT[self.supervised_M] >= steps_K1) & self.real_M
+        return self.slot_BT[(self.supervised_M - steps_K1).clamp_min(0)], there_KM
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's distribution at supervised rows.
+    """The target's distribution at supervised rows: its logits of draft tokens, and their scale.
 
-    probs_MU: softmax restricted to draft tokens and renormalised; share_MU: the same, not
-    renormalised; label_M: the draft index of the target's most probable token, -1 if it has none.
+    Their softmax is exp(logits - own_M), renormalised, or exp(logits - all_M), a share of the target's
+    whole vocabulary. label_M: the draft index of the target's most probable token, -1 if it has none.
     """
 
-    probs_MU: Tensor
-    share_MU: Tensor
+    logits_MU: Tensor
+    own_M: Tensor
+    all_M: Tensor
     label_M: Tensor
 
 
 @torch.no_grad()
-def teach(
-    head_VH: Tensor, ids_U: Tensor | None, last_hidden_BTH: Tensor, supervised_M: Tensor
-) -> Teacher:
+def teach(head_VH: Tensor, ids_U: Tensor | None, last_hidden_BTH: Tensor, rows: Rows) -> Teacher:
     """Run the target's head at the supervised rows, a slice at a time.
 
-    `ids_U` are the target ids of the draft vocabulary; None for the full one.
+    `ids_U` are the target ids of the draft vocabulary; None for the full one. Rows that fill up know no
+    label, and so weigh nothing.
     """
-    hidden_MH = last_hidden_BTH.flatten(0, 1).index_select(0, supervised_M + 1).to(head_VH.dtype)
+    hidden_NH = last_hidden_BTH.flatten(0, 1)
+    next_M = (rows.supervised_M + 1).clamp_max(len(hidden_NH) - 1)
+    hidden_MH = hidden_NH.index_select(0, next_M).to(head_VH.dtype)
     index_V = torch.arange(len(head_VH), device=head_VH.device)
     if ids_U is not None:
         index_V = torch.full_like(index_V, -1).index_copy(0, ids_U, index_V[: len(ids_U)])
-    # Slices are counted from the batch's shape, which torch.compile knows; late ones may be empty.
-    num_rows = last_hidden_BTH.shape[0] * last_hidden_BTH.shape[1]
-    parts = [
-        _teach_rows(functional.linear(hidden_MH[rows], head_VH), ids_U, index_V)
-        for rows in row_slices(num_rows, len(head_VH))
-    ]
-    share_MU, label_M, *probs = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Teacher(probs[0] if probs else share_MU, share_MU, label_M)
+    parts = []
+    with full_precision(head_VH.device):
+        for (hidden_mH,) in in_slices(len(head_VH), hidden_MH):
+            logits_mV = functional.linear(hidden_mH, head_VH)
+            own_mU = logits_mV if ids_U is None else logits_mV.index_select(1, ids_U)
+            scales = [_logsumexp(own_mU), _logsumexp(logits_mV)]
+            parts.append((own_mU, *scales, index_V[logits_mV.argmax(-1)]))
+        logits_MU, own_M, all_M, label_M = (torch.cat(part) for part in zip(*parts, strict=True))
+        label_M = label_M.where(rows.real_M, -1)
+    return Teacher(logits_MU, own_M, all_M, label_M)
 
 
-def _teach_rows(logits_mV: Tensor, ids_U: Tensor | None, index_V: Tensor) -> tuple[Tensor, ...]:
-    """Return shares and labels, and where the vocabulary is not full renormalised shares."""
-    with full_precision(logits_mV.device):
-        label_m = index_V[logits_mV.argmax(-1)]
-        share_mV = logits_mV.softmax(-1, dtype=torch.promote_types(logits_mV.dtype, torch.float32))
-        if ids_U is None:
-            return share_mV, label_m
-        # Not the share divided by its sum: that may be 0/0 where the draft knows no likely token.
-        probs_mU = logits_mV.index_select(1, ids_U).softmax(-1, dtype=share_mV.dtype)
-        return share_mV.index_select(1, ids_U), label_m, probs_mU
+def _logsumexp(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
 
 
-def step_loss(
-    options: Eagle3Options, logits_MU: Tensor, teacher: Teacher, weight_M: Tensor, num_rows: Tensor
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return one step's loss and its acceptance rate, each as numerator and denominator.
+def distill(
+    options: Eagle3Options, hidden_KMH: Tensor, head_UH: Tensor, teacher: Teacher,
+    weight_KM: Tensor, num_rows: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the sum of the steps' losses, decayed, each step's loss [K], overlap [K, M] and best token.
 
-    Arithmetic is in fp32 (fp64 for an fp64 draft).
+    The loss of a step is a sum for `kl`, for the others the mean of the micro-batch; its gradient
+    reaches the hidden states and the head. Arithmetic is in fp32 (fp64 for an fp64 draft).
     """
-    log_probs_MU = logits_MU.log_softmax(-1, dtype=weight_M.dtype)
-    cross_entropy = -((teacher.probs_MU * log_probs_MU).sum(-1) * weight_M).sum()
-    with torch.set_grad_enabled(torch.is_grad_enabled() and options.loss != "kl"):
-        overlap_M = torch.minimum(teacher.share_MU, log_probs_MU.exp()).sum(-1)
-    acceptance, count = (overlap_M * weight_M).sum(), weight_M.sum()
-    shares = (acceptance.detach(), count)
+    wanted = torch.is_grad_enabled() and (hidden_KMH.requires_grad or head_UH.requires_grad)
+    given = (teacher.logits_MU, teacher.own_M, teacher.all_M, weight_KM, num_rows)
+    return _Distill.apply(hidden_KMH, head_UH, *given, options, wanted)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Distill(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_KMH: Tensor, head_UH: Tensor, teacher_MU: Tensor, own_M: Tensor,
+        all_M: Tensor, weight_KM: Tensor, num_rows: Tensor, options: Eagle3Options, wanted: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        exact, half = own_M.dtype, hidden_KMH.dtype
+        head = head_UH.to(half)
+        steps_K = torch.arange(len(hidden_KMH), device=own_M.device, dtype=exact)
+        decay_K = options.step_decay**steps_K
+        losses, overlaps, bests, slopes = [], [], [], []
+        head_slope_UH = torch.zeros_like(head_UH) if wanted else None
+        with full_precision(hidden_KMH.device):
+            exact_MU = teacher_MU.to(exact)
+            probs_MU, share_MU = ((exact_MU - scale_M[:, None]).exp() for scale_M in (own_M, all_M))
+            for start in range(0, len(hidden_KMH), STEPS_AT_A_TIME):
+                steps = slice(start, start + STEPS_AT_A_TIME)
+                hidden_SMH, weight_SM = hidden_KMH[steps], weight_KM[steps]
+                logits_SMU = hidden_SMH @ head.T
+                log_SMU = logits_SMU.log_softmax(-1, dtype=exact)
+                cross_SM = -(probs_MU * log_SMU).sum(-1)
+                overlap_SM = torch.minimum(share_MU, log_SMU.exp()).sum(-1)
+                loss_S, cross_slope_SM, overlap_slope_SM = _step_losses(
+                    options, cross_SM, overlap_SM, weight_SM, num_rows
+                )
+                losses.append(loss_S)
+                overlaps.append(overlap_SM)
+                bests.append(logits_SMU.argmax(-1))
+                if head_slope_UH is None:
+                    continue
+                decay_S1 = decay_K[steps, None]
+                # Recomputed where it is used, so that a compiler keeps the logits alone.
+                found_SMU = log_SMU.exp()
+                slope_SMU = (decay_S1 * cross_slope_SM)[..., None] * (found_SMU - probs_MU)
+                if options.loss != "kl":
+                    below_SMU = found_SMU * (found_SMU < share_MU)
+                    turn_SMU = below_SMU - found_SMU * below_SMU.sum(-1, keepdim=True)
+                    slope_SMU = slope_SMU + (decay_S1 * overlap_slope_SM)[..., None] * turn_SMU
+                slope_SMU = slope_SMU.to(half)
+                slopes.append(slope_SMU @ head)
+                flat = slope_SMU.flatten(0, 1).T @ hidden_SMH.flatten(0, 1)
+                head_slope_UH = head_slope_UH + flat.to(head_UH.dtype)
+            loss_K = torch.cat(losses)
+            total = (decay_K * loss_K).sum()
+        if head_slope_UH is not None:
+            ctx.save_for_backward(torch.cat(slopes), head_slope_UH)
+        overlap_KM, best_KM = torch.cat(overlaps), torch.cat(bests)
+        ctx.mark_non_differentiable(loss_K, overlap_KM, best_KM)
+        return total, loss_K, overlap_KM, best_KM
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        slopes = [(slope * grad).to(slope.dtype) for slope in ctx.saved_tensors]
+        return (*slopes, *[None] * 7)
+
+
+def _step_losses(
+    options: Eagle3Options,
+    cross_SM: Tensor,
+    overlap_SM: Tensor,
+    weight_SM: Tensor,
+    num_rows: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each step's loss [S], and its slopes by the rows' cross entropy and overlap, [S, M]."""
     if options.loss == "kl":
-        return (cross_entropy, num_rows), shares
-    some = (count > 0).to(count.dtype)
-    count = count.clamp_min(1)
-    rate = acceptance / count
+        return (cross_SM * weight_SM).sum(-1), weight_SM, torch.zeros_like(weight_SM)
+    weight_SM = weight_SM / weight_SM.sum(-1, keepdim=True).clamp_min(1)
     if options.loss == "lk_alpha":
         # A row without overlap would be infinite; it is as good as impossible in fp32.
-        log_M = overlap_M.clamp_min(torch.finfo(overlap_M.dtype).tiny).log()
-        return (-(log_M * weight_M).sum() / count, some), shares
-    blend = options.kl_scale * torch.exp(-options.kl_decay * rate.detach())
-    loss = blend * cross_entropy / num_rows.clamp_min(1) + (1 - blend) * (1 - rate)
-    return (loss * some, some), shares
+        tiny = torch.finfo(overlap_SM.dtype).tiny
+        slope_SM = -(weight_SM * (overlap_SM > tiny)) / overlap_SM.clamp_min(tiny)
+        log_SM = overlap_SM.clamp_min(tiny).log()
+        return -(log_SM * weight_SM).sum(-1), torch.zeros_like(weight_SM), slope_SM
+    rate_S1 = (overlap_SM * weight_SM).sum(-1, keepdim=True)
+    blend_S1 = options.kl_scale * torch.exp(-options.kl_decay * rate_S1)
+    given_SM = (weight_SM > 0).to(weight_SM.dtype) / num_rows.clamp_min(1)
+    some_S1 = given_SM.any(-1, keepdim=True)
+    loss_S1 = blend_S1 * (cross_SM * given_SM).sum(-1, keepdim=True) + (1 - blend_S1) * (
+        1 - rate_S1
+    )
+    return (loss_S1 * some_S1)[:, 0], blend_S1 * given_SM, (blend_S1 - 1) * weight_SM

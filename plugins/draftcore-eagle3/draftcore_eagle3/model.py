@@ -17,12 +17,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from draftcore_nn.batches import host_mask
 from draftcore_nn.layers import (
     Projections,
     RMSNorm,
     Rotary,
     SwiGLU,
     TargetVocabulary,
+    compute_dtype,
     full_precision,
     init_linears,
     rotate,
@@ -34,13 +36,12 @@ from torch.nn import functional
 from draftcore.contracts.algorithm import (
     Draft,
     DraftBatch,
-    StepContext,
     StepOutput,
     TrainingDefaults,
 )
 from draftcore_eagle3.attention import attend
 from draftcore_eagle3.config import DraftConfig
-from draftcore_eagle3.loss import Rows, step_loss, teach
+from draftcore_eagle3.loss import Rows, distill, teach
 from draftcore_eagle3.vocabulary import to_ids, to_offsets
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ class Attention(Projections):
         super().__init__(config, 2 * config.hidden_size)
 
     def split_weight(self) -> tuple[Tensor, Tensor]:
-        """Return the joint q/k/v weight as its embedding half and its hidden half, [Q, H] each."""
-        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        """Return the joint q/k/v weight as its embedding half and its hidden half, [Q, H] each.
+
+        They are cast here, once for all steps.
+        """
+        parts = (self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        weight = torch.cat([part.to(compute_dtype(part)) for part in parts])
         embedding_half, hidden_half = weight.chunk(2, dim=1)
         return embedding_half, hidden_half
 
@@ -139,33 +144,42 @@ class Eagle3Draft(TargetVocabulary):
 
     # ------------------------------------------------------------ training
 
-    def forward(self, batch: DraftBatch, context: StepContext) -> StepOutput:
-        """Return the loss of a batch and its metrics per step k.
+    def loss(self, batch: DraftBatch) -> StepOutput:
+        """Return the loss of a batch, see `forward`; what depends on the mask's values is found here."""
+        rows = Rows.of(host_mask(batch), self.options.ttt_length)
+        output: StepOutput = self(batch, rows.to(batch.token_ids_BT.device))
+        return output
+
+    def forward(self, batch: DraftBatch, rows: Rows) -> StepOutput:
+        """Return the loss of a batch and its metrics per step k; this is what `train.compile` compiles.
 
         `batch.loss_mask_BT` marks supervised rows. For `kl` the numerator is the sum over steps k
         and rows of decay^k * cross entropy, the denominator the number of real rows. The LK losses
         are means of the micro-batch: numerator their value, denominator 1 (0 if nothing is
         supervised). Metrics: `accuracy_k`, `acceptance_rate_k`, `loss_k`.
         """
-        options, last_hidden_BTH = self.options, batch.features["last_hidden"]
-        rows = Rows.of(batch.loss_mask_BT, options.ttt_length)
-        teacher = teach(self.head, self.token_ids(), last_hidden_BTH, rows.supervised_M)
-        exact, known_M = teacher.probs_MU.dtype, teacher.label_M >= 0
-        num_rows = batch.attention_mask_BT.sum().to(exact)
-        losses, counts = [], {}
-        for step, normed_NH in enumerate(self.unroll(batch, rows)):
-            slots_M, there_M = rows.drafted(step)
-            logits_MU = self.lm_head(normed_NH.index_select(0, slots_M))
-            with full_precision(logits_MU.device):
-                weight_M = (there_M & known_M).to(exact)
-                loss, shares = step_loss(options, logits_MU, teacher, weight_M, num_rows)
-                correct_M = (logits_MU.argmax(-1) == teacher.label_M) & there_M
-            losses.append(options.step_decay**step * loss[0])
-            counts[f"accuracy_{step}"] = (correct_M.sum().to(exact), there_M.sum().to(exact))
-            counts[f"acceptance_rate_{step}"] = shares
-            counts[f"loss_{step}"] = (loss[0].detach(), loss[1])
-        denominator = num_rows if options.loss == "kl" else known_M.any().to(exact)
-        return StepOutput(torch.stack(losses).sum(), denominator, counts)
+        options, steps = self.options, self.options.ttt_length
+        teacher = teach(self.head, self.token_ids(), batch.features["last_hidden"], rows)
+        slots_KM, there_KM = rows.drafted(steps)
+        normed = [x.index_select(0, slots_KM[k]) for k, x in enumerate(self.unroll(batch, rows))]
+        with full_precision(slots_KM.device):
+            known_M, exact = teacher.label_M >= 0, teacher.own_M.dtype
+            num_rows, weight_KM = batch.attention_mask_BT.sum().to(exact), there_KM & known_M
+            total, loss_K, overlap_KM, best_KM = distill(
+                options, torch.stack(normed), self.lm_head.weight, teacher, weight_KM.to(exact),
+                num_rows,
+            )  # fmt: skip
+            denominator, denominator_K = num_rows, num_rows.expand(steps)
+            if options.loss != "kl":
+                denominator, denominator_K = known_M.any().to(exact), weight_KM.any(-1).to(exact)
+            counts = {
+                "accuracy": ((best_KM == teacher.label_M) & there_KM, there_KM),
+                "acceptance_rate": (overlap_KM * weight_KM, weight_KM),
+            }
+            sums = {n: [x.sum(-1).to(exact) for x in pair] for n, pair in counts.items()}
+            sums["loss"] = [loss_K, denominator_K]
+        metrics = {f"{n}_{k}": (a[k], b[k]) for n, (a, b) in sums.items() for k in range(steps)}
+        return StepOutput(total, denominator, metrics)
 
     def unroll(self, batch: DraftBatch, rows: Rows) -> Iterator[Tensor]:
         """Yield each step's normed output on the active rows, [N, H]."""
@@ -180,13 +194,15 @@ class Eagle3Draft(TargetVocabulary):
         hidden = self.combine(batch.features).flatten(0, 1)
         qkv = from_token + functional.linear(layer.hidden_norm(hidden), hidden_half)
         query, key, value = attention.heads_of(qkv, cos[rows.time_BT], sin[rows.time_BT])
-        share = query.shape[1] // key.shape[1]
-        key_BATD, value_BATD = (
-            torch.unflatten(x.repeat_interleave(share, 1), 0, (batch_size, -1)).transpose(1, 2)
+        # Some kernels take a while for each length that they meet for the first time.
+        more = -length % 64 if key.is_cuda else 0
+        key_BGTD, value_BGTD = (
+            functional.pad(torch.unflatten(x, 0, (batch_size, -1)).transpose(1, 2), (0, 0, 0, more))
             for x in (key, value)
         )
 
         active_N, time_N = rows.active_N, rows.time_BT[rows.active_N]
+        cell_N = active_N + more * (active_N // length)
         query, hidden = query.index_select(0, active_N), hidden.index_select(0, active_N)
         nothing = (len(active_N), attention.heads[1], 0, query.shape[-1])
         extra_key, extra_value = query.new_empty(nothing), query.new_empty(nothing)
@@ -198,7 +214,7 @@ class Eagle3Draft(TargetVocabulary):
                 query, key, value = attention.heads_of(qkv, cos[time_N + step], sin[time_N + step])
                 extra_key = torch.cat([extra_key, key[:, :, None]], 2)
                 extra_value = torch.cat([extra_value, value[:, :, None]], 2)
-            attended = attend(query, key_BATD, value_BATD, extra_key, extra_value, active_N)
+            attended = attend(query, key_BGTD, value_BGTD, extra_key, extra_value, cell_N)
             normed, hidden = self.head_and_feedback(layer.finish(hidden, attended))
             yield normed
 

@@ -20,10 +20,10 @@ from draftcore_eagle3.serving import parse_config
 from draftcore_eagle3.vocabulary import select_tokens, to_ids, to_offsets
 from draftcore_sdk import algorithm_checks
 
-from draftcore.contracts.algorithm import DraftBatch, Sample, StepContext, StepOutput
+from draftcore.contracts.algorithm import DraftBatch, Sample, StepOutput
 
 OWN = Path(__file__).parents[3] / "tests" / "goldens"
-CONTEXT = StepContext(step=1, total_steps=1, seed=0)
+
 LAYERS = (0, 1, 2)
 
 
@@ -64,7 +64,7 @@ def ratios(output: StepOutput) -> dict[str, float]:
 
 def test_golden_loss_metrics_and_every_gradient(golden: Golden) -> None:
     draft, expected = golden.draft(), golden.data["expected"]
-    output = draft(golden.batch(), CONTEXT)
+    output = draft.loss(golden.batch())
     loss = output.numerator / golden.num_rows
     loss.backward()
     golden.check(float(loss.detach()), expected["loss"])
@@ -86,7 +86,7 @@ def test_golden_evaluation_over_single_samples(golden: Golden) -> None:
     `eval/avg_acc` is left out: in the one case at hand two different averages give its value.
     """
     draft, expected = golden.draft(), golden.data["evaluator_metrics_over_single_sample_batches"]
-    outputs = [draft(golden.batch(sample), CONTEXT) for sample in golden.samples(LAYERS)]
+    outputs = [draft.loss(golden.batch(sample)) for sample in golden.samples(LAYERS)]
     rows = sum(float(output.denominator) for output in outputs)
     metrics = {}
     for name in outputs[0].counts:
@@ -112,7 +112,7 @@ def test_golden_alternatives_on_the_same_inputs(golden: Golden) -> None:
         batch = dataclasses.replace(
             batch, attention_mask_BT=torch.ones_like(batch.attention_mask_BT)
         )
-        output = draft(batch, CONTEXT)
+        output = draft.loss(batch)
         loss = output.numerator / output.denominator
         golden.check(float(loss.detach()), expected["loss"], name)
         steps = [ratios(output)[f"loss_{k}"] for k in range(golden.data["ttt_length"])]

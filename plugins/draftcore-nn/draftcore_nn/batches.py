@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftcore.contracts.algorithm import DraftBatch, Sample
@@ -22,3 +23,8 @@ def collate(samples: Sequence[Sample]) -> DraftBatch:
             for name in samples[0].features
         },
     )
+
+
+def host_mask(batch: DraftBatch) -> Tensor:
+    """Return the loss mask [B, T] on the CPU; a batch that no trainer made may have to be waited for."""
+    return batch.loss_mask_BT.cpu() if batch.host_mask_BT is None else batch.host_mask_BT

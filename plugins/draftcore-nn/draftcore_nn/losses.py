@@ -6,11 +6,15 @@ weight, so the forward computes it along with the loss, and the backward only sc
 product with W forward and one for the gradient, nothing recomputed. For a head that is trained the
 backward makes the logits of each slice again.
 
+A compiler has to know how many slices there are: then rows are cut into `PARTS`, and `padded` says
+what fills them up.
+
 Shape letters: R rows, H hidden, V vocabulary; r a slice of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +27,19 @@ from draftcore_nn.layers import full_precision
 
 # Logits exist for this many elements at a time: 256 MiB in fp32.
 LOGIT_ELEMENTS = 1 << 26
+PARTS = 16
+
+
+def padded(rows: int) -> int:
+    """Return how many rows a loss that may be compiled has to have: at least so many, cut evenly."""
+    return max(1, -(-rows // PARTS)) * PARTS
+
+
+def in_slices(vocab_size: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors of rows alike, so that a slice's logits stay within `LOGIT_ELEMENTS`."""
+    if torch.compiler.is_compiling():
+        return zip(*(torch.unflatten(x, 0, (PARTS, -1)).unbind() for x in rows), strict=True)
+    return zip(*(torch.split(x, max(1, LOGIT_ELEMENTS // vocab_size)) for x in rows), strict=True)
 
 
 def row_slices(num_rows: int, vocab_size: int) -> list[slice]:
@@ -61,20 +78,18 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor, wanted: bool
     ) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(hidden_RH.dtype, torch.float32)
-        loss_R = hidden_RH.new_zeros(len(hidden_RH), dtype=exact)
-        best_R = torch.zeros_like(labels_R)
-        slope_RH = torch.zeros_like(hidden_RH) if wanted else None
+        losses, bests, slopes = [], [], []
         with full_precision(hidden_RH.device):
-            for rows in row_slices(len(hidden_RH), len(head_VH)):
-                logits_rV = hidden_RH[rows] @ head_VH.T
-                best_R[rows] = logits_rV.argmax(-1)
+            for hidden_rH, label_r in in_slices(len(head_VH), hidden_RH, labels_R):
+                logits_rV = hidden_rH @ head_VH.T
+                bests.append(logits_rV.argmax(-1))
                 log_probs_rV = logits_rV.log_softmax(-1, dtype=exact)
-                label_r1 = labels_R[rows, None]
-                loss_R[rows] = -log_probs_rV.gather(1, label_r1)[:, 0]
-                if slope_RH is not None:
-                    slope_rV = residual_(log_probs_rV, label_r1)
-                    slope_RH[rows] = slope_rV.to(head_VH.dtype) @ head_VH
-        ctx.save_for_backward(slope_RH)
+                losses.append(-log_probs_rV.gather(1, label_r[:, None])[:, 0])
+                if wanted:
+                    slope_rV = residual(log_probs_rV, label_r[:, None])
+                    slopes.append(slope_rV.to(head_VH.dtype) @ head_VH)
+            loss_R, best_R = torch.cat(losses), torch.cat(bests)
+        ctx.save_for_backward(torch.cat(slopes) if wanted else None)
         ctx.mark_non_differentiable(best_R)
         return loss_R, best_R
 
@@ -85,7 +100,10 @@ class _CrossEntropy(torch.autograd.Function):
         return (slope_RH * grad_R[:, None]).to(slope_RH.dtype), None, None, None
 
 
-def residual_(log_probs_rV: Tensor, label_r1: Tensor) -> Tensor:
-    """Turn log-probabilities, in place, into softmax - onehot: d CE / d logits."""
+def residual(log_probs_rV: Tensor, label_r1: Tensor) -> Tensor:
+    """Turn log-probabilities into softmax - onehot, d CE / d logits; in place, but for a compiler."""
+    if torch.compiler.is_compiling():  # it fuses this, and would keep the result of a scatter
+        index_V = torch.arange(log_probs_rV.shape[-1], device=log_probs_rV.device)
+        return log_probs_rV.exp() - (index_V == label_r1).to(log_probs_rV.dtype)
     probs_rV = log_probs_rV.exp_()
     return probs_rV.scatter_add_(1, label_r1, probs_rV.new_full(label_r1.shape, -1.0))

@@ -169,7 +169,7 @@ def eval_metrics(draft):
 == has_a_wrong_backward: test_the_gradient_is_the_slope_of_the_loss
 +        inner.requires_grad and inner.register_hook(lambda grad: 1.01 * grad)
          state = state + self.out(inner)
-== breaks_the_graph: test_compile_gives_one_graph_and_the_same_loss
+== breaks_the_graph: test_compile_gives_one_graph_for_all_batches_and_the_same_loss
 +        if numerator > 0:
 +            counts = dict(counts)
          return StepOutput(numerator, denominator, counts)

@@ -1,0 +1,246 @@
+"""Time training steps (forward and backward) at Qwen3-8B shapes on CUDA, one JSON line per case.
+
+    python benchmarks/step.py [--modes eager compiled] [--masks dense half] [CASE ...]
+
+A case is ALGORITHM:ROWSxTOKENS, for block drafts with anchors per row: `eagle3:1x2048`,
+`dflash:2x768:256`. Random data, bf16 compute over fp32 masters; of the mask `half`, every other run of
+64 tokens is supervised. A line has the median of ten steps by CUDA events, peak memory, what the matrix
+products alone take at the device's measured bf16 rate (the cost model in docs/performance.md), and the
+milliseconds of each family of kernels in one traced step. To put another trainer beside it, time its
+step with `measure`.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from draftcore_dflash.algorithm import DFlash
+from draftcore_dflash.config import DraftConfig
+from draftcore_dflash.options import DFlashOptions
+from draftcore_domino.algorithm import Domino
+from draftcore_domino.config import DominoConfig
+from draftcore_domino.options import DominoOptions
+from draftcore_eagle3 import config as eagle3
+from draftcore_eagle3.algorithm import Eagle3
+from draftcore_eagle3.model import Eagle3Draft
+from draftcore_eagle3.options import Eagle3Options
+from torch import nn
+
+from draftcore.contracts.algorithm import Algorithm, Draft, DraftBatch, SampleId, StepContext
+from draftcore.training.compiled import Compiled
+
+WIDTH, VOCABULARY, DRAFT_VOCABULARY, INNER, BLOCK, DEPTH, STEPS = (
+    4096,
+    151_936,
+    32_000,
+    12_288,
+    16,
+    5,
+    7,
+)
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "vocab_size": VOCABULARY,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": INNER,
+    "rms_norm_eps": 1e-6,
+    "rope": {"rope_type": "default", "rope_theta": 1e6},
+    "max_position_embeddings": 40_960,
+}
+BLOCKS: dict[str, Any] = {
+    "layers": (1, 9, 17, 25, 33),
+    "num_target_layers": 36,
+    "block_size": BLOCK,
+    "mask_token_id": 151_669,
+    "layer_types": ("full_attention",) * DEPTH,
+}
+CASES = (
+    "eagle3:1x2048",
+    "eagle3:1x4096",
+    "dflash:2x768:256",
+    "dflash:1x2048:512",
+    "domino:2x768:256",
+)
+FAMILIES = {
+    "products": r"gemm|nvjet|cutlass.*(bf16|tensorop)|xmma|cublas|splitK",
+    "attention": r"flash|fmha|flex|attention|cudnn.*sdpa",
+    "copies": r"copy|cat|Memcpy|Memset|fill",
+}
+
+
+def build(name: str, anchors: int) -> tuple[Algorithm, nn.Module]:
+    table = torch.randn(VOCABULARY, WIDTH, dtype=torch.bfloat16, device="cuda") * 0.02
+    with torch.device("cuda"):
+        if name == "eagle3":
+            given = {**SIZES, "draft_vocab_size": DRAFT_VOCABULARY, "layers": (1, 17, 32)}
+            options, ids = Eagle3Options(ttt_length=STEPS), torch.arange(DRAFT_VOCABULARY)
+            module: nn.Module = Eagle3Draft(eagle3.DraftConfig(**given), options, table, table, ids)
+            return Eagle3(options), drawn(module)
+        if name == "dflash":
+            dflash = DFlash(DFlashOptions(num_anchors=anchors))
+            return dflash, drawn(
+                dflash.module(DraftConfig(**SIZES, **BLOCKS), dflash.options, table, table)
+            )
+        domino = Domino(DominoOptions(num_anchors=anchors))
+        return domino, drawn(
+            domino.module(DominoConfig(**SIZES, **BLOCKS), domino.options, table, table)
+        )
+
+
+def drawn(module: nn.Module) -> nn.Module:
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.02)
+    return module.cuda()
+
+
+def random_batch(name: str, rows: int, length: int, mask: str) -> DraftBatch:
+    learned = torch.ones(rows, length, dtype=torch.bool)
+    if mask == "half":
+        learned &= (torch.arange(length) // 64 % 2).bool()
+    learned[:, -1] &= name != "eagle3"  # its last row predicts nothing
+    layers = (1, 17, 32) if name == "eagle3" else BLOCKS["layers"]
+    names = [*(f"hidden.{layer}" for layer in layers), *["last_hidden"] * (name == "eagle3")]
+    shape = (rows, length, WIDTH)
+    return DraftBatch(
+        ids=tuple(SampleId(str(row), 1) for row in range(rows)),
+        token_ids_BT=torch.randint(VOCABULARY, (rows, length), device="cuda"),
+        loss_mask_BT=learned.cuda(),
+        attention_mask_BT=torch.ones_like(learned).cuda(),
+        features={n: torch.randn(shape, dtype=torch.bfloat16, device="cuda") for n in names},
+        host_mask_BT=learned,
+    )
+
+
+def operations(module: Any, name: str, batch: DraftBatch, anchors: int) -> float:
+    """Of the products in docs/performance.md's cost model; a multiply-add counts 2.
+
+    Backward is twice forward for a weight that learns and once for the frozen head. Of a mask with gaps
+    it counts what has to be computed: rows with loss, and for EAGLE-3 those that lead to them.
+    """
+    assert batch.host_mask_BT is not None
+    tokens, learned = batch.token_ids_BT.numel(), int(batch.host_mask_BT.sum())
+    if name == "eagle3":
+        active = learned + int(learned < tokens / 2 + 1) * (tokens // 128) * (STEPS - 1)
+        layer = sum(p.numel() for p in module.midlayer.parameters())
+        body = 3 * 2 * STEPS * (active * layer + learned * module.lm_head.weight.numel())
+        return float(
+            body + 2 * learned * WIDTH * VOCABULARY + 3 * 2 * tokens * module.fc.weight.numel()
+        )
+    rows = len(batch.ids) * anchors * BLOCK
+    layer = sum(p.numel() for p in module.layers[0].parameters())
+    attention = module.layers[0].self_attn
+    keys_values = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
+    body = (
+        3 * 2 * (DEPTH * (rows * layer + tokens * keys_values) + tokens * module.fc.weight.numel())
+    )
+    head = 2 * 2 * rows * WIDTH * VOCABULARY
+    return float(body + head + (3 * 2 * rows * module.up.weight.numel() if name == "domino" else 0))
+
+
+def bf16_rate() -> float:
+    """Operations per second of a large product on this device."""
+    x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    seconds = measure(lambda: x @ x)[0] / 1e3
+    return 2 * 8192**3 / seconds
+
+
+def measure(step: Callable[[], Any]) -> tuple[float, float]:
+    """Return the median milliseconds of ten calls after three, and peak GiB."""
+    times = []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(13):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        step()
+        ended.record()
+        torch.cuda.synchronize()
+        times.append(began.elapsed_time(ended))
+    return statistics.median(times[3:]), torch.cuda.max_memory_allocated() / 2**30
+
+
+def families(step: Callable[[], Any], top: int) -> dict[str, float]:
+    """Return milliseconds of kernels by family, and how many ran, in one call; prints the longest."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as traced:
+        step()
+        torch.cuda.synchronize()
+    found = Counter[str]()
+    for event in sorted(traced.key_averages(), key=lambda e: -e.self_device_time_total)[:top]:
+        print(f"{event.self_device_time_total / 1e3:8.2f} ms {event.count:5}  {event.key[:150]}")
+    for event in traced.key_averages():
+        kinds = (kind for kind, names in FAMILIES.items() if re.search(names, event.key, re.I))
+        found[next(kinds, "others")] += event.self_device_time_total / 1e3
+        found["kernels"] += event.count
+    return {kind: round(value, 2) for kind, value in found.most_common()}
+
+
+def run(case: str, mode: str, mask: str, rate: float, top: int) -> dict[str, Any]:
+    name, shape, *rest = case.split(":")
+    rows, length = map(int, shape.split("x"))
+    anchors = int(rest[0]) if rest else 0
+    algorithm, module = build(name, anchors)
+    draft = Draft(module, {}, None, [])  # type: ignore[arg-type]
+    batch = random_batch(name, rows, length, mask)
+    compiled = Compiled(module) if mode == "compiled" else None
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            output = algorithm.forward_loss(draft, batch, StepContext(1, 2, 0))
+        output.numerator.backward()
+        module.zero_grad(set_to_none=True)
+
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    first, (milliseconds, peak) = time.perf_counter() - began, measure(step)
+    products = operations(module, name, batch, anchors)
+    return {
+        "case": case,
+        "mode": mode,
+        "mask": mask,
+        "ms": round(milliseconds, 2),
+        "products_ms": round(1e3 * products / rate, 2),
+        "ratio": round(milliseconds / 1e3 * rate / products, 3),
+        "tflops": round(products / milliseconds / 1e9, 1),
+        "peak_gib": round(peak, 2),
+        "first_s": round(first, 1),
+        "compilations": compiled.compilations if compiled else 0,
+        "families": families(step, top),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*", default=CASES)
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--masks", nargs="+", default=["dense", "half"])
+    parser.add_argument("--top", type=int, default=0, help="kernels to name, by their time")
+    given = parser.parse_args()
+    rate = bf16_rate()
+    device = torch.cuda.get_device_name()
+    print(json.dumps({"device": device, "torch": torch.__version__, "tflops": round(rate / 1e12)}))
+    for case in given.cases:
+        for mask in given.masks:
+            for mode in given.modes:
+                torch._dynamo.reset()
+                torch.cuda.empty_cache()
+                try:
+                    print(json.dumps(run(case, mode, mask, rate, given.top)), flush=True)
+                except Exception as error:
+                    said = f"{type(error).__name__}: {error}"[:2000]
+                    print(
+                        json.dumps({"case": case, "mode": mode, "mask": mask, "error": said}),
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()
