@@ -4,9 +4,9 @@
 
 The target is random and Qwen3-8B-shaped, written to shared memory once; batches are 8 rows of about
 1,000 tokens, or of 50 to 4,000 (`mixed`), half of them supervised; EAGLE-3, bf16. Each variant is
-`draftcore train` in processes of its own. The first 20 steps do not count. Variants: colocated, file
-(all is captured into a durable store first, which then feeds), producer (one, and one trainer), ranks
-(two), mixed, mixed-ranks.
+`draftcore train` in processes of its own. The first 20 steps do not count. Variants: colocated,
+compiled (target and draft), domino (compiled too), file (all is captured into a durable store first,
+which then feeds), producer (one, and one trainer), ranks (two), mixed, mixed-ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ def run_finished(run, step, reason):
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (run / "peak.json").write_text(json.dumps([peak, host]))
 """
+COMPILED = ["runner.prefill.name=compiled", "train.compile=on"]  # target and draft
 VARIANTS: dict[str, list[str]] = {
     "colocated": [],
-    "compiled": ["runner.prefill.name=compiled"],
+    "compiled": COMPILED,
+    "domino": ["algorithm.name=domino", "algorithm.options={{}}", *COMPILED],
     "file": ["store=file:{folder}/features"],
     "producer": ["topology.producers=1"],
     "ranks": ["topology.ranks=2", "train.accumulate=2"],

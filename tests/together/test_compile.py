@@ -1,0 +1,71 @@
+"""`train.compile`: the same losses from one compiled graph, and eager ones where there is no compiler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.together.conftest import OPTIONS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.together.conftest import NewProject, Project
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "name", ["eagle3", *(pytest.param(n, marks=pytest.mark.long) for n in ("dflash", "domino"))]
+)
+def test_a_compiled_run_has_the_losses_of_an_eager_one_from_one_graph(
+    tmp_path: Path, new_project: NewProject, name: str, device: str
+) -> None:
+    """Rows of many lengths, half of their tokens supervised; fp32 sums in another order."""
+    heads = {"head_dim": 16}  # FlexAttention has no smaller ones
+    changes = {"algorithm": {"name": name, "options": {**OPTIONS[name], **heads}}, "samples": 26}
+    given = (f"target.device={device}", f"train.device={device}", "train.eval_every=3")
+    eager, compiled = (new_project(tmp_path / label, **changes) for label in ("eager", "compiled"))
+    eager.cli("train", "train.compile=off", *given)
+    torch.compiler.reset()
+    assert "warning" not in compiled.cli("train", "train.compile=on", *given).output
+    assert compiled.losses() == pytest.approx(eager.losses(), rel=1e-4)
+    lines = map(json.loads, (compiled.run / "metrics.jsonl").read_text().splitlines())
+    assert {line["compilations"] for line in lines if "loss" in line} == {1}
+
+
+def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(
+    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor.config as inductor
+
+    eager, broken = (new_project(tmp_path / name) for name in ("eager", "broken"))
+    eager.cli("train")
+    monkeypatch.setattr(inductor.cpp, "cxx", ("/bin/false",))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch.compiler.reset()
+    output = broken.cli("train", "train.compile=on").output
+    assert output.count("warning: torch.compile failed") == 1
+    assert broken.losses() == eager.losses()
+
+
+def test_compiling_what_does_not_compile_is_refused(project: Project, tmp_path: Path) -> None:
+    plugin = tmp_path / "plain.py"
+    plugin.write_text(
+        "import dataclasses\n"
+        "from draftcore import hookimpl\n"
+        "import draftcore_eagle3.plugin as theirs\n"
+        "@hookimpl\n"
+        "def describe():\n"
+        "    return [dataclasses.replace(theirs.describe()[0], name='plain', capabilities=frozenset())]\n"
+    )
+    given = ("algorithm.name=plain", "train.compile=on")
+    result = project.cli("train", *given, plugin=plugin, ok=False)
+    assert "the algorithm 'plain' has no capability compile" in result.output
