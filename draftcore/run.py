@@ -201,11 +201,11 @@ class DraftRun:
     def setup(self, about: Mapping[str, Any]) -> DraftSetup:
         """The draft as training needs it; `about` is what its checkpoints keep of the run."""
         hook, request = self.algorithm.hook, self.request()
-        compiles = "compile" in self.algorithm.capabilities
+        compiles = "compile" in self.algorithm.capabilities and not self.config.train.shard
         if self.config.train.compile is True and not compiles:
             raise UsageError(
-                f"train.compile is on, and the algorithm {self.choice.name!r} has no capability compile\n"
-                "  leave it out: auto compiles what can be"
+                f"train.compile is on, and the algorithm {self.choice.name!r} has no capability compile, "
+                "or train.shard is on\n  leave it out: auto compiles what can be"
             )
         given = (self.label, self.folder, self.config, hook, self.options, request, about)
         return DraftSetup(*given, compiles)
