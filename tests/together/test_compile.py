@@ -25,7 +25,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 @pytest.mark.parametrize(
     "name", ["eagle3", *(pytest.param(n, marks=pytest.mark.long) for n in ("dflash", "domino"))]
 )
-def test_a_compiled_run_has_the_losses_of_an_eager_one_from_one_graph(
+def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     tmp_path: Path, new_project: NewProject, name: str, device: str
 ) -> None:
     """Rows of many lengths, half of their tokens supervised; fp32 sums in another order."""
@@ -38,7 +38,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_from_one_graph(
     assert "warning" not in compiled.cli("train", "train.compile=on", *given).output
     assert compiled.losses() == pytest.approx(eager.losses(), rel=1e-4)
     lines = map(json.loads, (compiled.run / "metrics.jsonl").read_text().splitlines())
-    assert {line["compilations"] for line in lines if "loss" in line} == {1}
+    assert {line["compilations"] for line in lines if "loss" in line} <= {1, 2}  # of 7 lengths
 
 
 def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(

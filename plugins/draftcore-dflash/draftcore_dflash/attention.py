@@ -69,7 +69,8 @@ def _bias(
         seen_MST = seen_MST & (time_T > positions[..., None] - window)
     rows = batch * blocks.per_sample
     # CUDA's kernel wants rows of the bias to start at multiples of 16 elements.
-    bias = torch.zeros(rows, block_size, length + -length % 16, dtype=dtype, device=anchor.device)
+    padded = length + (-length % 16 if anchor.is_cuda else 0)
+    bias = torch.zeros(rows, block_size, padded, dtype=dtype, device=anchor.device)
     bias[blocks.slot_M, :, :length] = lowest(dtype) * (~seen_MST).to(dtype)
     return bias.view(batch, 1, -1, bias.shape[-1])[..., :length]
 
