@@ -28,7 +28,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     tmp_path: Path, new_project: NewProject, name: str, device: str
 ) -> None:
-    """Rows of many lengths, half of their tokens supervised; fp32 sums in another order."""
+    """Rows of many lengths; fp32 sums in another order, of which Adam makes more from step to step."""
     heads = {"head_dim": 16}  # FlexAttention has no smaller ones
     changes = {"algorithm": {"name": name, "options": {**OPTIONS[name], **heads}}, "samples": 26}
     given = (f"target.device={device}", f"train.device={device}", "train.eval_every=3")
@@ -36,7 +36,9 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     eager.cli("train", "train.compile=off", *given)
     torch.compiler.reset()
     assert "warning" not in compiled.cli("train", "train.compile=on", *given).output
-    assert compiled.losses() == pytest.approx(eager.losses(), rel=1e-4)
+    ours, theirs = compiled.losses(), eager.losses()
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+    assert ours == pytest.approx(theirs, rel=5e-3)
     lines = map(json.loads, (compiled.run / "metrics.jsonl").read_text().splitlines())
     assert {line["compilations"] for line in lines if "loss" in line} <= {1, 2}  # of 7 lengths
 

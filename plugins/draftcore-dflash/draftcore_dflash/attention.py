@@ -17,6 +17,7 @@ Shape letters: B batch, T tokens, M kept blocks, S rows of a block, Q all rows o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,79 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from draftcore.contracts.algorithm import OnDevice
 from draftcore_dflash.blocks import Blocks
 
 TILE = 128
+LISTS = [
+    f"{kind}{side}_{what}"
+    for kind in ("", "full_")
+    for side in ("kv", "q")
+    for what in ("num_blocks", "indices")
+]
 KeysValues = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Tiles(OnDevice):
+    """The tiles of scores in which blocks see something: `BlockMask`'s own lists, made on the CPU.
+
+    Keys are the context's, then those of the blocks. `anchor_BN` has the anchors of all slots.
+    """
+
+    anchor_BN: Tensor
+    lists: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, blocks: Blocks, shape: tuple[int, int], block_size: int, *,
+        window: int | None, causal: bool,
+    ) -> Tiles:  # fmt: skip
+        """List the tiles of blocks on the CPU, for a context of `shape` [B, T]."""
+        (batch, length), queries = shape, blocks.per_sample * block_size
+        anchor_BN = torch.zeros(batch * blocks.per_sample, dtype=torch.long)
+        anchor_BN = anchor_BN.index_copy(0, blocks.slot_M, blocks.anchor_M).view(batch, -1)
+        anchor_BQ = functional.pad(anchor_BN.repeat_interleave(block_size, 1), (0, -queries % TILE))
+        anchor_BIQ = torch.unflatten(anchor_BQ, 1, (-1, TILE))
+        first_BI1, last_BI1 = anchor_BIQ.amin(-1, keepdim=True), anchor_BIQ.amax(-1, keepdim=True)
+        key_J = torch.arange(0, length + queries, TILE)
+        query_I1 = torch.arange(0, queries, TILE)[:, None]
+        # A tile's rows are of whole blocks and of parts of two.
+        start_I1 = length + query_I1 // block_size * block_size
+        end_I1 = length + ((query_I1 + TILE - 1) // block_size + 1) * block_size
+        own_IJ = (key_J < end_I1) & (key_J + TILE > start_I1)
+        context_BIJ = (key_J < last_BI1) & (key_J < length)
+        whole_BIJ = context_BIJ & (key_J + TILE <= first_BI1)
+        if window is not None:
+            context_BIJ = context_BIJ & (key_J + TILE > first_BI1 + 1 - window)
+            whole_BIJ = whole_BIJ & (key_J > last_BI1 + block_size - 1 - window)
+        partly, whole = (
+            # Their number, and their indices first in a list of all.
+            (seen.sum(-1)[:, None].int(), (~seen).int().argsort(stable=True)[:, None].int())
+            for seen in ((own_IJ | context_BIJ) & ~whole_BIJ, whole_BIJ)
+        )
+        lengths = (queries, length + queries)
+        listed = BlockMask.from_kv_blocks(*partly, *whole, TILE, seq_lengths=lengths)
+        return cls(anchor_BN, {name: getattr(listed, name) for name in LISTS})
+
+    def mask(self, length: int, block_size: int, window: int | None, causal: bool) -> BlockMask:
+        """Return them with what is seen within a tile, for FlexAttention."""
+
+        def sees(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            anchor, own = self.anchor_BN[b, query // block_size], key - length
+            context = key < anchor
+            block = own // block_size == query // block_size
+            if window is not None:
+                context = context & (key > anchor + query % block_size - window)
+            if causal:
+                block = block & (own <= query)
+            return torch.where(key < length, context, block)
+
+        queries = self.anchor_BN.shape[1] * block_size
+        return BlockMask(
+            seq_lengths=(queries, length + queries), BLOCK_SIZE=(TILE, TILE), mask_mod=sees,
+            **self.lists,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,12 +114,15 @@ class AttentionMask:
 
     @classmethod
     def of(
-        cls, blocks: Blocks, shape: tuple[int, int], block_size: int, *,
-        window: int | None, causal: bool, dtype: torch.dtype,
+        cls, blocks: Blocks, shape: tuple[int, int], block_size: int, *, window: int | None,
+        causal: bool, dtype: torch.dtype, tiles: Tiles | None = None,
     ) -> AttentionMask:  # fmt: skip
-        """Say what blocks see of a context of `shape` [B, T]: a window, or all of it; `causal` in a block."""
-        if torch.compiler.is_compiling() and blocks.anchor_M.is_cuda:
-            return cls(_tiles(blocks, shape, block_size, window, causal), blocks, causal)
+        """Say what blocks see of a context of `shape` [B, T]: a window, or all of it; `causal` in a block.
+
+        `tiles` are for a compiled draft on CUDA; elsewhere FlexAttention would make all scores.
+        """
+        if tiles is not None and torch.compiler.is_compiling():
+            return cls(tiles.mask(shape[1], block_size, window, causal), blocks, causal)
         return cls(_bias(blocks, shape, block_size, window, dtype), blocks, causal)
 
 
@@ -73,47 +146,6 @@ def _bias(
     bias = torch.zeros(rows, block_size, padded, dtype=dtype, device=anchor.device)
     bias[blocks.slot_M, :, :length] = lowest(dtype) * (~seen_MST).to(dtype)
     return bias.view(batch, 1, -1, bias.shape[-1])[..., :length]
-
-
-def _tiles(
-    blocks: Blocks, shape: tuple[int, int], block_size: int, window: int | None, causal: bool
-) -> BlockMask:
-    """Return the tiles of scores in which something is seen; keys are the context's, then the blocks'."""
-    (batch, length), queries = shape, blocks.per_sample * block_size
-    anchor_M = blocks.anchor_M.new_zeros(batch * blocks.per_sample)
-    anchor_M = anchor_M.index_copy(0, blocks.slot_M, blocks.anchor_M)
-    anchor_BQ = anchor_M.view(batch, -1).repeat_interleave(block_size, 1)
-
-    def sees(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        anchor, own = anchor_BQ[b, query], key - length
-        context = key < anchor
-        block = own // block_size == query // block_size
-        if window is not None:
-            context = context & (key > anchor + query % block_size - window)
-        if causal:
-            block = block & (own <= query)
-        return torch.where(key < length, context, block)
-
-    tiled_BIQ = torch.unflatten(functional.pad(anchor_BQ, (0, -queries % TILE)), 1, (-1, TILE))
-    first_BI1, last_BI1 = tiled_BIQ.amin(-1, keepdim=True), tiled_BIQ.amax(-1, keepdim=True)
-    key_J = TILE * torch.arange((length + queries + TILE - 1) // TILE, device=anchor_M.device)
-    query_I1 = TILE * torch.arange(tiled_BIQ.shape[1], device=anchor_M.device)[:, None]
-    # A tile's rows are of whole blocks and of parts of two.
-    start_I1 = length + query_I1 // block_size * block_size
-    end_I1 = length + ((query_I1 + TILE - 1) // block_size + 1) * block_size
-    own_IJ = (key_J < end_I1) & (key_J + TILE > start_I1)
-    context_BIJ = (key_J < last_BI1) & (key_J < length)
-    whole_BIJ = context_BIJ & (key_J + TILE <= first_BI1)
-    if window is not None:
-        context_BIJ = context_BIJ & (key_J + TILE > first_BI1 + 1 - window)
-        whole_BIJ = whole_BIJ & (key_J > last_BI1 + block_size - 1 - window)
-    partly, whole = (
-        # Their number, and their indices first in a list of all.
-        (seen.sum(-1)[:, None].int(), (~seen).int().argsort(stable=True)[:, None].int())
-        for seen in ((own_IJ | context_BIJ) & ~whole_BIJ, whole_BIJ)
-    )
-    lengths = (queries, length + queries)
-    return BlockMask.from_kv_blocks(*partly, *whole, TILE, mask_mod=sees, seq_lengths=lengths)
 
 
 def lowest(dtype: torch.dtype) -> float:

@@ -75,6 +75,10 @@ class DraftConfig(DecoderShape):
         """Say whether layers of this type are causal inside a block."""
         return layer_type == SLIDING if self.is_causal is None else self.is_causal
 
+    def window(self, layer_type: str) -> int | None:
+        """Return how far layers of this type look back into the context; None for all of it."""
+        return self.sliding_window if layer_type == SLIDING else None
+
 
 def layer_types(options: BackboneOptions) -> tuple[str, ...]:
     """Return the type of each draft layer; raises UsageError where their number is another."""

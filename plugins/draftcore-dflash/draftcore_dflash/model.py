@@ -29,9 +29,9 @@ from draftcore_nn.losses import cross_entropy
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import DraftBatch, StepContext, StepOutput
-from draftcore_dflash.attention import AttentionMask, attend
+from draftcore_dflash.attention import AttentionMask, Tiles, attend
 from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
-from draftcore_dflash.config import SLIDING, DraftConfig
+from draftcore_dflash.config import DraftConfig
 from draftcore_dflash.loss import dpace_weights, metrics
 
 if TYPE_CHECKING:
@@ -127,7 +127,21 @@ class Backbone(TargetVocabulary):
         )
         return torch.cat([first_M[:, None], rest], 1)
 
-    def block_hidden(self, batch: DraftBatch, blocks: Blocks) -> Tensor:
+    def tiles(self, batch: DraftBatch, blocks: Blocks) -> dict[str, Tiles]:
+        """List, for each type of layer, what blocks on the CPU see; CUDA alone reads it."""
+        config, (rows, length) = self.config, batch.token_ids_BT.shape
+        return {
+            kind: Tiles.of(
+                blocks, (rows, length), config.block_size, window=config.window(kind),
+                causal=config.causal(kind),
+            ).to(batch.token_ids_BT.device)
+            for kind in set(config.layer_types)
+            if batch.token_ids_BT.is_cuda
+        }  # fmt: skip
+
+    def block_hidden(
+        self, batch: DraftBatch, blocks: Blocks, tiles: Mapping[str, Tiles] | None = None
+    ) -> Tensor:
         """Run blocks against their samples' contexts; returns normed states [M, S, H]."""
         config, shape = self.config, batch.token_ids_BT.shape
         context_BTH = self.context(batch.features)
@@ -138,8 +152,8 @@ class Backbone(TargetVocabulary):
         masks = {
             kind: AttentionMask.of(
                 blocks, (shape[0], shape[1]), config.block_size,
-                window=config.sliding_window if kind == SLIDING else None,
-                causal=config.causal(kind), dtype=hidden_MSH.dtype,
+                window=config.window(kind), causal=config.causal(kind), dtype=hidden_MSH.dtype,
+                tiles=(tiles or {}).get(kind),
             )
             for kind in set(config.layer_types)
         }  # fmt: skip
@@ -160,16 +174,19 @@ class DFlashDraft(Backbone):
         """Return the loss of given blocks, which lie on the CPU, see `forward`."""
         device, mask_BT = batch.token_ids_BT.device, host_mask(batch)
         targets = Targets.of(mask_BT, blocks, self.config.block_size)
-        output: StepOutput = self(batch, blocks.to(device), targets.to(device))
+        tiles = self.tiles(batch, blocks)
+        output: StepOutput = self(batch, blocks.to(device), targets.to(device), tiles)
         return output
 
-    def forward(self, batch: DraftBatch, blocks: Blocks, targets: Targets) -> StepOutput:
+    def forward(
+        self, batch: DraftBatch, blocks: Blocks, targets: Targets, tiles: Mapping[str, Tiles]
+    ) -> StepOutput:
         """Return the loss; this is what `train.compile` compiles.
 
         `ce`: numerator sum(w CE), denominator sum(w). D-PACE: numerator sum(w CE), denominator the
         number of samples that have a row to learn. Metrics: `accuracy` and `acceptance_length`.
         """
-        options, hidden_MSH = self.options, self.block_hidden(batch, blocks)
+        options, hidden_MSH = self.options, self.block_hidden(batch, blocks, tiles)
         exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
         label_R = targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
         loss_R, best_R = cross_entropy(targets.take(hidden_MSH), self.head, label_R)

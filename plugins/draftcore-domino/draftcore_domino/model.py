@@ -11,9 +11,11 @@ the correction.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from draftcore_dflash.attention import Tiles
 from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
 from draftcore_dflash.loss import metrics
 from draftcore_dflash.model import Backbone
@@ -69,20 +71,23 @@ class DominoDraft(Backbone):
             self.config.shift_label,
         )
         targets = Targets.of(host_mask(batch), blocks, size, shifted=shifted).to(device)
-        blocks, share = blocks.to(device), torch.tensor(base_share, dtype=torch.float64)
+        tiles, share = self.tiles(batch, blocks), torch.tensor(base_share, dtype=torch.float64)
+        blocks = blocks.to(device)
         states_MSG = self.prefix_states(batch, blocks)
-        output: StepOutput = self(batch, blocks, targets, states_MSG, share.to(device))
+        given = (targets, tiles, states_MSG, share.to(device))
+        output: StepOutput = self(batch, blocks, *given)
         return output
 
     def forward(
-        self, batch: DraftBatch, blocks: Blocks, targets: Targets, states_MSG: Tensor, share: Tensor
-    ) -> StepOutput:
+        self, batch: DraftBatch, blocks: Blocks, targets: Targets, tiles: Mapping[str, Tiles],
+        states_MSG: Tensor, share: Tensor,
+    ) -> StepOutput:  # fmt: skip
         """Return sum(w ((1 - share) CE_final + share CE_base)) / sum(w); `train.compile` compiles this.
 
         Rows weigh as in DFlash. Metrics: `final_loss`, `accuracy`, `acceptance_length`, the same
         with `base_`, and `lambda`.
         """
-        config, hidden_MSH = self.config, self.block_hidden(batch, blocks)
+        config, hidden_MSH = self.config, self.block_hidden(batch, blocks, tiles)
         exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
         weight_MS, share = targets.weights(self.options.loss_decay_gamma, exact), share.to(exact)
         label_R = targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
