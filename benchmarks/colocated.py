@@ -20,7 +20,7 @@ from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch
 from draftcore.features.loader import Captured, Loaded, Loader
 from draftcore.plugins.registry import load
 from draftcore.run import Run, open_capture, trainer_parts
-from draftcore.training.loop import Trainer
+from draftcore.training.loop import Step, Trainer
 
 BATCH, SAMPLES, TOKENS = 4, 16, 250
 
@@ -84,7 +84,8 @@ def measure(run: Run) -> tuple[list[float], list[float], list[float]]:
 
 def step(trainer: Trainer, batch: Loaded) -> None:
     trainer.accumulate(batch, last=True)
-    trainer.update([trainer.sums()])
+    trainer.update(len(trainer.flats))
+    trainer.taken = Step()
 
 
 def settings(folder: Path, epochs: int) -> RunConfig:

@@ -25,7 +25,7 @@ from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.evaluation.report import more_metrics
 from draftcore.tensors import all_finite
 from draftcore.training.loop import DraftSetup
-from draftcore.training.metrics import ratios, totals
+from draftcore.training.metrics import fetch, ratios, totals
 
 
 @dataclass
@@ -118,4 +118,4 @@ class Probe:
                     draft=built, batch=batch, context=context, options=self.setup.options
                 )
             )
-        return ratios(totals(outputs))
+        return ratios([fetch(totals(outputs))()])

@@ -40,14 +40,11 @@ LOOK = 0.5  # seconds between two looks whether the run is asked to stop
 
 @dataclass
 class Loaded:
-    """A batch as it is trained on, without skipped rows. Its tensors are valid until `close`."""
+    """A batch as it is trained on, without skipped rows. Its tensors are valid until `handles` close."""
 
     planned: PlannedBatch
     samples: list[Sample]
     handles: ExitStack = field(default_factory=ExitStack)
-
-    def close(self) -> None:
-        self.handles.close()
 
 
 class Source(Protocol):
@@ -98,7 +95,7 @@ class Loader:
     def let_go(self) -> None:
         """Close the batch that was yielded last; nobody uses its tensors any more."""
         if self.current is not None:
-            self.current.close()
+            self.current.handles.close()
             self.current = None
 
     def close(self) -> None:
@@ -110,7 +107,7 @@ class Loader:
             while not self.ready.empty():
                 found = self.ready.get()
                 if isinstance(found, Loaded):
-                    found.close()
+                    found.handles.close()
         self.source.close()
 
     def _read_here(self) -> Loaded | None:
@@ -168,8 +165,10 @@ class Loader:
                 )
                 for one in loaded.samples
             ]
+        for value in (value for one in samples for value in one.features.values()):
+            value.record_stream(torch.cuda.default_stream(self.device))  # that trains
         stream.synchronize()
-        loaded.close()
+        loaded.handles.close()
         return Loaded(loaded.planned, samples)
 
 

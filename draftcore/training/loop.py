@@ -6,12 +6,17 @@ side by side, each as if it were alone: what a step of one depends on, its own r
 lies in its `Trainer`. A loss is one numerator and one denominator, or several such terms: both are
 summed over the batches of a step and over the ranks, and the gradients divided once, so accumulation
 and ranks do not change the update. Of several terms each has a buffer of gradients.
+
+The host runs a step ahead of the device: it reads the numbers of a step, and tells of it, when the
+forward and backward of the next one are launched and its update is not. So weights are then those that
+are told of, and what was launched is thrown away where training ends there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import shutil
 import signal
@@ -43,7 +48,7 @@ from draftcore.tensors import all_finite, largest_magnitude
 from draftcore.training import checkpoint
 from draftcore.training.compiled import WORTH, Compiled
 from draftcore.training.distributed import Ranks, lay_gradients
-from draftcore.training.metrics import MetricsLog, Sums, joined, ratios, totals, weighted
+from draftcore.training.metrics import MetricsLog, Sums, fetch, ratios, totals, weighted
 from draftcore.training.optimizer import (
     build_optimizer,
     full,
@@ -126,11 +131,13 @@ def train(
             active.remove(trainer)
             failed[trainer.label] = error
 
+    spent = dict[str, float]()  # on the step before
     with Progress(total, at, shown=ranks.rank == 0, beside=beside) as progress:
-        while at < total and active and not stopped:
-            step, known = plan.step(at), len(skipped)
-            stepping = [trainer for trainer in active if trainer.step == at]
-            began, waited, missing = time.perf_counter(), 0.0, False
+        while any(t.taken.metrics for t in active) or (at < total and active and not stopped):
+            ahead = at < total and not stopped and not any(t.taken.due for t in active)
+            step = plan.step(at) if ahead else ()
+            stepping = [trainer for trainer in active if step and trainer.step == at]
+            known, began, waited, missing = len(skipped), time.perf_counter(), 0.0, False
             own, passes = step[ranks.rank :: ranks.size], -(-len(step) // ranks.size)
             for place in range(passes):
                 batch = None
@@ -142,36 +149,49 @@ def train(
                 for trainer in stepping:
                     trainer.accumulate(batch, last=place == passes - 1)
             new = dict(list(skipped.items())[known:])
-            said = ranks.agree(
-                (missing, stop(), new, {t.label: totals(t.outputs) for t in stepping})
-            )
-            lacking, stops, reasons, sums = zip(*said, strict=True)
+            sums = {t.label: (len(t.flats), t.taken.read()) for t in active}  # of the step before
+            said = ranks.agree((missing, stop(), new, sums))
+            lacking, stops, reasons, told = zip(*said, strict=True)
             for theirs in filter(None, reasons):
                 skipped.add(theirs)
-            if any(lacking):
-                break  # and the step is taken by nobody
-            stopped = any(stops)
-            for trainer in stepping:
+            if not step:  # that was a wait alone
+                spent["seconds"] += time.perf_counter() - began
+            for trainer in [t for t in active if t.taken.metrics]:
                 with apart(trainer):
-                    trainer.update([theirs[trainer.label] for theirs in sums])
-            let_go()
-            finished(step[-1].position + 1)
-            at += 1
-            seconds = time.perf_counter() - began
-            for trainer in [t for t in stepping if t in active]:
-                with apart(trainer):
-                    answer = trainer.report(waited, seconds)
+                    answer = trainer.report([theirs[trainer.label][1] for theirs in told], spent)
                     if answer is not None and at < total:
                         trainer.save(answer)
                         active.remove(trainer)
                         ended[trainer.label] = answer
-            progress.show(at, {t.label: t.metrics for t in active})
+                progress.show(at, {t.label: t.metrics for t in active})
+            stopped = stopped or any(stops)
+            if any(lacking) or not active:
+                break  # and the step is taken by nobody
+            for trainer in [t for t in stepping if t in active]:
+                with apart(trainer):
+                    trainer.update(max(theirs[trainer.label][0] for theirs in told))
+            if step:
+                let_go()
+                finished(step[-1].position + 1)
+                at += 1
+                spent = {"fetch_seconds": waited, "seconds": time.perf_counter() - began}
     for trainer in list(active):
         with apart(trainer):
             trainer.save()
     if at < total and active:
         return "interrupted", failed, ended
     return "failed" if failed else "stopped" if ended else "complete", failed, ended
+
+
+@dataclasses.dataclass
+class Step:
+    """What this rank had of a step, until observers are told of it; a step that was taken has metrics."""
+
+    done: list[tuple[PlannedBatch, StepOutput]] = dataclasses.field(default_factory=list)
+    samples: Sequence[Sample] = ()  # of the last batch, to be named where they do harm
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # known without a wait
+    read: Callable[[], Sums] = dict  # waits for the sums
+    due: bool = False  # it is saved or evaluated, before the next one is launched
 
 
 class RandomState:
@@ -183,7 +203,8 @@ class RandomState:
 
     def __init__(self, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
         self.cuda = device.type == "cuda"
-        self.tensors = {**self._current(), **tensors}
+        self.__exit__()
+        self.tensors |= tensors
 
     def __enter__(self) -> None:
         torch.set_rng_state(self.tensors["rng.cpu"])
@@ -191,11 +212,8 @@ class RandomState:
             torch.cuda.set_rng_state(self.tensors["rng.cuda"])
 
     def __exit__(self, *exc: object) -> None:
-        self.tensors = self._current()
-
-    def _current(self) -> dict[str, Tensor]:
         cuda = {"rng.cuda": torch.cuda.get_rng_state()} if self.cuda else {}
-        return {"rng.cpu": torch.get_rng_state(), **cuda}
+        self.tensors = {"rng.cpu": torch.get_rng_state(), **cuda}
 
 
 @dataclasses.dataclass(eq=False)
@@ -258,9 +276,7 @@ class Trainer:
         self.random = RandomState(self.device, states)
         self.settled = self.random.tensors  # as the last finished step left it
         self.saved_step = self.step
-        self.batches: list[PlannedBatch] = []  # of the step so far
-        self.outputs: list[StepOutput] = []  # of each of them
-        self.samples: Sequence[Sample] = ()  # of its last batch, to be named where it does harm
+        self.now, self.taken = Step(), Step()  # the step so far; the one before
         for left in self.checkpoints.glob("*step-*") if not ranks.rank else ():
             if not (left / checkpoint.MARK).exists():  # of a process that was killed as it wrote
                 shutil.rmtree(left)
@@ -274,10 +290,9 @@ class Trainer:
 
     def accumulate(self, batch: Batch | None, *, last: bool) -> None:
         """Add a batch's gradient to the step's; none, or one whose rows were all skipped, adds nothing."""
-        self.samples = batch.samples if batch is not None else ()
+        self.now.samples = batch.samples if batch is not None else ()
         if batch is not None and batch.samples:
-            self.batches.append(batch.planned)
-            self.outputs.append(self.backward(batch.samples, last=last))
+            self.now.done.append((batch.planned, self.backward(batch.samples, last=last)))
         elif self.sharded:  # all ranks call FSDP alike: here on a row without loss
             forms = self.setup.request.forms(self.setup.about["width"]).items()
             features = {n: torch.zeros(8, s, dtype=getattr(torch, d)) for n, (s, d) in forms}
@@ -320,49 +335,64 @@ class Trainer:
             output, terms=[(top.detach(), bottom, 1) for top, bottom in terms]
         )
 
-    def update(self, sums: Sequence[Sums]) -> None:
-        """Take the step, with the gradients and `sums` of all ranks.
+    def update(self, terms: int) -> None:
+        """Take the step on the device; on some rank the loss has so many terms, if it has several.
 
-        Raises DraftcoreError where the gradient is not finite; the weights are as before.
+        One that has nothing to learn from, or a gradient that is not finite, changes nothing there. An
+        optimizer that cannot leave out a step by itself is waited for, and raises what `report` would.
         """
-        total, norm, seen = joined(sums), torch.zeros(()), dict[str, float]()
-        denominators = [below for key, (_, below) in total.items() if isinstance(key, int)]
-        denominator = self.join_gradients(denominators)
+        sums = totals(output for _, output in self.now.done)
+        divisor = self.join_gradients(sums, terms)
         lr, *rates = self.rates()
-        if denominator > 0:  # a step whose rows are all masked updates nothing
-            if "gradients_ready" in self.heard:
-                seen = self.show_gradients(denominator)
-            divisor = torch.full((), denominator, device=self.device)
-            norm = scale_and_clip(self.parameters, divisor, self.clip)
-            if not bool(torch.isfinite(norm)):
-                self.refuse()
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            self.optimizer.step()
-        self.clear_gradients()
-        self.batches, self.outputs, self.settled = [], [], self.random.tensors
-        self.metrics = {**seen, "loss": 0.0, **ratios(total), "lr": lr, "grad_norm": float(norm)}
+        seen = self.show_gradients(divisor) if "gradients_ready" in self.heard else {}
+        norm = scale_and_clip(self.parameters, divisor, self.clip)
+        sums["grad_norm"] = torch.stack([norm.double(), (divisor > 0).double()])
+        self.taken, self.now, self.settled = self.now, Step(), self.random.tensors
+        self.taken.read = fetch(sums)
+        self.taken.metrics = {**seen, "loss": 0.0, "grad_norm": 0.0, "lr": lr}
         if self.compiled is not None:
-            self.metrics["compilations"] = self.compiled.compilations
+            self.taken.metrics["compilations"] = self.compiled.compilations
         self.step += 1
+        every = self.config.checkpoint_every, self.config.eval_every
+        self.taken.due = any(n and self.step % n == 0 for n in every)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        good = norm.isfinite() & (divisor > 0)
+        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)  # as GradScaler asks
+        if skips:
+            vars(self.optimizer).update(grad_scale=None, found_inf=(~good).float())
+        if skips or good:
+            self.optimizer.step()
+        elif divisor > 0:
+            self.refuse()
+        self.clear_gradients()
 
-    def join_gradients(self, denominators: Sequence[float]) -> float:
-        """Add up the gradients of all ranks and of all terms; returns what still divides them."""
-        if len(denominators) > max(1, len(self.flats)):  # terms of other ranks alone
-            lay_gradients(self.parameters, self.flats, len(denominators) - 1)
+    def join_gradients(self, sums: Mapping[str | int, Tensor], terms: int) -> Tensor:
+        """Add up the gradients of all ranks and of all terms; returns what still divides them.
+
+        That is 0 where no term has a denominator; one that has none adds nothing.
+        """
+        nothing = torch.zeros(2, dtype=torch.double, device=self.device)
+        belows = torch.stack([sums.get(at, nothing)[1] for at in range(max(1, terms))])
+        if terms > max(1, len(self.flats)):  # terms of other ranks alone
+            lay_gradients(self.parameters, self.flats, terms - 1)
             lay_gradients(self.parameters, self.flats)
-        for flat in self.flats if self.ranks.size > 1 else ():
-            dist.all_reduce(flat, group=self.ranks.work)
-        if len(self.flats) < 2 or not any(denominators):
-            return sum(denominators)
-        divided = (flat / n for flat, n in zip(self.flats, denominators, strict=False) if n > 0)
-        self.flats[0].copy_(sum(divided, torch.zeros(())))
-        return 1.0
+        for summed in (belows, *self.flats) if self.ranks.size > 1 else ():
+            dist.all_reduce(summed, group=self.ranks.work)
+        if len(self.flats) < 2:
+            return belows.sum().float()
+        for at, (flat, below) in enumerate(zip(self.flats, belows, strict=False)):
+            flat.div_(below).masked_fill_(below <= 0, 0.0)
+            if at:
+                self.flats[0].add_(flat)
+        return (belows > 0).any().float()
 
-    def show_gradients(self, divisor: float) -> dict[str, float]:
+    def show_gradients(self, divisor: Tensor) -> dict[str, float]:
         """Let observers see copies of the gradients, divided; returns the metrics they make of them."""
+        if not (below := float(divisor)) > 0:
+            return {}
         named = self.built.module.named_parameters()
-        copies = {name: full(p.grad / divisor) for name, p in named if p.grad is not None}
+        copies = {name: full(p.grad / below) for name, p in named if p.grad is not None}
         told = {"step": self.step + 1, "draft": self.label}
         found = self.observers.gradients_ready(gradients=copies, **told)
         return {name: float(value) for made in found for name, value in made.items()}
@@ -385,12 +415,16 @@ class Trainer:
         for flat in self.flats[1:]:
             flat.zero_()
 
-    def report(self, waited: float, seconds: float) -> Stop | None:
-        """Write the step's metrics; save and evaluate where it is time to.
+    def report(self, sums: Sequence[Sums], spent: Mapping[str, float]) -> Stop | None:
+        """Write the metrics of the step that was taken; save and evaluate where it is time to.
 
-        Returns what an observer answered to stop the draft, on all ranks.
+        Returns what an observer answered to stop the draft, on all ranks. Raises DraftcoreError where
+        the gradient was not finite; the weights are as before.
         """
-        self.metrics |= {"fetch_seconds": waited, "seconds": seconds}
+        self.metrics = {**self.taken.metrics, **ratios(sums), **spent}
+        if not math.isfinite(self.metrics["grad_norm"]):
+            self.refuse()
+        self.taken = Step()
         if self.step % self.config.log_every == 0 or self.step == 1:
             self.log.write({"step": self.step, **self.metrics})
         told = {"step": self.step, "draft": self.label}
@@ -413,8 +447,8 @@ class Trainer:
 
         Of the batch that is still held single rows are found, of any other the batch.
         """
-        guilty, held = [], () if self.sharded else self.samples
-        done = list(zip(self.batches, self.outputs, strict=True))
+        self.step -= 1
+        guilty, held, done = [], () if self.sharded else self.taken.samples, self.taken.done
         for planned, output in done[:-1] if held else done:
             if not all(bool(numerator.isfinite()) for numerator, *_ in output.terms):
                 guilty.append(f"one of the rows {list(planned.rows)}")

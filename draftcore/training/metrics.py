@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,30 +24,44 @@ def weighted(output: StepOutput) -> list[tuple[Tensor, Tensor]]:
     return [(top if weight == 1 else weight * top, bottom) for top, bottom, weight in output.terms]
 
 
-def totals(outputs: Iterable[StepOutput]) -> Sums:
-    """Add up numerators and denominators of the loss's terms and of each metric over batches."""
+def totals(outputs: Iterable[StepOutput]) -> dict[str | int, Tensor]:
+    """Add up numerators and denominators of the loss's terms and of each metric over batches.
+
+    A double of [2] each, where the outputs are: nothing is waited for.
+    """
     sums: dict[str | int, Tensor] = {}
     for output in outputs:
         pairs: dict[Any, Any] = {**output.counts, **dict(enumerate(weighted(output)))}
         for name, pair in pairs.items():
             pair_2 = torch.stack([part.detach().double() for part in pair])
             sums[name] = sums[name] + pair_2 if name in sums else pair_2
-    table = torch.stack(list(sums.values())).tolist() if sums else []  # one transfer for all
-    return dict(zip(sums, table, strict=True))
+    return sums
 
 
-def joined(parts: Iterable[Sums]) -> Sums:
-    """Add up what the ranks summed."""
-    found: Sums = {}
+def fetch(sums: Mapping[str | int, Tensor]) -> Callable[[], Sums]:
+    """Start to copy sums from the device, in one transfer; returns what waits for that and reads them.
+
+    The wait is for what the device was given until now, and for nothing that it is given later.
+    """
+    table, names = torch.stack(list(sums.values())), list(sums)
+    copy = table.to("cpu", non_blocking=True)  # into pinned memory
+    copied = torch.cuda.current_stream(table.device).record_event() if table.is_cuda else None
+
+    def read() -> Sums:
+        if copied is not None:
+            copied.synchronize()
+        return dict(zip(names, copy.tolist(), strict=True))
+
+    return read
+
+
+def ratios(parts: Iterable[Sums]) -> dict[str, float]:
+    """Divide what the ranks added up, never a mean of means; `loss` is the sum over its terms."""
+    sums: Sums = {}
     for part in parts:
         for name, (top, bottom) in part.items():
-            have = found.get(name, [0.0, 0.0])
-            found[name] = [have[0] + top, have[1] + bottom]
-    return found
-
-
-def ratios(sums: Sums) -> dict[str, float]:
-    """Divide what was added up, never a mean of means; `loss` is the sum over its terms."""
+            have = sums.get(name, [0.0, 0.0])
+            sums[name] = [have[0] + top, have[1] + bottom]
     found = {name: top / bottom for name, (top, bottom) in sums.items() if bottom}
     named = {name: value for name, value in found.items() if isinstance(name, str)}
     if terms := [value for name, value in found.items() if isinstance(name, int)]:

@@ -56,7 +56,8 @@ def scale_and_clip(parameters: Iterable[Tensor], denominator: Tensor, max_norm: 
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = full(torch.nn.utils.get_total_norm(grads)) / denominator
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / denominator
-    torch._foreach_mul_([local(grad) for grad in grads], factor)
+    if grads:  # none where all rows of a step are skipped
+        torch._foreach_mul_([local(grad) for grad in grads], factor)
     return norm
 
 

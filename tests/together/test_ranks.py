@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -318,7 +319,9 @@ def test_a_frozen_rank_is_given_up(tmp_path: Path, new_project: NewProject, star
     ranks.send(1, signal.SIGSTOP)
     ranks.processes[0].join(60)
     assert ranks.processes[0].exitcode == 1
-    assert "error: rank 1 failed\n  it gave no sign of life for 4 s" in ranks.output(0)
+    # 2 s of a rank that did not come to an exchange of gradients: whoever waits looks more often then.
+    gone = r"error: rank 1 failed\n  it gave no sign of life for [24] s"
+    assert re.search(gone, ranks.output(0))
     ranks.send(1, signal.SIGCONT)
     assert ranks.finish() == [1, 1]
 

@@ -7,11 +7,14 @@ import re
 import signal
 from collections.abc import Generator, Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from draftcore import hookimpl
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput, Stop
@@ -19,11 +22,23 @@ from draftcore.errors import DraftcoreError
 from draftcore.training.loop import stop_on_signal
 
 if TYPE_CHECKING:
-    from tests.training.conftest import NewRun
+    from tests.training.conftest import NewRun, Run
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
+
+
+class Fused:
+    """The optimizer of a GPU: it leaves out a step by itself, and nobody waits to know."""
+
+    @hookimpl
+    def optimizer(self, draft: Draft, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        weights = draft.parameter_groups[0]["params"]
+        return torch.optim.AdamW(weights, lr=lr, weight_decay=weight_decay, fused=True)
+
+
+both_optimizers = pytest.mark.parametrize("plugins", [[], [Fused()]], ids=["looks", "fused"])
 
 
 def poison(*rows: int, step: int = 1) -> Any:
@@ -276,6 +291,25 @@ def test_a_stop_ends_training_after_its_step_with_a_checkpoint_that_goes_on(
     assert found.state["stopped"] is None
 
 
+def test_a_stop_leaves_the_checkpoint_that_a_run_of_so_many_steps_ends_with(
+    new_run: NewRun,
+) -> None:
+    """To the bit, random numbers too: of the step that was begun after it nothing is in there."""
+    settings: dict[str, Any] = {"dropout": 0.5, "schedule": "constant"}
+    found = []
+    for run in (
+        new_run("stopped", plugins=[Stopper(2)], **settings),
+        new_run("short", max_steps=2, **settings),
+    ):
+        run.train()
+        last = run.found()
+        assert last is not None
+        files = sorted(last.folder.glob("*.safetensors"))
+        found.append({f"{f.stem}/{n}": t for f in files for n, t in load_file(f).items()})
+    assert any(name.endswith("rng.cpu") for name in found[0])
+    assert same(*found)
+
+
 def test_a_stop_of_one_of_several_drafts_leaves_the_others_alone(new_run: NewRun) -> None:
     run = new_run(labels=("a", "b"), plugins=[Stopper(2, "a")])
     assert run.train() == ("stopped", {})
@@ -287,9 +321,10 @@ def test_a_stop_of_one_of_several_drafts_leaves_the_others_alone(new_run: NewRun
 # ---------------------------------------------------------------- steps that change nothing
 
 
+@both_optimizers
 @pytest.mark.parametrize("way", ["skipped", "masked"])
 def test_a_step_without_anything_to_learn_changes_nothing_and_counts(
-    new_run: NewRun, way: str
+    new_run: NewRun, way: str, plugins: list[object]
 ) -> None:
     """No weight decay, no momentum, no bias correction: to the bit."""
 
@@ -298,7 +333,7 @@ def test_a_step_without_anything_to_learn_changes_nothing_and_counts(
         def step_finished(self) -> None:
             seen.append((run.weights(), run.moments()))
 
-    run = new_run(dropout=0.5, weight_decay=0.1, plugins=[Watcher()]).build()
+    run = new_run(dropout=0.5, weight_decay=0.1, plugins=[Watcher(), *plugins]).build()
     trainer = run.trainers[0]
     nothing = {row for planned in run.plan.step(1) for row in planned.rows}
     if way == "skipped":
@@ -343,14 +378,15 @@ def test_rows_that_turn_out_bad_are_left_out_and_kept_in_the_checkpoint(new_run:
 # ---------------------------------------------------------------- gradients that are not finite
 
 
+@both_optimizers
 @pytest.mark.parametrize("terms", [1, 3])
 def test_a_gradient_that_is_not_finite_names_its_row_and_leaves_the_weights(
-    new_run: NewRun, terms: int
+    new_run: NewRun, terms: int, plugins: list[object]
 ) -> None:
-    straight = new_run("straight", terms=terms).build()
+    straight = new_run("straight", terms=terms, plugins=plugins).build()
     straight.stop_after = 3
     straight.train()
-    run = new_run(terms=terms).build()
+    run = new_run(terms=terms, plugins=plugins).build()
     row = run.plan.step(2)[-1].rows[-1]
     run.algorithms[""].wrong = poison(row, step=3)
     with pytest.raises(DraftcoreError, match="gradient of step 3 is not finite") as caught:
@@ -374,23 +410,80 @@ def test_a_row_of_an_earlier_batch_of_the_step_is_in_what_is_named(new_run: NewR
         run.train()
 
 
+@both_optimizers
 def test_one_of_several_drafts_that_fails_leaves_the_others_as_if_it_was_not_there(
-    new_run: NewRun,
+    new_run: NewRun, plugins: list[object]
 ) -> None:
     labels = ("a", "b", "c")
-    run = new_run(labels=labels, dropout=0.5).build()
+    run = new_run(labels=labels, dropout=0.5, plugins=plugins).build()
     run.algorithms["b"].wrong = poison(*range(13), step=3)
     reason, failed = run.train()
     assert reason == "failed"
     assert list(failed) == ["b"]
     assert "step 3 is not finite" in str(failed["b"])
-    alone = new_run("alone", dropout=0.5)
+    alone = new_run("alone", dropout=0.5, plugins=plugins)
     alone.train()
     for at, label in ((0, "a"), (2, "c")):
         assert same(run.weights(at), alone.weights())
         assert run.losses(label) == alone.losses()
     assert run.losses("b") == alone.losses()[:2]
     assert run.found("b") is None
+
+
+# ---------------------------------------------------------------- a step ahead
+
+
+class Reads(TorchFunctionMode):
+    """Notes whenever a number of a tensor is read: on a device that is a wait."""
+
+    def __init__(self, events: list[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("tolist", "item", "__bool__", "__float__"):
+            self.events.append(("read",))
+        return func(*args, **(kwargs or {}))
+
+
+def events_of(run: Run) -> list[str]:
+    """Train, and say in which order forwards, reads and what observers are told of came."""
+    said = run.observers.said
+
+    def forward(batch: DraftBatch, context: StepContext, loss: Tensor) -> Tensor:
+        said.append(("forward", context.step))
+        return loss
+
+    run.algorithms[""].wrong = forward
+    with Reads(said):
+        run.train()
+    return [
+        " ".join(map(str, (one[0], *one[-1:]))) if one[1:] else one[0] for one, _ in groupby(said)
+    ]
+
+
+def test_no_number_of_a_step_is_read_before_the_forward_of_the_next_one(new_run: NewRun) -> None:
+    """And then before its update, so that weights are those of the step that is told of."""
+    events = events_of(new_run(rows=8, accumulate=1, max_steps=3, plugins=[Fused()]).build())
+    assert events[:9] == [
+        "forward 1", "forward 2", "read", "step 1", "forward 3", "read", "step 2", "read", "step 3"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("what", "settings"),
+    [
+        ("saved", {"checkpoint_every": 2}),
+        ("evaluated", {"eval_every": 2, "evaluate": lambda *_: {}}),
+    ],
+)
+def test_a_step_that_is_saved_or_evaluated_is_so_before_the_next_one_begins(
+    new_run: NewRun, what: str, settings: dict[str, Any]
+) -> None:
+    """Nothing else lies on the device then, and what fails in the next step cannot take it along."""
+    events = events_of(new_run(rows=6, accumulate=1, **settings).build())
+    found = [event for event in events if event != "read"]
+    assert found[:6] == ["forward 1", "forward 2", "step 1", "step 2", f"{what} 2", "forward 3"]
 
 
 # ---------------------------------------------------------------- being stopped

@@ -98,10 +98,8 @@ class Tiles(OnDevice):
             return torch.where(key < length, context, block)
 
         queries = self.anchor_BN.shape[1] * block_size
-        return BlockMask(
-            seq_lengths=(queries, length + queries), BLOCK_SIZE=(TILE, TILE), mask_mod=sees,
-            **self.lists,
-        )  # fmt: skip
+        form: dict[str, Any] = {"seq_lengths": (queries, length + queries), **self.lists}
+        return BlockMask(BLOCK_SIZE=(TILE, TILE), mask_mod=sees, **form)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def teach(head_VH: Tensor, ids_U: Tensor | None, last_hidden_BTH: Tensor, rows: 
             logits_mV = functional.linear(hidden_mH, head_VH)
             own_mU = logits_mV if ids_U is None else logits_mV.index_select(1, ids_U)
             scales = [_logsumexp(own_mU), _logsumexp(logits_mV)]
-            parts.append((own_mU, *scales, index_V[logits_mV.argmax(-1)]))
+            parts.append((own_mU, *scales, index_V[logits_mV.max(-1).indices]))
         logits_MU, own_M, all_M, label_M = (torch.cat(part) for part in zip(*parts, strict=True))
         label_M = label_M.where(rows.real_M, -1)
     return Teacher(logits_MU, own_M, all_M, label_M)
@@ -149,26 +149,28 @@ class _Distill(torch.autograd.Function):
         head_slope_UH = torch.zeros_like(head_UH) if wanted else None
         with full_precision(hidden_KMH.device):
             exact_MU = teacher_MU.to(exact)
-            probs_MU, share_MU = ((exact_MU - scale_M[:, None]).exp() for scale_M in (own_M, all_M))
+            probs_MU = (exact_MU - own_M[:, None]).exp()
+            share_MU = probs_MU * (own_M - all_M).exp()[:, None]
             for start in range(0, len(hidden_KMH), STEPS_AT_A_TIME):
                 steps = slice(start, start + STEPS_AT_A_TIME)
                 hidden_SMH, weight_SM = hidden_KMH[steps], weight_KM[steps]
                 logits_SMU = hidden_SMH @ head.T
-                log_SMU = logits_SMU.log_softmax(-1, dtype=exact)
-                cross_SM = -(probs_MU * log_SMU).sum(-1)
-                overlap_SM = torch.minimum(share_MU, log_SMU.exp()).sum(-1)
+                found_SMU = logits_SMU.softmax(-1, dtype=exact)
+                top_SM, best_SM = logits_SMU.max(-1)
+                # Their log-sum-exp, without another pass over the vocabulary.
+                scale_SM = top_SM - found_SMU.gather(-1, best_SM[..., None])[..., 0].log()
+                cross_SM = scale_SM - (probs_MU * logits_SMU).sum(-1)
+                overlap_SM = torch.minimum(share_MU, found_SMU).sum(-1)
                 loss_S, cross_slope_SM, overlap_slope_SM = _step_losses(
                     options, cross_SM, overlap_SM, weight_SM, num_rows
                 )
                 losses.append(loss_S)
                 overlaps.append(overlap_SM)
-                bests.append(logits_SMU.argmax(-1))
+                bests.append(best_SM)
                 if head_slope_UH is None:
                     continue
                 decay_S1 = decay_K[steps, None]
-                # Recomputed where it is used, so that a compiler keeps the logits alone.
-                found_SMU = log_SMU.exp()
-                slope_SMU = (decay_S1 * cross_slope_SM)[..., None] * (found_SMU - probs_MU)
+                slope_SMU = (found_SMU - probs_MU).mul_((decay_S1 * cross_slope_SM)[..., None])
                 if options.loss != "kl":
                     below_SMU = found_SMU * (found_SMU < share_MU)
                     turn_SMU = below_SMU - found_SMU * below_SMU.sum(-1, keepdim=True)
