@@ -65,17 +65,13 @@ class DominoDraft(Backbone):
 
         The GRU runs here, as torch compiles none.
         """
-        device, size, shifted = (
-            batch.token_ids_BT.device,
-            self.config.block_size,
-            self.config.shift_label,
-        )
-        targets = Targets.of(host_mask(batch), blocks, size, shifted=shifted).to(device)
+        config, device = self.config, batch.token_ids_BT.device
+        given = (host_mask(batch), blocks, config.block_size)
+        targets = Targets.of(*given, shifted=config.shift_label).to(device)
         tiles, share = self.tiles(batch, blocks), torch.tensor(base_share, dtype=torch.float64)
         blocks = blocks.to(device)
         states_MSG = self.prefix_states(batch, blocks)
-        given = (targets, tiles, states_MSG, share.to(device))
-        output: StepOutput = self(batch, blocks, *given)
+        output: StepOutput = self(batch, blocks, targets, tiles, states_MSG, share.to(device))
         return output
 
     def forward(

@@ -42,12 +42,6 @@ def in_slices(vocab_size: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(x, max(1, LOGIT_ELEMENTS // vocab_size)) for x in rows), strict=True)
 
 
-def row_slices(num_rows: int, vocab_size: int) -> list[slice]:
-    """Cut rows so that a slice's logits stay within `LOGIT_ELEMENTS`."""
-    size = max(1, LOGIT_ELEMENTS // vocab_size)
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
-
-
 def cross_entropy(hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's cross entropy with its label (fp32 or fp64) and its most probable token.
 
@@ -55,8 +49,8 @@ def cross_entropy(hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor) -> tuple
     of `hidden_RH`. Without rows both are empty.
     """
     if torch.is_grad_enabled() and head_VH.requires_grad:
-        slices = row_slices(max(1, len(hidden_RH)), len(head_VH))
-        parts = [_recomputed(hidden_RH[rows], head_VH, labels_R[rows]) for rows in slices]
+        slices = in_slices(len(head_VH), hidden_RH, labels_R)
+        parts = [_recomputed(hidden_rH, head_VH, label_r) for hidden_rH, label_r in slices]
         return torch.cat([loss for loss, _ in parts]), torch.cat([best for _, best in parts])
     return _CrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_RH, head_VH, labels_R, torch.is_grad_enabled() and hidden_RH.requires_grad
