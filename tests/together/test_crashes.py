@@ -74,7 +74,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(
 def test_a_run_whose_terminal_hangs_up_is_saved(
     tmp_path: Path, new_project: NewProject, straight: dict[int, float], producers: int
 ) -> None:
-    project = new_project(tmp_path / "hung-up", samples=48)
+    project = new_project(tmp_path / "hung-up", samples=800)
     there, here = pty.openpty()
 
     def own_terminal() -> None:
