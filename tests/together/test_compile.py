@@ -40,7 +40,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
     assert ours == pytest.approx(theirs, rel=5e-3)
     lines = map(json.loads, (compiled.run / "metrics.jsonl").read_text().splitlines())
-    assert {line["compilations"] for line in lines if "loss" in line} <= {1, 2}  # of 7 lengths
+    assert {line["compilations"] for line in lines if "loss" in line} <= {1, 2, 3}  # of 7 lengths
 
 
 def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(
