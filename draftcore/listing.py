@@ -21,7 +21,7 @@ from draftcore.plugins.registry import FIRST, HOOKS, NEEDED, Registry
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
 ROOMS = ("algorithm", "capture", "store", "channel", "target", "runner", "serving", "offers")
-INNER = ("module", "loose", "requires", "instance", "aside", "verbs")  # fields that are not shown
+INNER = ("module", "loose", "requires", "instance", "dropped", "verbs")  # fields that are not shown
 
 
 @click.command()

@@ -4,7 +4,7 @@ Installed is not selected: each binding is a plugin manager of its own, with one
 wrappers and observers of the run, so nothing else that is installed can change a result. Two
 owners of one first-result hook is an error here, where pluggy would take the last registered.
 What a hook returns is checked here, once, by the types of the contract, and what it raises is named
-with hook and plugin. An observer that fails so is set aside: the run goes on without it.
+with hook and plugin. An observer that fails so is dropped: the run goes on without it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _manager(plugins: Iterable[Plugin], owner: str = "") -> pluggy.PluginManager
 def _guard(
     function: Any, hook: str, plugin: Plugin, wraps: bool, observes: bool
 ) -> Callable[..., Any]:
-    """Return a plugin's hook such that it names both where it fails, and is set aside if it observes."""
+    """Return a plugin's hook such that it names both where it fails, and is dropped if it observes."""
 
     def settled(found: Any, error: BaseException | None = None) -> Any:
         import torch
@@ -153,12 +153,12 @@ def _guard(
         failure = DraftcoreError(f"the hook {hook} of {plugin} {what}")
         if not observes:
             raise failure from error
-        plugin.aside = True
+        plugin.dropped = True
         print(f"warning: {failure}\n  the run goes on without {plugin.name}", file=sys.stderr)
 
     @functools.wraps(function)
     def guarded(*given: Any) -> Any:
-        if observes and plugin.aside:
+        if observes and plugin.dropped:
             return None
         try:
             found = function(*given)

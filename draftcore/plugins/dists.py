@@ -48,7 +48,7 @@ class Plugin:
     verbs: tuple[Any, ...] = field(default=(), repr=False)  # click commands
     import_ms: float = 0.0
     instance: Any = field(default=None, repr=False)
-    aside: bool = False  # an observer that failed in this process, and is not called again
+    dropped: bool = False  # an observer that failed in this process, and is not called again
 
     def offer(self, kind: str, name: str) -> Offer | None:
         return next((o for o in self.offers if (o.kind, o.name) == (kind, name)), None)

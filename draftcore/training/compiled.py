@@ -19,9 +19,8 @@ class Compiled:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.compilations = module, 0
         torch._dynamo.config.recompile_limit = VERSIONS
-        torch._dynamo.config.specialize_float = (
-            True  # else it compiles twice: eps might be an input
-        )
+        # Else it compiles twice, to find out that eps is no input.
+        torch._dynamo.config.specialize_float = True
         module.forward = torch.compile(module.forward, dynamic=True, backend=self._compile)
 
     def _compile(self, graph: Any, inputs: Any) -> Any:

@@ -234,7 +234,7 @@ class Group(Ranks):
         watch, text = self.watch, str(error)
         if not isinstance(error, DraftcoreError):
             text = f"{type(error).__name__}: {error}"
-            watch.hurry()  # a collective breaks when a rank ends
+            watch.shorten()  # a collective breaks when a rank ends
             watch.known.wait(2 * SOON)
         if watch.failure is None:
             with suppress(RuntimeError):

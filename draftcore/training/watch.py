@@ -50,14 +50,14 @@ class Watch(threading.Thread):
         self.store.set(self.names[rank], "0")
 
     def run(self) -> None:
-        count, beaten, patience, hurried = 0, 0.0, self.patience, False
+        count, beaten, patience, shortened = 0, 0.0, self.patience, False
         seen, since = [b""] * len(self.names), [0.0] * len(self.names)
         while not self.ending.wait(self.interval):
             now = time.monotonic()
             try:
-                if not hurried and self.store.check(["hurry"]):
-                    hurried, patience, since = True, min(patience, SOON), [now] * len(since)
-                if hurried or now - beaten > patience / 8:
+                if not shortened and self.store.check(["short"]):
+                    shortened, patience, since = True, min(patience, SOON), [now] * len(since)
+                if shortened or now - beaten > patience / 8:
                     count, beaten = count + 1, now
                     self.store.set(self.names[self.rank], str(count))
                 for rank, beat in enumerate(self.store.multi_get(self.names)):
@@ -75,10 +75,10 @@ class Watch(threading.Thread):
             ) as error:  # its host is gone, or it was altered
                 return self.end(Failure(0, f"the ranks' common store cannot be read: {error}"))
 
-    def hurry(self) -> None:
+    def shorten(self) -> None:
         """Have all ranks beat at each look from now on, so that a dead one is known soon."""
         with suppress(RuntimeError):
-            self.store.set("hurry", "")
+            self.store.set("short", "")
 
     def post(self, rank: int, text: str, code: int = 1) -> None:
         """Say that a rank failed, unless the run has a failure already."""

@@ -38,7 +38,7 @@ HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "yaml")
 # Ordinary words, and a place of every Linux: what they name is found by the import test above.
 WORDS = {"graphs", "sdk", "tools", "shm"}
 NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
-CORE_LINES, KERNEL_LINES, TEST_LINES = 7352, 1812, 35266  # may fall, never rise
+CORE_LINES, KERNEL_LINES, TEST_LINES = 7350, 1812, 35266  # may fall, never rise
 
 
 @cache

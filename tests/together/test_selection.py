@@ -77,7 +77,7 @@ ENDS = {
 def test_no_plugin_ends_a_run_as_if_it_were_done(
     project: Project, tmp_path: Path, name: str
 ) -> None:
-    """An observer is set aside, and the run goes on; what else ends the process is an error."""
+    """An observer is dropped, and the run goes on; what else ends the process is an error."""
     file = tmp_path / f"ends_{name}.py"
     file.write_text("from draftcore import hookimpl\n" + ENDS[name][0])
     done = project.cli("train", "train.max_steps=2", plugin=file, ok=False)

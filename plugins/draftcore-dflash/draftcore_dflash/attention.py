@@ -54,9 +54,8 @@ class Tiles(OnDevice):
 
     @classmethod
     def of(
-        cls, blocks: Blocks, shape: tuple[int, int], block_size: int, *,
-        window: int | None, causal: bool,
-    ) -> Tiles:  # fmt: skip
+        cls, blocks: Blocks, shape: tuple[int, int], block_size: int, window: int | None
+    ) -> Tiles:
         """List the tiles of blocks on the CPU, for a context of `shape` [B, T]."""
         (batch, length), queries = shape, blocks.per_sample * block_size
         anchor_BN = torch.zeros(batch * blocks.per_sample, dtype=torch.long)

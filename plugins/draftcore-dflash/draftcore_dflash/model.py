@@ -131,13 +131,12 @@ class Backbone(TargetVocabulary):
         """List, for each type of layer, what blocks on the CPU see; CUDA alone reads it."""
         config, (rows, length) = self.config, batch.token_ids_BT.shape
         return {
-            kind: Tiles.of(
-                blocks, (rows, length), config.block_size, window=config.window(kind),
-                causal=config.causal(kind),
-            ).to(batch.token_ids_BT.device)
+            kind: Tiles.of(blocks, (rows, length), config.block_size, config.window(kind)).to(
+                batch.token_ids_BT.device
+            )
             for kind in set(config.layer_types)
             if batch.token_ids_BT.is_cuda
-        }  # fmt: skip
+        }
 
     def block_hidden(
         self, batch: DraftBatch, blocks: Blocks, tiles: Mapping[str, Tiles] | None = None
@@ -163,7 +162,7 @@ class Backbone(TargetVocabulary):
 
 
 class DFlashDraft(Backbone):
-    """The draft with its loss: `forward` draws anchors and trains on their blocks."""
+    """The draft with its loss: `loss` draws anchors and trains on their blocks."""
 
     options: DFlashOptions
 
