@@ -1,6 +1,6 @@
 """Time training steps (forward and backward) at Qwen3-8B shapes on CUDA, one JSON line per case.
 
-    python benchmarks/step.py [--modes eager compiled] [--masks dense half] [CASE ...]
+    python benchmarks/step.py [--mode eager|compiled] [--mask dense|half] [CASE ...]
 
 A case is ALGORITHM:ROWSxTOKENS, for block drafts with anchors per row: `eagle3:1x2048`,
 `dflash:2x768:256`. Random data, bf16 compute over fp32 masters; of the mask `half`, every other run of
@@ -220,16 +220,16 @@ def run(case: str, mode: str, mask: str, rate: float, top: int) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=CASES)
-    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
-    parser.add_argument("--masks", nargs="+", default=["dense", "half"])
+    parser.add_argument("--mode", choices=["eager", "compiled"], help="this one alone")
+    parser.add_argument("--mask", choices=["dense", "half"], help="this one alone")
     parser.add_argument("--top", type=int, default=0, help="kernels to name, by their time")
     given = parser.parse_args()
     rate = bf16_rate()
     device = torch.cuda.get_device_name()
     print(json.dumps({"device": device, "torch": torch.__version__, "tflops": round(rate / 1e12)}))
     for case in given.cases:
-        for mask in given.masks:
-            for mode in given.modes:
+        for mask in [given.mask] if given.mask else ["dense", "half"]:
+            for mode in [given.mode] if given.mode else ["eager", "compiled"]:
                 torch._dynamo.reset()
                 torch.cuda.empty_cache()
                 try:

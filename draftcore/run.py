@@ -547,6 +547,9 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
 
     Raises DraftcoreError with the errors of drafts that failed, once the others are done.
     """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Batches differ in size, and memory freed by one has to serve the next whatever its size.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     ranks = run.ranks
     with ExitStack() as stack:
         with ranks.together():
