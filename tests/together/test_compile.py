@@ -71,3 +71,5 @@ def test_compiling_what_does_not_compile_is_refused(project: Project, tmp_path: 
     given = ("algorithm.name=plain", "train.compile=on")
     result = project.cli("train", *given, plugin=plugin, ok=False)
     assert "the algorithm 'plain' has no capability compile" in result.output
+    result = project.cli("train", "train.compile=on", "train.shard=true", ok=False)
+    assert "or train.shard is on" in result.output

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draftcore_dflash.algorithm import DFlash
-from draftcore_dflash.attention import AttentionMask, attend
+from draftcore_dflash.attention import AttentionMask, Tiles, attend
 from draftcore_dflash.blocks import Blocks, draw_anchors
 from draftcore_dflash.config import DraftConfig
 from draftcore_dflash.model import Backbone, DFlashDraft
@@ -24,6 +24,7 @@ from draftcore_sdk.algorithm_fixtures import (
 )
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 from draftcore.contracts.algorithm import Sample, SampleId, StepContext
 from draftcore.contracts.target import TargetSpec
@@ -366,3 +367,68 @@ def test_joined_attention_equals_one_softmax(
         (found, *found_gradients), (expected, *expected_gradients), strict=True
     ):
         torch.testing.assert_close(ours, theirs.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (4, True)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_blocks_attend_by_flex_attention_as_by_one_softmax(
+    window: int | None, causal: bool, device: str
+) -> None:
+    tensors, _, blocks = attention_inputs(torch.float32, device)
+    shape, size = (2, tensors[3].shape[2]), tensors[0].shape[1]
+    tiles = Tiles.of(blocks.to(torch.device("cpu")), shape, size, window)
+
+    def attended(given: list[Tensor], blocks: Blocks, tiles: Tiles) -> Tensor:
+        query, key, value, *context_BATD = given
+        mask = AttentionMask.of(
+            blocks, shape, size, window=window, causal=causal, dtype=query.dtype, tiles=tiles
+        )
+        assert isinstance(mask.seen, BlockMask)
+        context_key, context_value = (x.transpose(1, 2) for x in context_BATD)
+        return attend(query, (key, value), (context_key, context_value), mask)
+
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(attended, backend=backend, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        found = compiled([t.detach() for t in tensors], blocks, tiles.to(torch.device(device)))
+    expected = plain_attention([t.double() for t in tensors], blocks, window, causal)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "size"),
+    [(None, False, 16), (40, True, 16), (300, True, 5), (None, True, 7)],
+)
+def test_listed_tiles_are_those_in_which_something_is_seen_and_whole_ones_hide_nothing(
+    window: int | None, causal: bool, size: int
+) -> None:
+    samples, length, slots, tile = 2, 700, 40, 128
+    chosen = [torch.randperm(length - 1)[:slots].sort().values for _ in range(samples)]
+    blocks = Blocks.of(torch.stack(chosen), torch.rand(samples, slots) < 0.9)
+    mask = Tiles.of(blocks, (samples, length), size, window).mask(length, size, window, causal)
+    queries = slots * size
+    shape = [-(-count // tile) for count in (queries, length + queries)]
+    for sample in range(samples):
+        at = torch.tensor(sample), torch.tensor(0), torch.arange(queries)[:, None]
+        seen = mask.mask_mod(*at, torch.arange(length + queries)[None])
+        padded = torch.zeros(shape[0] * tile, shape[1] * tile, dtype=torch.bool)
+        padded[:queries, : length + queries] = seen
+        cells = padded.view(shape[0], tile, shape[1], tile).permute(0, 2, 1, 3).flatten(2)
+        partly, whole = (
+            listed(numbers[sample, 0], indices[sample, 0], shape)
+            for numbers, indices in (
+                (mask.kv_num_blocks, mask.kv_indices),
+                (mask.full_kv_num_blocks, mask.full_kv_indices),
+            )
+        )
+        assert not (whole & partly).any()
+        assert not (whole & ~cells.all(-1)).any()
+        assert not (cells.any(-1) & ~(partly | whole)).any()
+
+
+def listed(numbers: Tensor, indices: Tensor, shape: list[int]) -> Tensor:
+    """Turn a BlockMask's list of tiles into a table of them."""
+    found = torch.zeros(shape, dtype=torch.bool)
+    for row, number in enumerate(numbers.tolist()):
+        found[row, indices[row, :number].long()] = True
+    return found
