@@ -47,8 +47,8 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
 from draftcore.contracts.target import PrefillRunner, TargetModel
 from draftcore.data.dataset import read_prompts
+from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore.evaluation.decode import Clock, speculate
-from draftcore.export import find_checkpoint, load_checkpoint
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load
 from draftcore.run import Run, train

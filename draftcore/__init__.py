@@ -2,8 +2,10 @@
 
 A plugin author needs `hookimpl` from here, and what a hook is given and returns from
 `draftcore.contracts`. What is heavy is imported where it is used.
+From Python the verbs are functions: `draftcore.train("run.yaml")`, see `draftcore.api`.
 """
 
+import importlib
 from typing import Any
 
 import pluggy
@@ -11,7 +13,8 @@ import pluggy
 hookspec = pluggy.HookspecMarker("draftcore")
 hookimpl = pluggy.HookimplMarker("draftcore")
 
-__all__ = ["__version__", "hookimpl", "hookspec"]
+VERBS = ("capture", "evaluate", "export", "train")
+__all__ = ["__version__", "hookimpl", "hookspec", *VERBS]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +22,6 @@ def __getattr__(name: str) -> Any:
         from importlib_metadata import version  # 40 ms: paid only by who asks
 
         return version("draftcore")
+    if name in VERBS:
+        return getattr(importlib.import_module("draftcore.api"), name)
     raise AttributeError(f"module 'draftcore' has no attribute {name!r}")

@@ -66,7 +66,7 @@ class DataConfig(Section):
 class Choice(Section):
     name: str = Field(description="the offer's name, see `draftcore list-plugins`")
     plugin: Free[str] = Field("", description="the plugin, where several offer this name")
-    options: dict[str, Any] = Field(default_factory=dict, description="validated by the plugin")
+    options: dict[str, Any] = Field({}, description="validated by the plugin")
 
 
 class CaptureConfig(Choice):

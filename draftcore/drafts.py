@@ -71,12 +71,15 @@ def load_export(draft: DraftRun, folder: Path) -> Draft:
     return draft.algorithm.hook.import_draft(folder=folder, target=target, options=options)
 
 
-def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Path:
+def export(
+    draft: DraftRun, found: Checkpoint, folder: Path, layout: str, *, force: bool = False
+) -> Path:
     """Write a checkpoint's draft for servers, with a manifest of where it came from and of its files.
 
     The folder appears whole or not at all, and is read by whom the umask lets read. It holds no path
-    of this machine. Raises UsageError for one that holds something, and for a layout that the
-    algorithm does not offer; DraftcoreError where it cannot be written.
+    of this machine. Raises UsageError for one that holds something, unless it is an export and
+    `force` replaces it, and for a layout that the algorithm does not offer; DraftcoreError where it
+    cannot be written.
     """
 
     def named(found: re.Match[str]) -> str:
@@ -90,8 +93,10 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
             f"{draft.choice.name} does not export the layout {layout!r}\n"
             f"  it offers: {names or 'none'}\n  choose one with --layout"
         )
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty\n  choose another folder with --out, or empty it")
+    replaced = force and (folder / EXPORT).is_file()
+    if folder.exists() and any(folder.iterdir()) and not replaced:
+        remedy = "choose another folder with --out, or empty it; --force replaces an export"
+        raise UsageError(f"{folder} is not empty\n  {remedy}")
     built, target = load_checkpoint(draft, found), draft.run.target
     origin = {
         **{key: found.state[key] for key in ("step", "samples_seen", "plugins")},
@@ -112,6 +117,8 @@ def export(draft: DraftRun, found: Checkpoint, folder: Path, layout: str) -> Pat
             write_sealed(manifest, {**public, "files": digests})
             for file in files:  # safetensors' own are for the user alone
                 file.chmod(manifest.stat().st_mode)
+            if replaced:
+                folder.rename(partial.with_name("replaced"))
             partial.rename(folder)  # also onto an empty folder
     except (OSError, DraftcoreError) as error:
         if not isinstance(why := error.__cause__ or error, (OSError, SafetensorError)):

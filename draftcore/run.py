@@ -18,11 +18,13 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Literal, cast
 
 import torch
+from importlib_metadata import version
 from pydantic import BaseModel
 
 from draftcore.config import FREE, RunConfig
@@ -32,6 +34,7 @@ from draftcore.contracts.channel import PATIENCE, Channel, Json, RunEnded
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.runner import DecodeRunner, PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import DurableStore, FeatureStore, StoreAway
+from draftcore.data.conversations import open_source
 from draftcore.data.dataset import Dataset, build_dataset, read_prompts
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.samples import Samples, StoredSamples, read_summary, samples_data, summary_data
@@ -567,6 +570,9 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         at = min(trainer.step for trainer in trainers)
         if at == total:
             return "complete"
+        for draft, trainer in zip(run.drafts, trainers, strict=True):
+            if about := trainer.built.about:
+                say(f"{draft.of}a draft of {about}")
         say(f"a step: {plan.accumulate} batches, {plan.accumulate * plan.batch} rows")
         caught = stack.enter_context(stop_on_signal())
         stop = lambda: bool(caught)  # noqa: E731
@@ -867,7 +873,24 @@ def evaluate_draft(draft: DraftRun, built: Draft, step: int) -> Report:
         config.data.eval, run.target.tokenizer, config.eval.prompts, config.data.max_length
     )
     built.module.to(run.target.model.device).eval()
-    report = evaluate_prompts(draft.decoder(built), prompts, config.eval)
+    with Progress(len(prompts), verb="decoding", every=config.eval.batch) as progress:
+        report = evaluate_prompts(draft.decoder(built), prompts, config.eval, progress.show)
+    about = {
+        "draft": draft.label,
+        "algorithm": draft.choice.name,
+        "step": step,
+        "target": run.target.path,
+        "target_fingerprint": run.target.fingerprint,
+        "data": config.data.eval,
+        "data_digest": open_source(config.data.eval).key(),
+        "eval": config.eval.model_dump(mode="json"),
+        "device": str(run.target.model.device),
+        "dtype": str(run.target.dtype).removeprefix("torch."),
+        "plugins": run.manifest([draft]),
+        "versions": {one: version(one) for one in ("draftcore", "torch", "transformers")},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    report = dataclasses.replace(report, about=about)
     hook, options = draft.algorithm.hook, draft.options
     report = dataclasses.replace(report, more=more_metrics(hook, built, report.to_json(), options))
     run.observers.evaluated(step=step, report=report.to_json(), draft=draft.label)

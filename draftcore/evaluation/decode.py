@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,11 +164,15 @@ class Clock:
     rounds: int = 0
 
 
-def evaluate_prompts(runner: DecodeRunner, prompts: Prompts, config: EvalConfig) -> Report:
+def evaluate_prompts(
+    runner: DecodeRunner, prompts: Prompts, config: EvalConfig,
+    show: Callable[[int], None] = lambda done: None,
+) -> Report:  # fmt: skip
     """Decode prompts speculatively and, where greedy, compare each with the target's `generate`.
 
-    Prompts are decoded in batches of like length. Raises DraftcoreError where the output differs
-    from the reference by more than a tie.
+    Prompts are decoded in batches of like length; `show` is told how many are done. Raises
+    DraftcoreError where the output differs from
+    the reference by more than a tie.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     clock, ties, results = Clock(), list[Tie](), dict[int, Decoded]()
@@ -182,6 +186,7 @@ def evaluate_prompts(runner: DecodeRunner, prompts: Prompts, config: EvalConfig)
             for one, reference in zip(decoded, references, strict=True):
                 ties += resolve_ties(runner, one, reference, config)
         results.update(zip(rows, decoded, strict=True))
+        show(len(results))
     return Report.of(
         [results[i] for i in range(len(prompts))],
         runner.drafter.num_drafts,

@@ -51,7 +51,8 @@ class Tie:
 class Report:
     """Figures of one evaluation; times are seconds per round of the whole batch.
 
-    `lossless` is None where no output was compared with the target's own.
+    `lossless` is None where no output was compared with the target's own. `about` says what was
+    evaluated: draft, target, data, settings, versions; `rows` has the figures of each prompt.
     """
 
     prompts: int
@@ -67,7 +68,9 @@ class Report:
     draft_seconds: float
     verify_seconds: float
     plain_seconds: float
+    rows: tuple[Mapping[str, float], ...] = ()
     more: Mapping[str, float] = field(default_factory=dict)  # what `eval_metrics` added
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, decoded: Sequence[Decoded], num_drafts: int, depth: int, **others: Any) -> Report:
@@ -97,6 +100,15 @@ class Report:
             acceptance_length_95=_interval(_ratio(tokens[draws].sum(1), rounds[draws].sum(1))),
             acceptance_by_position=tuple(by_position.tolist()),
             acceptance_by_position_95=tuple(_interval(spread[:, k]) for k in ks),
+            rows=tuple(
+                {
+                    "prompt_tokens": len(one.prompt),
+                    "tokens": len(one.tokens),
+                    "rounds": len(one.accepted),
+                    "acceptance_length": (len(one.tokens) - 1) / max(1, len(one.accepted)),
+                }
+                for one in decoded
+            ),
             **others,
         )
 
@@ -107,12 +119,13 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
-        return {**data.pop("more"), **data, "break_even_length": self.break_even_length}
+        head = {"about": data.pop("about"), **data.pop("more")}
+        return {**head, **data, "break_even_length": self.break_even_length}
 
     def write(self, folder: Path) -> None:
         """Write report.json and acceptance.png."""
         write_atomic(folder / "report.json", json.dumps(self.to_json(), indent=1))
-        self.plot(folder / "acceptance.png")
+        plot({"": self}, folder / "acceptance.png")
 
     def lines(self) -> list[tuple[str, str]]:
         """The rows of the table that people read."""
@@ -132,23 +145,45 @@ class Report:
             *((name, f"{value:.4g}") for name, value in self.more.items()),
         ]
 
-    def plot(self, file: Path) -> None:
-        """Draw acceptance by position with its intervals."""
-        from matplotlib.figure import Figure  # 0.3 s; no pyplot, so no window system is touched
 
-        positions = np.arange(1, len(self.acceptance_by_position) + 1)
-        rates = np.array(self.acceptance_by_position)
-        errors = np.abs(np.array(self.acceptance_by_position_95).T - rates)
-        figure = Figure(layout="constrained")
-        axes = figure.add_subplot()
-        bars = axes.bar(positions, rates, yerr=errors, capsize=3)
-        axes.bar_label(bars, fmt="%.2f")
-        axes.set(xlabel="drafted position", ylabel="accepted up to here", ylim=(0, 1))
-        axes.set_title(
-            f"acceptance length {self.acceptance_length:.2f} "
-            f"(break-even {self.break_even_length:.2f}, {self.prompts} prompts)"
-        )
-        figure.savefig(file, dpi=144)
+def plot(reports: Mapping[str, Report], file: Path) -> None:
+    """Draw acceptance by position with its intervals, of one draft or of several by their labels."""
+    from matplotlib.figure import Figure  # 0.3 s; no pyplot, so no window system is touched
+
+    figure = Figure(layout="constrained")
+    axes, width = figure.add_subplot(), 0.8 / len(reports)
+    for at, (label, report) in enumerate(reports.items()):
+        rates = np.array(report.acceptance_by_position)
+        positions = np.arange(1, len(rates) + 1) + (at - (len(reports) - 1) / 2) * width
+        errors = np.abs(np.array(report.acceptance_by_position_95).T - rates)
+        low, high = report.acceptance_length_95
+        length = f"{report.acceptance_length:.2f} (95 %: {low:.2f} to {high:.2f})"
+        name = f"{label} acceptance length {length}".lstrip()
+        bars = axes.bar(positions, rates, width, yerr=errors, capsize=3, label=name)
+        if len(reports) == 1:
+            axes.bar_label(bars, fmt="%.2f")
+    shown = next(iter(reports.values())).about
+    what = [f"{shown[key]}" for key in ("algorithm", "target", "data") if key in shown]
+    axes.set(xlabel="drafted position", ylabel="share of rounds accepted up to here", ylim=(0, 1))
+    axes.set_title(" · ".join(what[len(reports) > 1 :]), fontsize="medium")
+    axes.legend()
+    figure.savefig(file, dpi=144)
+
+
+def comparison(reports: Mapping[str, Report]) -> list[str]:
+    """Return a table of several drafts side by side, a line each."""
+    rows = [("draft", "acceptance length", "95 %", "break-even", "step", "lossless")]
+    for label, report in reports.items():
+        low, high = report.acceptance_length_95
+        checked = {True: "yes", None: "not checked"}[report.lossless]
+        figures = f"{report.acceptance_length:.2f}", f"{low:.2f} to {high:.2f}"
+        step = str(report.about.get("step", ""))
+        rows.append((label, *figures, f"{report.break_even_length:.2f}", step, checked))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def more_metrics(

@@ -70,6 +70,11 @@ class Registry:
         return self.judged()
 
     @property
+    def files(self) -> list[str]:
+        """The one-file plugins, which processes that a run starts have to be given again."""
+        return [plugin.dist for plugin in self._found if plugin.loose]
+
+    @property
     def ready(self) -> tuple[Plugin, ...]:
         return tuple(plugin for plugin in self.plugins if plugin.state == "ready")
 

@@ -132,7 +132,8 @@ def train(
             failed[trainer.label] = error
 
     spent = dict[str, float]()  # on the step before
-    with Progress(total, at, shown=ranks.rank == 0, beside=beside) as progress:
+    every = active[0].config.log_every
+    with Progress(total, at, every=every, shown=ranks.rank == 0, beside=beside) as progress:
         while any(t.taken.metrics for t in active) or (at < total and active and not stopped):
             ahead = at < total and not stopped and not any(t.taken.due for t in active)
             step = plan.step(at) if ahead else ()
@@ -156,14 +157,18 @@ def train(
                 skipped.add(theirs)
             if not step:  # that was a wait alone
                 spent["seconds"] += time.perf_counter() - began
-            for trainer in [t for t in active if t.taken.metrics]:
+            reporting = [t for t in active if t.taken.metrics]
+            for trainer in reporting:
                 with apart(trainer):
                     answer = trainer.report([theirs[trainer.label][1] for theirs in told], spent)
                     if answer is not None and at < total:
                         trainer.save(answer)
                         active.remove(trainer)
                         ended[trainer.label] = answer
-                progress.show(at, {t.label: t.metrics for t in active})
+                    if trainer.evaluation:
+                        progress.tell(f"{trainer.label} step {at}: {trainer.evaluation}".lstrip())
+            if reporting:
+                progress.show(at, {t.label: t.metrics for t in active if t.metrics})
             stopped = stopped or any(stops)
             if any(lacking) or not active:
                 break  # and the step is taken by nobody
@@ -174,7 +179,9 @@ def train(
                 let_go()
                 finished(step[-1].position + 1)
                 at += 1
+                tokens = sum(int(plan.lengths[list(batch.rows)].sum()) for batch in step)
                 spent = {"fetch_seconds": waited, "seconds": time.perf_counter() - began}
+                spent["tokens"] = tokens
     for trainer in list(active):
         with apart(trainer):
             trainer.save()
@@ -262,7 +269,8 @@ class Trainer:
         self.heard = ranks.first(
             lambda: [name for name in answering if getattr(self.observers, name).get_hookimpls()]
         )
-        self.step, self.metrics, states = 0, {"loss": 0.0}, dict[str, Tensor]()
+        self.step, self.metrics, states = 0, dict[str, float](), dict[str, Tensor]()
+        self.evaluation = ""  # what is said of the one that the last report made
         if last is not None:
             states = last.load_optimizer(self.optimizer, built.module)
             self.step = last.step
@@ -421,12 +429,16 @@ class Trainer:
         Returns what an observer answered to stop the draft, on all ranks. Raises DraftcoreError where
         the gradient was not finite; the weights are as before.
         """
-        self.metrics = {**self.taken.metrics, **ratios(sums), **spent}
+        self.metrics, self.evaluation = {**self.taken.metrics, **ratios(sums), **spent}, ""
+        self.metrics["epoch"] = self.context(self.step, training=True).epoch
+        self.metrics["tokens_per_second"] = spent["tokens"] / spent["seconds"]
+        if self.device.type == "cuda":
+            self.metrics["memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
         if not math.isfinite(self.metrics["grad_norm"]):
             self.refuse()
         self.taken = Step()
         if self.step % self.config.log_every == 0 or self.step == 1:
-            self.log.write({"step": self.step, **self.metrics})
+            self.log.write({"step": self.step, "time": time.time(), **self.metrics})
         told = {"step": self.step, "draft": self.label}
         answers = self.observers.step_finished(metrics=self.metrics, **told)
         if self.step % self.config.checkpoint_every == 0:
@@ -436,7 +448,8 @@ class Trainer:
             whole = self.sharded.whole() if self.sharded else self.built
             context = self.context(self.step, training=False)
             report = self.ranks.first(lambda: evaluate(whole, context))
-            self.log.write({"step": self.step, "evaluation": report})
+            self.log.write({"step": self.step, "time": time.time(), "evaluation": report})
+            self.evaluation = "  ".join(f"{name} {value:.4g}" for name, value in report.items())
             answers = answers + self.observers.evaluated(report=report, **told)
         if self.heard:  # by rank 0, where observers are
             (answers, *_) = self.ranks.agree(answers)

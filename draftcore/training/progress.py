@@ -22,7 +22,7 @@ class Beside(ProgressColumn):
 
 
 class Progress(RichProgress):
-    """A progress bar on standard error: live on a terminal, a final line elsewhere."""
+    """Progress on standard error: a live bar on a terminal, elsewhere a line for `every` units done."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class Progress(RichProgress):
         done: int = 0,
         verb: str = "training",
         *,
+        every: int = 0,
         shown: bool = True,
         beside: Callable[[], str] = str,
     ) -> None:
@@ -44,8 +45,20 @@ class Progress(RichProgress):
             disable=not shown,
         )
         self.task = self.add_task(verb, total=total, completed=done, note="")
+        self.line, self.every = f"{verb} {{}}/{total}", every or max(1, total // 20)
 
     def show(self, done: int, metrics: Mapping[str, Mapping[str, float]] | None = None) -> None:
-        """Show how far the work is, and the loss of each draft by its label."""
-        losses = [f"{label} loss {m['loss']:.4g}".strip() for label, m in (metrics or {}).items()]
-        self.update(self.task, completed=done, note="  ".join(losses))
+        """Show how far the work is, and by a draft's label its loss, what it learns from and how fast."""
+        notes = [
+            f"{label} loss {m['loss']:.4g}  epoch {m['epoch']:.0f}  {m['tokens_per_second']:,.0f} tokens/s"
+            for label, m in (metrics or {}).items()
+        ]
+        self.update(self.task, completed=done, note="  ".join(note.strip() for note in notes))
+        if not (self.disable or self.console.is_terminal or done % self.every):
+            line = "  ".join([self.line.format(done), *map(str.strip, notes)])
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def tell(self, line: str) -> None:
+        """Print a line above the bar."""
+        if not self.disable:
+            self.console.print(line, highlight=False, soft_wrap=True)

@@ -29,14 +29,15 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("features", "evaluation", "listing"),
     ("cli",),
     ("run", "__main__"),
-    ("export",),
+    ("drafts",),
+    ("api",),
     ("verbs",),
     ("builtin",),
 )
 KERNEL = ("contracts", "plugins", "cli", "listing", "config", "options", "uris", "errors")
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "yaml")
 # Ordinary words, and a place of every Linux: what they name is found by the import test above.
-WORDS = {"graphs", "sdk", "tools", "shm"}
+WORDS = {"graphs", "sdk", "tools", "shm", "data"}
 NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 CORE_LINES, KERNEL_LINES, TEST_LINES = 7350, 1812, 35266  # may fall, never rise
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from draftcore.config import load_config
 from draftcore.contracts.algorithm import Sample, SampleId
-from draftcore.export import find_checkpoint, load_checkpoint, load_export
+from draftcore.drafts import find_checkpoint, load_checkpoint, load_export
 from draftcore.plugins.registry import load
 from draftcore.run import Run
 

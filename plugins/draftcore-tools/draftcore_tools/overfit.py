@@ -30,10 +30,10 @@ from draftcore.contracts.algorithm import DataSummary, Draft
 from draftcore.contracts.target import TargetSpec
 from draftcore.data.conversations import BadRow, read_conversations
 from draftcore.data.rendering import Renderer
+from draftcore.drafts import export, find_checkpoint, load_checkpoint, load_export
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.decode import EagerRunner, resolve_ties, speculate
 from draftcore.evaluation.proposals import depth_of
-from draftcore.export import export, find_checkpoint, load_checkpoint, load_export
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run, capture_all, train
 from draftcore.target import TransformersTarget

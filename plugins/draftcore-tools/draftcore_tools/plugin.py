@@ -1,4 +1,4 @@
-"""The commands `verify` and `overfit`. What is slow to import is imported inside them."""
+"""The commands `verify`, `overfit` and `config`. What is slow to import is imported inside them."""
 
 from __future__ import annotations
 
@@ -100,6 +100,34 @@ def overfit(
             raise click.exceptions.Exit(130) from None
 
 
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--keys", is_flag=True, help="Print all keys there are, as a table in Markdown.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of a run, for editors.")
+@click.pass_obj
+def config(
+    registry: Registry, config: Path | None, overrides: tuple[str, ...], keys: bool, schema: bool
+) -> None:
+    """Show a run's settings, and who set each.
+
+    That is the command line, CONFIG or a default. Nothing is opened: neither the target nor the data.
+    """
+    import json
+
+    from draftcore.config import RunConfig
+    from draftcore_tools.configuration import as_yaml, reference, resolved
+
+    if keys:
+        click.echo(reference())
+    elif schema:
+        click.echo(json.dumps(RunConfig.model_json_schema(), indent=1))
+    elif config is None:
+        raise UsageError("no CONFIG was given\n  name a run's YAML file, or ask for --keys or --schema")
+    else:
+        click.echo(as_yaml(resolved(config, overrides, registry)))
+
+
 @hookimpl
 def commands() -> Sequence[click.Command]:
-    return [verify, overfit]
+    return [verify, overfit, config]

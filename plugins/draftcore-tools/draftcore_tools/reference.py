@@ -22,9 +22,9 @@ from draftcore.contracts.algorithm import Draft, Drafter
 from draftcore.contracts.serving import Host
 from draftcore.data.dataset import read_prompts
 from draftcore.data.rendering import Renderer
+from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore.errors import UsageError
 from draftcore.evaluation.proposals import verify
-from draftcore.export import find_checkpoint, load_checkpoint
 from draftcore.files import EXPORT, read_sealed
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run

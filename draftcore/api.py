@@ -1,0 +1,261 @@
+"""The verbs as functions, for notebooks and programs: `draftcore.train("run.yaml", "train.lr=3e-4")`.
+
+Each reads a run's YAML file, applies overrides as the command line writes them, does its work and
+returns what came of it. The command line calls these functions. What is heavy is imported inside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from draftcore.errors import DraftcoreError, UsageError, raised
+from draftcore.plugins.registry import Registry, load
+
+if TYPE_CHECKING:
+    from draftcore.config import RunConfig
+    from draftcore.evaluation.report import Report
+    from draftcore.run import DraftRun, Run
+
+Role = Literal["both", "trainer", "producer"]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How training ended, and each draft's newest checkpoint by its label, '' for a single draft.
+
+    `reason` is `complete`, `stopped` (by a plugin) or `interrupted` (by a signal).
+    """
+
+    reason: str
+    checkpoints: Mapping[str, Path]
+
+
+def capture(
+    config: str | Path, *overrides: str, registry: Registry | None = None, say: Say = print
+) -> str:
+    """Capture a run's features into its durable store; returns a line about what is there.
+
+    Raises UsageError for a store that does not keep them, DraftcoreError where the disk is too small.
+    """
+    with opened(config, overrides, registry) as run:
+        from draftcore.run import capture_all
+
+        line = capture_all(run)
+        say(line)
+        show_runners(run, say)
+        return line
+
+
+def train(
+    config: str | Path, *overrides: str, role: Role | None = None,
+    registry: Registry | None = None, say: Say = print,
+) -> Trained:  # fmt: skip
+    """Train a run's drafts, each from its last checkpoint if any.
+
+    With `topology` its processes are started here and kept alive, unless a `role` is given: then this
+    process is the one. Raises DraftcoreError where a draft failed or a process gave up.
+    """
+    from draftcore.config import load_config
+
+    settings = load_config(Path(config), overrides)
+    several = settings.topology.producers > 0 or settings.topology.ranks > 1
+    if role is None and several and "WORLD_SIZE" not in os.environ:
+        reason = launch(settings, config, overrides, registry or load())
+    else:
+        if role is None and settings.topology.producers > 0:
+            role = "trainer"
+        with open_run(settings, registry, role=role or "both") as run:
+            from draftcore.run import produce_features
+            from draftcore.run import train as train_run
+
+            if role == "producer":
+                print(f"waiting for the trainer of {settings.run}", file=sys.stderr)
+                reason, line = produce_features(run)
+                say(line)
+            else:
+                reason = train_run(run, role or "both", say)
+                show_runners(run, say)
+    labels = list(settings.drafts) or [""]
+    marks = {
+        one: sorted((settings.run / one).glob("checkpoints/step-*/COMPLETE")) for one in labels
+    }
+    return Trained(reason, {one: found[-1].parent for one, found in marks.items() if found})
+
+
+def evaluate(
+    config: str | Path, *overrides: str, draft: str | None = None, checkpoint: Path | None = None,
+    exported: Path | None = None, out: Path | None = None,
+    registry: Registry | None = None, say: Say = print,
+) -> list[Report]:  # fmt: skip
+    """Decode the eval prompts for real with each draft, or one; returns their reports.
+
+    They are written, with plots, below the run's folder, or into `out`. The newest checkpoint is
+    evaluated if neither a `checkpoint` nor an `exported` draft is named. Raises DraftcoreError where
+    greedy output is not the target's own.
+    """
+    with opened(config, overrides, registry) as run:
+        from draftcore.drafts import open_draft
+        from draftcore.evaluation.report import comparison, plot
+        from draftcore.run import evaluate_draft
+
+        drafts, reports = run.chosen(draft), {}
+        only_one(drafts, checkpoint=checkpoint, export=exported, out=out)
+        for one in drafts:
+            built, step = open_draft(one, checkpoint, exported)
+            report = reports[one.label] = evaluate_draft(one, built, step)
+            folder = out or one.folder / "eval"
+            # Said first, as decoding took minutes and the disk may be full.
+            for name, value in [("draft", one.label)] * bool(one.label) + report.lines():
+                show_row(name, value, say)
+            report.write(folder)
+            show_row("report and plot", str(folder), say)
+        if len(reports) > 1:
+            for line in ["", *comparison(reports)]:
+                say(line)
+            plot(reports, file := run.folder / "comparison.png")
+            show_row("plot of all", str(file), say)
+        show_runners(run, say)
+        return list(reports.values())
+
+
+def export(
+    config: str | Path, *overrides: str, draft: str | None = None, checkpoint: Path | None = None,
+    out: Path | None = None, layout: str = "serving", force: bool = False,
+    registry: Registry | None = None, say: Say = print,
+) -> list[Path]:  # fmt: skip
+    """Write each draft, or one, in a layout that servers load; returns the folders.
+
+    `force` replaces an export that lies there; any other folder that holds something is refused.
+    """
+    with opened(config, overrides, registry) as run:
+        from draftcore.drafts import export, find_checkpoint
+
+        drafts, folders = run.chosen(draft), []
+        only_one(drafts, checkpoint=checkpoint, out=out)
+        for one in drafts:
+            found = find_checkpoint(one, checkpoint)
+            folder = export(one, found, out or one.folder / "export", layout, force=force)
+            say(f"{one.of}exported step {found.step} to {folder}")
+            folders.append(folder)
+        return folders
+
+
+# ---------------------------------------------------------------- what they share
+
+
+@contextmanager
+def opened(
+    config: str | Path, overrides: Sequence[str], registry: Registry | None
+) -> Iterator[Run]:
+    """Read a configuration and open its run."""
+    from draftcore.config import load_config  # pydantic, then torch: only for what works
+
+    with open_run(load_config(Path(config), overrides), registry) as run:
+        yield run
+
+
+@contextmanager
+def open_run(
+    settings: RunConfig, registry: Registry | None = None, *, role: Role | None = None
+) -> Iterator[Run]:
+    """Open a configured run; without a role it refuses to be started by torchrun."""
+    # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
+    # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's own place for compiled code is a name in /tmp that any user can make first.
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "draftcore/inductor")
+    )
+    from draftcore.run import Run
+    from draftcore.training.distributed import join
+
+    with join(settings.train, alone=role in (None, "producer")) as ranks:
+        run = Run(settings, registry or load(), ranks)
+        with run.closing:
+            try:
+                yield run
+            except SystemExit as error:
+                if error.code:
+                    raise
+                raise DraftcoreError(f"{raised(error)} ended the run before its work") from error
+
+
+def launch(
+    settings: RunConfig, config: str | Path, overrides: Sequence[str], registry: Registry
+) -> str:
+    """Run the processes of a topology on this machine; returns how training ended."""
+    from draftcore.launcher import INTERRUPTED, Child, Launcher, devices
+
+    topology = settings.topology
+    files = [part for file in registry.files for part in ("--plugin", file)]
+    verb = [sys.executable, "-m", "draftcore", *files, "train", str(config), *overrides]
+    role = ["--role", "trainer"] if topology.producers else []
+    where = devices(topology.ranks, topology.producers)
+    ranks = [
+        Child(f"rank {rank}", [*verb, *role], env=where.get(f"rank {rank}", {}))
+        for rank in range(topology.ranks)
+    ]
+    producers = [
+        Child(
+            f"producer {number}",
+            [*verb, "--role", "producer"],
+            settings.run / "logs" / f"producer-{number}.log",
+            env=where.get(f"producer {number}", {}),
+        )
+        for number in range(topology.producers)
+    ]
+    code = Launcher(ranks, producers, topology.restarts).run()
+    if code == INTERRUPTED:
+        return "interrupted"
+    if code:
+        failed = DraftcoreError(f"the trainer ended with exit status {code}, for the reason above")
+        failed.exit_code = code
+        raise failed
+    require_done(settings)
+    return "complete"
+
+
+def require_done(settings: RunConfig) -> None:
+    """Raise DraftcoreError where a draft was not stopped and lacks its last checkpoint."""
+    for folder in [settings.run / label for label in settings.drafts] or [settings.run]:
+        marks = sorted((folder / "checkpoints").glob("step-*/COMPLETE"))
+        try:
+            state = json.loads((marks[-1].parent / "state.json").read_text())
+            done = state["step"] == state["total_steps"] or state.get("stopped")
+        except (IndexError, OSError, ValueError, TypeError, KeyError, AttributeError):
+            done = False
+        if not done:
+            raise DraftcoreError(
+                f"the ranks ended without an error, and {folder} has no checkpoint of the last step\n"
+                "  start the same command again: the run goes on from its last checkpoint"
+            )
+
+
+def only_one(drafts: Sequence[DraftRun], **given: Path | None) -> None:
+    """Raise UsageError where a folder is given, which can be of one draft only, for several."""
+    named = [f"--{name}" for name, folder in given.items() if folder is not None]
+    if named and len(drafts) > 1:
+        labels = ", ".join(draft.label for draft in drafts)
+        raise UsageError(
+            f"{' and '.join(named)} can be given for one draft only, and the run has {labels}\n"
+            "  choose one with --draft"
+        )
+
+
+def show_runners(run: Run, say: Say) -> None:
+    """Say what the runners have to say of what they ran, those that were needed."""
+    for phase, runner in run.runners.items():
+        for line in runner.report():
+            show_row(f"runner.{phase}", line, say)
+
+
+def show_row(name: str, value: str, say: Say) -> None:
+    say(f"{name:28}  {value}")

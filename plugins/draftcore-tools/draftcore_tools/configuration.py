@@ -1,0 +1,132 @@
+"""What a run's settings come to, and all the keys there are: `draftcore config`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftcore.config import Choice, RunConfig, load_config
+from draftcore.contracts.offers import Kind
+from draftcore.options import apply_overrides, read_yaml
+from draftcore.plugins.binding import bind
+from draftcore.plugins.registry import Registry
+
+MOST = 1e6  # bounds beyond it only keep numbers within what a computer holds
+Row = tuple[str, Any, str]  # a dotted key, its value, where it was set
+
+
+def resolved(config: Path, overrides: Sequence[str], registry: Registry) -> list[Row]:
+    """Return every key of a run with its value, plugins' options too, and who set it.
+
+    That is the command line, the file, or the default. Raises UsageError as `load_config` and the
+    plugins do.
+    """
+    settings, file, commanded = load_config(config, overrides), read_yaml(config), dict[str, Any]()
+    apply_overrides(commanded, overrides)
+    data = settings.model_dump(mode="json")
+    chosen: list[tuple[Kind, Choice | None, dict[str, Any] | None]] = [
+        ("algorithm", settings.algorithm, data["algorithm"]),
+        ("capture", settings.capture, data["capture"]),
+        ("runner", settings.runner.prefill, data["runner"]["prefill"]),
+        ("runner", settings.runner.decode, data["runner"]["decode"]),
+    ]
+    chosen += [
+        ("algorithm", draft.algorithm, data["drafts"][label]["algorithm"])
+        for label, draft in settings.drafts.items()
+    ]
+    for kind, choice, section in chosen:
+        if choice is not None and section is not None:
+            given = registry, kind, choice.name, choice.options, settings.plugins, choice.plugin
+            options = bind(*given).options
+            section["options"] = options.model_dump(mode="json") if options else {}
+    who = {"command line": commanded, str(config): file}
+    return [
+        (".".join(path), value, next((one for one in who if _sets(who[one], path)), "default"))
+        for path, value in _leaves(data)
+    ]
+
+
+def as_yaml(rows: Sequence[Row]) -> str:
+    """Write resolved keys as the YAML of a run, who set each in a comment beside it."""
+    lines, open_sections = list[tuple[str, str]](), list[str]()
+    for key, value, origin in rows:
+        *sections, last = key.split(".")
+        shared = 0
+        while shared < len(sections) and sections[: shared + 1] == open_sections[: shared + 1]:
+            shared += 1
+        for depth in range(shared, len(sections)):
+            lines.append((f"{'  ' * depth}{sections[depth]}:", ""))
+        open_sections = sections
+        text = value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
+        lines.append((f"{'  ' * len(sections)}{last}: {text}", f"# {origin}"))
+    width = max(len(line) for line, _ in lines)
+    return "\n".join(f"{line.ljust(width)}  {origin}".rstrip() for line, origin in lines)
+
+
+def reference() -> str:
+    """Return a table in Markdown of every key: its values, its default, what it is for."""
+    schema = RunConfig.model_json_schema()
+    lines = ["| key | values | default | says |", "|---|---|---|---|"]
+    for key, field, default in _fields(schema, schema["$defs"], "", {}):
+        about = field.get("description", "").replace("|", "\\|")
+        lines.append(f"| `{key}` | {_values(field)} | {default} | {about} |")
+    return "\n".join(lines)
+
+
+def _fields(
+    section: Any, named: Any, before: str, defaults: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield the keys of a section of the JSON schema, with what they are and their defaults."""
+    for name, field in section["properties"].items():
+        several: Any = next(iter(field.get("patternProperties", {}).values()), {})
+        choices = [field, several, *field.get("anyOf", ())]
+        inside = next((one["$ref"] for one in choices if "$ref" in one), None)
+        default = defaults.get(name, field.get("default"))
+        if inside is None:
+            needed = name in section.get("required", ()) and name not in defaults
+            yield before + name, field, "needed" if needed else f"`{json.dumps(default)}`"
+        else:
+            label = ".LABEL" if several else ""
+            below = named[inside.rpartition("/")[2]], named, f"{before}{name}{label}."
+            yield from _fields(*below, default or {})
+
+
+def _values(field: Any) -> str:
+    """Say in a word or two which values the JSON schema of a key allows."""
+    if "anyOf" in field:
+        return " or ".join(map(_values, field["anyOf"]))
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{one}`" for one in field.get("enum", [field.get("const")]))
+    bounds = [
+        f"{sign} {field[name]:g}"
+        for name, sign in (
+            ("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")
+        )
+        if abs(field.get(name, math.inf)) <= MOST
+    ]  # fmt: skip
+    kind = {"object": "mapping", "array": "list", "string": "text"}.get(
+        field["type"], field["type"]
+    )
+    return " ".join([kind, " and ".join(bounds)]).strip()
+
+
+def _leaves(tree: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*before, name))
+        else:
+            yield (*before, name), value
+
+
+def _sets(tree: Any, path: Sequence[str]) -> bool:
+    """Whether a tree of settings has this key, or a whole value in the place of a section of it."""
+    for part in path:
+        if not isinstance(tree, Mapping):
+            return tree is not None
+        if part not in tree:
+            return False
+        tree = tree[part]
+    return True

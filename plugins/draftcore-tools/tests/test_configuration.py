@@ -1,0 +1,63 @@
+"""`draftcore config`: what a run's settings come to, and the page of all keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from draftcore.cli import main
+from draftcore.config import RunConfig
+
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+def config(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["config", *map(str, arguments)])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    file = tmp_path / "run.yaml"
+    given = {
+        "run": "runs/a",
+        "target": {"path": "nobody/nothing"},
+        "algorithm": {"name": "eagle3", "options": {"ttt_length": 3}},
+        "train": {"epochs": 2},
+    }
+    file.write_text(yaml.safe_dump(given))
+    return file
+
+
+def test_what_is_printed_is_the_same_run_with_who_set_each_key(run: Path) -> None:
+    text = config(run, "train.lr=3e-4", "eval={batch: 4}").output
+    data = yaml.safe_load(text)
+    assert RunConfig.model_validate(data).train.epochs == 2
+    assert data["algorithm"]["options"]["ttt_length"] == 3
+    assert data["algorithm"]["options"]["num_drafts"] == 7  # the plugin's own default
+    origins = {
+        line.split("#")[0].strip(): line.split("# ")[1] for line in text.splitlines() if "#" in line
+    }
+    assert origins["lr: 0.0003"] == "command line"
+    assert origins["batch: 4"] == "command line"
+    assert origins["epochs: 2"] == origins["ttt_length: 3"] == str(run)
+    assert origins["num_drafts: 7"] == origins["seed: 0"] == "default"
+
+
+def test_options_that_a_plugin_refuses_are_refused_before_anything_is_opened(run: Path) -> None:
+    result = config(run, "algorithm.options.ttt_lenght=3")
+    assert result.exit_code == 2
+    assert "did you mean 'ttt_length'" in result.output
+
+
+def test_the_page_of_all_keys_is_what_the_verb_prints() -> None:
+    assert config("--keys").output in PAGE.read_text(), "draftcore config --keys prints the table"
+
+
+def test_the_schema_describes_every_section() -> None:
+    schema = json.loads(config("--schema").output)
+    assert schema["properties"].keys() == RunConfig.model_fields.keys()
+    assert "name a run's YAML file" in config().output
