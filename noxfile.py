@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent
 BASE = ROOT / ".nox" / "base"
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
-KINDS = ("algorithm", "store", "capture", "channel", "graph", "graph-plugin")
+KINDS = ("algorithm", "store", "capture", "channel", "launcher", "graph", "graph-plugin")
 SERVED = ("draftcore-mooncake",)  # plugins whose servers a run depends on
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
 KIT = ("draftcore-sdk", "draftcore-sharedfs", "draftcore-shm")  # tests of the core use them
@@ -290,7 +290,7 @@ def sglang(session: nox.Session) -> None:
     """sglang itself on the CPU, unmodified: its captures, and what it reads of our exports."""
     install_sglang(session)
     # In one process: each further one would import sglang anew.
-    for name in (SGLANG.name, "draftcore-tools"):  # one by one: sglang has globals
+    for name in (SGLANG.name, "draftcore-tools", "draftcore-data"):  # one by one: sglang has globals
         tests = (f"plugins/{name}/tests", "-n", "0")
         pytest(session, *tests, *session.posargs, mark="sglang and smoke")
 

@@ -191,28 +191,18 @@ def open_run(
 def launch(
     settings: RunConfig, config: str | Path, overrides: Sequence[str], registry: Registry
 ) -> str:
-    """Run the processes of a topology on this machine; returns how training ended."""
-    from draftcore.launcher import INTERRUPTED, Child, Launcher, devices
+    """Run the processes of a topology; returns how training ended."""
+    from draftcore.contracts.launcher import INTERRUPTED, Job
+    from draftcore.plugins.binding import bind
 
     topology = settings.topology
     files = [part for file in registry.files for part in ("--plugin", file)]
-    verb = [sys.executable, "-m", "draftcore", *files, "train", str(config), *overrides]
-    role = ["--role", "trainer"] if topology.producers else []
-    where = devices(topology.ranks, topology.producers)
-    ranks = [
-        Child(f"rank {rank}", [*verb, *role], env=where.get(f"rank {rank}", {}))
-        for rank in range(topology.ranks)
-    ]
-    producers = [
-        Child(
-            f"producer {number}",
-            [*verb, "--role", "producer"],
-            settings.run / "logs" / f"producer-{number}.log",
-            env=where.get(f"producer {number}", {}),
-        )
-        for number in range(topology.producers)
-    ]
-    code = Launcher(ranks, producers, topology.restarts).run()
+    command = [sys.executable, "-m", "draftcore", *files, "train", str(config), *overrides]
+    name, options = topology.launcher, topology.options
+    chosen = bind(registry, "launcher", name, options, settings.plugins)
+    launcher = chosen.hook.launcher(name=name, options=chosen.options)
+    counts = topology.ranks, topology.producers, topology.restarts
+    code = launcher.run(Job(command, settings.run, *counts, settings.channel))
     if code == INTERRUPTED:
         return "interrupted"
     if code:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from draftcore.contracts.capture import Capture, FeatureRequest
     from draftcore.contracts.channel import Channel
+    from draftcore.contracts.launcher import Launcher
     from draftcore.contracts.runner import Runner, RunnerContext
     from draftcore.contracts.store import FeatureStore
     from draftcore.contracts.target import TargetSpec
@@ -25,6 +26,7 @@ OFFERS = (
     Offer("capture", "hf", frozenset({"embeddings", "graphs", "per-rank", "topk"})),
     Offer("store", "file", frozenset({"durable", "shared"})),
     Offer("channel", "tcp"),
+    Offer("launcher", "local"),
     Offer("runner", "eager"),
 )
 
@@ -60,6 +62,13 @@ def channel(name: str, uri: str, secret: bytes) -> Channel:
     from draftcore.features.tcp import TcpChannel
 
     return TcpChannel.open(uri, secret)
+
+
+@hookimpl
+def launcher(name: str) -> Launcher:
+    from draftcore.launcher import LocalLauncher
+
+    return LocalLauncher()
 
 
 @hookimpl

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftcore.contracts.launcher import INTERRUPTED, Job
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import unlinked
 
@@ -28,7 +29,6 @@ MEETING = "DRAFTCORE_RANKS"  # in a rank's environment: the file where the ranks
 PR_SET_PDEATHSIG = 1
 LOOK_EVERY = 0.1  # seconds between two looks at the children
 GRACE = 30.0  # seconds in which a child may end by itself after it was asked to
-INTERRUPTED = 130
 
 
 @dataclass
@@ -77,8 +77,29 @@ class Child:
         return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
 
 
-class Launcher:
-    """Starts the children, keeps them alive, and returns the trainer's exit status."""
+class LocalLauncher:
+    """The built-in launcher, `local`: all processes on this machine."""
+
+    def run(self, job: Job) -> int:
+        where = devices(job.ranks, job.producers)
+        ranks = [
+            Child(f"rank {rank}", job.of("trainer"), env=where.get(f"rank {rank}", {}))
+            for rank in range(job.ranks)
+        ]
+        producers = [
+            Child(
+                f"producer {number}",
+                job.of("producer"),
+                job.folder / "logs" / f"producer-{number}.log",
+                env=where.get(f"producer {number}", {}),
+            )
+            for number in range(job.producers)
+        ]
+        return Family(ranks, producers, job.restarts).run()
+
+
+class Family:
+    """Starts the children of a run, keeps them alive, and returns the trainer's exit status."""
 
     def __init__(self, ranks: Sequence[Child], producers: Sequence[Child], restarts: int) -> None:
         self.ranks, self.producers, self.restarts = ranks, producers, restarts

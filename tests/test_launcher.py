@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from draftcore_sdk.launchers import LauncherSuite
 
+from draftcore.contracts.launcher import INTERRUPTED
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.launcher import INTERRUPTED, Child, Launcher, devices
+from draftcore.launcher import Child, Family, devices
 
 Make = Callable[..., Child]
 TOOLS = """
@@ -51,7 +53,7 @@ if count("rank") == 1:
 """,
     )
     producer = child("producer 0", 'note("producer")')
-    assert Launcher([rank], [producer], restarts=1).run() == 0
+    assert Family([rank], [producer], restarts=1).run() == 0
     assert len(list(tmp_path.glob("producer-*"))) == 1
     assert (rank.restarts, producer.restarts) == (1, 0)
 
@@ -66,7 +68,7 @@ class Hasty(Child):
 
 def test_a_signal_that_comes_while_ranks_start_reaches_them(child: Make) -> None:
     rank = child("rank 0", "time.sleep(5)", Hasty)
-    assert Launcher([rank], [], restarts=0).run() == INTERRUPTED
+    assert Family([rank], [], restarts=0).run() == INTERRUPTED
     assert rank.code == -signal.SIGTERM
 
 
@@ -87,7 +89,7 @@ until(lambda: False)
     )
     producer = child("producer 0", 'until(lambda: count("ready")); sys.exit(1)')
     with pytest.raises(DraftcoreError, match="producer 0 ended with 1, 1 times by now"):
-        Launcher([rank], [producer], restarts=0).run()
+        Family([rank], [producer], restarts=0).run()
     assert list(tmp_path.glob("saved-*"))
 
 
@@ -108,7 +110,7 @@ def test_a_producer_that_was_refused_is_not_started_again(child: Make, tmp_path:
     rank = child("rank 0", "note('rank'); until(lambda: False)")
     producer = child("producer 0", "note('producer'); sys.exit(2)")
     with pytest.raises(UsageError, match="producer 0 cannot work for this run"):
-        Launcher([rank], [producer], restarts=3).run()
+        Family([rank], [producer], restarts=3).run()
     assert len(list(tmp_path.glob("producer-*"))) == 1
 
 
@@ -127,3 +129,7 @@ def test_ranks_get_gpus_first_and_producers_what_is_left(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     found = devices(ranks, producers)
     assert {name: env["CUDA_VISIBLE_DEVICES"] for name, env in found.items()} == on
+
+
+class TestLocalLauncher(LauncherSuite):
+    plugin = "draftcore.builtin"

@@ -41,10 +41,11 @@ class Progress(RichProgress):
             TimeRemainingColumn(),
             "{task.fields[note]}",
             Beside(beside),
-            console=Console(stderr=True),
-            disable=not shown,
+            console=(console := Console(stderr=True)),
+            disable=not (shown and console.is_terminal),
         )
         self.task = self.add_task(verb, total=total, completed=done, note="")
+        self.shown, self.total = shown, total
         self.line, self.every = f"{verb} {{}}/{total}", every or max(1, total // 20)
 
     def show(self, done: int, metrics: Mapping[str, Mapping[str, float]] | None = None) -> None:
@@ -54,11 +55,11 @@ class Progress(RichProgress):
             for label, m in (metrics or {}).items()
         ]
         self.update(self.task, completed=done, note="  ".join(note.strip() for note in notes))
-        if not (self.disable or self.console.is_terminal or done % self.every):
+        if self.shown and self.disable and (done % self.every == 0 or done == self.total):
             line = "  ".join([self.line.format(done), *map(str.strip, notes)])
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def tell(self, line: str) -> None:
-        """Print a line above the bar."""
-        if not self.disable:
+        """Print a line, on a terminal above the bar."""
+        if self.shown:
             self.console.print(line, highlight=False, soft_wrap=True)

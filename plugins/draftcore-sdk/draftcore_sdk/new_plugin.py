@@ -28,6 +28,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "store": ("safetensors",),
     "capture": ("torch",),
     "channel": (),
+    "launcher": (),
     "graph": ("torch",),
     "graph-plugin": ("torch",),
 }

@@ -1,0 +1,48 @@
+"""Who starts, watches and restarts the processes of a run: `topology.launcher` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+INTERRUPTED = 130  # exit status of a run that a signal stopped
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes of a run: so many `ranks` of the trainer, and `producers` that capture for them.
+
+    `command` starts any of them, `of` says which. A process that a signal kills, or that is lost with its
+    machine, is started again, all ranks together and a producer alone, up to `restarts` times each; one
+    that says itself why it ended is not, unless it is a producer, which may be tried anew but for exit
+    status 2: that would be refused again. `folder` is the run's: rank 0 writes there. `channel` is the
+    run's way from producers to the trainer; `tcp` stands for one that the launcher may choose.
+    """
+
+    command: Sequence[str]
+    folder: Path
+    ranks: int
+    producers: int
+    restarts: int
+    channel: str = "tcp"
+
+    def of(self, role: Literal["trainer", "producer"]) -> list[str]:
+        """Return the command of a rank or of a producer."""
+        alone = role == "trainer" and not self.producers  # a rank that captures for itself
+        return [*self.command, *([] if alone else ["--role", role])]
+
+
+class Launcher(Protocol):
+    """Runs jobs. A rank finds its place in the environment, as `torchrun` sets it: RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single rank needs none of these.
+    """
+
+    def run(self, job: Job) -> int:
+        """Run a job until its ranks have ended, and end what is left; returns their exit status.
+
+        SIGINT or SIGTERM is passed on to the ranks, which save and stop, a second one ends all; the
+        status is then 130. Raises DraftcoreError where a process cannot be kept alive, UsageError
+        where what was asked for cannot be had or a producer was refused.
+        """

@@ -1,0 +1,90 @@
+"""The actor that runs one process of a run on a machine of the cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+
+PR_SET_PDEATHSIG = 1
+
+
+@ray.remote
+class Host:
+    """Starts a process here, passes on what it prints, and takes it along when it goes itself."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+        self.lines = queue.SimpleQueue[str]()
+        self.reader: threading.Thread | None = None
+
+    def address(self, ports: int) -> tuple[str, list[int]]:
+        """Return this machine's address in the cluster, and so many ports that are free there."""
+        address = ray.util.get_node_ip_address()
+        with contextlib.ExitStack() as stack:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            found = [
+                stack.enter_context(socket.create_server((address, 0), family=family))
+                for _ in range(ports)
+            ]
+            return address, [one.getsockname()[1] for one in found]
+
+    def sees(self, file: str) -> bool:
+        return Path(file).exists()
+
+    def start(self, command: Sequence[str], env: dict[str, str], folder: str) -> None:
+        """Start the process with this machine's own Python, in a folder if it is here."""
+        self.process = subprocess.Popen(
+            [sys.executable, *command[1:]],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            env={**os.environ, **env},
+            cwd=folder if Path(folder).is_dir() else None,
+            start_new_session=True,
+            preexec_fn=functools.partial(_die_with_parent, os.getpid()),
+        )
+        self.reader = threading.Thread(target=self._read, args=[self.process], daemon=True)
+        self.reader.start()
+
+    def look(self) -> tuple[list[str], int | None]:
+        """Return the lines that were printed since the last look, and the exit status if it ended."""
+        code = self.process.poll() if self.process is not None else None
+        if code is not None and self.reader is not None:
+            self.reader.join(5.0)  # its last lines
+        lines = list[str]()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                lines.append(self.lines.get_nowait())
+        return lines, code
+
+    def send(self, number: int) -> None:
+        """Send the process a signal."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.lines.put(line.rstrip("\n"))
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask the process to stop, and save, when its host goes; Ray blocks signals, and it may not."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)

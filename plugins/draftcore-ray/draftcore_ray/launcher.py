@@ -1,0 +1,290 @@
+"""Start the processes of a run on the machines of a Ray cluster, and start again what is lost.
+
+Each process of the run is a child of an actor of its own, a `Host`, which Ray places by what the role
+asks for. The driver, the command that the user started, asks every host what its child prints and
+whether it lives, shows it, and decides; nothing that matters is held in Ray. A machine that is lost
+takes its hosts along: producers are started elsewhere, ranks all together from the last checkpoint, as
+their collectives break together. When the driver is lost Ray ends the hosts, and their children are
+told to stop, which for a rank means to save first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from draftcore.contracts.launcher import INTERRUPTED, Job
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore_ray.host import Host
+from draftcore_ray.options import RayOptions, Request
+
+LOOK_EVERY = 0.2  # seconds between two looks at the hosts
+LOOPBACK = "127.0.0.2"  # as Ray takes 127.0.0.1 for the address that others see
+GRACE = 30.0  # seconds in which a rank may save after it was asked to stop
+LOST = -int(signal.SIGKILL)  # exit status of a process whose machine, or host, is gone
+
+
+@dataclass
+class Process:
+    """A process of the run on its host, and how often it was started again; `code` None: it runs."""
+
+    name: str
+    host: Any  # a Ray actor
+    code: int | None = None
+    restarts: int = 0
+    pending: Any = None  # what it was asked last
+    heard: float = 0.0  # when it last answered; 0: it waits for a machine with room
+
+
+class RayLauncher:
+    """Runs a job on a Ray cluster; see `draftcore.contracts.launcher.Launcher`."""
+
+    def __init__(self, options: RayOptions) -> None:
+        self.options = options
+
+    def run(self, job: Job) -> int:
+        with contextlib.ExitStack() as stack:
+            _connect(self.options, stack)
+            return Driver(job, self.options, stack).run()
+
+
+class Driver:
+    """One run of a job: its processes, and what was asked of it by signals."""
+
+    def __init__(self, job: Job, options: RayOptions, stack: contextlib.ExitStack) -> None:
+        self.job, self.options = job, options
+        self.ranks, self.producers = list[Process](), list[Process]()
+        self.group: Any = None
+        self.restarts = 0  # of the ranks
+        self.queue = ""  # where producers find it, HOST:PORT
+        self.asked = list[int]()  # signals
+        self.secret = os.environ.get("DRAFTCORE_SECRET") or secrets.token_hex(32)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, lambda number, _: self.asked.append(number))
+            stack.callback(signal.signal, number, before)
+        stack.callback(self.end)
+
+    def run(self) -> int:
+        """Run until the ranks have ended. Raises DraftcoreError where something cannot be kept alive."""
+        self.start_ranks()
+        passed = 0
+        while True:
+            self.look(self.ranks + self.producers)
+            if (code := self.judge_ranks()) is not None:
+                return code
+            self.keep_producers()
+            for number in self.asked[passed:]:
+                passed += 1
+                if passed > 1:
+                    return INTERRUPTED
+                for one in self.ranks:
+                    one.host.send.remote(number)
+            time.sleep(LOOK_EVERY)
+
+    def start_ranks(self) -> None:
+        """Place the ranks together, as many as there is room for, and producers that find the first."""
+        size = self.job.ranks
+        while not self.place(size):
+            if size == 1:
+                raise UsageError(
+                    f"no machine of the cluster has room for a rank, which asks for {self.options.rank}\n"
+                    f"  the cluster has {ray.cluster_resources()}\n"
+                    "  lower topology.options.rank, or add a machine"
+                )
+            size -= 1
+            print(
+                f"there is room for {size} of {self.job.ranks} ranks", file=sys.stderr, flush=True
+            )
+        strategy = PlacementGroupSchedulingStrategy(self.group)
+        hosts = [self.host(self.options.rank, scheduling_strategy=strategy) for _ in range(size)]
+        self.ranks = [Process(f"rank {rank}", host) for rank, host in enumerate(hosts)]
+        self.require_folder(hosts)
+        places = self.ask(
+            [host.address.remote(2 if not at else 0) for at, host in enumerate(hosts)]
+        )
+        (address, (meeting, queue)), *_ = places
+        here = len({place for place, _ in places}) == 1
+        job, command = self.job, self.job.of("trainer")
+        if job.producers and job.channel == "tcp":
+            self.queue = f"{address}:{queue}"
+        for rank, one in enumerate(self.ranks):
+            env = {"DRAFTCORE_SECRET": self.secret}
+            if size > 1:
+                env |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+                env |= {"MASTER_ADDR": address, "MASTER_PORT": str(meeting)}
+                env["LOCAL_WORLD_SIZE"] = str(size if here else 1)
+            self.begin(one, command, env)
+        self.drop(self.producers)  # they look for the queue where it was
+        self.producers = [self.start_producer(number) for number in range(job.producers)]
+
+    def place(self, size: int) -> bool:
+        """Reserve room for so many ranks, near each other. Returns whether there is any in time."""
+        request = self.options.rank
+        bundle = {"CPU": request.cpus, "GPU": request.gpus, **request.resources}
+        bundle = {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
+        self.group = placement_group([bundle] * size, strategy="PACK")
+        if self.group.wait(self.options.patience):
+            return True
+        remove_placement_group(self.group)
+        self.group = None
+        return False
+
+    def require_folder(self, hosts: Sequence[Any]) -> None:
+        """Refuse a run's folder that some rank does not see: rank 0 may be started there next."""
+        mark = self.job.folder.resolve() / f".seen-{secrets.token_hex(8)}"
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        try:
+            if not all(self.ask([host.sees.remote(str(mark)) for host in hosts])):
+                raise UsageError(
+                    f"the run's folder {self.job.folder} is not seen by every machine that has a rank\n"
+                    "  put it on a mount that all of them share, or choose machines that do by "
+                    "topology.options.rank.resources"
+                )
+        finally:
+            mark.unlink()
+
+    def start_producer(self, number: int) -> Process:
+        one = Process(f"producer {number}", self.host(self.options.producer))
+        self.begin(one, self.job.of("producer"), {"DRAFTCORE_SECRET": self.secret})
+        return one
+
+    def host(self, request: Request, **placed: Any) -> Any:
+        given = {"num_cpus": request.cpus, "num_gpus": request.gpus, "resources": request.resources}
+        return Host.options(**given, **placed).remote()  # type: ignore[attr-defined]
+
+    def begin(self, one: Process, command: Sequence[str], env: dict[str, str]) -> None:
+        queue = [f"channel=tcp://{self.queue}"] if self.queue else []
+        one.pending = one.host.start.remote([*command, *queue], env, os.getcwd())
+
+    def ask(self, refs: Sequence[Any]) -> list[Any]:
+        """Get answers of hosts. Raises DraftcoreError where one does not answer in time."""
+        try:
+            return list(ray.get(list(refs), timeout=self.options.patience))
+        except (RayError, GetTimeoutError) as error:
+            raise DraftcoreError(
+                f"a machine of the cluster did not answer: {type(error).__name__}\n"
+                "  start the same command again: the run goes on from its last checkpoint"
+            ) from None
+
+    def look(self, processes: Sequence[Process]) -> None:
+        """Show what each process printed, and note which have ended or were lost."""
+        waiting = [one for one in processes if one.code is None]
+        for one in waiting:
+            one.pending = one.pending or one.host.look.remote()
+        ready, _ = ray.wait([o.pending for o in waiting], num_returns=len(waiting), timeout=1.0)
+        for one in waiting:
+            if one.pending not in ready:
+                if time.monotonic() - one.heard > self.options.patience and one.heard:
+                    ray.kill(one.host)  # as its machine is frozen, or cut off
+                    one.code = LOST
+                continue
+            try:
+                lines, one.code = ray.get(one.pending) or ((), None)
+            except RayError:
+                lines, one.code = (), LOST
+            one.pending, one.heard = None, time.monotonic()
+            prefix = "" if one.name == "rank 0" else f"[{one.name}] "
+            for line in lines:
+                print(f"{prefix}{line}", flush=True)
+
+    def judge_ranks(self) -> int | None:
+        """Return the run's exit status once it ended for good; start ranks that were lost again."""
+        codes = [one.code for one in self.ranks]
+        if all(code == 0 for code in codes):
+            return 0
+        ended = [code for code in codes if code]
+        if not ended:
+            return None
+        if self.asked or not any(code < 0 for code in ended):  # one said itself why it ended
+            self.wait_for(self.ranks, GRACE)
+            return INTERRUPTED if self.asked else max(ended)
+        self.restarts += 1
+        self.count(self.restarts, "the trainer was killed, or lost its machine")
+        self.drop(self.ranks)
+        remove_placement_group(self.group)
+        self.start_ranks()
+        return None
+
+    def keep_producers(self) -> None:
+        for number, one in enumerate(self.producers):
+            if not one.code or self.asked:  # at work, or it heard that the run is over
+                continue
+            if one.code == UsageError.exit_code:  # it would be refused again
+                raise UsageError(f"{one.name} cannot work for this run, for the reason above")
+            self.count(one.restarts + 1, f"{one.name} ended with {one.code}")
+            self.drop([one])
+            self.producers[number] = self.start_producer(number)
+            self.producers[number].restarts = one.restarts + 1
+
+    def count(self, restarts: int, what: str) -> None:
+        if restarts > self.job.restarts:
+            raise DraftcoreError(
+                f"{what}, {restarts} times by now\n"
+                "  mend the cause, or raise topology.restarts; the same command goes on"
+            )
+
+    def wait_for(self, processes: Sequence[Process], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(one.code is None for one in processes) and time.monotonic() < deadline:
+            self.look(processes)
+            time.sleep(LOOK_EVERY)
+
+    def drop(self, processes: Sequence[Process]) -> None:
+        """End processes at once, and their hosts."""
+        killed = [
+            one.host.send.remote(int(signal.SIGKILL)) for one in processes if one.code is None
+        ]
+        ray.wait(killed, num_returns=len(killed), timeout=5.0) if killed else None
+        for one in processes:
+            with contextlib.suppress(RayError):
+                ray.kill(one.host)
+
+    def end(self) -> None:
+        """Ask what is left to end, wait for it, and give back what the cluster lent."""
+        for one in self.ranks:
+            if one.code is None:
+                one.host.send.remote(int(signal.SIGTERM))
+        self.wait_for(self.ranks, GRACE)
+        self.wait_for(self.producers, 5.0)  # they hear of the end
+        self.drop(self.ranks + self.producers)
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+
+def _connect(options: RayOptions, stack: contextlib.ExitStack) -> None:
+    """Join the cluster, or start one on this machine, until the stack closes."""
+    address = options.address or os.environ.get("RAY_ADDRESS")
+    own: dict[str, Any] = {} if address else {"_node_ip_address": LOOPBACK}
+    if not address:
+        own["include_dashboard"] = False
+    try:
+        host, _, port = (address or "").rpartition(":")
+        if port.isdecimal() and "/" not in host:  # ray would go on trying for minutes
+            socket.create_connection((host.strip("[]"), int(port)), 10.0).close()
+        ray.init(
+            address=address,
+            namespace="draftcore",
+            log_to_driver=False,
+            configure_logging=False,
+            **own,
+        )
+    except (OSError, RayError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"there is no Ray cluster at {address}: {error}\n"
+            "  start one with `ray start --head`, or leave topology.options.address out"
+        ) from None
+    stack.callback(ray.shutdown)

@@ -1,0 +1,158 @@
+"""What every launcher must do. See `draftcore_sdk` for how to use it.
+
+A launcher is tried with processes that take milliseconds and say in files what they met. A subclass
+sets `plugin`, and `options` where the launcher needs some, such as the address of a cluster.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftcore.contracts.launcher import INTERRUPTED, Job
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore_sdk.suite import Suite
+
+SOON = 120.0  # seconds within which it comes on a busy machine
+# A process of the job: `role`, `rank`, `note(name)` leaves a file, `count(name)` says how many did.
+TOOLS = f"""
+import os, pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+role = "producer" if "producer" in sys.argv[2:] else "trainer"
+rank = os.environ.get("RANK", "0")
+def note(name, text=""):
+    (here / f"{{name}}-{{os.getpid()}}").write_text(text)
+def count(name):
+    return len(list(here.glob(f"{{name}}-*")))
+def until(holds):
+    deadline = time.monotonic() + {SOON}
+    while not holds():
+        if time.monotonic() > deadline:
+            sys.exit(9)
+        time.sleep(0.02)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class LauncherSuite(Suite):
+    """Standard tests of a launcher: who is started with what, started again, asked and ended."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Callable[..., int]:
+        """Run a program as every process of a job."""
+
+        def start(program: str, *, ranks: int = 1, producers: int = 0, restarts: int = 2) -> int:
+            file = tmp_path / "process.py"
+            file.write_text(TOOLS + program)
+            command = [sys.executable, str(file), str(tmp_path)]
+            launcher = self.open("launcher")
+            found: int = launcher.run(Job(command, tmp_path / "run", ranks, producers, restarts))
+            return found
+
+        return start
+
+    def left(self, folder: Path, name: str) -> list[str]:
+        return sorted(file.read_text() for file in folder.glob(f"{name}-*"))
+
+    def test_the_exit_status_of_the_ranks_is_returned(self, run: Callable[..., int]) -> None:
+        assert run("") == 0
+        assert run("sys.exit(7)") == 7
+
+    def test_ranks_are_told_their_places(self, run: Callable[..., int], tmp_path: Path) -> None:
+        told = 'note("rank", " ".join(os.environ[n] for n in ("RANK", "WORLD_SIZE")))'
+        assert run(told, ranks=2) == 0
+        assert self.left(tmp_path, "rank") == ["0 2", "1 2"]
+
+    def test_ranks_that_a_signal_kills_start_again_all_together(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        program = """
+note("rank" + rank)
+if count("rank1") == 1:
+    until(lambda: count("rank0"))
+    die() if rank == "1" else until(lambda: count("rank1") == 2)
+"""
+        assert run(program, ranks=2) == 0
+        assert len(self.left(tmp_path, "rank0")) == len(self.left(tmp_path, "rank1")) == 2
+
+    def test_a_rank_that_says_why_it_ended_is_not_started_again(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        assert run('note("rank")\nsys.exit(3)') == 3
+        assert len(self.left(tmp_path, "rank")) == 1
+
+    def test_a_producer_that_dies_is_started_again_alone(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        program = """
+note(role)
+if role == "trainer":
+    until(lambda: count("producer") == 3)
+elif count("producer") == 1:
+    die()
+elif count("producer") == 2:
+    sys.exit(5)
+"""
+        assert run(program, producers=1) == 0
+        assert len(self.left(tmp_path, "trainer")) == 1
+
+    def test_what_dies_again_and_again_ends_the_run(self, run: Callable[..., int]) -> None:
+        with pytest.raises(DraftcoreError, match=r"topology\.restarts"):
+            run("die()", restarts=1)
+
+    def test_a_producer_that_is_refused_ends_the_run(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        program = 'note(role)\nsys.exit(2) if role == "producer" else time.sleep(999)'
+        with pytest.raises(UsageError, match="producer 0"):
+            run(program, producers=1)
+        assert len(self.left(tmp_path, "producer")) == 1
+
+    def test_a_signal_reaches_the_ranks_which_end_as_they_like(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        program = """
+def save(*_):
+    time.sleep(0.5)
+    note("saved")
+    sys.exit(130)
+if role == "producer":
+    time.sleep(999)
+signal.signal(signal.SIGINT, save)
+note("ready")
+time.sleep(999)
+"""
+
+        def ask() -> None:
+            deadline = time.monotonic() + SOON
+            while not self.left(tmp_path, "ready") and time.monotonic() < deadline:
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert run(program, producers=1) == INTERRUPTED
+        thread.join()
+        assert len(self.left(tmp_path, "saved")) == 1
+
+    def test_nothing_is_left_of_a_run_that_ended(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        program = """
+if role == "producer":
+    note("producer", str(os.getpid()))
+    time.sleep(999)
+until(lambda: count("producer"))
+"""
+        assert run(program, producers=1) == 0
+        (pid,) = map(int, self.left(tmp_path, "producer"))
+        deadline = time.monotonic() + SOON
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < deadline, "the producer lives on"
+            time.sleep(0.05)
