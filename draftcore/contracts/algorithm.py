@@ -31,7 +31,7 @@ class DataSummary:
     """What a draft may know of its training data; stored in checkpoints.
 
     `token_counts` counts loss-masked tokens by target token id; `chat_template` is the hash of the
-    one that wrote the samples.
+    one that wrote the samples, `date` what it was told for today, if it asked.
     """
 
     fingerprint: str
@@ -41,6 +41,7 @@ class DataSummary:
     max_length: int
     token_counts: Mapping[int, int] = field(repr=False)
     chat_template: str = ""
+    date: str = ""
 
 
 class OnDevice:
@@ -176,7 +177,8 @@ class Draft:
     tensors that come from the target and are left out of checkpoints; `wrap_units` names the
     submodules that FSDP wraps, innermost first. Ranks wait for each other in every one of them: a
     loss calls the same units, and carries a gradient to the same weights, whatever the batch.
-    A parameter group may have an `lr`, which is its peak, and a `weight_decay` of its own.
+    A parameter group may have an `lr`, which is its peak, and a `weight_decay` of its own. `about` says
+    in a line what was built, sizes above all; `train` prints it.
     """
 
     module: torch.nn.Module
@@ -185,6 +187,7 @@ class Draft:
     parameter_groups: Sequence[Mapping[str, Any]]
     frozen: frozenset[str] = frozenset()
     wrap_units: tuple[str, ...] = ()
+    about: str = ""
 
 
 class Algorithm(ABC):

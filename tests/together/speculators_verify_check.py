@@ -18,6 +18,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ from draftcore.contracts.serving import Host, Round, ServedDraft
 from draftcore.contracts.target import TargetSpec
 from draftcore.target import TransformersTarget
 
-LIMIT = 1e-5
+LIMIT, HALF_LIMIT = 1e-5, 6e-3  # of weights in fp32, and rounded to bf16
+BF16 = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
 SERVER = "vllm"  # whose conventions are speculators' own
 IDS = "eagle_aux_hidden_state_layer_ids"
 ALGORITHMS: dict[str, Any] = {"eagle3": Eagle3(None), "dflash": DFlash(None)}
@@ -187,13 +189,23 @@ LOGITS = {"eagle3": eagle3_logits, "dflash": dflash_logits}
 
 @functools.cache
 def both(exported: Exported, count: int = 2) -> tuple[Tensor, Tensor]:
-    """The logits of our reader and of speculators, [K + 1, U], over the tokens that both propose."""
-    reader, model = exported.read(), exported.converted()
-    host = Host.of(exported.target)
+    """The logits of our reader and of speculators, [K + 1, U], over the tokens that both propose.
+
+    Both compute in fp32, with weights as speculators loads them: rounded to the export's dtype.
+    """
+    reader: Any = exported.read()
+    model, host = exported.converted(), Host.of(exported.target)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(model.dtype).float() if x.is_floating_point() else x
+
+    reader = replace(reader, tensors={name: rounded(x) for name, x in reader.tensors.items()})
     layers = reader.captured(host)
     assert [layer + 1 for layer in layers] == model.target_layer_ids
     at, drafts_K = a_round(exported.target, count, len(layers))
-    theirs_KU = LOGITS[exported.algorithm](model, at, drafts_K)
+    embedding, head = rounded(host.embedding_VH), rounded(host.head_VH)
+    at = replace(at, host=replace(host, embedding_VH=embedding, head_VH=head))
+    theirs_KU = LOGITS[exported.algorithm](model.float(), at, drafts_K)
     ours_KV = reader.logits(at, drafts_K)
     ids_U = torch.arange(theirs_KU.shape[1])
     if getattr(model, "d2t", None) is not None:
@@ -250,6 +262,17 @@ def test_a_clean_export_is_read_alike_and_verified(algorithm: str, runs: Any) ->
     print(f"{algorithm}: logits differ by {gap(ours, theirs):.1e} of the largest")
     assert gap(ours, theirs) < LIMIT
     assert exported.agrees()
+
+
+def test_an_export_for_a_bf16_target_is_loaded_in_bf16_and_read_alike(runs: Any) -> None:
+    """Of EAGLE-3, that is: it loads DFlash in fp32, whatever the export says."""
+    half = runs("eagle3").changed(lambda config, _: config.update(BF16), "bf16")
+    assert half.converted().dtype == torch.bfloat16
+    (ours, theirs), (_, clean) = both(half), both(runs("eagle3"))
+    print(f"read alike {gap(ours, theirs):.1e}, from fp32 {gap(clean, theirs):.1e}")
+    assert gap(ours, theirs) < LIMIT
+    assert LIMIT < gap(clean, theirs) < HALF_LIMIT
+    assert half.agrees()
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -110,6 +110,7 @@ def test_a_killed_run_resumes_each_draft_from_its_own_checkpoint(several: Make) 
         shutil.rmtree(folder)
     output = killed.cli("train").output
     assert "eagle: resuming from step 2 of 6" in output
+    assert "eagle: a draft of 1 layer of width " in output
     for label in DRAFTS:
         assert killed.losses(killed.run / label) == straight.losses(straight.run / label)
         require_same(weights(killed.run / label), weights(straight.run / label))

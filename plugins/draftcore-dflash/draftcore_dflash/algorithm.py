@@ -10,8 +10,8 @@ from typing import Any
 from draftcore_nn import batches
 from draftcore_nn import serving as files
 from draftcore_nn.layers import init_linears
-from draftcore_nn.target import dtype_name, target_tensors
-from torch import Tensor
+from draftcore_nn.target import dtype_name, shape_of_target, target_tensors
+from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import (
     Algorithm,
@@ -52,6 +52,9 @@ class DFlash(Algorithm):
             folder = Path(options.warm_start)
             layers = self.serving.read_config(folder, target, options).layers
         else:
+            shape_of_target(
+                target, options
+            )  # what it refuses is refused before anything is captured
             layers = captured_layers(options.layers, options.num_layers, target.num_layers)
         return FeatureRequest(layers, last_hidden=False, dtype=dtype_name(target.dtype))
 
@@ -61,9 +64,13 @@ class DFlash(Algorithm):
         return self.fresh(target, self.shape.of(target, self.options))
 
     def fresh(self, target: TargetSpec, config: DraftConfig) -> Draft:
-        """Build a draft of this shape with fresh weights, N(0, 0.02) in linear layers, norms 1."""
+        """Build a draft of this shape with fresh weights, N(0, 0.02) in linear layers, norms 1.
+
+        Servers do not scale `W h` as the target does, so the last norm starts at its scale.
+        """
         module = self.module(config, self.options, *target_tensors(target))
         init_linears(module)
+        nn.init.constant_(module.norm.weight, target.logit_scale)
         return Draft(
             module=module,
             config=asdict(config),
@@ -71,6 +78,7 @@ class DFlash(Algorithm):
             parameter_groups=[{"params": list(module.parameters())}],
             frozen=Backbone.FROZEN,
             wrap_units=tuple(f"layers.{i}" for i in range(len(module.layers))),
+            about=config.text(len(module.layers)),
         )
 
     def collate(self, samples: Sequence[Sample]) -> DraftBatch:

@@ -8,7 +8,8 @@ Embedding and head are the target's. Inside a block servers take full layers for
 sliding ones for causal, unless `is_causal` says otherwise for all. The two differ where a field is
 missing: sglang spreads the captured layers evenly and looks for a mask token by name; vLLM captures
 three fixed layers and refuses a draft without a mask token. sglang ignores a tensor that nothing
-reads; vLLM refuses it.
+reads; vLLM refuses it. Neither scales or caps logits as the target does; vLLM multiplies them by the
+draft's own `logit_scale`.
 
 Shape letters: T tokens of context, S rows of a block, Z = T + S, H hidden, V vocabulary.
 """
@@ -101,7 +102,8 @@ class ServedBackbone:
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
         """Run the block [last, mask, mask, ...]; row k predicts the token at its own position."""
-        return self.block_hidden(at)[1 : len(drafts_K) + 2] @ at.host.head_VH.T
+        logits_KV = self.block_hidden(at)[1 : len(drafts_K) + 2] @ at.host.head_VH.T
+        return logits_KV * float(self.config.get("logit_scale", 1) if self.server == "vllm" else 1)
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
         yield from tools.shifted_layers(self, "dflash_config.target_layer_ids", "outputs")
@@ -140,7 +142,9 @@ class ServedBackbone:
             layer, sees_SZ = f"layers.{index}", self._sees(index, len(context_TH), device)
             x_SH = tools.rms_norm(hidden_SH, read[f"{layer}.input_layernorm.weight"], eps)
             x_ZH = torch.cat([context_TH, x_SH])
-            hidden_SH = tools.run_layer(config, read, layer, hidden_SH, x_SH, x_ZH, sees_SZ)
+            hidden_SH = tools.run_layer(
+                self.server, config, read, layer, hidden_SH, x_SH, x_ZH, sees_SZ
+            )
         return tools.rms_norm(hidden_SH, read["norm.weight"], eps)
 
     def _sees(self, layer: int, length: int, device: torch.device) -> Tensor:

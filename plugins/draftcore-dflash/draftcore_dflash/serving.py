@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "DFlashDraftModel"
 # Config fields whose other values change the computation, with the one value that we compute.
-FIXED = {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
+FIXED = {
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "logit_scale": 1,
+}  # fmt: skip
 # Prefixes that other writers give our tensors' names.
 RENAMED = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 

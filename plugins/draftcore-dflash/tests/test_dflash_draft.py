@@ -132,7 +132,21 @@ def test_shapes_that_cannot_be(options: dict[str, Any], message: str, target: Ta
         build(target, **options)
 
 
-def test_positions_that_change_with_length_are_refused(make_target: MakeTarget) -> None:
+def test_a_draft_for_scaled_logits_starts_at_their_scale(make_target: MakeTarget) -> None:
+    target = make_target()
+    target.logit_scale = 0.25
+    norms = {
+        name: weight.detach()
+        for name, weight in build(target).module.named_parameters()
+        if weight.ndim == 1
+    }
+    for name, weight in norms.items():
+        assert weight.equal(torch.full_like(weight, 0.25 if name == "norm.weight" else 1.0)), name
+
+
+def test_positions_that_change_with_length_are_refused_before_a_capture(
+    make_target: MakeTarget,
+) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(UsageError, match=r"'dynamic'(.|\n)*default, linear, llama3, yarn"):
-        build(make_target(rope_parameters=rope))
+        DFlash(DFlashOptions()).feature_request(make_target(rope_parameters=rope))

@@ -93,11 +93,14 @@ class Teacher:
 
 
 @torch.no_grad()
-def teach(head_VH: Tensor, ids_U: Tensor | None, last_hidden_BTH: Tensor, rows: Rows) -> Teacher:
+def teach(
+    head_VH: Tensor, ids_U: Tensor | None, last_hidden_BTH: Tensor, rows: Rows,
+    scale: float = 1.0, softcap: float | None = None,
+) -> Teacher:  # fmt: skip
     """Run the target's head at the supervised rows, a slice at a time.
 
     `ids_U` are the target ids of the draft vocabulary; None for the full one. Rows that fill up know no
-    label, and so weigh nothing.
+    label, and so weigh nothing. `scale` and `softcap` are what the target does to its logits.
     """
     hidden_NH = last_hidden_BTH.flatten(0, 1)
     next_M = (rows.supervised_M + 1).clamp_max(len(hidden_NH) - 1)
@@ -109,9 +112,14 @@ def teach(head_VH: Tensor, ids_U: Tensor | None, last_hidden_BTH: Tensor, rows: 
     with full_precision(head_VH.device):
         for (hidden_mH,) in in_slices(len(head_VH), hidden_MH):
             logits_mV = functional.linear(hidden_mH, head_VH)
+            best_m = logits_mV.max(-1).indices
+            if scale != 1 or softcap:
+                exact_mV = logits_mV.to(torch.promote_types(logits_mV.dtype, torch.float32)) * scale
+                exact_mV = softcap * torch.tanh(exact_mV / softcap) if softcap else exact_mV
+                logits_mV = exact_mV.to(logits_mV.dtype)
             own_mU = logits_mV if ids_U is None else logits_mV.index_select(1, ids_U)
             scales = [_logsumexp(own_mU), _logsumexp(logits_mV)]
-            parts.append((own_mU, *scales, index_V[logits_mV.max(-1).indices]))
+            parts.append((own_mU, *scales, index_V[best_m]))
         logits_MU, own_M, all_M, label_M = (torch.cat(part) for part in zip(*parts, strict=True))
         label_M = label_M.where(rows.real_M, -1)
     return Teacher(logits_MU, own_M, all_M, label_M)

@@ -101,7 +101,8 @@ class DecoderLayer(nn.Module):
 class Eagle3Draft(TargetVocabulary):
     """The draft with its loss: `forward` is one training-time test over a batch.
 
-    `ids_U` are the draft vocabulary's ascending target ids (None for the full vocabulary).
+    `ids_U` are the draft vocabulary's ascending target ids (None for the full vocabulary), and
+    `target_logits` the scale and the soft cap of the target's logits.
     """
 
     d2t: Tensor | None
@@ -113,9 +114,10 @@ class Eagle3Draft(TargetVocabulary):
         embedding_VH: Tensor,
         head_VH: Tensor | None,
         ids_U: Tensor | None,
+        target_logits: tuple[float, float | None] = (1.0, None),
     ) -> None:
         super().__init__(embedding_VH, head_VH)
-        self.config, self.options = config, options
+        self.config, self.options, self.target_logits = config, options, target_logits
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(3 * width, width, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(3 * config.fc_norm))
@@ -159,7 +161,8 @@ class Eagle3Draft(TargetVocabulary):
         supervised). Metrics: `accuracy_k`, `acceptance_rate_k`, `loss_k`.
         """
         options, steps = self.options, self.options.ttt_length
-        teacher = teach(self.head, self.token_ids(), batch.features["last_hidden"], rows)
+        hidden_BTH = batch.features["last_hidden"]
+        teacher = teach(self.head, self.token_ids(), hidden_BTH, rows, *self.target_logits)
         slots_KM, there_KM = rows.drafted(steps)
         normed = [x.index_select(0, slots_KM[k]) for k, x in enumerate(self.unroll(batch, rows))]
         with full_precision(slots_KM.device):
@@ -222,17 +225,23 @@ class Eagle3Draft(TargetVocabulary):
 def build(
     target: TargetSpec, config: DraftConfig, options: Eagle3Options, ids_U: Tensor | None
 ) -> Draft:
-    """Build a draft with fresh weights: N(0, 0.02), norms 1, the LM head from the target's rows."""
+    """Build a draft with fresh weights: N(0, 0.02), norms 1, the LM head from the target's rows.
+
+    These are scaled as the target's logits are: the draft's own logits are neither scaled nor capped.
+    """
     embedding_VH, head_VH = target_tensors(target)
-    module = Eagle3Draft(config, options, embedding_VH, head_VH, ids_U)
+    logits = (target.logit_scale, target.logit_softcap)
+    module = Eagle3Draft(config, options, embedding_VH, head_VH, ids_U, logits)
     init_linears(module)
     head_VH = embedding_VH if head_VH is None else head_VH
     with torch.no_grad():
-        module.lm_head.weight.copy_(head_VH if ids_U is None else head_VH[ids_U])
+        rows_UH = head_VH if ids_U is None else head_VH[ids_U]
+        module.lm_head.weight.copy_(rows_UH).mul_(target.logit_scale)
     return Draft(
         module=module,
         config=dataclasses.asdict(config),
         defaults=TrainingDefaults(lr=1e-4, warmup_ratio=0.015, clip=0.5),
         parameter_groups=[{"params": list(module.parameters())}],
         frozen=Eagle3Draft.FROZEN,
+        about=config.text(layers=1),
     )

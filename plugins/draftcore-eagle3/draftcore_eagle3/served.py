@@ -6,7 +6,9 @@ token.
 
 The two servers differ: sglang reads captured layers from `eagle_config`, as outputs; vLLM reads them
 from the top level, as inputs, one more. sglang ignores a tensor that nothing reads; vLLM refuses it,
-and puts `model.` before the names itself. Both map draft tokens by offsets, `id = i + d2t[i]`.
+and puts `model.` before the names itself. sglang caps the draft's logits where its config says
+`final_logit_softcapping`, vLLM multiplies them by its `logit_scale`. Both map draft tokens by offsets,
+`id = i + d2t[i]`.
 
 Shape letters: T tokens, S rows so far, H hidden, V target and U draft vocabulary.
 """
@@ -88,13 +90,18 @@ class ServedEagle3:
             normed_SH = tools.rms_norm(hidden_SH, read[f"{layer}.hidden_norm.weight"], eps)
             x = torch.cat([embedded_SH[:rows], normed_SH], -1)
             output_SH = tools.run_layer(
-                config, read, layer, hidden_SH, x, x, causal_SS[:rows, :rows]
+                self.server, config, read, layer, hidden_SH, x, x, causal_SS[:rows, :rows]
             )
             normed_SH = tools.rms_norm(output_SH, read["norm.weight"], eps)
             finals.append(normed_SH[-1])
             fed_back_SH = normed_SH if config.get("norm_output") else output_SH
             hidden_SH = torch.cat([hidden_SH, fed_back_SH[-1:]])
-        return self._over_vocabulary(torch.stack(finals) @ read["lm_head.weight"].T, at)
+        logits_KU = torch.stack(finals) @ read["lm_head.weight"].T
+        if self.server == "vllm":
+            logits_KU = logits_KU * float(config.get("logit_scale", 1))
+        elif (cap := config.get("final_logit_softcapping") or 0) > 0:
+            logits_KU = cap * torch.tanh(logits_KU / cap)
+        return self._over_vocabulary(logits_KU, at)
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
         field = f"eagle_config.{IDS}" if self.server == "sglang" else f"the top-level {IDS}"

@@ -42,6 +42,8 @@ FIXED = {
     "parallel_drafting": False,
     "num_aux_hidden_states": 3,
     "use_aux_hidden_state": True,
+    "logit_scale": 1,  # of vLLM
+    "final_logit_softcapping": None,  # of sglang
 }
 # Prefixes of tensors' names; in published drafts the layer is `layers.0.`, or all have `model.`.
 RENAMED = {"model.": "", "layers.0.": "midlayer."}

@@ -1,12 +1,14 @@
 """What a draft takes from its target, and which shapes, layers and vocabularies are refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from draftcore_eagle3.algorithm import Eagle3
-from draftcore_eagle3.config import captured_layers
+from draftcore_eagle3.config import captured_layers, from_target
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_eagle3.vocabulary import select_tokens
@@ -43,6 +45,12 @@ def test_a_fresh_draft_starts_from_its_target(target: TargetSpec) -> None:
     assert (defaults.lr, defaults.warmup_ratio, defaults.clip) == (1e-4, 0.015, 0.5)
 
 
+def test_a_draft_for_scaled_logits_starts_at_their_scale(make_target: MakeTarget) -> None:
+    target = make_target()
+    target.logit_scale = 0.25
+    assert torch.equal(build(target).module.lm_head.weight, 0.25 * target.head())
+
+
 def test_a_tied_target_is_held_once(make_target: MakeTarget) -> None:
     def to_bfloat16(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         config["dtype"] = "bfloat16"
@@ -56,6 +64,55 @@ def test_a_tied_target_is_held_once(make_target: MakeTarget) -> None:
     assert module.target_head is None
     assert module.embed_tokens.dtype == torch.bfloat16
     assert Eagle3(Eagle3Options()).feature_request(target).dtype == "bfloat16"
+
+
+# Each target's config.json: its kind, widths of state and MLP, heads, those of keys and values, and more.
+MOE = "moe_intermediate_size"
+TARGETS: dict[str, tuple[str, tuple[int, int, int, int], dict[str, int]]] = {
+    "Llama-3.1-8B": ("Llama", (4096, 14336, 32, 8), {}),
+    "Qwen3-8B": ("Qwen3", (4096, 12288, 32, 8), {"head_dim": 128}),
+    "Gemma-3-1B": ("Gemma3Text", (1152, 6912, 4, 1), {"head_dim": 256}),
+    "gpt-oss-20b, -120b": (
+        "GptOss", (2880, 2880, 64, 8), {"head_dim": 64, "num_experts_per_tok": 4}),
+    "Qwen3-30B-A3B": (
+        "Qwen3Moe", (2048, 6144, 32, 4), {"head_dim": 128, MOE: 768, "num_experts_per_tok": 8}),
+    "Qwen3-Coder-480B-A35B": (
+        "Qwen3Moe", (6144, 8192, 96, 8), {"head_dim": 128, MOE: 2560, "num_experts_per_tok": 8}),
+    "Qwen3-Next-80B-A3B": (
+        "Qwen3Next", (2048, 5120, 16, 2),
+        {"head_dim": 256, MOE: 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 10}),
+    "Llama-4-Scout": (
+        "Llama4Text", (5120, 8192, 40, 8),
+        {"head_dim": 128, "intermediate_size_mlp": 16384, "num_experts_per_tok": 1}),
+    "DeepSeek-V2-Lite": (
+        "DeepseekV2", (2048, 10944, 16, 16),
+        {MOE: 1408, "n_shared_experts": 2, "num_experts_per_tok": 6, "kv_lora_rank": 512, "v_head_dim": 128}),
+    "DeepSeek-V3": (
+        "DeepseekV3", (7168, 18432, 128, 128),
+        {MOE: 2048, "n_shared_experts": 1, "num_experts_per_tok": 8, "kv_lora_rank": 512, "v_head_dim": 128}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_readme_says_how_large_a_draft_is_for_known_targets(name: str) -> None:
+    kind, sizes, more = TARGETS[name]
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    text = getattr(transformers, f"{kind}Config")(**dict(zip(names, sizes, strict=True)), **more)
+    target: Any = SimpleNamespace(text_config=text, vocab_size=text.vocab_size, num_layers=24)
+    found = from_target(target, Eagle3Options())
+    heads = f"{found.num_attention_heads} / {found.num_key_value_heads} x {found.head_dim}"
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"| {name} | {heads} | {found.intermediate_size:,} |" in readme
+
+
+def test_what_a_draft_is_made_of_is_said(target: TargetSpec) -> None:
+    assert build(target).about == (
+        "1 layer of width 32, 4 query and 2 key/value heads of 8, MLP of 40, "
+        "RoPE default of base 10000"
+    )
+    assert ", MLP of 7, RoPE default of base 500000" in (
+        build(target, intermediate_size=7, rope_theta=5e5).about
+    )
 
 
 # ------------------------------------------------------------ captured layers

@@ -24,10 +24,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from draftcore.contracts.algorithm import Draft, Sample, StepContext, StepOutput
-from draftcore.contracts.target import TargetSpec
 
 CONTEXT = StepContext(step=1, total_steps=1, seed=0)
 OPTIONS = Eagle3Options()
+Logits = tuple[float, float | None]  # scale and soft cap
+PLAIN: Logits = (1.0, None)
 # fp64 sums of some hundred terms in another order.
 check_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
@@ -38,9 +39,10 @@ check_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-
 class Naive:
     """The algorithm straight from its description: one row and one step at a time."""
 
-    def __init__(self, draft: Draft, theta: float = 10000.0) -> None:
+    def __init__(self, draft: Draft, theta: float, target_logits: Logits) -> None:
         assert isinstance(draft.module, Eagle3Draft)
         self.module, self.config, self.theta = draft.module, draft.module.config, theta
+        self.scale, self.cap = target_logits
         self.w: dict[str, Tensor] = dict(draft.module.named_parameters())
 
     def rms(self, x: Tensor, name: str) -> Tensor:
@@ -124,7 +126,8 @@ class Naive:
             for k, t, logits in self.logits(sample, steps):
                 if t + k >= length - 1 or not weights[t + k]:
                     continue
-                z = self.module.head @ sample.features["last_hidden"][t + k + 1]
+                z = self.scale * (self.module.head @ sample.features["last_hidden"][t + k + 1])
+                z = z if self.cap is None else self.cap * (z / self.cap).tanh()
                 if int(z.argmax()) in ids.tolist():
                     q = logits.softmax(0)
                     cross = -(z[ids].softmax(0) * q.log()).sum()
@@ -149,36 +152,49 @@ class Naive:
         return [*mask[:-1], False]
 
 
-# Options of the draft, and the RoPE of its target.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"draft_vocab_size": 24}, {}),
-    "full vocabulary, fc_norm": ({"fc_norm": True}, {}),
-    "norm_output, one kv head": ({"norm_output": True, "num_key_value_heads": 1}, {}),
-    "no grouping": ({"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12}, {}),
-    "predicted": ({"supervise": "predicted", "draft_vocab_size": 24, "step_decay": 0.5}, {}),
-    "one step": ({"ttt_length": 1}, {}),
-    "alpha": ({"loss": "lk_alpha", "draft_vocab_size": 24}, {}),
-    "lambda": ({"loss": "lk_lambda", "kl_scale": 0.7, "kl_decay": 2.0, "draft_vocab_size": 24}, {}),
-    "partial RoPE": ({}, {"rope_theta": 500.0, "partial_rotary_factor": 0.5}),
+# Options of the draft, the RoPE of its target, and what the target does to its logits.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], Logits]] = {
+    "plain": ({"draft_vocab_size": 24}, {}, PLAIN),
+    "full vocabulary, fc_norm": ({"fc_norm": True}, {}, PLAIN),
+    "norm_output, one kv head": ({"norm_output": True, "num_key_value_heads": 1}, {}, PLAIN),
+    "no grouping": (
+        {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12},
+        {},
+        PLAIN,
+    ),
+    "predicted": ({"supervise": "predicted", "draft_vocab_size": 24, "step_decay": 0.5}, {}, PLAIN),
+    "one step": ({"ttt_length": 1}, {}, PLAIN),
+    "alpha": ({"loss": "lk_alpha", "draft_vocab_size": 24}, {}, PLAIN),
+    "lambda": (
+        {"loss": "lk_lambda", "kl_scale": 0.7, "kl_decay": 2.0, "draft_vocab_size": 24},
+        {},
+        PLAIN,
+    ),
+    "partial RoPE": ({}, {"rope_theta": 500.0, "partial_rotary_factor": 0.5}, PLAIN),
+    "scaled": ({"draft_vocab_size": 24}, {}, (0.25, None)),
+    "capped": ({}, {}, (1.0, 0.5)),
+    "scaled and capped, lambda": ({"loss": "lk_lambda", "draft_vocab_size": 24}, {}, (3.0, 0.7)),
 }
 
 
-@pytest.mark.parametrize(("options", "rope"), VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(("options", "rope", "logits"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_loss_and_gradients_equal_a_naive_draft(
     options: dict[str, Any],
     rope: dict[str, Any],
-    target: TargetSpec,
+    logits: Logits,
     make_target: MakeTarget,
     make_draft: MakeDraft,
     make_samples: MakeSamples,
 ) -> None:
-    draft = make_draft(of=make_target(rope_parameters=rope) if rope else target, **options)
+    target = make_target(**({"rope_parameters": rope} if rope else {}))
+    target.logit_scale, target.logit_softcap = logits
+    draft = make_draft(of=target, **options)
     samples, theta = make_samples(9, 5, 7), rope.get("rope_theta", 10000.0)
     use_exact_frequencies(draft.module, theta)
     settings = Eagle3Options(**{"ttt_length": 3, **options})
     output = Eagle3(OPTIONS).forward_loss(draft, Eagle3(settings).collate(samples), CONTEXT)
     ours = output.numerator / output.denominator
-    theirs = Naive(draft, theta).loss(samples, settings)
+    theirs = Naive(draft, theta, logits).loss(samples, settings)
     check_close(ours, theirs)
     names, parameters = zip(*draft.module.named_parameters(), strict=True)
     gradients = [torch.autograd.grad(loss, parameters) for loss in (ours, theirs)]

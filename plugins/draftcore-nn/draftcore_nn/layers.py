@@ -128,7 +128,9 @@ class Rotary(nn.Module):
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        rope = dict(rope)
+        rope = {
+            name: value for name, value in rope.items() if name != "attn_factor"
+        }  # servers' own
         if rope["rope_type"] == "default":
             # Linear scaling by one is the default, and knows the partial rotary factor.
             rope.update(rope_type="linear", factor=1.0)

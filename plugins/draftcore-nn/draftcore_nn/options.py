@@ -18,3 +18,6 @@ class DecoderOptions(BaseModel):
     num_key_value_heads: Size | None = Field(default=None, description="key and value heads")
     head_dim: Size | None = Field(default=None, ge=2, description="width of a head")
     intermediate_size: Size | None = Field(default=None, description="width of the MLP")
+    rope_theta: float | None = Field(
+        default=None, gt=1, le=1e12, description="base of plain rotary positions of the draft's own"
+    )

@@ -129,6 +129,7 @@ def require_target(shape: Mapping[str, Any], target: TargetSpec, folder: Path) -
 
 def require_options(shape: Mapping[str, Any], options: BaseModel, folder: Path) -> None:
     """Raise UsageError for an option that was set to something other than the draft that is read has."""
+    shape = {**(shape.get("rope") or {}), **shape}
     for name in sorted(options.model_fields_set & shape.keys()):
         asked = getattr(options, name)
         if asked is not None and asked != shape[name]:

@@ -6,6 +6,7 @@ Layer ids are 0-based outputs, as everywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,25 @@ if TYPE_CHECKING:
     from draftcore_nn.options import DecoderOptions
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+YARN = (
+    "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
+    "beta_fast", "beta_slow", "truncate",
+)  # fmt: skip
 # Sections of a multimodal RoPE coincide for text, so they are dropped.
 TEXT_IRRELEVANT = ("mrope_section", "mrope_interleaved", "type")
+# What configs call the experts that a token takes, an expert's width, that of those which every token
+# takes, and their number.
+EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
+SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+LATENT_GROUPS = 8  # key/value heads, at most, where the target's share a latent state
 
 
 def target_tensors(target: TargetSpec) -> tuple[Tensor, Tensor | None]:
     """Return the target's embedding and head, [V, H] each; None for a head that is the embedding."""
-    tied = bool(target.text_config.tie_word_embeddings)
-    return target.embedding(), None if tied else target.head()
+    embedding_VH, head_VH = target.embedding(), target.head()
+    return embedding_VH, None if head_VH.equal(embedding_VH) else head_VH
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -106,41 +118,76 @@ class DecoderShape:
                 "  set head_dim to an even number"
             )
 
+    def text(self, layers: int) -> str:
+        """Say what the draft is made of, in a line for `Draft.about`."""
+        return (
+            f"{layers} layer{'s' * (layers > 1)} of width {self.hidden_size}, "
+            f"{self.num_attention_heads} query and {self.num_key_value_heads} key/value heads of "
+            f"{self.head_dim}, MLP of {self.intermediate_size}, "
+            f"RoPE {self.rope['rope_type']} of base {self.rope['rope_theta']:g}"
+        )
+
 
 def shape_of_target(target: TargetSpec, options: DecoderOptions) -> dict[str, Any]:
     """Return the fields of a DecoderShape, with the target's sizes where the options set none.
 
-    Raises UsageError where the target lacks a size, or has no supported RoPE.
+    The MLP is as wide as all that a token passes in one of the target's layers. Heads that the target
+    reads from a latent state (MLA) would fill a draft's cache: it has fewer. Raises UsageError where
+    the target lacks a size, or has no supported RoPE.
     """
-    text = target.text_config
+    text = target.text_config.per_layer_config[0]  # the config itself where layers are alike
 
     def size(name: str, fallback: int | None = None) -> int:
-        value = getattr(text, name, None) or fallback
+        value = largest(text, name) or fallback
         if value is None:
             raise UsageError(
                 f"the target's config ({text.model_type}) has no {name}\n"
                 f"  set the option {name}, if there is one; other targets are not supported"
             )
-        return int(value)
+        return value
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
+    latent = largest(text, "kv_lora_rank") > 0
+    width = options.head_dim or size("v_head_dim" if latent else "head_dim", hidden // heads)
+    heads = options.num_attention_heads or (max(1, hidden // width) if latent else heads)
+    groups = math.gcd(heads, LATENT_GROUPS) if latent else size("num_key_value_heads", heads)
+    theta = options.rope_theta
     return {
         "hidden_size": hidden,
-        "intermediate_size": options.intermediate_size or size("intermediate_size"),
-        "num_attention_heads": options.num_attention_heads or heads,
-        "num_key_value_heads": options.num_key_value_heads or size("num_key_value_heads", heads),
-        "head_dim": options.head_dim or size("head_dim", hidden // heads),
+        "intermediate_size": options.intermediate_size
+        or active_width(text)
+        or size("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": options.num_key_value_heads or groups,
+        "head_dim": width,
         "vocab_size": target.vocab_size,
         "rms_norm_eps": float(getattr(text, "rms_norm_eps", 1e-6)),
         "max_position_embeddings": size("max_position_embeddings"),
-        "rope": rope_of(text),
+        "rope": {"rope_type": "default", "rope_theta": theta} if theta else rope_of(text),
     }
+
+
+def largest(text: Any, *names: str) -> int:
+    """Return the first of these fields of a config that is set, of a list the largest; 0 without."""
+    found = next((value for name in names if (value := getattr(text, name, None))), 0)
+    return int(max(found) if isinstance(found, list) else found)
+
+
+def active_width(text: Any) -> int:
+    """Return how wide the MLPs are that a token passes in a layer: one, or its experts' together."""
+    one = largest(text, *EXPERT_WIDTH)
+    shared = largest(text, *SHARED_WIDTH) or one * largest(text, *SHARED)
+    dense = largest(text, "intermediate_size_mlp", "intermediate_size")
+    return max(dense, one * largest(text, *EXPERTS) + shared)
 
 
 def rope_of(text: Any) -> dict[str, Any]:
     """Return a config's RoPE parameters; those of full attention where layers differ.
 
-    Raises UsageError for positions that are not rotary or change with the sequence's length.
+    The scale that YaRN gives cosines and sines is said in a way that all servers read alike:
+    transformers and vLLM take `attention_factor`, where sglang, and vLLM of 2025, multiply what follows
+    from `factor` by `attn_factor`, and the latter drops `mscale` and `mscale_all_dim`. Raises
+    UsageError for positions that are not rotary or change with the sequence's length.
     """
     rope = dict(getattr(text, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention") or rope)
@@ -149,12 +196,26 @@ def rope_of(text: Any) -> dict[str, Any]:
         found = f"RoPE type {kind!r}" if "rope_theta" in rope else "no rotary positions"
         raise UsageError(
             f"the target's config ({text.model_type}) has {found}\n"
-            f"  a draft copies its target's RoPE; supported: {', '.join(ROPE_TYPES)}"
+            f"  a draft copies its target's RoPE; supported: {', '.join(ROPE_TYPES)}\n"
+            "  set the option rope_theta for plain rotary positions of the draft's own, for example "
+            "rope_theta: 10000"
         )
     rope.setdefault("partial_rotary_factor", getattr(text, "partial_rotary_factor", None) or 1.0)
     if rope["partial_rotary_factor"] == 1:
         del rope["partial_rotary_factor"]
-    return {key: value for key, value in rope.items() if key not in TEXT_IRRELEVANT}
+    if kind != "yarn":
+        return {key: value for key, value in rope.items() if key not in TEXT_IRRELEVANT}
+    length = rope["original_max_position_embeddings"]
+    factor = float(rope.get("factor") or text.max_position_embeddings / length)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    weights = [float(rope.get(name) or 0) for name in ("mscale", "mscale_all_dim")]
+    own = scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1)
+    own = float(rope.get("attention_factor") or own)
+    said = {name: rope[name] for name in YARN if rope.get(name) is not None}
+    return {**said, "factor": factor, "attention_factor": own, "attn_factor": own / scale(1)}
 
 
 # ---------------------------------------------------------------- sizes in config.json

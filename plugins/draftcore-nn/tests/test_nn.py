@@ -1,6 +1,7 @@
 """Each piece against the plainest way to compute or write the same."""
 
 import json
+import math
 import pkgutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig
+from transformers import Gemma4TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftcore.errors import DraftcoreError, UsageError
@@ -232,8 +233,34 @@ def test_a_shape_goes_into_config_json_and_comes_back(
     assert config["dtype"] == "bfloat16"
     for name in spelling:
         del config[name]
-    assert LlamaConfig.from_dict(config).rope_parameters["rope_theta"] == 7e5
+    theta = LlamaConfig.from_dict(config).rope_parameters["rope_theta"]
+    assert theta == ROPES[rope]["rope_theta"]
     assert shape_of_config(config, tmp_path) == asdict(shape)
+
+
+@pytest.mark.parametrize("rope", [name for name in ROPES if ROPES[name]["rope_type"] == "yarn"])
+def test_the_scale_of_yarn_is_the_same_for_readers_of_either_of_its_names(rope: str) -> None:
+    said = rope_of(LlamaConfig(rope_parameters=dict(ROPES[rope])))
+    assert not {"mscale", "mscale_all_dim"} & said.keys(), "which some vLLM leaves out"
+    by_factor = (
+        0.1 * math.log(said["factor"]) + 1
+    )  # in sglang and older vLLM attn_factor multiplies it
+    assert said["attention_factor"] == pytest.approx(by_factor * said["attn_factor"], rel=1e-12)
+
+
+def test_a_draft_has_positions_of_its_own_where_it_cannot_have_its_targets() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    gemma4 = Gemma4TextConfig(hidden_size=32, num_hidden_layers=6, vocab_size=50)
+    targets = {
+        "longrope": a_target(rope_parameters=long | factors),
+        "proportional": SimpleNamespace(text_config=gemma4, vocab_size=50, num_layers=6),
+    }
+    for kind, target in targets.items():
+        with pytest.raises(UsageError, match=f"'{kind}'(.|\n)*rope_theta: 10000"):
+            shape_of_target(target, DecoderOptions())
+        own = shape_of_target(target, DecoderOptions(rope_theta=5e5))["rope"]
+        assert own == {"rope_type": "default", "rope_theta": 5e5}
 
 
 def test_layers_that_servers_cannot_capture_are_refused() -> None:
@@ -304,6 +331,9 @@ def test_what_a_config_says_otherwise_is_refused_by_name(exported: Path) -> None
         ),
         r"architectures \['Mine'\](.|\n)*'Other'": lambda: serving.require_architecture(
             config, exported, "Other"
+        ),
+        "option rope_theta is 2.0, but(.|\n)*has 3.0": lambda: serving.require_options(
+            {"rope": {"rope_theta": 3.0}}, DecoderOptions(rope_theta=2.0), exported
         ),
         "speculators layout": lambda: serving.require_architecture(
             {**config, "transformer_layer_config": {}}, exported, "Mine"

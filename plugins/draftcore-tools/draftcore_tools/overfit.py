@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +28,14 @@ from numpy.typing import NDArray
 from draftcore.config import EvalConfig, RunConfig, TopologyConfig
 from draftcore.contracts.algorithm import DataSummary, Draft
 from draftcore.contracts.target import TargetSpec
-from draftcore.data.conversations import BadRow, read_conversations
+from draftcore.data.conversations import BadRow, Rendered
 from draftcore.data.rendering import Renderer
+from draftcore.data.sources import named, read_conversations
 from draftcore.drafts import export, find_checkpoint, load_checkpoint, load_export
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.decode import EagerRunner, resolve_ties, speculate
 from draftcore.evaluation.proposals import depth_of
+from draftcore.plugins.binding import find_source
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run, capture_all, train
 from draftcore.target import TransformersTarget
@@ -145,11 +147,11 @@ def overfit(
     Returns the export of that draft; None where the algorithm has no layout.
     """
     target = settings.target
-    spec = TransformersTarget(target.path, target.revision, target.dtype, target.device)
+    spec = TransformersTarget(**target.model_dump())
     rate = limits.lr or RATE / int(spec.text_config.hidden_size)
     settings = settings_for_one(settings, folder, rate)
     with stage("rendering"):
-        sample = make_sample(settings, spec, row)
+        sample = make_sample(settings, registry, spec, row)
     say(f"prompt of {len(sample.prompt)} tokens, the target's own answer has {len(sample.answer)}")
     with stage("capture"):
         capture_all(open_run(settings, registry, spec, sample, FIRST))
@@ -176,18 +178,23 @@ def overfit(
         steps *= 2
 
 
-def make_sample(settings: RunConfig, target: TargetSpec, row: int) -> OneSample:
+def make_sample(
+    settings: RunConfig, registry: Registry, target: TargetSpec, row: int
+) -> OneSample:
     """Return the prompt of a row of the training data with the target's own answer."""
     source = settings.data.train or settings.data.eval
     if source is None:
         raise UsageError("data.train is not set\n  set it to conversations in JSONL")
-    rows = list(read_conversations(source, row + 1))
+    rows = list(read_conversations(source, row + 1, partial(find_source, registry)))
     if len(rows) <= row:
-        raise UsageError(f"{source} has {len(rows)} rows, and row {row} was asked for (from 0)")
+        raise UsageError(f"{named(source)} has {len(rows)} rows, and row {row} was asked for (from 0)")
     if isinstance(chosen := rows[row], BadRow):
         raise UsageError(f"{chosen}\n  choose another row with --row")
-    renderer = Renderer(target.tokenizer)
-    prompt = renderer.prompt(chosen.messages, chosen.tools)
+    renderer = Renderer(target.tokenizer, settings.data)
+    if isinstance(chosen, Rendered):
+        prompt = chosen.token_ids[: chosen.last_answer()].tolist()
+    else:
+        prompt = renderer.prompt(chosen.messages, chosen.tools)
     (answer,) = target.model.generate([prompt], ANSWER)
     if len(answer) < 3:
         raise UsageError(

@@ -90,16 +90,17 @@ def open_reference(
     manifest = read_manifest(export)
     folder = find_folder(export, manifest, run)
     config = open_checkpoint(folder).state["config"]
-    place = {"path": target, "revision": None, "dtype": "float32", "device": device}
+    place = config["target"] | {"path": target, "revision": None, "dtype": "float32", "device": device}
     opened = Run(RunConfig.model_validate({**config, "target": place}), registry)
     draft, spec = opened.drafts[0], opened.target
     found = find_checkpoint(draft, folder)
     built, model = load_checkpoint(draft, found), spec.model
     built.module.to(model.device).eval()
     drafter = draft.drafter(built)
+    asked = prompts_of(opened, prompts, found.state["data"].get("date", ""))
     rounds = tuple(
         drafted
-        for number, tokens in enumerate(prompts_of(spec, prompts))
+        for number, tokens in enumerate(asked)
         for drafted in draft_rounds(model, drafter, tokens, number)
     )
     host, layers = Host.of(spec, model.device), drafter.request.layers
@@ -144,11 +145,12 @@ def find_folder(export: Path, manifest: Mapping[str, Any], run: Path | None) -> 
     return steps[-1]
 
 
-def prompts_of(target: TargetSpec, source: str | None) -> list[list[int]]:
+def prompts_of(run: Run, source: str | None, date: str) -> list[list[int]]:
     """Return the token ids of a few prompts: a file's first, or built-in questions."""
+    data, tokenizer = run.config.data.model_copy(update={"max_length": LONGEST}), run.target.tokenizer
     if source is not None:
-        return read_prompts(source, target.tokenizer, PROMPTS, LONGEST)
-    renderer = Renderer(target.tokenizer)
+        return read_prompts(source, tokenizer, PROMPTS, data, find=run.find, date=date)
+    renderer = Renderer(tokenizer, data, date)
     asked = [{"role": "user", "content": text} for text in QUESTIONS]
     return [renderer.prompt([one, {"role": "assistant", "content": "."}]) for one in asked]
 

@@ -217,15 +217,15 @@ def swiglu(x: Tensor, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
 
 
 def run_layer(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str, residual_SH: Tensor,
-    query_SX: Tensor, key_TX: Tensor, sees_ST: Tensor,
+    server: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str,
+    residual_SH: Tensor, query_SX: Tensor, key_TX: Tensor, sees_ST: Tensor,
 ) -> Tensor:  # fmt: skip
     """Run attention from what queries read over what keys and values do, and the MLP, on a residual.
 
     Queries stand at the last of the keys' positions. Heads of queries and keys are normed where the
     layer, whose tensors begin with `prefix`, has norms for them.
     """
-    rope, eps, attn = read_rope(config), eps_of(config), f"{prefix}.self_attn"
+    rope, eps, attn = served_rope(config, server), eps_of(config), f"{prefix}.self_attn"
     _, _, width = head_shape(config)
     positions_T = torch.arange(len(key_TX), device=key_TX.device)
     query, key, value = (
@@ -262,14 +262,37 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     old |= {n: config[n] for n in ("rope_theta", "partial_rotary_factor") if config.get(n)}
     if not new:
         return old
-    for name in ("rope_theta", "partial_rotary_factor", "factor"):
-        if name in new and name in old and float(new[name]) != float(old[name]):
+    for name in sorted(new.keys() & old.keys()):
+        if new[name] != old[name]:
             raise UnservableError(
                 f"config.json has two values of {name}: {new[name]} in rope_parameters, {old[name]} "
                 "in the older spelling (rope_theta, rope_scaling)\n"
                 "  servers on transformers 5 read the first, others the second: make the two agree"
             )
     return {**old, **new}
+
+
+def served_rope(config: Mapping[str, Any], server: str) -> dict[str, Any]:
+    """Return the RoPE with the scale of YaRN's cosines and sines, as `attention_factor`.
+
+    It follows from `factor`, and from the two `mscale` where both are given. sglang multiplies that
+    by `attn_factor` and does not know `attention_factor`; in vLLM the latter takes its place, and the
+    former is unknown.
+    """
+    rope = read_rope(config)
+    if (rope.get("rope_type") or rope.get("type")) != "yarn" or "factor" not in rope:
+        return rope
+    factor = float(rope["factor"])
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    names = ("mscale", "mscale_all_dim")
+    weights = [float(rope[name]) for name in names if rope.get(name) is not None]
+    own = scale(weights[0]) / scale(weights[1]) if len(weights) == 2 else scale(1)
+    if server == "sglang":
+        return rope | {"attention_factor": own * float(rope.get("attn_factor", 1))}
+    return rope | {"attention_factor": rope.get("attention_factor") or own}
 
 
 def with_theta(config: Mapping[str, Any], theta: Any) -> dict[str, Any]:
@@ -320,15 +343,18 @@ def _llama3(base: Tensor, rope: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(base: Tensor, width: int, theta: float, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Do as llama3, but blend linearly in the dimension; attention is sharpened too."""
+    """Do as llama3, but blend linearly in the dimension; attention is sharpened too, see `served_rope`."""
     factor, length = float(rope["factor"]), float(rope["original_max_position_embeddings"])
 
     def dimension(turns: float) -> float:
         return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension(float(rope.get("beta_fast") or 32))), 0)
-    high = min(math.ceil(dimension(float(rope.get("beta_slow") or 1))), width - 1)
+    low, high = (
+        dimension(float(rope.get(f"beta_{n}") or d)) for n, d in (("fast", 32), ("slow", 1))
+    )
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
     slow = (torch.arange(width // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
     slow = slow.clamp(0, 1)
-    scale = rope.get("attention_factor") or (0.1 * math.log(factor) + 1 if factor > 1 else 1.0)
-    return base / factor * slow + base * (1 - slow), float(scale)
+    return base / factor * slow + base * (1 - slow), float(rope["attention_factor"])

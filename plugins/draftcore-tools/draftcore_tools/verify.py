@@ -11,7 +11,6 @@ and the one that then agrees is the cause.
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -126,7 +125,7 @@ def check_template(reference: Reference) -> Divergence | None:
     """Compare the chat template of training with the one that the server would use."""
     state, target = reference.checkpoint.state, reference.target
     then = reference.manifest.get("chat_template") or state["data"].get("chat_template")
-    if not then or then == Renderer(target.tokenizer).template_hash:
+    if not then or then == Renderer(target.tokenizer, reference.run.config.data).template_hash:
         return None
     return Divergence(
         "chat template",
@@ -240,11 +239,6 @@ def notes(served: ServedDraft, reference: Reference) -> list[str]:
     facts, found = served.facts, []
     if served.ignored:
         found.append(f"the server leaves unread: {', '.join(served.ignored[:4])}")
-    theta = reference.host.rope.get("rope_theta")
-    if None not in (theta, facts.get("rope_theta")) and not math.isclose(
-        float(facts["rope_theta"]), float(theta or 0)
-    ):
-        found.append(f"rope_theta is {facts['rope_theta']}, the target's {theta}")
     dtype = str(reference.target.config.dtype or "").removeprefix("torch.")
     if facts.get("dtype") and dtype and facts["dtype"] != dtype:
         found.append(f"the server would compute in {facts['dtype']}, the target is {dtype}")

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_sdk.exports import ROPES
 from draftcore_sdk.suite import bound
-from draftcore_tools.served import leads, proposals
+from draftcore_tools.served import leads, proposals, rotate, served_rope
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -148,6 +149,19 @@ def test_the_rope_is_the_one_sglang_reads(algorithm: str, make_run: Any, sglang:
     assert theta == read(exported).facts["rope_theta"]
 
 
+@pytest.mark.parametrize("rope", ROPES)
+def test_heads_are_turned_as_sglang_turns_them(rope: str, process: None) -> None:
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    given, x_TAD = dict(ROPES[rope]), torch.randn(50, 2, 12)
+    width = int(12 * given.get("partial_rotary_factor", 1))
+    theirs = get_rope(12, width, 64, given["rope_theta"], rope_scaling=given, dtype=torch.float32)
+    positions_T = torch.arange(50)
+    turned_TX, _ = theirs.forward_native(positions_T, x_TAD.flatten(1), x_TAD.flatten(1).clone())
+    ours_TAD = rotate(x_TAD, positions_T, served_rope({"rope_parameters": given}, "sglang"))
+    torch.testing.assert_close(ours_TAD.flatten(1), turned_TX, rtol=1e-5, atol=1e-5)
+
+
 # ---------------------------------------------------------------- weights
 
 
@@ -160,6 +174,8 @@ def test_an_eagle3_export_fills_sglangs_model_and_drafts_as_read(
         exported = make_run("eagle3", **options)
         model, served = loaded(LlamaForCausalLMEagle3, exported), read(exported)
         assert all(parameter.isfinite().all() for parameter in model.parameters())
+        does = model.logits_processor
+        assert (does.logit_scale, does.final_logit_softcapping) == (None, None)
         at = a_round(host, served.captured(host))
         drafts_K = proposals(served, at, 3)
         theirs_KV = unrolled(model, at, drafts_K)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from draftcore_dflash.drafter import DFlashDrafter
 from draftcore_eagle3.algorithm import Eagle3
 from draftcore_sdk.targets import tiny_target
+from draftcore_tools.served import served_rope
 from draftcore_tools.verify import LIMIT
 from torch import Tensor
 
@@ -58,6 +60,10 @@ def nested(name: str, section: str, change: Callable[[Any], Any]) -> Edit:
 
 def top(name: str, change: Callable[[Any], Any]) -> Edit:
     return lambda config, _: config.update({name: change(config[name])})
+
+
+def put(name: str, value: float) -> Edit:
+    return lambda config, _: config.update({name: value})
 
 
 def shifted(by: int) -> Callable[[Any], Any]:
@@ -110,6 +116,15 @@ MUTATIONS: dict[str, tuple[Edit, str, str, tuple[str, ...]]] = {
     "eagle3, another eps": (
         top("rms_norm_eps", lambda x: 0.5), "log-probabilities",
         "config.json has rms_norm_eps: 0.5, a fresh export 1e-06", BOTH),
+    "eagle3, a scale that vLLM reads": (
+        put("logit_scale", 0.25), "log-probabilities",
+        "config.json has logit_scale: 0.25, a fresh export None", ("vllm",)),
+    "eagle3, a cap that sglang reads": (
+        put("final_logit_softcapping", 1.0), "log-probabilities",
+        "config.json has final_logit_softcapping: 1.0, a fresh export None", ("sglang",)),
+    "dflash, a scale that vLLM reads": (
+        put("logit_scale", 0.25), "log-probabilities",
+        "config.json has logit_scale: 0.25, a fresh export None", ("vllm",)),
     "dflash, ids + 1": (
         nested("target_layer_ids", DFLASH, shifted(1)), "captured layers", HIGH, BOTH),
     "dflash, ids - 1": (
@@ -196,6 +211,26 @@ def test_what_a_server_leaves_unread_is_named_and_what_ends_one_is_refused(expor
     assert sglang["notes"] == ["the server leaves unread: d2t"]
     assert vllm["divergence"]["check"] == "loading"
     assert "has no place for: d2t" in vllm["divergence"]["what"]
+
+
+BY_FACTOR = 0.1 * math.log(40) + 1
+SCALES: list[tuple[dict[str, float], float, float]] = [
+    ({}, BY_FACTOR, BY_FACTOR),
+    ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0, 1.0),
+    ({"mscale": 1.0}, BY_FACTOR, BY_FACTOR),
+    ({"attn_factor": 0.5}, 0.5 * BY_FACTOR, BY_FACTOR),
+    ({"attention_factor": 0.5}, BY_FACTOR, 0.5),
+    ({"mscale": 1.0, "mscale_all_dim": 1.0, "attn_factor": 2.0}, 2.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("fields", "sglang", "vllm"), SCALES)
+def test_each_server_has_a_rule_of_its_own_for_the_scale_of_yarn(
+    fields: dict[str, float], sglang: float, vllm: float
+) -> None:
+    config = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40, **fields}}
+    found = [served_rope(config, name)["attention_factor"] for name in ("sglang", "vllm")]
+    assert found == pytest.approx([sglang, vllm])
 
 
 # ---------------------------------------------------------------- what is compared with what
