@@ -290,7 +290,11 @@ def sglang(session: nox.Session) -> None:
     """sglang itself on the CPU, unmodified: its captures, and what it reads of our exports."""
     install_sglang(session)
     # In one process: each further one would import sglang anew.
-    for name in (SGLANG.name, "draftcore-tools", "draftcore-data"):  # one by one: sglang has globals
+    for name in (
+        SGLANG.name,
+        "draftcore-tools",
+        "draftcore-data",
+    ):  # one by one: sglang has globals
         tests = (f"plugins/{name}/tests", "-n", "0")
         pytest(session, *tests, *session.posargs, mark="sglang and smoke")
 

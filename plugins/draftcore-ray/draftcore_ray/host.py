@@ -31,7 +31,7 @@ class Host:
 
     def address(self, ports: int) -> tuple[str, list[int]]:
         """Return this machine's address in the cluster, and so many ports that are free there."""
-        address = ray.util.get_node_ip_address()
+        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         with contextlib.ExitStack() as stack:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             found = [

@@ -99,9 +99,10 @@ class Driver:
         size = self.job.ranks
         while not self.place(size):
             if size == 1:
+                there = ray.cluster_resources()  # type: ignore[no-untyped-call]
                 raise UsageError(
                     f"no machine of the cluster has room for a rank, which asks for {self.options.rank}\n"
-                    f"  the cluster has {ray.cluster_resources()}\n"
+                    f"  the cluster has {there}\n"
                     "  lower topology.options.rank, or add a machine"
                 )
             size -= 1

@@ -7,7 +7,8 @@
 
 There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each kind of offer:
 `algorithms.AlgorithmSuite`, `captures.CaptureSuite`, `stores.StoreSuite`, `channels.ChannelSuite`,
-`runners.RunnerSuite`, `graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what
+`launchers.LauncherSuite`, `sources.SourceSuite`, `runners.RunnerSuite`,
+`graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what
 goes around an algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`.
 `draftcore check-plugin NAME` runs all that apply, `draftcore new-plugin NAME` writes a plugin that
 passes them. A suite opens everything through the plugin's hooks, as a run does.
@@ -21,8 +22,10 @@ SUITES = (
     "channels",
     "graph_plugins",
     "graphs",
+    "launchers",
     "plugins",
     "runners",
+    "sources",
     "stores",
     "wrappers",
 )

@@ -42,6 +42,7 @@ SUITE_OF = {
     "store": "stores:StoreSuite",
     "channel": "channels:ChannelSuite",
     "launcher": "launchers:LauncherSuite",
+    "source": "sources:SourceSuite",
     "runner": "runners:RunnerSuite",
     "graph": "graphs:GraphBackendSuite",
     "graph-plugin": "graph_plugins:GraphPluginSuite",
@@ -98,13 +99,13 @@ def suites_of(
 
     With `each`, an offer is checked with every other value of a boolean or literal option, too.
     Raises UsageError for an option that no offer has or that its model refuses, and for a URI
-    that belongs to no store or channel of the plugin.
+    that belongs to no store, channel or source of the plugin.
     """
-    stored = [o for o in plugin.offers if o.kind in ("store", "channel")]
+    stored = [o for o in plugin.offers if o.kind in ("store", "channel", "source")]
     if uri is not None and uri.partition(":")[0] not in {offer.name for offer in stored}:
         names = ", ".join(f"{offer.kind} {offer.name}" for offer in stored) or "none"
         raise UsageError(
-            f"--uri {uri} names no store or channel of {plugin}; it offers: {names}\n"
+            f"--uri {uri} names no store, channel or source of {plugin}; it offers: {names}\n"
             "  a URI begins with the offer's name, as in NAME:{tmp}"
         )
     loose = plugin.dist if plugin.loose else ""

@@ -178,16 +178,16 @@ def overfit(
         steps *= 2
 
 
-def make_sample(
-    settings: RunConfig, registry: Registry, target: TargetSpec, row: int
-) -> OneSample:
+def make_sample(settings: RunConfig, registry: Registry, target: TargetSpec, row: int) -> OneSample:
     """Return the prompt of a row of the training data with the target's own answer."""
     source = settings.data.train or settings.data.eval
     if source is None:
         raise UsageError("data.train is not set\n  set it to conversations in JSONL")
     rows = list(read_conversations(source, row + 1, partial(find_source, registry)))
     if len(rows) <= row:
-        raise UsageError(f"{named(source)} has {len(rows)} rows, and row {row} was asked for (from 0)")
+        raise UsageError(
+            f"{named(source)} has {len(rows)} rows, and row {row} was asked for (from 0)"
+        )
     if isinstance(chosen := rows[row], BadRow):
         raise UsageError(f"{chosen}\n  choose another row with --row")
     renderer = Renderer(target.tokenizer, settings.data)

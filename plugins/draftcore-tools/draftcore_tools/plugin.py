@@ -123,7 +123,9 @@ def config(
     elif schema:
         click.echo(json.dumps(RunConfig.model_json_schema(), indent=1))
     elif config is None:
-        raise UsageError("no CONFIG was given\n  name a run's YAML file, or ask for --keys or --schema")
+        raise UsageError(
+            "no CONFIG was given\n  name a run's YAML file, or ask for --keys or --schema"
+        )
     else:
         click.echo(as_yaml(resolved(config, overrides, registry)))
 

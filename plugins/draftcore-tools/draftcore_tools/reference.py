@@ -90,7 +90,12 @@ def open_reference(
     manifest = read_manifest(export)
     folder = find_folder(export, manifest, run)
     config = open_checkpoint(folder).state["config"]
-    place = config["target"] | {"path": target, "revision": None, "dtype": "float32", "device": device}
+    place = config["target"] | {
+        "path": target,
+        "revision": None,
+        "dtype": "float32",
+        "device": device,
+    }
     opened = Run(RunConfig.model_validate({**config, "target": place}), registry)
     draft, spec = opened.drafts[0], opened.target
     found = find_checkpoint(draft, folder)
@@ -147,7 +152,10 @@ def find_folder(export: Path, manifest: Mapping[str, Any], run: Path | None) -> 
 
 def prompts_of(run: Run, source: str | None, date: str) -> list[list[int]]:
     """Return the token ids of a few prompts: a file's first, or built-in questions."""
-    data, tokenizer = run.config.data.model_copy(update={"max_length": LONGEST}), run.target.tokenizer
+    data, tokenizer = (
+        run.config.data.model_copy(update={"max_length": LONGEST}),
+        run.target.tokenizer,
+    )
     if source is not None:
         return read_prompts(source, tokenizer, PROMPTS, data, find=run.find, date=date)
     renderer = Renderer(tokenizer, data, date)
