@@ -192,7 +192,7 @@ def launch(
     settings: RunConfig, config: str | Path, overrides: Sequence[str], registry: Registry
 ) -> str:
     """Run the processes of a topology; returns how training ended."""
-    from draftcore.contracts.launcher import INTERRUPTED, Job
+    from draftcore.contracts.launcher import INTERRUPTED, SCALE, Job
     from draftcore.plugins.binding import bind
 
     topology = settings.topology
@@ -202,6 +202,7 @@ def launch(
     chosen = bind(registry, "launcher", name, options, settings.plugins)
     launcher = chosen.hook.launcher(name=name, options=chosen.options)
     counts = topology.ranks, topology.producers, topology.restarts
+    (settings.run / SCALE).unlink(missing_ok=True)  # of an earlier start
     code = launcher.run(Job(command, settings.run, *counts, settings.channel))
     if code == INTERRUPTED:
         return "interrupted"

@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,23 +86,29 @@ class LocalLauncher:
             Child(f"rank {rank}", job.of("trainer"), env=where.get(f"rank {rank}", {}))
             for rank in range(job.ranks)
         ]
-        producers = [
-            Child(
-                f"producer {number}",
-                job.of("producer"),
-                job.folder / "logs" / f"producer-{number}.log",
-                env=where.get(f"producer {number}", {}),
-            )
-            for number in range(job.producers)
-        ]
-        return Family(ranks, producers, job.restarts).run()
+
+        def producer(number: int) -> Child:
+            place = where.get(f"producer {number % job.producers}", {})
+            log = job.folder / "logs" / f"producer-{number}.log"
+            return Child(f"producer {number}", job.of("producer"), log, env=place)
+
+        producers = list(map(producer, range(job.producers)))
+        return Family(ranks, producers, job.restarts, producer, job.wanted).run()
 
 
 class Family:
     """Starts the children of a run, keeps them alive, and returns the trainer's exit status."""
 
-    def __init__(self, ranks: Sequence[Child], producers: Sequence[Child], restarts: int) -> None:
-        self.ranks, self.producers, self.restarts = ranks, producers, restarts
+    def __init__(
+        self,
+        ranks: Sequence[Child],
+        producers: Sequence[Child],
+        restarts: int,
+        make: Callable[[int], Child] | None = None,  # a producer of this number
+        wanted: Callable[[], int] | None = None,  # how many of them there should be
+    ) -> None:
+        self.ranks, self.producers, self.restarts = ranks, list(producers), restarts
+        self.make, self.wanted, self.going = make, wanted, list[Child]()
         self.asked = False  # by a signal, to stop
 
     def run(self) -> int:
@@ -124,7 +130,7 @@ class Family:
             finally:
                 end(self.ranks, 1.0, GRACE)  # a trainer that is asked to end saves first
                 # They hear of an end that is well; who came too late for that has to be asked.
-                end(self.producers, 5.0 if code == 0 else 0.0, 5.0)
+                end(self.producers + self.going, 5.0 if code == 0 else 0.0, 5.0)
 
     def _ask(self, number: int, _: object) -> None:
         """Pass a first signal on to the trainer, which saves and stops; a second ends all."""
@@ -162,6 +168,15 @@ class Family:
         return None
 
     def _watch_producers(self) -> None:
+        if self.make is not None and self.wanted is not None and self.producers:
+            count = max(1, self.wanted())
+            for child in self.producers[count:]:
+                child.send(signal.SIGTERM)
+            self.going += self.producers[count:]
+            new = [self.make(number) for number in range(len(self.producers), count)]
+            self.producers = self.producers[:count] + new
+            for child in new:
+                child.start()
         for child in self.producers:
             code = child.code
             if not code or self.asked:  # at work, or it heard that the run is over

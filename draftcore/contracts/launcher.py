@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+SCALE = "scale.json"  # in a run's folder: {"producers": N}, written while the run goes on
 INTERRUPTED = 130  # exit status of a run that a signal stopped
 
 
@@ -33,6 +35,13 @@ class Job:
         alone = role == "trainer" and not self.producers  # a rank that captures for itself
         return [*self.command, *([] if alone else ["--role", role])]
 
+    def wanted(self) -> int:
+        """Return how many producers there should be now: the file SCALE in the folder may say it."""
+        try:
+            return int(json.loads((self.folder / SCALE).read_text())["producers"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return self.producers
+
 
 class Launcher(Protocol):
     """Runs jobs. A rank finds its place in the environment, as `torchrun` sets it: RANK, WORLD_SIZE,
@@ -41,6 +50,8 @@ class Launcher(Protocol):
 
     def run(self, job: Job) -> int:
         """Run a job until its ranks have ended, and end what is left; returns their exit status.
+
+        Producers are started, or asked by SIGTERM to go, as `job.wanted()` changes.
 
         SIGINT or SIGTERM is passed on to the ranks, which save and stop, a second one ends all; the
         status is then 130. Raises DraftcoreError where a process cannot be kept alive, UsageError

@@ -51,11 +51,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Status:
-    """How capture stands: producers at work, batches captured since the start, bytes reserved."""
+    """How capture stands: producers at work, batches captured since the start, bytes reserved.
+
+    Of the batches that are held, `claimed` are with producers and `ready` wait for the trainer.
+    """
 
     producers: int
     captured: int
     nbytes: int
+    claimed: int = 0
+    ready: int = 0
 
     def __str__(self) -> str:
         return (
@@ -143,7 +148,10 @@ class Queue:
 
     def status(self) -> Status:
         with self.changed:
-            return Status(len(self.seen), self.captured, self._reserved())
+            held = self.entries.values()
+            claimed = sum(bool(entry.producer) and entry.refs is None for entry in held)
+            ready = sum(entry.refs is not None and not entry.received for entry in held)
+            return Status(len(self.seen), self.captured, self._reserved(), claimed, ready)
 
     def end(self, state: str) -> None:
         """Tell producers that the run is over: `finished`, or `failed` if it may go on.
@@ -401,6 +409,8 @@ class QueueService:
         match request["call"]:
             case "about":
                 return queue.about
+            case "status":
+                return vars(queue.status())
             case "claim":
                 tasks = queue.claim(producer, int(request["count"]), wait)
                 return [task.to_json() for task in tasks], queue.about["store"]

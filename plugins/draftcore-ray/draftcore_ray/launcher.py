@@ -66,7 +66,7 @@ class Driver:
 
     def __init__(self, job: Job, options: RayOptions, stack: contextlib.ExitStack) -> None:
         self.job, self.options = job, options
-        self.ranks, self.producers = list[Process](), list[Process]()
+        self.ranks, self.producers, self.going = list[Process](), list[Process](), list[Process]()
         self.group: Any = None
         self.restarts = 0  # of the ranks
         self.queue = ""  # where producers find it, HOST:PORT
@@ -82,7 +82,7 @@ class Driver:
         self.start_ranks()
         passed = 0
         while True:
-            self.look(self.ranks + self.producers)
+            self.look(self.ranks + self.producers + self.going)
             if (code := self.judge_ranks()) is not None:
                 return code
             self.keep_producers()
@@ -129,7 +129,8 @@ class Driver:
                 env["LOCAL_WORLD_SIZE"] = str(size if here else 1)
             self.begin(one, command, env)
         self.drop(self.producers)  # they look for the queue where it was
-        self.producers = [self.start_producer(number) for number in range(job.producers)]
+        count = max(1, job.wanted()) if job.producers else 0
+        self.producers = [self.start_producer(number) for number in range(count)]
 
     def place(self, size: int) -> bool:
         """Reserve room for so many ranks, near each other. Returns whether there is any in time."""
@@ -221,6 +222,12 @@ class Driver:
         return None
 
     def keep_producers(self) -> None:
+        if count := self.producers and max(1, self.job.wanted()):
+            for one in self.producers[count:]:
+                one.host.send.remote(int(signal.SIGTERM))
+            self.going += self.producers[count:]
+            there = range(len(self.producers), count)
+            self.producers = self.producers[:count] + [self.start_producer(n) for n in there]
         for number, one in enumerate(self.producers):
             if not one.code or self.asked:  # at work, or it heard that the run is over
                 continue
@@ -261,7 +268,7 @@ class Driver:
                 one.host.send.remote(int(signal.SIGTERM))
         self.wait_for(self.ranks, GRACE)
         self.wait_for(self.producers, 5.0)  # they hear of the end
-        self.drop(self.ranks + self.producers)
+        self.drop(self.ranks + self.producers + self.going)
         if self.group is not None:
             remove_placement_group(self.group)
 

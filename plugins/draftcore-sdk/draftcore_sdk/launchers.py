@@ -141,6 +141,29 @@ time.sleep(999)
         thread.join()
         assert len(self.left(tmp_path, "saved")) == 1
 
+    def test_producers_come_and_go_while_the_run_goes_on(
+        self, run: Callable[..., int], tmp_path: Path
+    ) -> None:
+        program = """
+def leave(*_):
+    note("left")
+    sys.exit(130)
+if role == "producer":
+    signal.signal(signal.SIGTERM, leave)
+    note("producer")
+    time.sleep(999)
+scale = here / "run" / "scale.json"
+scale.parent.mkdir(exist_ok=True)
+until(lambda: count("producer") == 1)
+scale.write_text('{"producers": 3}')
+until(lambda: count("producer") == 3)
+scale.write_text('{"producers": 1}')
+until(lambda: count("left") == 2)
+time.sleep(0.5)
+sys.exit(count("left") - 2)
+"""
+        assert run(program, producers=1) == 0
+
     def test_nothing_is_left_of_a_run_that_ended(
         self, run: Callable[..., int], tmp_path: Path
     ) -> None:
