@@ -256,7 +256,8 @@ def decoding_rate(run: Run, batch: int) -> tuple[float, float, str]:
     built = load_checkpoint(draft, find_checkpoint(draft, None))
     built.module.to(target.device).eval()
     assert run.config.data.eval is not None
-    prompts = read_prompts(run.config.data.eval, run.target.tokenizer, max(batch, 8), 512)
+    data = run.config.data.model_copy(update={"max_length": 512})
+    prompts = read_prompts(run.config.data.eval, run.target.tokenizer, max(batch, 8), data)
     batches = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
     before = memory()
     runner = draft.decoder(built)

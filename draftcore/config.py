@@ -22,10 +22,11 @@ Few = Annotated[int, Field(ge=0, le=1000)]
 Long = Annotated[int, Field(ge=2, le=10**7)]  # tokens
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Named = Annotated[str, Field(min_length=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
 # What else lies in the run's folder, which no label may be.
 OWN = {"checkpoints", "data", "eval", "export", "logs", "metrics.jsonl", "queue.json", "run.json"}
-OWN |= {"secret"}
+OWN |= {"secret", "scale.json", "comparison.png"}
 GONE = {  # keys of earlier versions, and what replaced them
     "graphs": "now it is runner.prefill and runner.decode: {name: graphs, options: {backend: auto}}",
     "capture.batch": "rows are captured and trained on in the same batches, of train.batch rows",
@@ -48,13 +49,28 @@ class Section(BaseModel):
 class TargetConfig(Section):
     path: Free[str] = Field(description="a folder or a Hugging Face model id")
     revision: Free[str | None] = Field(None, description="branch, tag or commit of a model id")
+    trust_remote_code: Free[bool] = Field(False, description="run Python that comes with the model")
     dtype: Dtype = Field("auto", description="compute type; auto is what the target's config says")
     device: Free[str] = Field("auto", description="cpu, cuda, cuda:1; auto: cuda if there is one")
 
 
+class SourceConfig(Section):
+    source: Named
+    weight: float = Field(1.0, gt=0, le=1000, description="how often each row, or which share")
+
+
+Sources = Named | tuple[Named | SourceConfig, ...]
+
+
 class DataConfig(Section):
-    train: str | None = Field(None, description="JSONL of conversations, or hf:NAME?split=train")
-    eval: str | None = Field(None, description="held-out conversations, in the same forms")
+    train: Sources | None = Field(
+        None, description="JSONL of conversations, hf:NAME?split=train, or a list of sources"
+    )
+    eval: Sources | None = Field(None, description="held-out conversations, in the same forms")
+    chat_template: Named | None = Field(None, description="file in place of the target's template")
+    template_options: dict[str, Any] = Field(
+        {}, description="what the template is told, e.g. {enable_thinking: false}"
+    )
     max_length: Long = Field(2048, description="longest sample, in tokens")
     last_turn_only: bool = Field(False, description="learn the last assistant turn only")
     bad_rows: Literal["skip", "refuse"] = Field("skip", description="malformed rows")
@@ -129,8 +145,10 @@ class EvalConfig(Section):
 
 
 class TopologyConfig(Section):
-    """The processes of a run on this machine; `--role` starts single ones, on any machine."""
+    """The processes of a run, and who starts them; `--role` starts single ones, on any machine."""
 
+    launcher: str = Field("local", description="who starts the processes: local is this machine")
+    options: dict[str, Any] = Field({}, description="the launcher's")
     producers: Few = Field(0, description="that capture for the trainer; 0: it does itself")
     ranks: Few = Field(1, ge=1, description="processes of the trainer")
     restarts: Few = Field(3, description="times that a process which dies is started again")
@@ -174,8 +192,12 @@ class RunConfig(Section):
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
         if self.train.eval_every and self.data.eval is None:
             raise ValueError("train.eval_every needs held-out conversations: set data.eval")
-        for key in ("store", "channel"):
-            if holds_secret(getattr(self, key)):  # not repeated: what is refused here is shown
+        uris = [("store", self.store), ("channel", self.channel)]
+        for key, given in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            listed = (given,) if isinstance(given, str) else given or ()
+            uris += [(key, one if isinstance(one, str) else one.source) for one in listed]
+        for key, uri in uris:
+            if holds_secret(uri):  # not repeated: what is refused here is shown
                 problem = "its URI holds a user name or a password, and URIs are shown and stored"
                 remedy = "set it in the environment: the plugin's README names the variable"
                 raise ValueError(f"{key}: {problem}\n    {remedy}")

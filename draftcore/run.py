@@ -15,6 +15,7 @@ import secrets
 import shutil
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,18 +28,18 @@ import torch
 from importlib_metadata import version
 from pydantic import BaseModel
 
-from draftcore.config import FREE, RunConfig
+from draftcore.config import FREE, RunConfig, Sources
 from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
 from draftcore.contracts.capture import Capture, FeatureRequest
 from draftcore.contracts.channel import PATIENCE, Channel, Json, RunEnded
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.runner import DecodeRunner, PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import DurableStore, FeatureStore, StoreAway
-from draftcore.data.conversations import open_source
-from draftcore.data.dataset import Dataset, build_dataset, read_prompts
+from draftcore.data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.samples import Samples, StoredSamples, read_summary, samples_data, summary_data
 from draftcore.data.skipped import Skipped
+from draftcore.data.sources import named, open_source
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.evaluation.during import HeldOut, Probe
@@ -48,7 +49,7 @@ from draftcore.features.producer import CheckedCapture, fill, forget, produce
 from draftcore.features.provenance import differences, provenance
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
 from draftcore.files import hold, require_exported, write_atomic
-from draftcore.plugins.binding import Binding, bind, observers
+from draftcore.plugins.binding import Binding, bind, find_source, observers
 from draftcore.plugins.registry import Registry
 from draftcore.target import TransformersTarget
 from draftcore.tensors import resolve_device
@@ -74,10 +75,11 @@ class Run:
 
     def __init__(self, config: RunConfig, registry: Registry, ranks: Ranks = ALONE) -> None:
         self.config, self.registry, self.folder, self.ranks = config, registry, config.run, ranks
-        target = config.target
-        self.target = TransformersTarget(target.path, target.revision, target.dtype, target.device)
+        self.target = TransformersTarget(**config.target.model_dump())
         self.target.prefill_with = lambda model: self.runners["prefill"].prefill(model)
         self.width = int(self.target.text_config.hidden_size)
+        self.find = functools.partial(find_source, registry)  # opens a plugin's training data
+        self.left_out = dict[str, int]()  # of the eval prompts, by reason
         self.samples: Samples | None = None  # given by a verb in the place of data.train
         self.closing = ExitStack()  # of the stores that were opened, however the verb ends
         chosen = config.capture
@@ -138,13 +140,29 @@ class Run:
         chosen += self.registry.extras(self.config.plugins)
         return self.registry.manifest({plugin.name: plugin for plugin in chosen}.values())
 
-    def dataset(self, source: str, name: str, limit: int | None = None) -> Dataset:
-        """Render a data source with the target's chat template, kept in the run's folder."""
+    def dataset(
+        self, given: Sources, name: str, limit: int | None = None, date: str = ""
+    ) -> Dataset:
+        """Render data with the chat template, which is told `date`; kept in the run's folder."""
         options = self.config.data.model_copy(update={"limit": limit})
-        dataset = build_dataset(source, self.target.tokenizer, options, self.folder / "data" / name)
-        if dataset.report.skipped and not self.ranks.rank:
+        folder, tokenizer = self.folder / "data" / name, self.target.tokenizer
+        dataset = build_dataset(given, tokenizer, options, folder, find=self.find, date=date)
+        if (dataset.report.skipped or dataset.report.notes) and not self.ranks.rank:
             print(dataset.report.text(), file=sys.stderr)
         return dataset
+
+    def prompts(self, limit: int | None) -> list[list[int]]:
+        """Read the eval prompts, which are told the date of the training data."""
+        data, folder = self.config.data, self.folder / "data"
+        if data.eval is None:
+            raise UsageError("data.eval is not set\n  set it to held-out conversations in JSONL")
+        date = date_of(folder / "train") or date_of(folder / "eval")
+        told, tokenizer = DataReport(named(data.eval)), self.target.tokenizer
+        prompts = read_prompts(
+            data.eval, tokenizer, limit, data, find=self.find, date=date, report=told
+        )
+        self.left_out = dict(Counter(bad.reason for bad in told.skipped))
+        return prompts
 
 
 class DraftRun:
@@ -341,17 +359,23 @@ def open_samples(run: Run, features: Features) -> Samples:
             )
         return StoredSamples(manifest)
     source, limit = config.data.train, config.data.limit
-    found = run.ranks.first(lambda: run.dataset(source, "train", limit=limit).fingerprint)
-    dataset = run.dataset(source, "train", limit=limit)
+    date = str(manifest["summary"].get("date", "")) if manifest is not None else ""
+
+    def rendered() -> tuple[str, str]:
+        summary = run.dataset(source, "train", limit, date).summary
+        return summary.fingerprint, summary.date
+
+    fingerprint, told = run.ranks.first(rendered)
+    dataset = run.dataset(source, "train", limit, told)
     with run.ranks.together():
-        if dataset.fingerprint != found:
+        if dataset.fingerprint != fingerprint:
             raise UsageError(
-                f"rank {run.ranks.rank} has other data in {source} than rank 0\n"
+                f"rank {run.ranks.rank} has other data in {named(source)} than rank 0\n"
                 "  give every rank the same file"
             )
     if manifest is not None and manifest["fingerprint"] != dataset.fingerprint:
         raise UsageError(
-            f"the store {config.store!r} holds features of other data than {source}\n"
+            f"the store {config.store!r} holds features of other data than {named(source)}\n"
             "  use another store folder, or delete this one to capture again"
         )
     return dataset
@@ -525,8 +549,11 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
     if config.train.eval_every:
         run.runners["decode"].check(run.target)  # what it refuses is refused before training
         capture = functools.partial(open_capture, run, features.request)
-        data = run.dataset(str(config.data.eval), "eval", limit=config.train.eval_samples)
-        held_out = HeldOut(config, run.target.tokenizer, data, capture)
+        assert config.data.eval is not None  # as the configuration asks for
+        date = samples.summary.date
+        data = run.dataset(config.data.eval, "eval", config.train.eval_samples, date)
+        prompts = functools.partial(run.prompts, config.train.eval_prompts)
+        held_out = HeldOut(config, data, capture, prompts)
     about = {
         "run_id": run_id,
         "target": run.target.fingerprint,
@@ -866,12 +893,8 @@ def produce_features(run: Run) -> tuple[str, str]:
 def evaluate_draft(draft: DraftRun, built: Draft, step: int) -> Report:
     """Decode the eval prompts with a draft, for real. Raises UsageError without such prompts."""
     run, config = draft.run, draft.config
-    if config.data.eval is None:
-        raise UsageError("data.eval is not set\n  set it to held-out conversations in JSONL")
     run.runners["decode"].check(run.target)
-    prompts = read_prompts(
-        config.data.eval, run.target.tokenizer, config.eval.prompts, config.data.max_length
-    )
+    prompts, given = run.prompts(config.eval.prompts), config.data.eval or ()
     built.module.to(run.target.model.device).eval()
     with Progress(len(prompts), verb="decoding", every=config.eval.batch) as progress:
         report = evaluate_prompts(draft.decoder(built), prompts, config.eval, progress.show)
@@ -881,8 +904,9 @@ def evaluate_draft(draft: DraftRun, built: Draft, step: int) -> Report:
         "step": step,
         "target": run.target.path,
         "target_fingerprint": run.target.fingerprint,
-        "data": config.data.eval,
-        "data_digest": open_source(config.data.eval).key(),
+        "data": named(given),
+        "data_digest": open_source(given, run.find).key(),
+        "left_out": run.left_out,
         "eval": config.eval.model_dump(mode="json"),
         "device": str(run.target.model.device),
         "dtype": str(run.target.dtype).removeprefix("torch."),

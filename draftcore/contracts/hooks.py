@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from draftcore.contracts.capture import Capture, FeatureRequest
     from draftcore.contracts.channel import Channel
+    from draftcore.contracts.launcher import Launcher
     from draftcore.contracts.offers import Offer
     from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
     from draftcore.contracts.serving import (
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         RowField,
         ServedDraft,
     )
+    from draftcore.contracts.source import Source
     from draftcore.contracts.store import FeatureStore
     from draftcore.contracts.target import TargetModel, TargetSpec
 
@@ -80,6 +82,14 @@ class Specs:
 
         `secret` is what both ends of a run know, and nobody else.
         """
+
+    @hookspec(firstresult=True)
+    def source(self, name: str, uri: str) -> Source:
+        """Open the training data at `uri`, whose scheme is `name`. First result."""
+
+    @hookspec(firstresult=True)
+    def launcher(self, name: str, options: Any) -> Launcher:
+        """Open the launcher `name`, which starts the processes of a run. First result."""
 
     @hookspec(firstresult=True)
     def runner(self, name: str, context: RunnerContext, options: Any) -> Runner:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-Kind = Literal["algorithm", "capture", "store", "channel", "runner", "graph", "graph-plugin"]
+Kind = Literal[
+    "algorithm",
+    "capture",
+    "store",
+    "channel",
+    "source",
+    "launcher",
+    "runner",
+    "graph",
+    "graph-plugin",
+]
 # On a field of an options model: the option changes no bit of a captured feature.
 SAME_FEATURES: Any = {"same_features": True}
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.capture import FeatureRequest
 
 # By layer its keys and its values, [B, S, heads, D]: a token's slot is its position in its row.
+# A recurrent layer has states, [B, ...], behind them; what `allocate` adds for those is the model's own.
 TargetCache: TypeAlias = "list[list[Tensor]]"
 
 
@@ -32,17 +33,23 @@ class TargetSpec(Protocol):
     """A target's config, tokenizer and tensors; all but the config is read when first needed.
 
     `text_config` is the language model's part of `config`, the same for a text-only model.
+    Its logits are the last hidden state x `head()` x `logit_scale`; where there is a `logit_softcap` c,
+    then c x tanh(logits / c).
+    `source` is the revision, and whether the model's own code may run, as `from_pretrained` takes them.
     `prefill_with` makes what runs the model for capture; a run sets it, by its `runner.prefill`.
     """
 
     path: str
     revision: str | None
+    source: dict[str, Any]
     device: str
     dtype: torch.dtype
     config: Any
     text_config: Any
     num_layers: int
     vocab_size: int
+    logit_scale: float
+    logit_softcap: float | None
     prefill_with: Callable[[TargetModel], PrefillRunner]
 
     @property
@@ -68,6 +75,9 @@ class TargetSpec(Protocol):
     def head(self) -> Tensor:
         """Return the LM head, [V, H]; the embedding where the two are tied."""
 
+    def capped(self, logits: Tensor) -> Tensor:
+        """Scale and cap what the head gives, as the model does."""
+
 
 class TargetModel(PrefillRunner, Protocol):
     """The running target, frozen: features for capture, cached forwards for decoding.
@@ -91,7 +101,7 @@ class TargetModel(PrefillRunner, Protocol):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the LM head to last hidden states [..., H]; returns [..., V]."""
+        """Return the logits of last hidden states [..., H], scaled and capped; [..., V]."""
 
     def allocate(self, batch: int, max_len: int) -> TargetCache:
         """Return an empty cache for `batch` rows of up to `max_len` tokens."""
@@ -110,7 +120,8 @@ class TargetModel(PrefillRunner, Protocol):
         `span` bounds the slots (exclusive), known on the host, so attention covers only those in
         use. A row's query at position p sees its slots 0..p. The tokens of a tree come with
         `seen_BTT`: the ones that each follows, and itself. Their slots are as they stand, the root
-        first; their positions are as deep as they are in the tree.
+        first; their positions are as deep as they are in the tree. Raises UsageError for a tree where
+        layers are recurrent.
         """
 
     def masks(self, positions_BT: Tensor, span: int, seen_BTT: Tensor | None = None) -> Any:

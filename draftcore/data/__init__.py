@@ -1,5 +1,6 @@
 """From conversations to token ids and loss masks.
 
-`conversations` reads sources, `rendering` applies the chat template and finds what the assistant
-itself produced, `dataset` keeps the result in mapped files.
+`sources` opens what a run names, `conversations` reads its rows, `rendering` applies the chat template
+and finds what the assistant itself produced, `parallel` does that on all cores, `dataset` keeps the
+result in mapped files.
 """

@@ -1,29 +1,39 @@
-"""Read conversations: JSON lines, or Hugging Face datasets.
+"""Read a row of training data: a conversation, in the shapes that people keep them in, or its tokens.
 
-Two shapes of a row are understood, and mixtures of them, because real files mix them: OpenAI's
-`messages` of {role, content} and ShareGPT's `conversations` of {from, value}. A source is a stream:
-nothing here holds more than one row, and a row that cannot be used comes out as a `BadRow` with its
-line number, in its place in the stream, so that the caller decides and nothing is lost silently.
+Understood are OpenAI's `messages` of {role, content}, ShareGPT's `conversations` of {from, value},
+prompt and completion, Alpaca's instruction and output, and token ids with a loss mask; mixtures of
+them too, because real files mix them. A row that cannot be used comes out as a `BadRow` with its
+place, so that the caller decides and nothing is lost silently.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from draftcore.errors import DraftcoreError, UsageError, nearest
-from draftcore.uris import parse_options
+import numpy as np
+from numpy.typing import NDArray
+
+from draftcore.errors import DraftcoreError, nearest
 
 Message = Mapping[str, Any]
 
 LIST_KEYS = ("messages", "conversations")
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-ROLES |= {"developer": "system", "human": "user", "gpt": "assistant", "observation": "tool"}
+# All that is read of a row.
+KEYS: tuple[str, ...] = (*LIST_KEYS, "tools", "prompt", "completion", "instruction", "input")
+KEYS += ("output", "input_ids", "loss_mask", "labels")
+ROLE_NAMES = {
+    "system": "system developer",
+    "user": "user human",
+    "assistant": "assistant gpt model chatgpt bing bard bot function_call",
+    "tool": "tool observation function function_response ipython",
+}
+ROLES = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by whoever wrote it
+IMAGES = ("image", "image_url", "input_image")
+UNLEARNED = -100  # a label that is not learned, as transformers marks it
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,24 @@ class Conversation:
     where: str
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A row as tokens, [T]; the mask is true where the assistant produced the token.
+
+    `notes` count what a person should know of how it was made, by sentences with a `{}`.
+    """
+
+    where: str
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    def last_answer(self) -> int:
+        """The place of the last answer's first token, [T] if there is none."""
+        starts = np.flatnonzero(np.diff(self.loss_mask, prepend=False) & self.loss_mask)
+        return int(starts[-1]) if len(starts) else len(self.token_ids)
 
 
 class BadRow(NamedTuple):
@@ -53,171 +81,131 @@ class RowError(DraftcoreError):
         return ": ".join(filter(None, self.args))
 
 
-def read_conversations(source: str, limit: int | None = None) -> Iterator[Conversation | BadRow]:
-    """Stream a source's rows, at most `limit` of them; for sources and errors see `open_source`."""
-    return open_source(source).rows(limit)
+Row = Conversation | Rendered | BadRow
 
 
-# ---------------------------------------------------------------- sources
+def is_learned(message: Message) -> bool:
+    """Say whether an answer is learned: neither `weight: 0` nor `train: false` stands with it."""
+    return bool(message.get("weight", 1)) and bool(message.get("train", True))
 
 
-@dataclass(frozen=True)
-class Source:
-    """The rows of JSON lines or of a table, and a key that changes when they do."""
-
-    name: str
-    files: Sequence[Path]  # that hold the rows, where they are local
-    table: Any = None  # as `datasets` reads it; None for JSON lines
-
-    def rows(self, limit: int | None = None) -> Iterator[Conversation | BadRow]:
-        """Yield rows, at most `limit`, each with its line from 1, or its place in a table from 0."""
-        for number, row in itertools.islice(self._numbered(), limit):
-            where = f"{self.name}:{number}"
-            try:
-                yield parse_row(where, row)
-            except RowError as error:
-                yield BadRow(where, *error.args)
-
-    def _numbered(self) -> Iterator[tuple[int, Any]]:
-        if self.table is not None:
-            yield from enumerate(self.table)
-            return
-        with self.files[0].open("rb") as file:
-            yield from ((at, line) for at, line in enumerate(file, start=1) if line.strip())
-
-    def key(self) -> str:
-        if not self.files:
-            return str(self.table._fingerprint)
-        digest = hashlib.blake2b(digest_size=16)
-        for path in self.files:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
-        return digest.hexdigest()
-
-
-def open_source(source: str) -> Source:
-    """Find out what `source` names, and open it.
-
-    It is a file of JSON lines, a parquet file, a folder saved by `datasets` or holding parquet
-    files, or `hf:org/name?split=train&config=...&revision=...`. Raises `UsageError` for one that
-    cannot be opened, before its first row.
-    """
-    name, _, query = source.removeprefix("hf:").partition("?")
-    path = Path(name).expanduser()
-    lines = path.is_file() and path.suffix != ".parquet"
-    options = parse_options(source, query, () if lines else ("split", "config", "revision"))
-    if lines:
-        with path.open("rb") as file:
-            if file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-                raise UsageError(
-                    f"{path} is one JSON array, not JSON lines\n"
-                    f"  convert it: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
-                )
-        return Source(path.name, [path])
-    if path.exists():
-        files = _table_files(path, options.get("split"))
-        # Streamed: loading them would first copy them into a cache.
-        given = {"data_files": list(map(str, files)), "split": "train", "streaming": True}
-        return _table(source, path.name, files, {"path": files[0].suffix[1:], **given})
-    if source.startswith("hf:"):
-        given = {"path": name, "name": options.pop("config", None), "split": "train", **options}
-        return _table(source, f"{name}[{given['split']}]", [], given)
-    near = nearest(path.name, [file.name for file in path.parent.glob("*")])
-    raise UsageError(
-        f"no such data: {source}{near}\n"
-        "  give a file of JSON lines, a dataset folder, or hf:org/name?split=train"
-    )
-
-
-def _table_files(path: Path, split: str | None) -> list[Path]:
-    """Return the files of a table, or those of its split: train-00000.parquet, train/data-0.arrow."""
-    # What `datasets` saves is called data-*.arrow or dataset.arrow; cache-*.arrow is something else.
-    found = itertools.chain(path.rglob("*.parquet"), path.rglob("data*.arrow"))
-    files = [path] if path.is_file() else sorted(found)
-    if (path / "state.json").is_file():
-        return files  # one saved table, which has no splits
-    if (path / "dataset_dict.json").is_file():
-        split = split or "train"
-    chosen = [f for f in files if not split or f.parent.name == split or f.name.startswith(split)]
-    if not chosen:
-        known = {file.parent.name for file in files} | {file.name.split("-")[0] for file in files}
-        what = (
-            f"split {split!r}{nearest(split, known)}" if split else "dataset or parquet file in it"
-        )
-        there = ", ".join(file.name for file in (*files, *sorted(path.glob("*.jsonl"))))
-        raise UsageError(f"{path} has no {what}\n  name one of its files instead: {there}")
-    return chosen
-
-
-def _table(source: str, name: str, files: Sequence[Path], options: Mapping[str, Any]) -> Source:
-    """Open what `datasets.load_dataset` reads, and take from it what a conversation needs."""
+def parse_row(where: str, row: Any) -> Row:
+    """Check a row, which may be a line of JSON, and bring it into the shape {role, content}."""
     try:
-        import datasets  # an extra, and a second to import: needed for these sources only
-    except ImportError as error:
-        raise UsageError(
-            f"reading {source} needs the library `datasets`, which is not installed\n"
-            "  pip install 'draftcore[datasets]'"
-        ) from error
-    try:
-        table = datasets.load_dataset(**options)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UsageError(
-            f"cannot load the dataset {source}, split {options['split']}\n"
-            f"  {type(error).__name__}: {error}\n"
-            "  check the name, ?split= and &config=; a private one needs `hf auth login`"
-        ) from error
-    columns = table.column_names
-    if not set(columns) & set(LIST_KEYS):
-        raise UsageError(
-            f"{name} has no column of conversations\n  columns: {', '.join(columns)}\n"
-            f"  one of them has to be called {' or '.join(LIST_KEYS)}"
-        )
-    wanted = [column for column in columns if column in (*LIST_KEYS, "tools")]
-    return Source(name, files, table.select_columns(wanted))
-
-
-# ---------------------------------------------------------------- rows
-
-
-def parse_row(where: str, row: Any) -> Conversation:
-    """Check a row, which may be a line of JSON, and bring it into the shape {role, content}.
-
-    Raises RowError.
-    """
-    if isinstance(row, bytes):
-        row = _parse_json(row, "not valid JSON")
-    _require(isinstance(row, Mapping), "the row is not an object", type(row).__name__)
-    key = next((key for key in LIST_KEYS if row.get(key) is not None), "")
-    _require(key, f"no {' or '.join(LIST_KEYS)}", "keys " + ", ".join(map(repr, row)))
-    given = row[key]
-    _require(isinstance(given, list), f"{key} is not a list", type(given).__name__)
-    _require(given, "the conversation is empty")
-    messages = tuple(_message(f"message {at}", one) for at, one in enumerate(given, start=1))
-    roles = [message["role"] for message in messages]
-    _require("assistant" in roles, "no assistant turn", f"roles {', '.join(roles)}")
-    tools = row.get("tools") or []
-    if isinstance(tools, str):  # as columnar files keep them
-        tools = _parse_json(tools, "tools is not valid JSON") or []
-    listed = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
-    _require(listed, "tools is not a list of objects")
+        if isinstance(row, bytes):
+            row = _parse_json(row, "not valid JSON")
+        _require(isinstance(row, Mapping), "the row is not an object", type(row).__name__)
+        if row.get("input_ids") is not None:
+            return _tokens(where, row)
+        given = _turns(row)
+        _require(given, "the conversation is empty")
+        messages = tuple(_message(f"message {at}", one) for at, one in enumerate(given, start=1))
+        tools = row.get("tools") or []
+        if isinstance(tools, str):  # as columnar files keep them
+            tools = _parse_json(tools, "tools is not valid JSON") or []
+        listed = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+        _require(listed, "tools is not a list of objects")
+    except RowError as error:
+        return BadRow(where, *error.args)
     return Conversation(where, messages, tuple(tools))
+
+
+def _turns(row: Mapping[str, Any]) -> list[Any]:
+    """Return the messages of a row in any shape, as they stand there."""
+    there = {key for key, value in row.items() if value is not None}
+    if key := next((key for key in LIST_KEYS if key in there), ""):
+        _require(isinstance(row[key], list), f"{key} is not a list", type(row[key]).__name__)
+        return list(row[key])
+    if "instruction" in there:
+        question = "\n\n".join(map(str, filter(None, (row["instruction"], row.get("input")))))
+        row = {"prompt": question, "completion": row.get("output")}
+    prompt, answer = row.get("prompt"), row.get("completion")
+    _require(prompt is not None, "no messages or conversations", f"keys {str([*row])[1:-1]}")
+    asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    answered = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+    answered = [] if answer is None else answered  # a question that is to be answered
+    before = [
+        {**one, "train": False}
+        if isinstance(one, Mapping) and one.get("role") == "assistant"
+        else one
+        for one in asked
+    ]
+    return [*before, *answered]
+
+
+def _tokens(where: str, row: Mapping[str, Any]) -> Rendered:
+    """Read a row that was rendered elsewhere, by its `loss_mask`, or by its `labels`."""
+    known = next((key for key in ("loss_mask", "labels") if row.get(key) is not None), "")
+    _require(known, "input_ids without loss_mask or labels")
+    ids, mask = _integers("input_ids", row["input_ids"]), _integers(known, row[known])
+    lengths = f"{len(ids)} and {len(mask)}"
+    _require(len(ids) == len(mask), "input_ids and its mask are not of one length", lengths)
+    mask = mask != (0 if known == "loss_mask" else UNLEARNED)
+    return Rendered(where, ids.astype(np.int32), mask)
+
+
+def _integers(key: str, values: Any) -> NDArray[np.int64]:
+    try:
+        found = np.array(values)
+    except ValueError:  # a list of lists of several lengths
+        found = np.array("")
+    fits = found.dtype.kind in "iub" and (np.abs(found) < 2**31).all()
+    _require(fits and found.ndim == 1, "a row of tokens is not a list of integers", key)
+    return found.astype(np.int64)
 
 
 def _message(name: str, message: Any) -> Message:
     kind = type(message).__name__
     _require(isinstance(message, Mapping), "a message is not an object", f"{name}: {kind}")
     fields = {key: value for key, value in message.items() if value is not None}
-    role = fields.pop("role", fields.pop("from", None))
+    role = str(fields.pop("role", fields.pop("from", "")))
     content = fields.pop("content", fields.pop("value", None))
-    _require(role is not None, "a message has no role", name)
-    if str(role) not in ROLES:
-        raise RowError("unknown role", f"{name}: {role!r}{nearest(str(role), ROLES)}")
+    _require(role, "a message has no role", name)
+    if role not in ROLES:
+        raise RowError("unknown role", f"{name}: {role!r}{nearest(role, ROLES)}")
+    name = f"{name} ({role})"
+    call = fields.pop("function_call", None)  # as OpenAI wrote the only call, before tool_calls
+    if role == "function_call":
+        call, content = _parse_json(str(content), "a function_call is not valid JSON"), None
+    if call is not None:
+        calls = call if isinstance(call, list) else [call]
+        fields["tool_calls"] = [{"type": "function", "function": one} for one in calls]
+    if "tool_calls" in fields:
+        _require(isinstance(fields["tool_calls"], list), "tool_calls is not a list", name)
+        fields["tool_calls"] = [_call(name, one) for one in fields["tool_calls"]]
+    if reasoning := next(filter(None, (fields.pop(key, None) for key in REASONING)), None):
+        _require(isinstance(reasoning, str), "reasoning is not text", name)
+        fields["reasoning_content"] = reasoning
+    weight, train = fields.get("weight", 1), fields.get("train", True)
+    _require(weight in (0, 1) and train in (0, 1), "weight is not 0 or 1, or train no bool", name)
     if content is None and fields.get("tool_calls"):
         content = ""  # an assistant that only calls tools has null content in OpenAI's shape
-    name, kind = f"{name} ({role})", type(content).__name__
     _require(content is not None, "a message has no content", name)
-    _require(isinstance(content, str), "content is not text", f"{name}: {kind}")
-    return {"role": ROLES[str(role)], "content": content, **fields}
+    return {"role": ROLES[role], "content": _text(name, content), **fields}
+
+
+def _text(name: str, content: Any) -> str:
+    """Return content as one text; OpenAI's shape may give its parts in a list."""
+    parts = content if isinstance(content, list) else [content]
+    kinds = [one.get("type") if isinstance(one, Mapping) else "" for one in parts]
+    texts = [one.get("text") if isinstance(one, Mapping) else one for one in parts]
+    images = any(kind in IMAGES for kind in kinds)
+    _require(not images, "content holds images, and text alone is learned", name)
+    given = [one for one in texts if isinstance(one, str)]
+    kind = next((type(one).__name__ for one in texts if not isinstance(one, str)), "")
+    _require(not kind, "content is not text", f"{name}: {kind}")
+    return "\n".join(given)
+
+
+def _call(name: str, call: Any) -> Mapping[str, Any]:
+    """Return a tool's call with arguments as an object, which is what servers give to templates."""
+    function: Any = call.get("function", call) if isinstance(call, Mapping) else None
+    _require(isinstance(function, Mapping), "a tool call is not an object", name)
+    function = dict(function)
+    if isinstance(arguments := function.get("arguments"), str):
+        reason = "the arguments of a tool call are not valid JSON"
+        function["arguments"] = _parse_json(arguments or "{}", reason)
+    return {**call, "function": function} if "function" in call else function
 
 
 def _parse_json(text: str | bytes, reason: str) -> Any:

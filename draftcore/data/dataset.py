@@ -4,14 +4,16 @@ A folder holds `rows.bin` (a `TOKEN` for each token, row after row) and, written
 `dataset.json`: the digest of `rows.bin`, lengths, ids and summary of the rows, and the report with
 every row left out, and why. One process builds at a time, under a lock that dies with it; the others
 wait and find what it built, which is reused while its key (content of the source, tokenizer and
-template, options) is the same and both files are as they were written. A row's id is a digest of its
-content, compared at every read.
+template, options) is the same and both files are as they were written. The date that a template was
+told is kept and told again, so that tomorrow's rows are today's. A row's id is a digest of its content,
+compared at every read.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import logging
 import sys
 from collections import Counter
@@ -23,10 +25,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftcore.config import DataConfig
-from draftcore.data.conversations import BadRow, RowError, open_source, read_conversations
-from draftcore.data.rendering import Rendered, Renderer
+from draftcore.config import DataConfig, Sources
+from draftcore.data.conversations import BadRow, Rendered, RowError
+from draftcore.data.parallel import render_all, shown
+from draftcore.data.rendering import Renderer
 from draftcore.data.samples import StoredSamples
+from draftcore.data.sources import Find, named, no_plugins, open_source, read_conversations
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import digest, read_sealed, sync, unlinked, write_sealed
 
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
-FORMAT = 4  # part of the key: raise it when rendering or the files change
+FORMAT = 5  # part of the key: raise it when rendering or the files change
 TOKEN = np.dtype([("id", "<i4"), ("learned", "?")])
 
 
@@ -46,6 +50,8 @@ class DataReport:
     kept: int = 0
     truncated: int = 0
     skipped: list[BadRow] = field(default_factory=list)
+    overlong: list[int] = field(default_factory=list)  # lengths of the rows above the longest
+    notes: Counter[str] = field(default_factory=Counter)
 
     def text(self) -> str:
         """Return a few lines for people, with the most frequent reason first."""
@@ -53,6 +59,7 @@ class DataReport:
         lines = [f"{self.source}: {self.kept:,} of {rows:,} rows kept"]
         if self.truncated:
             lines.append(f"  {self.truncated:,} cut at the longest length")
+        lines += [f"  {note.format(count)}" for note, count in self.notes.items()]
         for reason, count in Counter(bad.reason for bad in self.skipped).most_common():
             places = [bad.where for bad in self.skipped if bad.reason == reason]
             named = ", ".join(places[:3]) + (", ..." if count > 3 else "")
@@ -84,8 +91,10 @@ class Dataset(StoredSamples):
             raise ValueError("the digest of rows.bin is not what it says")
         super().__init__(meta)
         self.key, self.fingerprint = meta["key"], self.summary.fingerprint
-        skipped = [BadRow(*bad) for bad in meta["report"]["skipped"]]
-        self.report = DataReport(**{**meta["report"], "skipped": skipped})
+        report, skipped = meta["report"], [BadRow(*bad) for bad in meta["report"]["skipped"]]
+        self.report = DataReport(
+            **{**report, "skipped": skipped, "notes": Counter(report["notes"])}
+        )
         self._rows = np.memmap(self.file, TOKEN, "r", shape=(self.summary.tokens,))
         self._ends = np.cumsum(self.lengths)
 
@@ -111,31 +120,42 @@ class Dataset(StoredSamples):
 
 
 def build_dataset(
-    source: str, tokenizer: PreTrainedTokenizerFast, options: DataConfig, folder: Path
+    given: Sources,
+    tokenizer: PreTrainedTokenizerFast,
+    options: DataConfig,
+    folder: Path,
+    *,
+    find: Find = no_plugins,
+    date: str = "",
 ) -> Dataset:
-    """Render a source into `folder`, or reuse what is there if nothing it depends on changed.
+    """Render sources into `folder`, or reuse what is there if nothing it depends on changed.
 
+    A template that asks for the date is told `date`; without one, that of the rows which are there.
     Raises `UsageError` for a source that cannot be read, a tokenizer that cannot render, a row that
     a `refuse` policy meets (naming file, line and reason), and when no row is left.
     """
-    opened = open_source(source)
-    renderer = Renderer(tokenizer, last_turn_only=options.last_turn_only)
-    policies = options.model_dump_json(exclude={"train", "eval", "max_skipped"})
-    parts = (str(FORMAT), opened.key(), renderer.identity, policies)
-    key = _hash("\0".join(parts).encode()).hex()
+    opened = open_source(given, find)
     folder.mkdir(parents=True, exist_ok=True)
     marker, rows, partial = (folder / name for name in ("dataset.json", "rows.bin", "rows.partial"))
     with open(folder / "lock", "a", opener=unlinked) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        renderer = Renderer(tokenizer, options, date or date_of(folder))
+        policies = options.model_dump_json(
+            exclude={"train", "eval", "chat_template", "max_skipped"}
+        )
+        parts = (str(FORMAT), opened.key(), renderer.identity, policies)
+        key = _hash("\0".join(parts).encode()).hex()
         try:
-            if (found := Dataset(folder)).key == key:
+            found = Dataset(folder)
+            if (found.key, found.summary.date) == (key, renderer.date):
                 return found
         except (ValueError, KeyError, OSError) as error:
             if marker.exists():
                 logger.warning("%s is not what was written there: %s; rendered anew", marker, error)
-        report = DataReport(source)
-        kept = _keep(renderer.render(opened.rows(options.limit)), options, report)
-        samples = _write(partial, kept, renderer.template_hash)
+        report = DataReport(named(given))
+        numbered = itertools.islice(opened.rows(), options.limit)
+        kept = _keep(shown(render_all(renderer, numbered)), options, report)
+        samples = _write(partial, kept, renderer)
         report.require_rows()
         meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
         marker.unlink(missing_ok=True)
@@ -144,15 +164,26 @@ def build_dataset(
         return Dataset(folder)
 
 
+def date_of(folder: Path) -> str:
+    """The date that the template was told for the rows in a folder; '' if it asked for none."""
+    try:
+        return str(read_sealed(folder / "dataset.json")["summary"]["date"])
+    except (ValueError, KeyError, OSError):
+        return ""
+
+
 def _keep(
     rows: Iterable[Rendered | BadRow], options: DataConfig, report: DataReport
 ) -> Iterator[Rendered]:
     """Apply the policies: keep a row, cut it, leave it out, or raise `UsageError`."""
     longest = options.max_length
     for row in rows:
+        report.notes.update(getattr(row, "notes", {}))
         policy, remedy = options.bad_rows, "correct it, or leave such rows out: data.bad_rows=skip"
         if isinstance(row, Rendered):
             where, length, answered = row.where, len(row.token_ids), row.loss_mask.any()
+            if answered and length > longest:
+                report.overlong.append(length)
             if answered and length > longest and options.overlong != "truncate":
                 policy = options.overlong
                 remedy = "raise data.max_length, or set data.overlong=truncate or skip"
@@ -170,7 +201,7 @@ def _keep(
         report.skipped.append(row)
 
 
-def _write(file: Path, rows: Iterable[Rendered], chat_template: str) -> dict[str, Any]:
+def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str, Any]:
     """Write the rows' tokens, and return what `StoredSamples` reads of them."""
     lengths: list[int] = []
     hashes: list[bytes] = []
@@ -194,7 +225,8 @@ def _write(file: Path, rows: Iterable[Rendered], chat_template: str) -> dict[str
         "loss_tokens": counts.total(),
         "max_length": max(lengths, default=0),
         "token_counts": sorted(counts.items()),
-        "chat_template": chat_template,
+        "chat_template": renderer.template_hash,
+        "date": renderer.date,
     }
     return {"feature_ids": ids, "lengths": lengths, "summary": summary}
 
@@ -208,23 +240,33 @@ def _hash(*parts: bytes, size: int = 16) -> bytes:
 
 
 def read_prompts(
-    source: str, tokenizer: PreTrainedTokenizerFast, limit: int | None, max_prompt: int
+    given: Sources,
+    tokenizer: PreTrainedTokenizerFast,
+    limit: int | None,
+    options: DataConfig,
+    *,
+    find: Find = no_plugins,
+    date: str = "",
+    report: DataReport | None = None,
 ) -> list[list[int]]:
     """Read what at most `limit` conversations ask of the model in their last assistant turn.
 
-    A prompt over `max_prompt` tokens is left out, never cut: a cut one asks something else. What is
-    left out is told on stderr. Raises
-    `UsageError` as `build_dataset` does, and when no prompt is left.
+    A prompt over `max_length` tokens is left out, never cut: a cut one asks something else. What is
+    left out is told on stderr, and in `report`. Raises `UsageError` as `build_dataset` does, and when no prompt is left.
     """
-    renderer, report, prompts = Renderer(tokenizer), DataReport(source), list[list[int]]()
-    for row in read_conversations(source, limit):
+    longest, report = options.max_length, report or DataReport(named(given))
+    renderer, prompts = Renderer(tokenizer, options, date), list[list[int]]()
+    for row in read_conversations(given, limit, find):
         if not isinstance(row, BadRow):
             try:
-                token_ids = renderer.prompt(row.messages, row.tools)
-                if len(token_ids) <= max_prompt:
+                if isinstance(row, Rendered):
+                    token_ids = row.token_ids[: row.last_answer()].tolist()
+                else:
+                    token_ids = renderer.prompt(row.messages, row.tools)
+                if len(token_ids) <= longest:
                     prompts.append(token_ids)
                     continue
-                reason = f"the prompt is longer than {max_prompt} tokens"
+                reason = f"the prompt is longer than {longest} tokens"
                 row = BadRow(row.where, reason, f"{len(token_ids)} tokens")
             except RowError as error:
                 row = BadRow(row.where, *error.args)

@@ -11,6 +11,10 @@ templates are programs, so where an answer lies in their output is found by runn
   block that history lacks), a probe is put into the content and the conversation rendered again.
   Only if the probe comes out at one place and changes nothing else is that place believed.
 
+Where a template writes an answer in history otherwise than when it was given (earlier reasoning is
+dropped, tool calls are written anew), a conversation becomes several rows: the fewest texts in which
+each answer stands as it was served. What is dropped all the same is counted in a row's notes.
+
 What cannot be placed like this is a `BadRow`; no mask is ever guessed. The text is tokenized once,
 as a whole, as `apply_chat_template(tokenize=True)` does, and a token belongs to an answer when its
 first character does.
@@ -18,18 +22,31 @@ first character does.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from draftcore.data.conversations import BadRow, Conversation, Message, RowError
+from draftcore.config import DataConfig
+from draftcore.data.conversations import (
+    REASONING,
+    BadRow,
+    Conversation,
+    Message,
+    Rendered,
+    Row,
+    RowError,
+    is_learned,
+)
 from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,16 +59,14 @@ Tools = Sequence[Mapping[str, Any]]
 # Private-use characters: no template treats them specially, no strip() removes them.
 PROBE = "\ue0d7\ue0d8\ue0d9"
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 CHUNK = 256  # rows tokenized in one call
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as tokens, [T]; the mask is true where the assistant produced the token."""
-
-    where: str
-    token_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
+# What a row's notes say.
+REASONING_LOST = "reasoning of {:,} answers is not in the rendered text"
+CALLS_LOST = "tool calls of {:,} answers are not in the rendered text"
+SPLIT = (
+    "{:,} rows added: the template changes earlier answers, and each is learned as it was served"
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,7 @@ class Layout:
     where: str
     text: str
     spans: Sequence[Span]
+    notes: Mapping[str, int] = field(default_factory=dict)
 
     def mask(self, encoding: Encoding) -> Rendered:
         """Return the text's tokens; those are the assistant's whose first character is."""
@@ -68,64 +84,167 @@ class Layout:
         mask = np.zeros(len(starts), bool)
         for start, end in self.spans:
             mask |= (starts >= start) & (starts < end)
-        return Rendered(self.where, np.array(encoding.ids, np.int32), mask)
+        return Rendered(self.where, np.array(encoding.ids, np.int32), mask, self.notes)
 
 
 class Renderer:
-    """Renders conversations for one tokenizer and its chat template.
+    """Renders conversations for one tokenizer by `data.chat_template` and `data.template_options`.
 
-    Raises `UsageError` when made, if the tokenizer has no chat template, is not a fast one, or has
-    a template that cannot render a question and its answer.
+    `date` is the time that a template is told, if it asks: without one, now. Raises `UsageError` when
+    made, if there is no chat template, the tokenizer is not a fast one, or the template cannot
+    render a question and its answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, last_turn_only: bool = False) -> None:
-        self._tokenizer, self._last_turn_only = tokenizer, last_turn_only
-        self._template = _chat_template(tokenizer)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, config: DataConfig | None = None, date: str = ""
+    ) -> None:
+        config = config or DataConfig()
+        self._last_turn_only, self._options = config.last_turn_only, dict(config.template_options)
+        self._template = _chat_template(tokenizer, config.chat_template)
+        self._specials, self._vocabulary = tokenizer.special_tokens_map, len(tokenizer)
         self._backend = _exact_offsets(tokenizer)
         self._marked = GENERATION_MARKER.search(self._template) is not None
+        now = datetime.now().isoformat(timespec="seconds")
+        self.date = (date or now) if "strftime_now" in self._template else ""
+        self._dating = _dating(self._template, self.date) if self.date else ""
         self.template_hash = hashlib.blake2b(self._template.encode(), digest_size=16).hexdigest()
         self.added_tokens = tuple(filter(str.strip, tokenizer.get_added_vocab()))
-        self._missing_header = ""
-        self._learn_template()
+        self._missing_header, self._text_arguments = "", False
+        self._learn_template(config.chat_template or tokenizer.name_or_path)
 
     @property
     def identity(self) -> str:
-        """All that tokens and spans depend on: tokenizer, template, special tokens."""
-        specials = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True)
+        """All that tokens and spans depend on, but options and date: tokenizer and template."""
+        specials = json.dumps(self._specials, sort_keys=True)
         return "\0".join((self._backend.to_str(), self._template, specials))
 
-    def render(self, rows: Iterable[Conversation | BadRow]) -> Iterator[Rendered | BadRow]:
+    def render(self, rows: Iterable[Row]) -> Iterator[Rendered | BadRow]:
         """Render rows in their order; one that cannot be rendered comes out as a `BadRow`."""
         waiting = iter(rows)
         # One call of the tokenizer for many rows is several times faster than one for each.
-        while chunk := [self._lay_out(row) for row in itertools.islice(waiting, CHUNK)]:
+        while chunk := [
+            one for row in itertools.islice(waiting, CHUNK) for one in self._lay_out(row)
+        ]:
             texts = [row.text for row in chunk if isinstance(row, Layout)]
             encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
             for row in chunk:
                 yield row.mask(next(encodings)) if isinstance(row, Layout) else row
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Token ids that ask for the last assistant turn again: all before it, then the header."""
-        text = self.ask(messages[: _assistant_turns(messages)[-1]], tools)
+        """Token ids that ask for the last assistant turn again, or for the first: with its header."""
+        turns = _assistant_turns(messages)
+        text = self.ask(messages[: turns[-1]] if turns else messages, tools)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def _lay_out(self, row: Conversation | BadRow) -> Layout | BadRow:
-        """Write a conversation's text, and find the assistant's spans in it."""
+    def _lay_out(self, row: Row) -> Sequence[Layout | Rendered | BadRow]:
+        """Write a conversation's text, or texts, and find the assistant's spans in them."""
         if isinstance(row, BadRow):
-            return row
+            return [row]
+        if isinstance(row, Rendered):
+            return [self._checked(row)]
         turns = _assistant_turns(row.messages)
+        chosen = [turn for turn in turns if is_learned(row.messages[turn])]
+        chosen = [turn for turn in chosen if turn == turns[-1] or not self._last_turn_only]
+        if not chosen:
+            roles = ", ".join(message["role"] for message in row.messages)
+            return [
+                BadRow(row.where, "no assistant turn" + " to learn" * bool(turns), f"roles {roles}")
+            ]
+        found: list[Layout | BadRow]
         try:
-            text, spans = self.write(row.messages, row.tools)
-            if not self._marked:
-                chosen = turns[-1:] if self._last_turn_only else turns
-                spans = [_Turn(self, text, row, turn).span() for turn in chosen]
-            else:
-                if self._last_turn_only and turns[-1] > 0:
-                    spans = spans[len(self.write(row.messages[: turns[-1]], row.tools)[1]) :]
-                spans = [self._without_trailing_space(text, *span) for span in spans]
+            whole = self._place(row, chosen)
+            found, lost = [whole], sum(whole.notes.values())
         except RowError as error:
-            return BadRow(row.where, *error.args)
-        return Layout(row.where, text, spans)
+            found, lost = [BadRow(row.where, *error.args)], len(row.messages) * 2
+        with contextlib.suppress(
+            RowError
+        ):  # the conversation as a whole says more of what is wrong
+            if lost:
+                served, still = self._as_served(row, chosen)
+                return served if still < lost else found
+        return found
+
+    def _checked(self, row: Rendered) -> Rendered | BadRow:
+        """Take a row that came as tokens, if the tokens are the target's."""
+        ids, size = row.token_ids, self._vocabulary
+        if len(ids) and not 0 <= ids.min() <= ids.max() < size:
+            return BadRow(row.where, f"a token id is not below {size}, as the target's are")
+        mask = row.loss_mask.copy()
+        mask[: row.last_answer() * self._last_turn_only] = False
+        return replace(row, loss_mask=mask)
+
+    def _as_served(self, row: Conversation, turns: Sequence[int]) -> tuple[list[Layout], int]:
+        """Write the fewest texts in which each turn stands as when it was given, and count what is lost."""
+        found: list[Layout] = []
+        lost = 0
+        for turn in reversed(turns):
+            part = replace(row, messages=row.messages[: turn + 1])
+            try:
+                one = self._place(part, [turn])
+            except RowError:
+                one = self._put_together(part)
+            lost += sum(one.notes.values())
+            end = max((end for _, end in one.spans), default=0)
+            if found and found[-1].text.startswith(one.text[:end]):
+                notes = Counter(found[-1].notes) + Counter(one.notes)
+                found[-1] = replace(found[-1], spans=[*one.spans, *found[-1].spans], notes=notes)
+            else:
+                found.append(one)
+        more = {SPLIT: len(found) - 1} if len(found) > 1 else {}
+        found[0] = replace(found[0], notes={**found[0].notes, **more})
+        return found[::-1], lost
+
+    def _put_together(self, row: Conversation) -> Layout:
+        """Put the last answer after its prompt, where the template never writes both in one text.
+
+        What is before the answer is what is before another one, up to the header: the rest is it.
+        """
+        *before, message = row.messages
+        prompt, shown = self.ask(before, row.tools), self.write(row.messages, row.tools)[0]
+        other, _ = self.write([*before, {"role": "assistant", "content": PROBE}], row.tools)
+        head, shown = other.partition(PROBE)[0].removesuffix(self.opening), self.closed(shown)
+        ends = THOUGHT.sub("", message["content"]).strip() + self.end_of_turn
+        known = self.header.strip() and head.endswith(self.header) and prompt.endswith(self.header)
+        whole = shown.startswith(head) and (message.get("tool_calls") or shown.endswith(ends))
+        if self._marked or not (known and whole):
+            raise RowError("an assistant turn cannot be placed exactly in the rendered text")
+        answer = shown.removeprefix(head)
+        lost = Counter(_lost(len(before), message, answer.removesuffix(self.end_of_turn)))
+        span = (len(prompt), len(prompt) + len(answer))
+        return Layout(row.where, prompt + answer, [span], lost)
+
+    def closed(self, text: str) -> str:
+        """Cut off what the template writes after the end-of-turn token of a last answer."""
+        if text.endswith(self.tail):
+            return text.removesuffix(self.tail) + self.end_of_turn
+        text = text.rstrip()
+        if not text.endswith(self.added_tokens):
+            raise RowError("an answer has no end-of-turn token")
+        return text
+
+    def _place(self, row: Conversation, turns: Sequence[int]) -> Layout:
+        """Write a conversation's text and find these turns in it. Raises `RowError`."""
+        text, marked = self.write(row.messages, row.tools)
+        if not self._marked:
+            spans = [_Turn(self, text, row, turn).span() for turn in turns]
+        else:
+            if list(turns) != _assistant_turns(row.messages):
+                ends = [(self._count(row, turn), self._count(row, turn + 1)) for turn in turns]
+                marked = [span for start, end in ends for span in marked[start:end]]
+            spans = [self._without_trailing_space(text, *span) for span in marked]
+        written = [text[start:end] for start, end in spans]
+        if len(written) != len(turns):  # markers need not enclose each turn once
+            written = ["".join(written)] * len(turns)
+        lost = Counter(
+            note
+            for turn, answer in zip(turns, written, strict=True)
+            for note in _lost(turn, row.messages[turn], answer.removesuffix(self.end_of_turn))
+        )
+        return Layout(row.where, text, spans, lost)
+
+    def _count(self, row: Conversation, turn: int) -> int:
+        """How many spans the template marks in the messages before a turn."""
+        return len(self.write(row.messages[:turn], row.tools)[1]) if turn else 0
 
     def _without_trailing_space(self, text: str, start: int, end: int) -> Span:
         """Markers often close after the newline that follows the end-of-turn token."""
@@ -135,7 +254,7 @@ class Renderer:
 
     # ------------------------------------------------------------ the template
 
-    def _learn_template(self) -> None:
+    def _learn_template(self, whose: str) -> None:
         """Learn from one exchange what the template writes before and after an answer."""
         question: list[Message] = [{"role": "user", "content": "Hello"}]
         try:
@@ -146,9 +265,9 @@ class Renderer:
                 raise RowError("it does not write an assistant's content as it stands, once", shown)
         except RowError as error:
             raise UsageError(
-                f"the chat template of {self._tokenizer.name_or_path} cannot render a question and "
-                f"its answer\n  {error}\n"
-                "  use the tokenizer of a chat model, or correct its chat_template"
+                f"the chat template of {whose} cannot render a question and its answer\n"
+                f"  {error}\n"
+                "  use the tokenizer of a chat model, or name a template that can: data.chat_template"
             ) from error
         before, self.tail = exchange.split(PROBE)
         longest_first = sorted(self.added_tokens, key=len, reverse=True)
@@ -162,7 +281,14 @@ class Renderer:
         same = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(asked, prompt, strict=False)
         )
+        call = {"type": "function", "function": {"name": PROBE, "arguments": {PROBE: PROBE}}}
+        called = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            self.write(called)
+        except RowError:  # it may refuse all tools, too
+            self._text_arguments = True
         self.header = prompt[len(list(same)) :] + self._missing_header
+        self.opening = before.rpartition(self.header)[2] if self.header else ""
 
     def write(
         self, messages: Sequence[Message], tools: Tools = (), ask: bool = False
@@ -178,14 +304,22 @@ class Renderer:
 
         if not messages:
             raise RowError("the chat template refuses it", "no message comes before the answer")
+        given = [  # reasoning by each name that templates know it by
+            {**dict.fromkeys(REASONING, reasoning), **one}
+            if (reasoning := one.get("reasoning_content"))
+            else one
+            for one in messages
+        ]
+        if self._text_arguments:
+            given = [_with_text_arguments(one) for one in given]
         try:
             (text,), found = render_jinja_template(
-                conversations=[list(messages)],
+                conversations=[given],
                 tools=list(tools) or None,
-                chat_template=self._template,
+                chat_template=self._dating + self._template,
                 return_assistant_tokens_mask=self._marked,
                 add_generation_prompt=ask,
-                **self._tokenizer.special_tokens_map,
+                **{**self._specials, **self._options},
             )
             text.encode()  # JSON can hold half of a surrogate pair, which no tokenizer takes
         except UnicodeEncodeError as error:
@@ -238,9 +372,10 @@ class _Turn:
 
     def _end(self, start: int) -> int:
         """The end of the end-of-turn token, or of the content where the template writes none."""
-        if self.index == len(self.row.messages) - 1 and self.text.endswith(self.tail):
-            return len(self.text) - len(self.tail) + len(self.end_of_turn)
+        is_last = self.index == len(self.row.messages) - 1
         for content in (self.content, self.content.strip()):  # the quick way, nearly always
+            if is_last and self.text.endswith(content + self.tail, start):
+                return len(self.text) - len(self.tail) + len(self.end_of_turn)
             if self.text.startswith(content + self.end_of_turn, start):
                 return start + len(content) + len(self.end_of_turn)
         _, end = self._visible_content()
@@ -250,12 +385,7 @@ class _Turn:
     def _tool_call_end(self, start: int) -> int:
         """The end of a turn whose calls follow its content, in the template's own notation."""
         shown, _ = self.renderer.write([*self.before, self.message], self.row.tools)
-        if self.end_of_turn and shown.endswith(self.tail):
-            shown = shown.removesuffix(self.tail) + self.end_of_turn
-        else:
-            shown = shown.rstrip()
-            if not shown.endswith(self.renderer.added_tokens):
-                raise self._error("its tool calls have no end-of-turn token")
+        shown = self.renderer.closed(shown)
         if len(shown) < start or not self.text.startswith(shown):
             raise self._error("later turns change how its tool calls are written")
         return len(shown)
@@ -280,14 +410,48 @@ class _Turn:
         )
 
 
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message for templates that take the arguments of calls as JSON text."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": dict(call.get("function", call))} for call in message["tool_calls"]
+    ]
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(call["function"].get("arguments", {}))
+    return {**message, "tool_calls": calls}
+
+
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:
     return [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _lost(turn: int, message: Message, written: str) -> Iterator[str]:
+    """Say what of an answer is not in what the template wrote. Raises `RowError` if nothing is."""
+    reasoning, said = message.get("reasoning_content", ""), message["content"]
+    if thought := THOUGHT.match(said):
+        reasoning, said = thought[1], said[thought.end() :]
+    reasoning, said = reasoning.strip(), said.strip()
+    calls = [str(call.get("function", call).get("name")) for call in message.get("tool_calls", ())]
+    at = written.rfind(said)
+    before, after = written[:at], written[at + len(said) :]
+    if reasoning and (lost := reasoning not in before):
+        yield REASONING_LOST
+    if calls and (gone := any(name not in before + after for name in calls)):
+        yield CALLS_LOST
+    if not (said or (reasoning and not lost) or (calls and not gone)):
+        raise RowError("an answer is empty in the rendered text", f"message {turn + 1}")
 
 
 # ---------------------------------------------------------------- the tokenizer
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
+def _chat_template(tokenizer: PreTrainedTokenizerFast, file: str | None) -> str:
+    if file is not None:
+        try:
+            return Path(file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"data.chat_template: {file} cannot be read\n  {error}") from error
     try:
         return str(tokenizer.get_chat_template())
     except ValueError as error:
@@ -295,9 +459,20 @@ def _chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
         raise UsageError(
             f"the tokenizer of {tokenizer.name_or_path or 'the target'} has no chat template"
             f"{named and f' that is called default, but {named}'}\n"
-            "  use a chat (instruct) model as the target, or put a chat_template.jinja file\n"
-            "  with the format that the model was trained on beside its tokenizer"
+            "  use a chat (instruct) model as the target, or name a file with the format that the\n"
+            "  model was trained on: data.chat_template"
         ) from error
+
+
+def _dating(template: str, date: str) -> str:
+    """Return a macro to put before a template, which tells it this date in the place of today's.
+
+    A template is given plain data only, so what it calls is written in its own language.
+    """
+    told, given = "", datetime.fromisoformat(date)
+    for directive in sorted({*re.findall(r"%-?[a-zA-Z]", template)}):
+        told += f".replace({directive!r}, {given.strftime(directive)!r})"
+    return f"{{% macro strftime_now(format) %}}{{{{ format{told} }}}}{{% endmacro %}}\n"
 
 
 def _exact_offsets(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:

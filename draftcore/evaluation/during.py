@@ -18,7 +18,7 @@ from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import Draft, Sample, SampleId, StepContext
 from draftcore.contracts.capture import Capture, CaptureBatch
 from draftcore.contracts.runner import DecodeRunner
-from draftcore.data.dataset import Dataset, read_prompts
+from draftcore.data.dataset import Dataset
 from draftcore.data.plan import Plan
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
@@ -33,14 +33,13 @@ class HeldOut:
     """The held-out samples and prompts of a run, shared by its drafts; read when first needed."""
 
     config: RunConfig
-    tokenizer: Any
     data: Dataset
     open_capture: Callable[[], Capture]
+    read_prompts: Callable[[], list[list[int]]]
 
     @functools.cached_property
     def prompts(self) -> list[list[int]]:
-        data, count = self.config.data, self.config.train.eval_prompts
-        return read_prompts(str(data.eval), self.tokenizer, count, data.max_length)
+        return self.read_prompts()
 
     @functools.cached_property
     def samples(self) -> list[Sample]:

@@ -25,6 +25,7 @@ from draftcore import hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
+from draftcore.contracts.source import Source
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin
@@ -80,6 +81,12 @@ def bind(
     if missing := lacking(offer, manager.hook):
         raise UsageError(f"{where} lacks {', '.join(missing)}\n  draftcore hooks {missing[0]}")
     return Binding(owner, offer, cast(Specs, manager.hook), checked)
+
+
+def find_source(registry: Registry, uri: str) -> Source:
+    """Open training data by the plugin that offers the scheme of its URI."""
+    name = uri.partition(":")[0]
+    return bind(registry, "source", name).hook.source(name=name, uri=uri)
 
 
 def observers(registry: Registry, extras: Sequence[str] = ()) -> Specs:
@@ -226,8 +233,18 @@ def _names() -> dict[str, Any]:
     """What the contract's annotations name; they are written for type checkers, which import it."""
     import torch
 
-    from draftcore.contracts import algorithm, capture, channel, runner, serving, store, target
+    from draftcore.contracts import (
+        algorithm,
+        capture,
+        channel,
+        launcher,
+        runner,
+        serving,
+        source,
+        store,
+        target,
+    )
 
-    modules = (store, target, capture, channel, runner, serving, algorithm)
+    modules = (store, target, capture, source, channel, launcher, runner, serving, algorithm)
     names = {name: value for module in modules for name, value in vars(module).items()}
     return {**names, "torch": torch, "Tensor": torch.Tensor, "nn": torch.nn, "Path": object}

@@ -37,8 +37,10 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "capture": ("capture",),
     "store": ("feature_store",),
     "channel": ("channel",),
+    "source": ("source",),
     "runner": ("runner",),
     "graph": ("graph_backend",),
+    "launcher": ("launcher",),
     "graph-plugin": ("graph_plugin",),
 }
 DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg`

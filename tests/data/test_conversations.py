@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftcore.data.conversations import BadRow, Conversation, open_source, read_conversations
+from draftcore.data.conversations import BadRow, Conversation, is_learned, parse_row
+from draftcore.data.sources import read_conversations
 from draftcore.errors import UsageError
 
 Jsonl = Callable[..., str]
@@ -21,14 +22,19 @@ def saying(role: str, content: Any) -> dict[str, Any]:
     return {"messages": [*CHAT, {"role": role, "content": content}]}
 
 
-def test_both_shapes_and_their_mixtures_read_alike(jsonl: Jsonl) -> None:
+def test_all_shapes_and_their_mixtures_read_alike(jsonl: Jsonl) -> None:
     source = jsonl(
         {"messages": CHAT},
         {"conversations": SHAREGPT},
         {"id": "x", "conversations": CHAT},
         {"messages": None, "conversations": SHAREGPT},
+        {"prompt": "Hi", "completion": "Yes?"},
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+        {"instruction": "Hi", "input": "", "output": "Yes?"},
+        {"messages": [{"role": "human", "content": "Hi"}, {"role": "model", "content": "Yes?"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, CHAT[1]]},
     )
-    expected = [Conversation(f"train.jsonl:{line}", tuple(CHAT)) for line in (1, 2, 3, 4)]
+    expected = [Conversation(f"train.jsonl:{line}", tuple(CHAT)) for line in range(1, 10)]
     assert list(read_conversations(source)) == expected
 
 
@@ -48,8 +54,19 @@ def test_both_shapes_and_their_mixtures_read_alike(jsonl: Jsonl) -> None:
             "unknown role: message 3: 'asistant' (did you mean 'assistant'?)",
         ),
         (saying("assistant", None), "a message has no content: message 3 (assistant)"),
-        (saying("user", ["x"]), "content is not text: message 3 (user): list"),
-        ({"messages": CHAT[:1]}, "no assistant turn: roles user"),
+        (saying("user", [3]), "content is not text: message 3 (user): int"),
+        (saying("user", [{"type": "image", "url": "x"}]), "content holds images, and text alone"),
+        (saying("function_call", "add"), "a function_call is not valid JSON: Expecting value"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "weight is not 0 or 1"),
+        ({"messages": [CHAT[0], {**CHAT[1], "thinking": [3]}]}, "reasoning is not text: message 2"),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [3]}]}, "a tool call is not an object"),
+        ({"completion": "x"}, "no messages or conversations: keys 'completion'"),
+        ({"input_ids": [1, 2]}, "input_ids without loss_mask or labels"),
+        (
+            {"input_ids": [1, 2], "labels": [1]},
+            "input_ids and its mask are not of one length: 2 and 1",
+        ),
+        ({"input_ids": [1, 0.5], "labels": [1, 2]}, "a row of tokens is not a list of integers"),
         ({"messages": CHAT, "tools": [3]}, "tools is not a list of objects"),
         ({"messages": CHAT, "tools": "[3"}, "tools is not valid JSON: Expecting ',' delimiter"),
     ],
@@ -80,6 +97,35 @@ def test_tool_calls_need_no_content_and_other_fields_pass_through(jsonl: Jsonl) 
         assert row.tools == ({"name": "add"},)
 
 
+def test_reasoning_and_calls_are_found_by_whatever_name_they_have(jsonl: Jsonl) -> None:
+    function = {"name": "add", "arguments": {"a": 2}}
+    as_text = {"name": "add", "arguments": '{"a": 2}'}
+    ways: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": as_text}]},
+        {"role": "assistant", "function_call": as_text},
+        {"from": "function_call", "value": json.dumps(function)},
+    ]
+    names = ("reasoning_content", "reasoning", "thinking")
+    rows = [{"messages": [CHAT[0], {**way, name: "hm"}]} for way in ways for name in names]
+    for row in read_conversations(jsonl(*rows)):
+        assert isinstance(row, Conversation)
+        assert row.messages[1] == {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+            "reasoning_content": "hm",
+        }
+
+
+def test_of_a_prompt_of_several_turns_the_completion_alone_is_learned() -> None:
+    row = parse_row("x", {"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:]})
+    assert isinstance(row, Conversation)
+    assert [is_learned(turn) for turn in row.messages if turn["role"] == "assistant"] == [
+        False,
+        True,
+    ]
+
+
 def test_reading_is_a_stream_and_the_limit_counts_rows(tmp_path: Path) -> None:
     """The tail of the file is not there yet when its head has been read."""
     path = tmp_path / "train.jsonl"
@@ -97,9 +143,14 @@ def test_reading_is_a_stream_and_the_limit_counts_rows(tmp_path: Path) -> None:
     ("source", "says"),
     [
         ("{folder}/trian.jsonl", r"did you mean 'train\.jsonl'"),
-        ("{folder}", r"name one of its files instead: array\.jsonl, train\.jsonl"),
+        ("{folder}", "array.jsonl is one JSON array"),
+        ("{folder}/none", "no such data"),
+        ("{folder}/*.json", "no such data"),
         ("{folder}/train.jsonl?split=train", "unknown option 'split'"),
-        ("hf:some/name?splt=train", "did you mean 'split'"),
+        ("hf:some/name", "hf:some/name is read by a plugin"),
+        ("{folder}/train.parquet", "train.parquet is read by a plugin"),
+        ("{folder}/*.zst", "cannot open .*zst(.|\n)*pip install zstandard"),
+        ("nobody://bucket/train.jsonl", "cannot open nobody(.|\n)*Protocol not known"),
         ("{folder}/array.jsonl", "one JSON array"),
     ],
 )
@@ -108,61 +159,6 @@ def test_an_unreadable_source_is_an_error_before_the_first_row(
 ) -> None:
     jsonl({"messages": CHAT})
     jsonl("[{}]", name="array.jsonl")
+    jsonl("packed", name="packed.zst")
     with pytest.raises(UsageError, match=says):
         read_conversations(source.format(folder=tmp_path))
-
-
-# ---------------------------------------------------------------- Hugging Face datasets
-
-
-@pytest.fixture
-def datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    library = pytest.importorskip("datasets")
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    library.disable_progress_bars()
-    return library
-
-
-def test_saved_folders_and_parquet_files_read_alike(datasets: Any, tmp_path: Path) -> None:
-    table = datasets.Dataset.from_list([{"conversations": SHAREGPT, "id": i} for i in range(3)])
-    table.save_to_disk(tmp_path / "saved")
-    datasets.load_from_disk(tmp_path / "saved").map(lambda row: row)  # leaves a cache file there
-    datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "splits")
-    (tmp_path / "parquet" / "data").mkdir(parents=True)
-    table.to_parquet(tmp_path / "parquet" / "data" / "train-00000.parquet")
-    table.select([0]).to_parquet(tmp_path / "parquet" / "data" / "test-00000.parquet")
-
-    keys = set()
-    for name, count in {
-        "saved": 3,
-        "saved?split=train": 3,
-        "splits": 3,
-        "splits?split=test": 1,
-        "parquet": 4,
-        "parquet?split=train": 3,
-        "parquet/data/test-00000.parquet": 1,
-    }.items():
-        for prefix in ("", "hf:"):
-            keys.add(open_source(f"{prefix}{tmp_path / name}").key())
-            rows = list(read_conversations(f"{prefix}{tmp_path / name}"))
-            assert [row.where.rpartition(":")[2] for row in rows] == list(map(str, range(count)))
-            assert all(isinstance(r, Conversation) and r.messages == tuple(CHAT) for r in rows)
-    assert len(keys) == 5, "the key follows the content of the files"
-    with pytest.raises(UsageError, match=r"no split 'trian' \(did you mean 'train'\?\)"):
-        read_conversations(f"{tmp_path / 'splits'}?split=trian")
-
-
-def test_a_table_that_cannot_be_read_says_what_to_check(
-    datasets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UsageError, match="columns: text"):
-        read_conversations(str(tmp_path / "saved"))
-    with pytest.raises(UsageError, match=r"hf:org/none, split train(.|\n)*check the name"):
-        read_conversations("hf:org/none")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match=r"pip install 'draftcore\[datasets\]'"):
-        read_conversations("hf:org/none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,9 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from draftcore.config import DataConfig
 from draftcore.contracts.algorithm import DataSummary
+from draftcore.data import parallel
 from draftcore.data.dataset import Dataset, build_dataset, read_prompts
+from draftcore.data.rendering import Renderer
 from draftcore.errors import DraftcoreError, UsageError
 
 Jsonl = Callable[..., str]
@@ -237,12 +240,64 @@ def test_prompts_drop_the_last_answer_and_those_that_are_too_long_and_say_how_ma
     chatml: Tokenizer, jsonl: Jsonl, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unasked = {"messages": chat("", "Welcome!")["messages"][1:]}
-    source = jsonl(chat("Hi", "Four."), "{", unasked, LONG_QUESTION, chat("Hi", "past the limit"))
-    (prompt,) = read_prompts(source, chatml, limit=4, max_prompt=64)
+    rows = (chat("Hi", "Four."), NO_ANSWER, "{", unasked, LONG_QUESTION, chat("past the limit"))
+    source = jsonl(*rows, {"input_ids": [7, 8, 9, 10, 11], "loss_mask": [0, 1, 0, 0, 1]})
+    prompt, same = read_prompts(source, chatml, 5, DataConfig(max_length=64))
+    assert read_prompts(source, chatml, None, DataConfig(max_length=64))[-1] == [7, 8, 9, 10]
+    assert prompt == same
     expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert chatml.decode(prompt, skip_special_tokens=False) == expected
     told = capsys.readouterr().err
-    assert "1 of 4 rows kept" in told
+    assert "2 of 5 rows kept" in told
     assert "1 left out: the prompt is longer than 64 tokens" in told
-    with pytest.raises(UsageError, match=r"2 left out: the prompt is longer than 2 tokens"):
-        read_prompts(source, chatml, limit=4, max_prompt=2)
+    with pytest.raises(UsageError, match=r"3 left out: the prompt is longer than 2 tokens"):
+        read_prompts(source, chatml, 5, DataConfig(max_length=2))
+
+
+# ---------------------------------------------------------------- many rows
+
+
+def test_many_rows_are_rendered_by_other_processes_to_the_same_bytes(
+    tmp_path: Path, jsonl: Jsonl, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: dict[int, Any] = {3: NO_ANSWER, 5: chat("Hi", "\ud800"), 6: "{", 2: LONG}
+    source = jsonl(*[others.get(i % 9, chat("Hi", str(i), "And?", "b")) for i in range(400)])
+    alone, here = build(source, name="alone"), list[str]()
+    render = Renderer.render
+
+    def counted(renderer: Renderer, rows: Any) -> Any:
+        return render(renderer, (here.append(row.where) or row for row in rows))  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(parallel, "FEW", 50)
+    monkeypatch.setattr(parallel, "CHUNK", 30)
+    monkeypatch.setattr(Renderer, "render", counted)
+    together = build(source, name="together")
+    assert here == [f"train.jsonl:{line}" for line in range(1, 51)]
+    assert together.report == alone.report
+    for name in ("rows.bin", "dataset.json"):
+        assert (tmp_path / "together" / name).read_bytes() == (
+            tmp_path / "alone" / name
+        ).read_bytes()
+
+
+def test_a_renderer_that_dies_ends_the_build_with_an_error_and_a_refused_row_with_its_line(
+    jsonl: Jsonl, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "FEW", 5)
+    monkeypatch.setattr(parallel, "CHUNK", 5)
+    source = jsonl(*[chat("Hi", "a")] * 60, "{")
+    with pytest.raises(UsageError, match=r"train\.jsonl:61: not valid JSON"):
+        build(source, bad_rows="refuse")
+    monkeypatch.setattr(parallel, "START", "import sys; sys.exit(3) # {}")
+    with pytest.raises(DraftcoreError, match="rendered rows ended with exit code 3"):
+        build(source)
+
+
+def test_what_is_rendered_is_told_while_it_takes_long(
+    source: str, build: Build, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(source, name="quick")
+    assert "rendered" not in capsys.readouterr().err
+    monkeypatch.setattr(parallel, "SECONDS", 0.0)
+    build(source)
+    assert re.search(r"^rendered 2 rows, [\d,]+ a second$", capsys.readouterr().err, re.MULTILINE)

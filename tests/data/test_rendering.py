@@ -14,8 +14,9 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftcore.data.conversations import BadRow, Conversation
-from draftcore.data.rendering import Rendered, Renderer
+from draftcore.config import DataConfig
+from draftcore.data.conversations import BadRow, Conversation, Rendered
+from draftcore.data.rendering import Renderer
 from draftcore.errors import UsageError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -102,7 +103,7 @@ def render(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Any], *tools: Any, **options: Any
 ) -> Any:
     row = Conversation("train.jsonl:1", tuple(messages), tools)
-    (result,) = Renderer(tokenizer, **options).render([row])
+    (result,) = Renderer(tokenizer, DataConfig(**options)).render([row])
     return result
 
 
@@ -146,11 +147,6 @@ LEARNED: dict[str, tuple[str, list[Any], list[str]]] = {
         TWO_TURNS,
         ending(END, "Four.", f"{NONE}It is the sum."),
     ),
-    "reasoning-is-stripped-from-history": (
-        QWEN3_THINKING,
-        talk("2+2?", f"{THOUGHT}Four.\n", "Why?", f"{THOUGHT}It is."),
-        ending(END, "Four.\n", f"{THOUGHT}It is."),
-    ),
     "an-answer-that-begins-as-the-dropped-block-does": (
         QWEN3_NO_THINKING,
         talk("a tag?", "<think> is a tag", "Why?", "It is."),
@@ -164,7 +160,11 @@ LEARNED: dict[str, tuple[str, list[Any], list[str]]] = {
     ),
     # The header's newline and the answer's first merge into one token, which is the prompt's.
     "token-over-the-edge": (CHATML, talk("Hi", "\n\nFour."), ["\nFour.<|im_end|>"]),
-    "assistant-first-user-last": (CHATML, talk("", "Hm!", "Hi", "", "?")[1:], ["Hm!" + END, END]),
+    "assistant-first-user-last": (
+        CHATML,
+        talk("", "Hm!", "Hi", "no", "?")[1:],
+        ["Hm!" + END, "no" + END],
+    ),
     "llama3-trims-content": (
         LLAMA3,
         talk("Hi", "  Four. \n", "?", "\nsum "),
@@ -234,12 +234,13 @@ REFUSED: dict[str, tuple[str, list[Any], str]] = {
         LONGER_THAN_PROBE,
         REWRITES,
     ),
-    "tool-calls-vanish-from-history": (
-        replaced("if m.tool_calls", "if m.tool_calls and loop.last", TOOLS),
+    "tool-calls-without-an-end": (
+        replaced("<|end|>", "{% if m.tool_calls %}?{% else %}<|end|>{% endif %}", TOOLS),
         TWO_ANSWERS,
-        "later turns change",
+        "no end-of-turn",
     ),
-    "tool-calls-without-an-end": (replaced("<|end|>", "", TOOLS), TWO_ANSWERS, "no end-of-turn"),
+    "no-assistant": (CHATML, talk("a"), "no assistant turn: roles user"),
+    "none-to-learn": (MISTRAL, talk("a", "b", train=False), "no assistant turn to learn"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +27,7 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest
-from draftcore.data.dataset import Dataset
+from draftcore.data.dataset import Dataset, read_prompts
 from draftcore.errors import UsageError
 from draftcore.evaluation import during
 from draftcore.evaluation.during import HeldOut, Probe
@@ -129,7 +130,15 @@ class Setting:
         )
         self.capture, self.algorithm = Capture(), Algorithm()
         data, opener = cast(Dataset, Data()), self.capture.open
-        self.held_out = HeldOut(self.config, byte_tokenizer(), data, opener)
+        self.tokenizer, eval_data = byte_tokenizer(), self.config.data
+        prompts = partial(
+            read_prompts,
+            str(eval_data.eval),
+            self.tokenizer,
+            self.config.train.eval_prompts,
+            eval_data,
+        )
+        self.held_out = HeldOut(self.config, data, opener, prompts)
         self.decoders: list[Draft] = []
         self.draft = self.new_draft()
 
@@ -269,6 +278,6 @@ def test_the_first_prompts_are_decoded_by_one_runner_as_long_as_the_draft_is_the
     assert len({id(runner) for runner, _, _ in given}) == 2
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(training for _, _, training in given)
-    texts = [setting.held_out.tokenizer.decode(prompt) for prompt in given[0][1]]
+    texts = [setting.tokenizer.decode(prompt) for prompt in given[0][1]]
     assert [f"q{at}?" in text for at, text in enumerate(texts)] == [True] * 3
     assert all(text.endswith("<|im_start|>assistant\n") for text in texts)

@@ -60,7 +60,10 @@ STORES = (
     "file:a?max_bytes=9EiB", "shm:a?run=b&run=c", "shm:?x", "nope:a", '":"', "file:a??", "?", "3",
 )  # fmt: skip
 CHANNELS = ("tcp:", "tcp://", "tcp://a", "tcp://a:99999", f"tcp://a:{LONG}", "tcp:1:2", "tpc", "3")
-DATA = ("hf:a?split=b&split=c", "hf:a?x=1", "a.jsonl", '""', "/", "a.jsonl?split=a", "eval.jsonl?x")
+DATA = (
+    "[a.jsonl]", "[]", "[{source: a.jsonl, weight: 0}]", "nobody://a", "hf:a?split=b&split=c",
+    "hf:a?x=1", "a.jsonl", '""', "a.jsonl?split=a", "eval.jsonl?x",
+)  # fmt: skip
 Lines = Iterator[list[str]]
 
 
@@ -85,7 +88,8 @@ def fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any, b
 
 
 def wrong_values(project: Project, dice: random.Random) -> Lines:
-    of_run: list[Any] = [([], *field) for field in fields(RunConfig)]
+    every = [field for field in fields(RunConfig) if field[0] != "data.template_options"]
+    of_run: list[Any] = [([], *field) for field in every]
     of_drafts: list[Any] = [
         (["algorithm.options={}", f"algorithm.name={name}"], *field)
         for name, model in ALGORITHMS.items()

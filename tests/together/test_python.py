@@ -53,9 +53,13 @@ def test_a_report_says_what_it_is_about_and_lists_its_prompts(project: Project) 
     assert len(report["rows"]) == report["prompts"] == 3
     rounds = sum(row["rounds"] for row in report["rows"])
     assert rounds == report["rounds"]
-    project.cli("eval", "eval.prompts=1")
+    with Path(about["data"]).open("a") as file:
+        file.write("{}\n")
+    project.cli("eval")
     other = json.loads((project.run / "eval" / "report.json").read_text())["about"]
-    assert other["data_digest"] == about["data_digest"]
+    assert other["data_digest"] != about["data_digest"]
+    assert about["left_out"] == {}
+    assert sum(other["left_out"].values()) == 1
 
 
 def test_several_drafts_are_shown_side_by_side(tmp_path: Path, new_project: NewProject) -> None:

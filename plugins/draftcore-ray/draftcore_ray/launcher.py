@@ -222,7 +222,8 @@ class Driver:
         return None
 
     def keep_producers(self) -> None:
-        if count := self.producers and max(1, self.job.wanted()):
+        if self.producers:
+            count = max(1, self.job.wanted())
             for one in self.producers[count:]:
                 one.host.send.remote(int(signal.SIGTERM))
             self.going += self.producers[count:]

@@ -1,0 +1,120 @@
+"""Where rows come from: files of all kinds, wherever they lie, and several of them together."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from draftcore.config import DataConfig, SourceConfig
+from draftcore.data.sources import named, open_source
+from draftcore.errors import UsageError
+
+
+def lines(*numbers: int) -> bytes:
+    return b"".join(json.dumps({"n": number}).encode() + b"\n" for number in numbers)
+
+
+def read(given: Any, **more: Any) -> list[int]:
+    return [json.loads(row)["n"] for _, row in open_source(given, **more).rows()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.jsonl").write_bytes(lines(1, 2))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines(3)))
+    (tmp_path / "deep" / "a.jsonl").write_bytes(lines(4))
+    (tmp_path / "README.md").write_text("no rows")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("", [1, 2, 3, 4]),
+        ("/a.jsonl", [1, 2]),
+        ("/b.jsonl.gz", [3]),
+        ("/*.jsonl", [1, 2]),
+        ("/**/*.jsonl", [1, 2, 4]),
+        ("/[ab].jsonl*", [1, 2, 3]),
+    ],
+)
+def test_files_folders_and_globs_are_read_in_the_order_of_their_names(
+    folder: Path, source: str, expected: list[int]
+) -> None:
+    assert read(f"{folder}{source}") == expected
+    assert read(f"file://{folder}{source}") == expected
+
+
+def test_rows_of_several_files_are_named_by_their_places_below_what_is_common(folder: Path) -> None:
+    places = [place for place, _ in open_source(str(folder)).rows()]
+    assert places == ["a.jsonl:1", "a.jsonl:2", "b.jsonl.gz:1", "deep/a.jsonl:1"]
+
+
+def test_what_fsspec_reaches_is_read_there_and_its_key_follows_its_content() -> None:
+    system = fsspec.filesystem("memory")
+    system.pipe("/bucket/a.jsonl.gz", gzip.compress(lines(1, 2)))
+    source = "memory://bucket/*.gz"
+    assert read(source) == [1, 2]
+    key = open_source(source).key()
+    assert open_source(source).key() == key
+    system.pipe("/bucket/a.jsonl.gz", gzip.compress(lines(1, 3, 4, 5)))
+    assert open_source(source).key() != key
+
+
+def test_a_file_that_breaks_off_names_the_last_line_that_was_read(folder: Path) -> None:
+    whole = gzip.compress(b"\n".join(lines(n) for n in range(9999)), 0)
+    (folder / "b.jsonl.gz").write_bytes(whole[:-5000])
+    with pytest.raises(UsageError, match=r"b\.jsonl\.gz cannot be read after line \d{4}"):
+        read(str(folder / "b.jsonl.gz"))
+
+
+def test_a_weight_is_how_often_a_row_comes_or_the_share_of_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(*range(1000)))
+    source = str(tmp_path / "a.jsonl")
+
+    def counts(weight: float) -> Counter[int]:
+        return Counter(read((SourceConfig(source=source, weight=weight),)))
+
+    assert set(counts(2).values()) == {2}
+    half, more = counts(0.5), counts(2.5)
+    assert set(half.values()) == {1}
+    assert 400 < len(half) < 600
+    assert {row for row, times in more.items() if times == 3} == set(half), "always the same rows"
+    assert set(more.values()) == {2, 3}
+    assert half == counts(0.5)
+
+
+def test_a_list_is_read_in_its_order_and_its_key_follows_weights_and_content(folder: Path) -> None:
+    config = DataConfig.model_validate(
+        {"train": [f"{folder}/deep", {"source": f"{folder}/a.jsonl", "weight": 2}]}
+    )
+    assert config.train is not None
+    assert read(config.train) == [4, 1, 1, 2, 2]
+    assert named(config.train) == f"{folder}/deep, {folder}/a.jsonl"
+    once = (f"{folder}/deep", f"{folder}/a.jsonl")
+    assert open_source(once).key() != open_source(config.train).key()
+
+
+class Numbers:
+    """A plugin's source."""
+
+    def __init__(self, uri: str) -> None:
+        self.count = int(uri.removeprefix("numbers:"))
+
+    def key(self) -> str:
+        return str(self.count)
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        return iter([(f"numbers:{n}", json.dumps({"n": n})) for n in range(self.count)])
+
+
+def test_a_scheme_without_slashes_is_a_plugins(folder: Path) -> None:
+    assert read(("numbers:2", f"{folder}/deep"), find=Numbers) == [0, 1, 4]

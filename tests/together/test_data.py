@@ -1,0 +1,68 @@
+"""Data as people have it, through whole runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from draftcore.data.dataset import read_prompts
+from tests.data.conftest import CHATML
+
+if TYPE_CHECKING:
+    from tests.together.conftest import Project
+
+
+class Calendar(datetime):
+    day = 23
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Calendar:
+        return cls(2026, 11, cls.day)
+
+
+def date_of(folder: Path) -> str:
+    return str(json.loads((folder / "data/train/dataset.json").read_text())["summary"]["date"])
+
+
+def test_tomorrows_run_fits_todays_store_where_the_template_writes_the_date(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project.folder / "dated.jinja").write_text("{{ strftime_now('%d %b %Y') }}\n" + CHATML)
+    template = f"data.chat_template={project.folder / 'dated.jinja'}"
+    monkeypatch.setattr("draftcore.data.rendering.datetime", Calendar)
+    project.cli("capture", template)
+    monkeypatch.setattr(Calendar, "day", 24)
+    other, third = project.folder / "other", project.folder / "third"
+    project.cli("train", template, f"run={other}", "train.max_steps=1")
+    told = list[str]()
+
+    def asked(*given: Any, date: str, **more: Any) -> list[list[int]]:
+        told.append(date)
+        return read_prompts(*given, date=date, **more)
+
+    monkeypatch.setattr("draftcore.run.read_prompts", asked)
+    project.cli("eval", template, f"run={other}", "eval.prompts=1")
+    project.cli("train", template, f"run={third}", "store=auto", "train.max_steps=1")
+    assert date_of(project.run) == date_of(other) == "2026-11-23T00:00:00"
+    assert told == [date_of(other)]
+    assert date_of(third) == "2026-11-24T00:00:00", "a run with a store of its own begins today"
+
+
+def test_a_run_learns_from_a_mixture_and_a_secret_in_a_source_is_refused(project: Project) -> None:
+    rows = (project.folder / "train.jsonl").read_bytes()
+    (project.folder / "more.jsonl.gz").write_bytes(gzip.compress(rows))
+    first, more = project.folder / "train.jsonl", project.folder / "more.jsonl.gz"
+    mixture = f"data.train=[{first}, {{source: {more}, weight: 2}}]"
+    project.cli("train", "store=auto", mixture, "train.max_steps=1")
+    dataset = json.loads((project.run / "data/train/dataset.json").read_text())
+    assert dataset["summary"]["samples"] == 3 * rows.count(b"\n")
+    assert dataset["report"]["source"] == f"{first}, {more}"
+    secret = "data.train=[{source: 's3://me:hunter2@bucket/a.jsonl'}]"
+    refusal = project.cli("train", secret, ok=False).stderr
+    assert "data.train: its URI holds a user name or a password" in refusal
+    assert "hunter2" not in refusal
