@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import AutoConfig, AutoTokenizer, cache_utils
+from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -38,9 +38,11 @@ from draftcore.files import write_atomic
 from draftcore.tensors import resolve_device
 from draftcore.uris import format_size
 
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-HEADS = ("lm_head.weight", "embed_out.weight")
-NO_CODE = {"trust_remote_code": False}  # else transformers asks standard input
+EMBEDDINGS = ["embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings"]
+HEADS = ["lm_head", "embed_out", "head"]
+# What transformers keeps of the tokens it has read, by layer, that decoding here can take back.
+KEPT = ["Dynamic", "DynamicSlidingWindow", "DynamicIndexed", "Dummy", "LinearAttention"]
+KEPT += ["LinearAttentionAndFullAttention"]
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 SHA_256 = "[0-9a-f]{64}"
 SAID = 1 << 28  # bytes of a file whose reading takes so long that one is told
@@ -54,18 +56,25 @@ class TransformersTarget:
     """
 
     def __init__(
-        self, path: str, revision: str | None = None, dtype: str = "auto", device: str = "auto"
-    ) -> None:
+        self, path: str, revision: str | None = None, dtype: str = "auto", device: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> None:  # fmt: skip
         self.path, self.revision, self.device = path, revision, device
+        # Never None, with which transformers asks standard input.
+        self.source = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.prefill_with: Callable[[TargetModel], PrefillRunner] = lambda model: model
         with read_target(path, "config"):
-            self.config: Any = AutoConfig.from_pretrained(path, revision=revision, **NO_CODE)
+            self.config: Any = AutoConfig.from_pretrained(path, **self.source)
             self.text_config: Any = self.config.get_text_config()
             self.num_layers = int(self.text_config.num_hidden_layers)
             self.vocab_size = int(self.text_config.vocab_size)
+            self.logit_scale = logit_scale(self.text_config)
+            cap = getattr(self.text_config, "final_logit_softcapping", None)
+            self.logit_softcap = float(cap) if cap else None
             if min(self.num_layers, self.vocab_size, int(self.text_config.hidden_size)) < 1:
                 raise ValueError("its layers, tokens or width are below 1")
-            name = dtype if dtype != "auto" else str(self.config.dtype or "float32")
+            said = self.config.dtype or self.text_config.dtype or "float32"
+            name = dtype if dtype != "auto" else str(said)
             self.dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
 
     def require_layers(self, request: FeatureRequest) -> None:
@@ -84,7 +93,7 @@ class TransformersTarget:
     @functools.cached_property
     def tokenizer(self) -> Any:
         with read_target(self.path, "tokenizer"):
-            found = AutoTokenizer.from_pretrained(self.path, revision=self.revision, **NO_CODE)
+            found = AutoTokenizer.from_pretrained(self.path, **self.source)
             found("a")  # some of what it was given is first read here
             return found
 
@@ -93,11 +102,19 @@ class TransformersTarget:
         return TransformersModel(self)
 
     def embedding(self) -> Tensor:
-        return self._read(EMBEDDINGS)
+        return self._read(EMBEDDINGS + HEADS)
 
     def head(self) -> Tensor:
-        tied = bool(self.text_config.tie_word_embeddings)
-        return self.embedding() if tied else self._read(HEADS)
+        # Whatever the configs say of `tie_word_embeddings`, transformers ties the two where the files
+        # hold one of them; where they hold both, these are equal, or are not tied.
+        return self._read(HEADS + EMBEDDINGS)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if cap := self.logit_softcap:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -117,13 +134,17 @@ class TransformersTarget:
     def weight_bytes(self) -> int:
         return sum(Path(file).stat().st_size for file in set(self._weight_files.values()))
 
-    def _read(self, endings: Sequence[str]) -> Tensor:
-        for name, file in self._weight_files.items():
-            if any(name == ending or name.endswith("." + ending) for ending in endings):
+    def _read(self, modules: Sequence[str]) -> Tensor:
+        """Read the weight of the first of these; of several, the outermost: MTP layers have their own."""
+        for module in modules:
+            ending = f".{module}.weight"
+            named = [name for name in self._weight_files if f".{name}".endswith(ending)]
+            for name in sorted(named, key=lambda name: name.count("."))[:1]:
+                file = self._weight_files[name]
                 with read_target(self.path, file), safe_open(file, framework="pt") as tensors:
                     return self._of_vocabulary(name, tensors.get_tensor(name))
         raise DraftcoreError(
-            f"target {self.path!r} holds no tensor named {' or '.join(endings)}\n"
+            f"target {self.path!r} holds no weight of {' or '.join(modules)}\n"
             f"  tensors there: {', '.join(list(self._weight_files)[:6])}, ...\n"
             "  draftcore reads the embedding and the head from the model's safetensors files"
         )
@@ -151,6 +172,15 @@ class TransformersTarget:
         )
 
 
+def logit_scale(text: Any) -> float:
+    """Return what a config multiplies logits by; the name that Granite divides by, others multiply by."""
+    for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
+        if value := getattr(text, name, None):
+            divides = name == "logits_scaling" and text.model_type.startswith("granite")
+            return 1 / value if divides else float(value)
+    return 1.0
+
+
 def fetch(target: TargetSpec, file: str) -> str | None:
     """Return where a file of a target lies here, downloaded if it has to be; None if it has none."""
     return cached_file(  # type: ignore[no-any-return]
@@ -168,14 +198,17 @@ def read_target(path: str, what: str) -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise UsageError(
-                f"the {what} of {path!r} needs code that comes with the model: draftcore runs none\n"
-                "  set target.path to a model that this version of transformers has the code of"
+                f"the {what} of {path!r} needs Python code that comes with the model\n"
+                "  set target.trust_remote_code=true to run it here, or target.path to a model that this "
+                "version of transformers has the code of"
             ) from None
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UsageError(
             f"no target model at {path!r}: its {what} cannot be read: {reason}\n"
             "  set target.path to a folder, or a Hugging Face model id, of a language model that this "
             "version of transformers knows; what is damaged has to be downloaded again"
+            + "\n  or install what is named there, or take the model before it was quantised"
+            * ("quantised" in what)
         ) from error
 
 
@@ -207,32 +240,42 @@ class TransformersModel:
     def __init__(self, spec: TargetSpec) -> None:
         self.spec, self.device, self.dtype = spec, resolve_device(spec.device), spec.dtype
         transformers_logging.disable_progress_bar()  # loading has no place beside our own bar
-        with read_target(spec.path, "weights"):
+        how = getattr(spec.config, "quantization_config", None) or {}
+        quantised = f"weights, quantised by {how.get('quant_method')}," if how else "weights"
+        with read_target(spec.path, quantised):
             self.model: Any
-            self.model, found = AutoModelForCausalLM.from_pretrained(
-                spec.path, revision=spec.revision, dtype=spec.dtype, output_loading_info=True,
-                **NO_CODE,
-            )  # fmt: skip
+            sees = type(spec.config) in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            name = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+            self.model, found = getattr(modeling_auto, name).from_pretrained(
+                spec.path, dtype=spec.dtype, output_loading_info=True, **spec.source
+            )
             if lacking := sorted(found["missing_keys"]):  # transformers makes random ones
                 raise ValueError(
                     f"they lack {', '.join(lacking[:4])}, which config.json says are there"
                 )
+            kept = getattr(self.model.config, "quantization_config", None)
+            if kept and not getattr(self.model, "hf_quantizer", None):
+                raise ValueError("transformers knows no such quantisation")
         with read_target(spec.path, "generation_config.json"):
             if file := fetch(spec, "generation_config.json"):
                 json.loads(Path(file).read_text())  # transformers takes one that is torn for none
             end = self.model.generation_config.eos_token_id
             self.end_tokens = frozenset(end if isinstance(end, list) else {end} - {None})
         self.model.to(self.device).eval().requires_grad_(False)
-        self.decoder: nn.Module = self.model.get_decoder()
-        lists = [module for module in self.decoder.modules() if isinstance(module, nn.ModuleList)]
-        stacks = [layers for layers in lists if len(layers) == spec.num_layers]
+        within = self.model.get_decoder()  # which of some models has the head, or wraps a decoder
+        stacks = [
+            (decoder, layers)
+            for decoder in within.modules()
+            for layers in decoder.children()
+            if isinstance(layers, nn.ModuleList) and len(layers) == spec.num_layers
+        ]
         if not stacks:
             raise DraftcoreError(
                 f"target {spec.path!r}: found no list of {spec.num_layers} decoder layers in "
-                f"{type(self.decoder).__name__}\n"
+                f"{type(within).__name__}\n"
                 "  draftcore captures from decoder-only transformers models"
             )
-        self.layers = stacks[0]
+        self.decoder, self.layers = stacks[0]
 
     @torch.inference_mode()
     def features(
@@ -274,21 +317,40 @@ class TransformersModel:
         return {"topk_logits": logits_RK.view(shape), "topk_ids": ids_RK.view(shape)}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)  # type: ignore[no-any-return]
+        return self.spec.capped(self.model.get_output_embeddings()(hidden))
 
     def allocate(self, batch: int, max_len: int) -> TargetCache:
-        return [
-            [one.new_zeros(batch, max_len, *one.shape) for one in layer] for layer in self._cached
-        ]
+        cache = []
+        for layer in self._blank:
+            slots = [x.new_zeros(batch, max_len, *x[0, :, 0].shape) for x in slots_of(layer)]
+            cache.append(slots + [x.new_zeros(batch, *x.shape[1:]) for x in states_of(layer)])
+        if any(map(states_of, self._blank)):  # tokens by slot, and how many the states have read
+            read_BS = torch.zeros(batch, max_len, dtype=torch.long, device=self.device)
+            cache.append([read_BS, torch.zeros_like(read_BS[:, 0])])
+        return cache
 
     @functools.cached_property
     @torch.inference_mode()
-    def _cached(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of a single token by layer, [heads, D]: only a model knows their shapes."""
+    def _blank(self) -> list[Any]:
+        """What transformers keeps of a single token, by layer: only a model knows its kinds and shapes."""
         token_1T = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        cache = self.decoder(input_ids=token_1T, use_cache=True).past_key_values
-        return [(layer.keys[0, :, 0], layer.values[0, :, 0]) for layer in cache.layers]
+        output = self.decoder(input_ids=token_1T, use_cache=True)
+        layers: list[Any] = getattr(getattr(output, "past_key_values", None), "layers", [output])
+        kept = [getattr(cache_utils, f"{kind}Layer", None) for kind in KEPT]  # some are new
+        unread = {x for x in layers if isinstance(x, cache_utils.DynamicLayer) and x.keys is None}
+        strange = [x for x in layers if type(x) not in kept or x in unread]
+        # The first kind of Mamba begins anew where it reads several tokens; ALiBi takes no such masks.
+        strange += [x for x in self.decoder.modules() if hasattr(x, "use_mambapy")]
+        strange += [self.decoder] * ("alibi_tensor" in " ".join(dir(self.decoder)))
+        if strange:
+            raise UsageError(
+                f"draftcore cannot decode with target {self.spec.path!r}: it has "
+                f"{type(strange[0]).__name__}, which does not read on from tokens that were taken back\n"
+                "  train, export, and measure the acceptance length on your server"
+            )
+        return layers
 
+    @torch.inference_mode()
     def forward(
         self,
         cache: TargetCache,
@@ -298,23 +360,54 @@ class TransformersModel:
         request: FeatureRequest,
         seen_BTT: Tensor | None = None,
     ) -> dict[str, Tensor]:
+        if len(cache) > len(self._blank):
+            if seen_BTT is not None:
+                raise UsageError(
+                    f"the algorithm drafts trees, and target {self.spec.path!r} has recurrent layers, "
+                    "which read one token after the other\n  choose an algorithm that drafts chains"
+                )
+            cache = self._catch_up(cache, tokens_BT, starts_B)
         B, T = tokens_BT.shape
         slots_BT = positions_BT = starts_B[:, None] + torch.arange(T, device=self.device)
         if seen_BTT is not None:
             positions_BT = starts_B[:, None] + seen_BTT.sum(-1) - 1
         at = torch.arange(B, device=self.device)[:, None], slots_BT
+        held = zip(self._blank, cache, strict=True)
+        layers = [layer_of(blank, tensors, at, span) for blank, tensors in held]
         return self.run(
             request,
             input_ids=tokens_BT,
             position_ids=positions_BT,
             attention_mask=self.masks(positions_BT, span, seen_BTT),
-            past_key_values=Cache(layers=[_Slots(layer, at, span) for layer in cache]),
+            past_key_values=cache_utils.Cache(layers=layers),
             use_cache=True,
         )
 
+    def _catch_up(self, cache: TargetCache, tokens_BT: Tensor, starts_B: Tensor) -> TargetCache:
+        """Let the states read the tokens before `starts_B`, and return a copy to read the next with.
+
+        Which of those are accepted is not known yet, so what comes of them is dropped, and they are
+        read a second time when it is. Rows with equally many new tokens are read together.
+        """
+        *layers, (read_BS, held_B) = cache
+        new_B, request = starts_B - held_B, FeatureRequest((), True, "float32")
+        for count in set(new_B.tolist()) - {0}:
+            rows_R = (new_B == count).nonzero()[:, 0]
+            slots_RT = held_B[rows_R, None] + torch.arange(count, device=self.device)
+            part = [[x[rows_R] for x in layer] for layer in layers]
+            tokens_RT, span = read_BS[rows_R[:, None], slots_RT], int(slots_RT.max()) + 1
+            self.forward(part, tokens_RT, held_B[rows_R], span, request)
+            for layer, new in zip(layers, part, strict=True):
+                for x, value in zip(layer, new, strict=True):
+                    x[rows_R] = value
+        held_B.copy_(starts_B)
+        slots_BT = starts_B[:, None] + torch.arange(tokens_BT.shape[1], device=self.device)
+        read_BS.scatter_(1, slots_BT, tokens_BT)
+        return [[x.clone() for x in layer] for layer in layers]
+
     def masks(
         self, positions_BT: Tensor, span: int, seen_BTT: Tensor | None = None
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Tensor | dict[str, Tensor | None]:
         slots_S = torch.arange(span, device=positions_BT.device)
         held, seen_BTS = slots_S, slots_S <= positions_BT[..., None]  # held: the slots' positions
         if seen_BTT is not None:
@@ -325,12 +418,18 @@ class TransformersModel:
             seen_BTS = past_BTS.scatter(2, slots_BT[:, None].expand(-1, T, -1), seen_BTT)
         config = self.spec.text_config
         kinds = set(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
-        full = self._additive(seen_BTS)
-        if window is None or kinds == {"full_attention"}:
+        window: Any = getattr(config, "sliding_window", None)
+        chunk = getattr(config, "attention_chunk_size", None)
+        full, at_BT1 = self._additive(seen_BTS), positions_BT[..., None]
+        if not (window or chunk) or kinds == {"full_attention"}:
             return full
-        near = self._additive(seen_BTS & (held > positions_BT[..., None] - window))
-        return {"full_attention": full, "sliding_attention": near} if kinds else near
+        first_BT1 = at_BT1 - at_BT1 % chunk if chunk else at_BT1 - window + 1
+        near = self._additive(seen_BTS & (held >= first_BT1))
+        if not kinds:
+            return near
+        return dict.fromkeys(kinds) | {
+            "full_attention": full, "sliding_attention": near, "chunked_attention": near
+        }  # fmt: skip
 
     def _additive(self, seen_BTS: Tensor) -> Tensor:
         mask = torch.zeros(seen_BTS.shape, dtype=self.dtype, device=seen_BTS.device)
@@ -360,32 +459,76 @@ class TransformersModel:
     def _wider(self) -> Any:
         """A copy in fp64 (of an fp32 model) or fp32, made at the first tie that has to be judged."""
         dtype = torch.float64 if self.dtype == torch.float32 else torch.float32
-        return copy.deepcopy(self.model).to(dtype)
+        wider = copy.deepcopy(self.model).to(dtype)
+        wider.set_experts_implementation("eager")  # others know no fp64
+        return wider
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Raise unless last hidden x head gives the model's own log-probabilities on some tokens.
+        """Raise unless embedding and head, as algorithms are given them, are what the model computes with.
 
-        A model that caps or scales its logits fails here: a draft trained on hidden states times
-        the head would learn another distribution than the server samples from.
+        The last hidden state x the head, scaled and capped, gives the model's own log-probabilities: else
+        a draft would learn another distribution than the server samples from.
         """
-        tokens_1T = torch.arange(10, 42, device=self.device)[None] % self.spec.vocab_size
-        request = FeatureRequest((), True, str(self.dtype).removeprefix("torch."))
-        lengths_1 = torch.tensor([tokens_1T.shape[1]], device=self.device)
-        hidden_TH = self.features(tokens_1T, lengths_1, request)["last_hidden"][0]
-        ours = torch.log_softmax(self.logits(hidden_TH).double(), -1)
+        spec, tokens_1T = self.spec, torch.arange(10, 42, device=self.device)[None]
+        tokens_1T %= spec.vocab_size
+        request = FeatureRequest((0,), True, str(self.dtype).removeprefix("torch."))
+        layer_THs, hidden_TH = (x[0] for x in self.run(request, input_ids=tokens_1T).values())
+        if layer_THs.shape != hidden_TH.shape:
+            raise UsageError(
+                f"a layer of {spec.path!r} gives states of shape {(*layer_THs.shape,)}, its norm of "
+                f"{(*hidden_TH.shape,)}\n  drafts are trained on states that are alike in all layers: "
+                "set target.path to another model"
+            )
+        head_VH, embedding_VH = (x.to(hidden_TH) for x in (spec.head(), spec.embedding()))
+        ours = torch.log_softmax(spec.capped(hidden_TH @ head_VH.T).double(), -1)
         theirs = torch.log_softmax(self.model(input_ids=tokens_1T).logits[0].double(), -1)
         gap = float((ours - theirs).abs().max())
         bound = 1e-3 if self.dtype == torch.float32 else 0.1
         if not gap <= bound:
             raise UsageError(
-                f"the last hidden state times the head of {self.spec.path!r} is not the model's own\n"
+                f"the last hidden state times the head of {spec.path!r} is not the model's own\n"
                 f"  prediction: log-probabilities differ by {gap:.3g} (bound {bound:.3g})\n"
-                "  models that scale or cap their logits are not supported as targets"
+                f"  {type(self.model).__name__} computes its logits in a way that draftcore does not know:\n"
+                "  set target.path to another model"
+            )
+        own_VH = self.model.get_input_embeddings().weight
+        if not torch.equal(own_VH, embedding_VH):
+            raise UsageError(
+                f"the embedding in the files of {spec.path!r} is not what {type(self.model).__name__} "
+                "computes with\n  save the model again with save_pretrained"
             )
 
 
-class _Slots(DynamicLayer):  # type: ignore[misc]
+def slots_of(layer: Any) -> list[Tensor]:
+    """Return what one of transformers' cache layers keeps by token: [B, heads, S, D] each."""
+    found = getattr(layer, "indexer_keys", None)  # of sparse attention; one head
+    kept = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+    return [x for x in (*kept, found if found is None else found[:, None]) if x is not None]
+
+
+def states_of(layer: Any) -> list[Tensor]:
+    """Return what it keeps of all tokens together, and changes with each: [B, ...] each."""
+    kinds = getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})
+    return [x for states in kinds for x in states.values() if x is not None]
+
+
+def layer_of(blank: Any, tensors: Sequence[Tensor], at: tuple[Tensor, Tensor], span: int) -> Any:
+    """Return a cache layer like `blank` that reads and writes these slots and states."""
+    by_token = len(slots_of(blank))
+    slots, states = _Slots(tensors[:by_token], at, span), iter(tensors[by_token:])
+    if not states_of(blank):
+        return slots
+    layer = copy.copy(blank)
+    if by_token:
+        layer.update = slots.update
+    for name in ("conv_states", "recurrent_states"):
+        held = getattr(blank, name).items()
+        setattr(layer, name, {i: None if x is None else next(states) for i, x in held})
+    return layer
+
+
+class _Slots(cache_utils.DynamicLayer):  # type: ignore[misc]
     """One layer's slots in one forward: written `at` rows and positions, read up to `span`."""
 
     def __init__(self, slots: Sequence[Tensor], at: tuple[Tensor, Tensor], span: int) -> None:
@@ -395,9 +538,13 @@ class _Slots(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        for slots, states in zip(self.slots, (key_states, value_states), strict=True):
+        for slots, states in zip(self.slots, (key_states, value_states), strict=False):
             slots[self.at] = states.transpose(1, 2)
-        return tuple(slots[:, : self.span].transpose(1, 2) for slots in self.slots)
+        return tuple(slots[:, : self.span].transpose(1, 2) for slots in self.slots[:2])
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        self.slots[2][self.at] = indexer_key_states[:, :, None]
+        return self.slots[2][:, : self.span, 0]
 
 
 def largest_logits(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:

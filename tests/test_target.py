@@ -8,16 +8,27 @@ from typing import Any
 import pytest
 import torch
 from draftcore_sdk.targets import tiny_target
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from safetensors.torch import load_file, save_file
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.target import TransformersModel, TransformersTarget
 
 
+def opened(folder: Path) -> TransformersModel:
+    return TransformersModel(TransformersTarget(str(folder), device="cpu"))
+
+
+def say(file: Path, part: str | None = None, **values: object) -> None:
+    """Change what a JSON file of a target says, in a part of it."""
+    said = json.loads(file.read_text())
+    (said[part] if part else said).update(values)
+    file.write_text(json.dumps(said))
+
+
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> TransformersModel:
-    return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
+    return opened(target_folder)
 
 
 def test_layer_ids_are_outputs_and_the_last_hidden_state_is_normed(
@@ -63,15 +74,10 @@ def test_embeddings_are_what_the_first_layer_is_given(
     request, lengths_B = FeatureRequest((), False, "float32", embeddings=True), torch.tensor([9, 9])
     found = target.features(tokens_BT, lengths_B, request)["embeddings"]
     assert torch.equal(found, target.model.get_input_embeddings()(tokens_BT))
-    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 259}
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    Gemma2ForCausalLM(
-        Gemma2Config(**shape, **sizes, final_logit_softcapping=None, dtype="float32")
-    ).save_pretrained(tmp_path)
-    scaled = TransformersModel(TransformersTarget(str(tmp_path), device="cpu"))
+    scaled = opened(tiny_target(tmp_path, "gemma2"))
     found = scaled.features(tokens_BT, lengths_B, request)["embeddings"]
     plain = scaled.spec.embedding()[tokens_BT]
-    torch.testing.assert_close(found, plain * 16**0.5, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, plain * 48**0.5, rtol=1e-6, atol=0)
 
 
 def test_more_logits_than_there_are_tokens_are_refused(target: TransformersModel) -> None:
@@ -97,9 +103,80 @@ def test_cached_rows_of_different_lengths_equal_one_forward(target: Transformers
             torch.testing.assert_close(cached[name][i], alone[name][0, -4:], rtol=1e-4, atol=1e-5)
 
 
-def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
-    spec = TransformersTarget(str(tiny_target(tmp_path, tie_word_embeddings=True)), device="cpu")
-    torch.testing.assert_close(spec.head(), spec.embedding(), rtol=0, atol=0)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3"])
+def test_head_and_embedding_are_the_models_own_whichever_config_says_that_they_are_tied(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    """The text part's config may say nothing, or the contrary of what holds."""
+    tiny_target(tmp_path, family, tie_word_embeddings=tied)
+    if family != "qwen3":
+        say(tmp_path / "config.json", "text_config", tie_word_embeddings=not tied)
+    target = opened(tmp_path)
+    target.check()
+    assert torch.equal(target.spec.embedding(), target.model.get_input_embeddings().weight)
+    assert torch.equal(target.spec.head(), target.model.get_output_embeddings().weight)
+    assert torch.equal(target.spec.head(), target.spec.embedding()) is tied
+
+
+def test_an_embedding_that_the_model_does_not_compute_with_is_refused(tmp_path: Path) -> None:
+    """One of a layer for multi-token prediction is not taken for it."""
+    weights = tiny_target(tmp_path) / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["a.layers.6.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, weights, metadata={"format": "pt"})
+    opened(tmp_path).check()
+    tensors["a.embed_tokens.weight"] = tensors["a.layers.6.embed_tokens.weight"] + 1
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"the embedding in the files of .* Qwen3ForCausalLM"):
+        opened(tmp_path).check()
+
+
+@pytest.mark.parametrize(
+    ("family", "scale", "cap"),
+    [("gemma2", 1, 3), ("granite", 0.25, None), ("cohere", 0.25, None), ("falcon_h1", 0.5, None)],
+)
+def test_logits_are_scaled_and_capped_as_the_model_does(
+    tmp_path: Path, family: str, scale: float, cap: float | None
+) -> None:
+    target = opened(tiny_target(tmp_path, family))
+    assert (target.spec.logit_scale, target.spec.logit_softcap) == (scale, cap)
+    target.check()
+    tokens_BT, request = torch.arange(20)[None], FeatureRequest((), True, "float32", topk=5)
+    found = target.features(tokens_BT, torch.tensor([20]), request)
+    own_BTV = target.model(input_ids=tokens_BT).logits
+    torch.testing.assert_close(found["topk_logits"], own_BTV.topk(5).values, rtol=1e-5, atol=1e-6)
+    head_VH = target.spec.head() * scale
+    given_BTV = found["last_hidden"] @ head_VH.T
+    given_BTV = given_BTV if cap is None else cap * torch.tanh(given_BTV / cap)
+    torch.testing.assert_close(given_BTV, own_BTV, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path: Path) -> None:
+    """Algorithms are given the head's weight alone."""
+    weights = tiny_target(tmp_path, "phi") / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.bias"] = torch.linspace(-1, 1, 259)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"PhiForCausalLM computes its logits in a way"):
+        opened(tmp_path).check()
+
+
+def test_layers_that_give_several_streams_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"gives states of shape \(1, 32, 48\), its norm of"):
+        opened(tiny_target(tmp_path, "gemma3n_text")).check()
+
+
+@pytest.mark.parametrize("method", ["modelopt", "fbgemm_fp8"])
+def test_quantised_weights_that_transformers_cannot_read_are_refused_by_name(
+    tmp_path: Path, method: str
+) -> None:
+    """Of a method that it does not know it would take the integers for weights."""
+    say(tiny_target(tmp_path) / "config.json", quantization_config={"quant_method": method})
+    with pytest.raises(
+        UsageError, match=rf"quantised by {method}, cannot be read: .*\n.*\n  or inst"
+    ):
+        opened(tmp_path)
 
 
 def test_a_head_that_is_not_the_models_prediction_is_refused(
@@ -115,6 +192,12 @@ def test_a_head_that_is_not_the_models_prediction_is_refused(
     monkeypatch.setattr(target.model, "forward", capped)
     with pytest.raises(DraftcoreError, match="not the model's own"):
         target.check()
+
+
+def test_a_tie_is_judged_in_a_wider_type_by_experts_too(tmp_path: Path) -> None:
+    target, tokens = opened(tiny_target(tmp_path, "mixtral")), [5, 9, 7]
+    best, second = target.model(input_ids=torch.tensor([tokens])).logits[0, -1].topk(2).values
+    assert target.top2_gap(tokens) == pytest.approx(float(best - second), abs=1e-5)
 
 
 def test_a_layer_that_is_not_there_is_refused(target: TransformersModel) -> None:
@@ -135,22 +218,23 @@ def test_what_is_no_target_is_named(tmp_path: Path, config: str | None) -> None:
 def test_code_that_comes_with_a_model_is_not_run_whoever_says_yes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tokenizer that transformers can read without is read; a model that it cannot is refused."""
+    """A tokenizer that transformers can read without is read; a model that it cannot is refused.
+
+    The key that the error names has it run.
+    """
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     tiny_target(tmp_path)
-    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
-
-    def change(name: str, **values: object) -> None:
-        file = tmp_path / f"{name}.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import Qwen3Config\n"
+    (tmp_path / "own.py").write_text(f"{code}\nclass Own(Qwen3Config):\n    model_type = 'own'\n")
     own = {"AutoTokenizer": ["own.Own", None]}
-    change("tokenizer_config", tokenizer_class="Own", auto_map=own)
+    say(tmp_path / "tokenizer_config.json", tokenizer_class="Own", auto_map=own)
     assert TransformersTarget(str(tmp_path)).tokenizer.vocab_size
-    change("config", model_type="own", auto_map={"AutoConfig": "own.Own"})
-    with pytest.raises(UsageError, match=r"the config of .* draftcore runs none\n"):
+    say(tmp_path / "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"})
+    with pytest.raises(UsageError, match=r"the config of .*\n  set target.trust_remote_code=true"):
         TransformersTarget(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+    assert TransformersTarget(str(tmp_path), trust_remote_code=True).num_layers == 6
+    assert (tmp_path / "ran").exists()
 
 
 def test_an_absent_device_is_refused(target_folder: Path) -> None:

@@ -83,6 +83,36 @@ class BigramDrafter:
         return {name: value[rows_B] for name, value in state.items()}
 
 
+class ForeseeingDrafter(BigramDrafter):
+    """Proposes what the target will say, and errs at a place that differs by row and round."""
+
+    def __init__(self, target: TransformersModel, prompts: Sequence[list[int]], count: int) -> None:
+        super().__init__(target.spec.vocab_size)
+        said = zip(prompts, target.generate(prompts, count + 9), strict=True)
+        self.said = {len(prompt): [*prompt, *answer, *[0] * 9] for prompt, answer in said}
+
+    def prefill(
+        self, state: State, tokens_BT: Tensor, lengths_B: Tensor,
+        features: Mapping[str, Tensor], next_B: Tensor,
+    ) -> None:  # fmt: skip
+        state["prompt"], state["at"] = lengths_B, lengths_B + 1
+
+    def propose(
+        self, state: State, temperature: float = 0.0, generator: torch.Generator | None = None
+    ) -> Proposal:
+        drafts = []
+        for prompt, at in zip(state["prompt"].tolist(), state["at"].tolist(), strict=True):
+            drafts.append(self.said[prompt][at : at + self.num_drafts])
+            if (wrong := (at * at // 3 + prompt) % (self.num_drafts + 1)) < self.num_drafts:
+                drafts[-1][wrong] = (drafts[-1][wrong] + 1) % 256
+        return Proposal(torch.tensor(drafts))
+
+    def accept(
+        self, state: State, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
+    ) -> None:
+        state["at"] = state["at"] + counts_B
+
+
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> TransformersModel:
     return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
@@ -104,12 +134,39 @@ def test_greedy_output_is_the_targets_own_for_every_prompt_and_batch(
     assert report.acceptance_length > 1.5
 
 
-def test_a_sliding_window_target_decodes_losslessly(tmp_path: Path) -> None:
-    layers = ["sliding_attention", "full_attention"] * 3
-    folder = tiny_target(tmp_path, layer_types=layers, use_sliding_window=True, sliding_window=8)
+@pytest.mark.parametrize("family", ["exaone4", "llama4_text"])
+def test_a_target_of_windows_or_chunks_decodes_losslessly(tmp_path: Path, family: str) -> None:
+    """Of 8 tokens."""
+    folder = tiny_target(tmp_path, family)
     target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
     report = evaluate_prompts(eager(target), PROMPTS, EvalConfig(max_new_tokens=30, batch=4))
     assert report.lossless is True
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_states_that_cannot_be_overwritten_go_back_to_what_each_row_accepted(
+    tmp_path: Path, family: str, batch: int
+) -> None:
+    """Of linear attention, Mamba beside attention, and convolutions; prompts of 1 to 20 tokens."""
+    target = TransformersModel(TransformersTarget(str(tiny_target(tmp_path, family)), device="cpu"))
+    runner = EagerRunner(target, ForeseeingDrafter(target, PROMPTS, 24))
+    report = evaluate_prompts(runner, PROMPTS, EvalConfig(max_new_tokens=24, batch=batch))
+    assert (report.lossless, report.ties) == (True, ())
+    assert 2 < report.acceptance_length < 4
+    first, *_, last = report.acceptance_by_position
+    assert 0.1 < last < first < 0.9
+
+
+def test_recurrent_layers_read_no_tree(tmp_path: Path) -> None:
+    folder = tiny_target(tmp_path, "qwen3_5_text")
+    target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
+    tokens_BT, request = torch.zeros(1, 3, dtype=torch.long), FeatureRequest((), True, "float32")
+    seen_BTT = torch.ones(1, 3, 3, dtype=torch.bool).tril()
+    with pytest.raises(UsageError, match=r"drafts trees, and target .* has recurrent layers"):
+        target.forward(
+            target.allocate(1, 8), tokens_BT, tokens_BT[:, 0], 3, request, seen_BTT=seen_BTT
+        )
 
 
 def test_a_verifier_that_accepts_everything_is_caught(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftcore_sdk.targets import byte_tokenizer, tiny_target
+from draftcore_sdk.targets import tiny_target
 
 MakeRun = Callable[..., Any]
 
@@ -62,34 +62,13 @@ def test_a_producer_needs_target_and_plugins_and_neither_data_nor_the_runs_folde
     run.require_done(undisturbed)
 
 
-def scaled_target(folder: Path) -> Path:
-    """A target whose logits are not its last hidden state times its head."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    tokenizer = byte_tokenizer()
-    config = GraniteConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        logits_scaling=4.0,
-        dtype="float32",
-    )
-    GraniteForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("producers", [0, 1])
 def test_a_target_that_the_captures_own_check_refuses_ends_the_run_with_that_error(
     make_run: MakeRun, tmp_path: Path, producers: int
 ) -> None:
     run = make_run(producers=producers)
-    said = run.finish(f"target.path={scaled_target(tmp_path / 'scaled')}", code=2)
-    assert "models that scale or cap their logits are not supported as targets" in said
+    said = run.finish(f"target.path={tiny_target(tmp_path / 'streams', 'gemma3n_text')}", code=2)
+    assert "gives states of shape" in said
     run.require_nothing_trained()
 
 

@@ -27,5 +27,5 @@ class TestLocalCapture(CaptureSuite):
             return output
 
         model.forward = scaled
-        with pytest.raises(UsageError, match="scale or cap their logits"):
+        with pytest.raises(UsageError, match="computes its logits in a way"):
             LocalCapture(target, ALL)

@@ -1,8 +1,8 @@
 """Check once per target, with a short prompt, that sglang captures the features that were asked for.
 
-First, the last hidden state times the target's head has to give sglang's own prediction. It does not
-where a model scales or caps its logits, and a draft trained on it would learn another distribution
-than the server samples from. Second, layers and last hidden state have to be those that transformers
+First, the last hidden state times the target's head, scaled and capped as the target's config says, has
+to give sglang's own prediction, or a draft would learn another distribution than the server samples
+from. Second, layers and last hidden state have to be those that transformers
 computes. That needs the target in memory a second time, so transformers computes them before sglang
 starts, if the weights fit on the device.
 
@@ -103,14 +103,14 @@ def require_own_head(
     Those are of all tokens, or of these.
     """
     head_VH = target.head().to(hidden_H)
-    ours_K = torch.log_softmax((head_VH @ hidden_H).double(), -1)[tokens]
+    ours_K = torch.log_softmax(target.capped(head_VH @ hidden_H).double(), -1)[tokens]
     gap = float((ours_K - theirs_K.to(ours_K)).abs().max())
     bound = 1e-3 if target.dtype == torch.float32 else 0.1
     if not gap <= bound:
         raise UsageError(
             f"{who} does not predict as its last hidden state times the head of {target.path!r}: "
-            f"log-probabilities differ by {gap:.3g}\n  (bound {bound:.3g}): it has other weights, or a "
-            "model that scales or caps its logits, which cannot be a target\n"
+            f"log-probabilities differ by {gap:.3g}\n  (bound {bound:.3g}): it has other weights, or "
+            "computes its logits in a way that draftcore does not know\n"
             "  start it with the run's target, or, where weights are meant to differ, set "
             "capture.options.self_test=false"
         )

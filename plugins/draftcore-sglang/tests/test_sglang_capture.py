@@ -180,7 +180,7 @@ def test_a_model_that_scales_its_logits_is_refused(
     monkeypatch.setattr(internals.Runner, "forward", scaled)
     with (
         pytest.warns(UserWarning, match="does not fit"),
-        pytest.raises(UsageError, match="scales or caps"),
+        pytest.raises(UsageError, match="does not predict as its last"),
     ):
         opener(target)
 

@@ -25,6 +25,7 @@ from draftcore_sdk.serving import Serving
 from draftcore_sglang.ranks import free_port
 
 from draftcore.cli import main
+from draftcore.config import DataConfig
 from draftcore.data.dataset import read_prompts
 from draftcore.target import TransformersTarget
 
@@ -140,7 +141,8 @@ def test_a_server_accepts_as_many_tokens_as_eval_says(
 ) -> None:
     """The first token of an answer comes from the prompt's forward; a round is one verification."""
     target = TransformersTarget(str(QUICKSTART / "target"))
-    prompts = read_prompts(str(QUICKSTART / "data" / "eval.jsonl"), target.tokenizer, PROMPTS, 512)
+    file, data = str(QUICKSTART / "data" / "eval.jsonl"), DataConfig(max_length=512)
+    prompts = read_prompts(file, target.tokenizer, PROMPTS, data)
     answers = generate(serve(label), prompts)
     tokens = sum(answer["completion_tokens"] - 1 for answer in answers)
     rounds = sum(answer["spec_verify_ct"] for answer in answers)
