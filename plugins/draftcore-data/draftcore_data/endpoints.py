@@ -1,0 +1,180 @@
+"""Ask servers with OpenAI's API: several at a time, each set aside while it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from draftcore.data.conversations import Message, RowError
+from draftcore.errors import DraftcoreError, UsageError, raised, shown
+from draftcore.uris import holds_secret
+from draftcore_data.conversing import Answer, as_asked, tool_as_asked
+
+KEY = "DRAFTCORE_API_KEY"
+TRIES = 8  # of one question that servers fail at
+FIRST, LONGEST = 0.25, 60.0  # seconds that a server is set aside; doubled each time
+BUSY = (408, 409, 425, 429, 503)  # says nothing of the question
+UNFIT = (400, 413, 422)  # the question is refused, others may not be
+
+
+@dataclass
+class Endpoint:
+    """A server's address, its questions under way, and until when it is left alone after a failure."""
+
+    url: str
+    asked: int = 0
+    failures: int = 0
+    away_until: float = 0.0
+
+    def set_aside(self, reason: str, seconds: float = 0.0) -> None:
+        """Leave the server alone, longer each time; questions that were under way count once."""
+        if (now := time.monotonic()) >= self.away_until:
+            wait = max(seconds, FIRST * 2 ** min(self.failures, 16))
+            if not self.failures:
+                print(f"{self.url} is left alone for now: {reason}", file=sys.stderr)
+            self.failures, self.away_until = self.failures + 1, now + min(wait, LONGEST)
+
+
+class Endpoints:
+    """Asks the servers at these URLs one question after another, in tasks of one event loop.
+
+    `body` is what each request says besides messages and tools: model, sampling. `patience` is how
+    many seconds pass without any answer until it gives up; `timeout` is that of one answer.
+    """
+
+    def __init__(self, urls: Sequence[str], timeout: float, patience: float) -> None:
+        self.endpoints = [Endpoint(_base(url)) for url in dict.fromkeys(urls)]
+        self.body: dict[str, Any] = {}
+        self.patience, self.heard = patience, time.monotonic()
+        self._key = os.environ.get(KEY, "")
+        self._client = httpx2.AsyncClient(
+            timeout=httpx2.Timeout(timeout, connect=10, pool=None),
+            limits=httpx2.Limits(max_connections=None),
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+        )
+
+    async def __aenter__(self) -> Endpoints:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def find_model(self) -> str:
+        """Return the name of the model that is served. Raises UsageError where there are several."""
+        listed = await self._ask("GET", "/models")
+        names = [str(one["id"]) for one in listed.get("data", ()) if "id" in one]
+        if len(names) != 1:
+            raise UsageError(
+                f"the servers have {len(names)} models: {shown(', '.join(names)) or 'none listed'}\n"
+                "  name one with --model"
+            )
+        return names[0]
+
+    async def answer(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Answer:
+        """Have a conversation answered. Raises RowError where the servers refuse or fail at this one."""
+        body = {**self.body, "messages": [as_asked(message) for message in messages]}
+        if tools:
+            body["tools"] = [tool_as_asked(tool) for tool in tools]
+        return _read(await self._ask("POST", "/chat/completions", body))
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        tries, reason = 0, ""
+        while tries < TRIES:
+            endpoint, busy = await self._free(), False
+            endpoint.asked += 1
+            try:
+                response = await self._client.request(method, endpoint.url + path, json=body)
+                status, reason = response.status_code, f"HTTP {response.status_code}"
+                busy = status in BUSY
+                if status == 200:
+                    found = response.json()
+                    if not isinstance(found, dict):
+                        raise ValueError("the answer is not an object")
+                    endpoint.failures, self.heard = 0, time.monotonic()
+                    return found
+                reason += f": {self._text(response)}"
+            except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+                status, reason, busy = 0, raised(error), True
+            except (httpx2.TransportError, ValueError) as error:
+                status, reason = 0, raised(error)
+            finally:
+                endpoint.asked -= 1
+            if status in UNFIT:
+                self.heard = time.monotonic()
+                raise RowError("the server refuses it", reason)
+            if status and status < 500 and not busy:
+                raise UsageError(
+                    f"{endpoint.url}{path} cannot be asked: {reason}\n"
+                    f"  check --endpoint and --model; a key is read from the environment: {KEY}"
+                )
+            tries += not busy
+            endpoint.set_aside(reason, _retry_after(response) if status else 0.0)
+            if time.monotonic() - self.heard > self.patience:
+                raise DraftcoreError(
+                    f"no server has answered for {self.patience:.0f} s; {endpoint.url}: {reason}\n"
+                    "  when one does, the same command goes on"
+                )
+        raise RowError(f"no answer in {TRIES} tries", reason)
+
+    async def _free(self) -> Endpoint:
+        """Wait for a server that is not set aside; of several the one with the least to do."""
+        while True:
+            now = time.monotonic()
+            if ready := [one for one in self.endpoints if one.away_until <= now]:
+                return min(ready, key=lambda one: one.asked)
+            await asyncio.sleep(min(one.away_until for one in self.endpoints) - now)
+
+    def _text(self, response: httpx2.Response) -> str:
+        """Return what a server says of an error; some repeat the key."""
+        text = shown(response.text, 300)
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _base(url: str) -> str:
+    """Return the address that `/chat/completions` is added to; a bare host means its `/v1`."""
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        parsed = httpx2.URL()
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo or parsed.query:
+        named = "" if holds_secret(url) else f" {url!r}"
+        raise UsageError(
+            f"--endpoint{named} is not a server's address\n"
+            f"  write it like http://localhost:8000/v1; a key comes from the environment: {KEY}"
+        )
+    return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
+
+
+def _retry_after(response: httpx2.Response) -> float:
+    try:
+        return float(response.headers.get("Retry-After", 0))
+    except ValueError:  # a date
+        return 0.0
+
+
+def _read(found: Mapping[str, Any]) -> Answer:
+    """Read a chat completion; reasoning goes by two names."""
+    try:
+        choice, usage = found["choices"][0], found.get("usage") or {}
+        given = choice["message"]
+        reasoning = given.get("reasoning_content") or given.get("reasoning")
+        message = {"role": "assistant", "content": given.get("content") or ""}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if given.get("tool_calls"):
+            message["tool_calls"] = given["tool_calls"]
+        told = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise RowError("the server's answer is not a chat completion", raised(error)) from None
+    if len(message) == 2 and not message["content"]:
+        raise RowError("the answer is empty", str(choice.get("finish_reason")))
+    return Answer(message, str(choice.get("finish_reason")), told[0], told[1])

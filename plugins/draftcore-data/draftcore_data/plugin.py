@@ -1,0 +1,189 @@
+"""The command `data` and its own commands. What is slow to import is imported inside them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+from draftcore.errors import UsageError
+
+if TYPE_CHECKING:
+    from draftcore.contracts.source import Source
+    from draftcore.data.dataset import Dataset
+    from draftcore.plugins.registry import Registry
+    from draftcore.run import Run
+
+
+@click.group()
+def data() -> None:
+    """Make, show and check what a run learns from."""
+
+
+@data.command()
+@click.argument("source", metavar="RUN.yaml|SOURCE")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--endpoint", "endpoints", multiple=True, help="A server's address; several work side by side."
+)
+@click.option("--in-process", is_flag=True, help="The run's target here, greedy; no server.")
+@click.option("--model", help="The model's name at the servers; if they have one, that.")
+@click.option(
+    "--concurrency", type=click.IntRange(1, 10_000), default=32, show_default=True,
+    help="Conversations under way at a time; in process, rows of a batch.",
+)  # fmt: skip
+@click.option("--rows", type=click.IntRange(1), help="Read this many rows at most.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), default=2048, show_default=True,
+    help="Longest answer, its reasoning included.",
+)  # fmt: skip
+@click.option("--temperature", type=click.FloatRange(0), help="The server's default if not given.")
+@click.option("--top-p", type=click.FloatRange(0, 1), help="The server's default if not given.")
+@click.option("--seed", type=int, help="None if not given.")
+@click.option("--reasoning-effort", help="low, medium, high: as the model's template takes it.")
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
+    help="Seconds to wait for one answer.",
+)  # fmt: skip
+@click.option(
+    "--patience", type=click.FloatRange(0), default=600.0, show_default=True,
+    help="Seconds without any answer until it gives up.",
+)  # fmt: skip
+@click.pass_context
+def regenerate(
+    ctx: click.Context, source: str, overrides: tuple[str, ...], out: Path,
+    endpoints: tuple[str, ...], in_process: bool, model: str | None, concurrency: int,
+    rows: int | None, max_tokens: int, temperature: float | None, top_p: float | None,
+    seed: int | None, reasoning_effort: str | None, timeout: float, patience: float,
+) -> None:  # fmt: skip
+    """Have the target answer the conversations of a run or a source anew.
+
+    Each assistant turn is asked for again, in order, after the answers given before. The answers are
+    lines of JSON that `data.train` takes. Killed or stopped, the same command goes on; rows that
+    failed are listed beside the file, and the exit status is then 1.
+    """
+    sampling = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed,
+        "reasoning_effort": reasoning_effort,
+    }  # fmt: skip
+    given = {key: value for key, value in sampling.items() if value is not None}
+    if bool(endpoints) == in_process:
+        raise UsageError("who answers?\n  give --endpoint URL, one or more, or --in-process")
+    if in_process and (sampled := ", ".join(sorted(given.keys() - {"max_tokens"}))):
+        raise UsageError(
+            f"in process answers are greedy: {sampled} cannot be set\n"
+            "  leave it out, or ask a server: --endpoint"
+        )
+    from draftcore.plugins.binding import find_source
+    from draftcore_data.endpoints import Endpoints
+    from draftcore_data.regenerate import Questions, from_servers, from_target
+
+    find = functools.partial(find_source, ctx.obj)
+    questions = Questions.read(source, overrides, rows, given, find)
+    if in_process:
+        tally = from_target(questions, out, concurrency)
+    else:
+        servers = Endpoints(endpoints, timeout, patience)
+        tally = from_servers(questions, out, concurrency, servers, model)
+    for line in tally.summary(out):
+        click.echo(line)
+    if tally.failed:
+        ctx.exit(1)
+
+
+def on_run(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb a run, by its YAML and KEY=VALUE overrides, and its training data, rendered."""
+
+    @functools.wraps(function)
+    def verb(registry: Registry, config: Path, overrides: tuple[str, ...], **given: Any) -> None:
+        from draftcore.config import load_config
+
+        settings = load_config(config, overrides)
+        if settings.data.train is None:
+            raise UsageError("data.train is not set\n  set it to conversations in JSONL")
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        from draftcore.run import Run
+
+        run = Run(settings, registry)
+        function(run, run.dataset(settings.data.train, "train", settings.data.limit), **given)
+
+    wrapped = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(verb)
+    wrapped = click.argument("config", type=click.Path(path_type=Path))(wrapped)
+    return click.pass_obj(wrapped)
+
+
+@data.command()
+@on_run
+@click.option("--rows", type=click.IntRange(0), default=3, show_default=True, help="Rows to show.")
+@click.option("--json", "as_json", is_flag=True, help="Print rows and figures as JSON.")
+def show(run: Run, dataset: Dataset, rows: int, as_json: bool) -> None:
+    """Show rows as they will be learned, and figures over all of them.
+
+    What is learned is coloured, or stands in brackets where the output is no terminal. What is
+    rendered is what `train` uses, which does not render it again.
+    """
+    from draftcore_data.show import figures, rows_of
+
+    found = figures(run, dataset)
+    shown = list(rows_of(dataset, run.target.tokenizer, range(min(rows, found.kept))))
+    if as_json:
+        rows_shown = [asdict(row) for row in shown]
+        click.echo(json.dumps({**found.to_json(), "rows": rows_shown}, indent=1))
+        return
+    coloured = sys.stdout.isatty()
+    mark = functools.partial(click.style, fg="green") if coloured else "\u27e6{}\u27e7".format
+    for at, row in enumerate(shown):
+        click.secho(f"row {at}: {row.tokens:,} tokens, {row.learned:,} learned", bold=True)
+        click.echo(row.text(mark).rstrip("\n") + "\n")
+    for name, value in found.lines():
+        click.echo(f"{name:24}  {value}")
+
+
+@data.command()
+@on_run
+@click.option("--rows", type=click.IntRange(1), default=32, show_default=True, help="Rows to read.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), default=128, show_default=True,
+    help="Of each answer, and of the target's own.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print verdict and figures as JSON.")
+def check(run: Run, dataset: Dataset, rows: int, max_tokens: int, as_json: bool) -> None:
+    """Say whether the answers of a run's data are the target's own.
+
+    The target reads the first answers of some rows, and answers the same prompts itself. The exit
+    status is 1 if they are others' answers.
+    """
+    from draftcore_data.check import check_answers
+
+    verdict = check_answers(dataset, run.target.model, rows, max_tokens)
+    lines = [json.dumps(verdict.to_json(), indent=1)] if as_json else verdict.lines()
+    click.echo("\n".join(lines))
+    if verdict.name == "foreign":
+        raise click.exceptions.Exit(1)
+
+
+@hookimpl
+def describe() -> Sequence[Offer]:
+    return [Offer("source", "hf")]
+
+
+@hookimpl
+def source(name: str, uri: str) -> Source:
+    from draftcore_data.sources import open_table
+
+    return open_table(uri)
+
+
+@hookimpl
+def commands() -> Sequence[click.Command]:
+    return [data]

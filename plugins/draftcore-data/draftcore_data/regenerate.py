@@ -1,0 +1,325 @@
+"""Answers made by the target, one line of JSON for each conversation: `draftcore data regenerate`.
+
+The file of answers is only ever appended to. A line holds the row's id, so a run that was killed goes on
+with what is not there yet; a last line that was torn is dropped. A row that fails is listed beside
+the file and is asked again by the same command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from draftcore.config import RunConfig, Sources, load_config
+from draftcore.data.conversations import (
+    BadRow,
+    Conversation,
+    Message,
+    Rendered,
+    Row,
+    RowError,
+)
+from draftcore.data.sources import Find, named, read_conversations
+from draftcore.errors import UsageError
+from draftcore.files import hold, unlinked, write_atomic
+from draftcore.training.progress import Progress
+from draftcore_data.conversing import Answer, converse
+from draftcore_data.endpoints import Endpoints
+
+EVERY = 30.0  # seconds between the lines of a run that is not on a terminal
+Rows = Callable[[], Iterable[Row]]
+Ended = list[Message] | RowError
+
+
+def row_id(row: Conversation) -> str:
+    """Return a row's place with a digest of what it says, by which a file of answers knows it."""
+    said = json.dumps([row.messages, row.tools], sort_keys=True).encode()
+    return f"{row.where}:{hashlib.blake2b(said, digest_size=8).hexdigest()}"
+
+
+def failures_of(out: Path) -> Path:
+    """Return the file that lists what has no answer, beside the file of answers."""
+    return out.with_name(out.name + ".failed.jsonl")
+
+
+@dataclass(frozen=True)
+class AnswersFile:
+    """The answers that are there, by their rows' ids, and the file that lists what has none."""
+
+    ids: set[str]
+    stream: BinaryIO
+    failures: BinaryIO
+
+    def add(self, row: Conversation, messages: list[Message]) -> None:
+        """Append a finished conversation; the line is the system's when this returns."""
+        line = {"id": row_id(row), "messages": messages}
+        append(self.stream, {**line, "tools": row.tools} if row.tools else line)
+
+    def add_failure(self, row: BadRow) -> None:
+        append(self.failures, row._asdict())
+
+
+def append(stream: BinaryIO, line: Mapping[str, Any]) -> None:
+    stream.write(json.dumps(line).encode() + b"\n")
+    stream.flush()
+
+
+@contextmanager
+def open_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFile]:
+    """Hold a file of answers against other processes; `settings` say how all of them are made.
+
+    Raises UsageError for a file of other settings, or one that holds something else.
+    """
+    lock = hold(
+        path.with_name(path.name + ".lock"), f"writes to {path}", "name another file with --out"
+    )
+    try:
+        about, failed = path.with_name(path.name + ".settings.json"), failures_of(path)
+        then = json.loads(about.read_text()) if about.exists() and path.exists() else settings
+        if differ := [key for key in {**settings, **then} if settings.get(key) != then.get(key)]:
+            told = (f"  {k}: {then.get(k)!r} there, {settings.get(k)!r} now\n" for k in differ)
+            raise UsageError(
+                f"{path} holds answers that were made otherwise\n{''.join(told)}"
+                "  give the settings that are there, or name another file with --out"
+            )
+        with open(path, "a+b", opener=unlinked) as stream:
+            ids = read_ids(path, stream)
+            write_atomic(about, json.dumps(dict(settings), indent=1))
+            with open(failed, "wb", opener=unlinked) as failures:
+                yield AnswersFile(ids, stream, failures)
+            os.fsync(stream.fileno())
+        if not failed.stat().st_size:
+            failed.unlink()
+    finally:
+        os.close(lock)
+
+
+def read_ids(path: Path, stream: BinaryIO) -> set[str]:
+    """Return the ids of the rows that have answers, and drop a last line that was torn."""
+    ids, whole = set[str](), 0
+    stream.seek(0)
+    for number, line in enumerate(stream, start=1):
+        if line.endswith(b"\n"):
+            try:
+                ids.add(json.loads(line)["id"])
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(
+                    f"{path}:{number} is no answer that was written here\n"
+                    "  correct or delete the line, or name another file with --out"
+                ) from None
+            whole += len(line)
+    stream.truncate(whole)
+    return ids
+
+
+@dataclass
+class Tally:
+    """What became of the rows so far, and what it took."""
+
+    total: int
+    before: int  # rows whose answers were there
+    bad: int  # rows that the source cannot give
+    done: int = 0
+    failed: int = 0
+    cut: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def count(self, answer: Answer) -> None:
+        self.cut += answer.finish == "length"
+        self.prompt_tokens += answer.prompt_tokens
+        self.completion_tokens += answer.completion_tokens
+
+    def text(self) -> str:
+        """Return rate, tokens and time left on a line."""
+        seconds = max(time.monotonic() - self.began, 1e-3)
+        ended = self.done + self.failed
+        left = (self.total - self.before - ended) * seconds / max(ended, 1)
+        parts = [
+            f"{ended / seconds:.3g} rows/s",
+            f"{self.completion_tokens / seconds:,.0f} tokens/s",
+            f"{self.prompt_tokens:,} tokens in, {self.completion_tokens:,} out",
+        ]
+        if ended:
+            parts.append(f"{timedelta(seconds=int(left))} left")
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        return "  ".join(parts)
+
+    def summary(self, out: Path) -> list[str]:
+        """Return what a person needs to know at the end."""
+        failed = failures_of(out)
+        lines = [
+            f"{out}: answers to {self.before + self.done:,} of {self.total:,} rows, "
+            f"{self.done:,} of them made now",
+            f"  {self.prompt_tokens:,} tokens in, {self.completion_tokens:,} out",
+        ]
+        if self.cut:
+            lines.append(f"  {self.cut:,} answers were cut: raise --max-tokens to have them whole")
+        if self.bad:
+            lines.append(f"  {self.bad:,} rows of the source cannot be used, listed in {failed}")
+        if self.failed:
+            lines.append(f"  {self.failed:,} rows failed, listed in {failed}")
+            lines.append("  the same command asks for them again")
+        return lines
+
+
+class Job:
+    """The rows that lack an answer, and what is done with each answer and each end."""
+
+    def __init__(self, rows: Rows, out: AnswersFile) -> None:
+        self.out, self._rows = out, rows
+        self.tally = Tally(total=0, before=0, bad=0)
+        ids = set[str]()  # a source's weight may give a row twice, which is answered once
+        for row in rows():
+            if isinstance(row, Rendered):
+                row = BadRow(row.where, "a row of tokens asks nothing that could be asked anew")
+            if isinstance(row, BadRow):
+                self.tally.bad += 1
+                out.add_failure(row)
+            else:
+                ids.add(row_id(row))
+        self.tally.total, self.tally.before = len(ids), len(ids & out.ids)
+        self.progress = Progress(
+            self.tally.total, self.tally.before, "answering", beside=self.tally.text
+        )
+        self._told = time.monotonic()
+
+    def rows(self) -> Iterator[Conversation]:
+        begun = set(self.out.ids)
+        for row in self._rows():
+            if isinstance(row, Conversation) and (one := row_id(row)) not in begun:
+                begun.add(one)
+                yield row
+
+    def ended(self, row: Conversation, how: Ended) -> None:
+        """Write a row's new conversation, or why there is none, and show how far the work is."""
+        if isinstance(how, RowError):
+            self.tally.failed += 1
+            self.out.add_failure(BadRow(row.where, *how.args))
+        else:
+            self.out.add(row, how)
+            self.tally.done += 1
+        at = self.tally.before + self.tally.done + self.tally.failed
+        self.progress.update(self.progress.task, completed=at)
+        if not self.progress.console.is_terminal and time.monotonic() - self._told > EVERY:
+            self.progress.tell(f"answering {at}/{self.tally.total}  {self.tally.text()}")
+            self._told = time.monotonic()
+
+
+async def ask_servers(job: Job, endpoints: Endpoints, concurrency: int) -> None:
+    """Take the rows through their conversations, so many at a time."""
+    rows = job.rows()
+
+    async def work() -> None:
+        for row in rows:  # one iterator for all: each takes the next row
+            talk = converse(row)
+            try:
+                asked = next(talk)
+                while True:
+                    answer = await endpoints.answer(asked, row.tools)
+                    job.tally.count(answer)
+                    asked = talk.send(answer)
+            except StopIteration as end:
+                job.ended(row, end.value)
+            except RowError as error:
+                job.ended(row, error)
+
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is to be answered, and how: a source's rows, the run they are of, what is asked with."""
+
+    source: Sources
+    settings: RunConfig | None
+    limit: int | None
+    sampling: Mapping[str, Any]
+    find: Find
+
+    @classmethod
+    def read(
+        cls, source: str, overrides: Sequence[str], limit: int | None, sampling: Mapping[str, Any],
+        find: Find,
+    ) -> Questions:  # fmt: skip
+        """Take a run's YAML with overrides, or else a source of conversations by itself."""
+        if Path(source).suffix not in (".yaml", ".yml"):
+            if overrides:
+                raise UsageError(
+                    f"{overrides[0]!r} belongs to a run, and {source} is none\n"
+                    "  give a run's YAML file in its place, or leave that out"
+                )
+            return cls(source, None, limit, sampling, find)
+        settings = load_config(Path(source), overrides)
+        if settings.data.train is None:
+            raise UsageError("data.train is not set\n  set it to conversations in JSONL")
+        return cls(settings.data.train, settings, limit or settings.data.limit, sampling, find)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        return self.settings.data.template_options if self.settings else {}
+
+    @contextmanager
+    def open(self, out: Path, settings: Mapping[str, Any]) -> Iterator[Job]:
+        """Open the file of answers, and the rows that it lacks, for as long as they are answered."""
+        about = {**settings, **self.sampling, "template_options": self.template_options}
+        with open_answers(out, about) as answers:
+            job = Job(lambda: read_conversations(self.source, self.limit, self.find), answers)
+            if not job.tally.total:
+                raise UsageError(
+                    f"no row of {named(self.source)} can be answered\n"
+                    f"  they are listed in {failures_of(out)}"
+                )
+            with job.progress:
+                yield job
+
+
+def from_servers(
+    questions: Questions, out: Path, concurrency: int, endpoints: Endpoints, model: str | None
+) -> Tally:
+    """Have servers answer with the model of this name, or the only one that they have."""
+
+    async def ask() -> Tally:
+        async with endpoints:
+            name = model or await endpoints.find_model()
+            endpoints.body |= {"model": name, **questions.sampling}
+            if questions.template_options:
+                endpoints.body["chat_template_kwargs"] = questions.template_options
+            with questions.open(out, {"model": name}) as job:
+                await ask_servers(job, endpoints, concurrency)
+            return job.tally
+
+    return asyncio.run(ask())
+
+
+def from_target(questions: Questions, out: Path, batch: int) -> Tally:
+    """Have the run's target answer in this process."""
+    from draftcore.data.rendering import Renderer
+    from draftcore.target import TransformersTarget
+    from draftcore_data.local import LocalModel
+
+    if questions.settings is None:
+        raise UsageError(
+            f"{named(questions.source)} names no target to answer in this process\n"
+            "  give a run's YAML file, or ask a server: --endpoint"
+        )
+    given = questions.settings.target
+    target = TransformersTarget(**given.model_dump())
+    renderer = Renderer(target.tokenizer, questions.settings.data)
+    with questions.open(out, {"model": given.path, "in_process": True}) as job:
+        longest = questions.sampling["max_tokens"]
+        LocalModel(target.model, renderer, batch, longest).run(
+            job.rows(), job.tally.count, job.ended
+        )
+    return job.tally

@@ -1,0 +1,52 @@
+"""The README's commands print what it shows, for a run on eight rows of the quickstart."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from talking import Server, chat, write_rows
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = ROOT / "examples" / "quickstart"
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"^```console\n\$ draftcore (.*?)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+FRESH = '```python\ndef fresh():\n    """Return a new list."""\n    return []\n```'
+
+
+@pytest.fixture(autouse=True)
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (QUICKSTART / "data" / "train.jsonl").read_text().splitlines()[:7]
+    first = chat("Implement `fresh` in Python: Return a new list.", FRESH)
+    write_rows(tmp_path / "rows.jsonl", first, *map(json.loads, lines))
+    settings = {
+        "run": "runs/mine",
+        "target": {"path": str(QUICKSTART / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {"train": "rows.jsonl", "max_length": 300},
+        "algorithm": {"name": "eagle3", "options": {"draft_vocab_size": 64}},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("command", "expected"), SHOWN, ids=[command for command, _ in SHOWN])
+def test_the_readme_shows_what_is_printed(
+    cli: Callable[..., Result], serve: Callable[..., Server], command: str, expected: str
+) -> None:
+    given = command.replace("http://localhost:8000", serve().url)
+    assert cli(*given.split()).stdout == expected
+
+
+def test_the_commands_of_the_data_page_work_one_after_the_other(
+    cli: Callable[..., Result], serve: Callable[..., Server]
+) -> None:
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^draftcore (data .*?)(?: +#.*)?$", page, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        shown = cli(*command.replace("http://localhost:8000", serve().url).split()).stdout
+    assert "⟦answer 1 to" in shown, "what was made is what is learned"

@@ -1,0 +1,156 @@
+"""`draftcore data show` and `check`: what is learned, and whose words it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from talking import Json, chat, rows_of, write_rows
+
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
+Cli = Callable[..., Result]
+Config = Callable[..., Path]
+
+
+@pytest.fixture
+def config(tmp_path: Path, target_folder: Path) -> Config:
+    """Write the YAML of a run on these rows."""
+
+    def write(*rows: Json, options: Json | None = None, **data: Any) -> Path:
+        settings = {
+            "run": str(tmp_path / "run"),
+            "target": {"path": str(target_folder), "device": "cpu"},
+            "data": {"train": str(write_rows(tmp_path / "rows.jsonl", *rows)), **data},
+            "algorithm": {"name": "eagle3", "options": options or {}},
+        }
+        (tmp_path / "run.yaml").write_text(json.dumps(settings))
+        return tmp_path / "run.yaml"
+
+    return write
+
+
+def test_rows_are_shown_as_they_are_learned(cli: Cli, config: Config) -> None:
+    file = config(chat("one", "uno", "two", "dos"), chat("a", "b"))
+    result = cli("data", "show", file, "--rows", 1)
+    text = (
+        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n⟦uno<|im_end|>⟧\n"
+        "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n⟦dos<|im_end|>⟧\n"
+    )
+    assert text in result.stdout
+    assert result.stdout.count("⟦") == 2
+    assert "row 0: 54 tokens, 8 learned" in result.stdout
+
+
+def test_on_a_terminal_what_is_learned_is_coloured(config: Config) -> None:
+    """By a process of its own, whose standard output is a terminal."""
+    file = config(chat("one", "uno"))
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "draftcore", "data", "show", str(file)]
+    with subprocess.Popen(command, stdout=theirs) as child:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # which is how a terminal ends
+            while part := os.read(ours, 4096):
+                shown += part
+    os.close(ours)
+    assert child.returncode == 0
+    assert b"assistant\r\n\x1b[32muno<|im_end|>\x1b[0m" in shown
+    assert "⟦".encode() not in shown
+
+
+def test_what_would_control_a_terminal_is_escaped(cli: Cli, config: Config) -> None:
+    result = cli("data", "show", config(chat("\x1b[2J", "b")))
+    assert "\\x1b[2J" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize("overlong", ["skip", "truncate"])
+def test_lengths_are_of_all_rows_also_of_those_that_are_too_long(
+    cli: Cli, config: Config, overlong: str
+) -> None:
+    """Else nobody sees how long `max_length` would have to be."""
+    rows = [chat("q", "a" * n) for n in range(1, 101)]
+    limits = {"max_length": 92, "overlong": overlong}  # a row has 32 tokens beside its answer
+    file = config(*rows, {"messages": []}, **limits)
+    found = json.loads(cli("data", "show", file, "--json", "--rows", 2).stdout)
+    base = found["lengths"]["min"] - 1
+    expected = {"min": 1, "median": 50, "p95": 95, "max": 100}
+    assert found["lengths"] == {name: base + length for name, length in expected.items()}
+    assert found["max_length_for_95"] == base + 95
+    assert found["within_max_length"] == (92 - base) / 100
+    left = 1 + (overlong == "skip") * (100 - (92 - base))
+    assert len(found["left_out"]) == left
+    assert {
+        "where": "rows.jsonl:101",
+        "reason": "the conversation is empty",
+        "detail": "",
+    } in found["left_out"]
+    assert found["kept"] == 101 - left
+    assert len(found["rows"]) == 2
+    assert Path(found["report"]).exists()
+    told = cli("data", "show", file)
+    assert "left out: the conversation is empty (rows.jsonl:101)" in told.stderr
+    assert found["report"] in told.stdout
+    larger = json.loads(cli("data", "show", file, "data.max_length=200", "--json").stdout)
+    assert larger["lengths"] == found["lengths"]
+
+
+def test_what_a_template_drops_is_said(cli: Cli, config: Config) -> None:
+    row = chat("one", "uno")
+    row["messages"][1]["reasoning_content"] = "it is Spanish"
+    said = "reasoning of 1 answers is not in the rendered text"
+    result = cli("data", "show", config(row), "--json")
+    assert json.loads(result.stdout)["notes"] == [said]
+    assert said in result.stderr
+
+
+def test_the_pruned_vocabulary_of_a_draft_is_measured_on_what_is_learned(
+    cli: Cli, config: Config
+) -> None:
+    """Each answer is 9 times a, twice b and an end of turn; two tokens are 11 of these 12."""
+    rows = [chat("zzzz", "a" * 9 + "b" * 2) for _ in range(5)]
+    pruned = config(*rows, options={"draft_vocab_size": 2})
+    found = json.loads(cli("data", "show", pruned, "--json").stdout)
+    assert found["draft_vocabulary"] == {"": [2, 11 / 12]}
+    assert "2 tokens cover 91.67% of what is learned" in cli("data", "show", pruned).stdout
+    assert "draft vocabulary" not in cli("data", "show", config(*rows)).stdout
+
+
+def test_the_targets_own_answers_are_told_from_those_of_others(
+    cli: Cli, config: Config, tmp_path: Path
+) -> None:
+    """A target that was trained: its own are made by `regenerate`, and then given to other questions."""
+    tiny = f"target.path={QUICKSTART / 'target'}", "target.dtype=float32"
+    source, out = f"data.train={QUICKSTART / 'data' / 'eval.jsonl'}", tmp_path / "own.jsonl"
+    made = ("--in-process", "--max-tokens", 64, "--rows", 12)
+    cli("data", "regenerate", config(), *tiny, source, "--out", out, *made)
+    own = [row["messages"] for row in rows_of(out)]
+
+    def judged(*answers: str, status: int = 0) -> Json:
+        pairs = zip((messages[0]["content"] for messages in own), answers, strict=True)
+        file = config(*(chat(*pair) for pair in pairs))
+        asked = cli("data", "check", file, *tiny, "--json", "--max-tokens", 64, status=status)
+        return dict(json.loads(asked.stdout))
+
+    answers = [messages[1]["content"] for messages in own]
+    found = judged(*answers)
+    assert (found["rows"], found["verdict"]) == (12, "own")
+    assert found["data"]["argmax"] > 0.95, "but for the ends of answers that were cut"
+    assert found["own"]["argmax"] == 1.0
+    people = ["We would rather not write this one, since a library has it already."] * 12
+    for others in ([*answers[1:], answers[0]], people):
+        foreign = judged(*others, status=1)
+        assert foreign["verdict"] == "foreign"
+        assert foreign["data"]["likelihood"] < foreign["data"]["expected_likelihood"] - 0.5
+        assert foreign["data"]["argmax"] < 0.8
+        assert foreign["own"] == found["own"], "it answers the same prompts alike"
+    said = cli("data", "check", tmp_path / "run.yaml", *tiny, status=1).stdout
+    assert "the answers are not the target's own" in said
