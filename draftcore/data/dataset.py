@@ -252,7 +252,8 @@ def read_prompts(
     """Read what at most `limit` conversations ask of the model in their last assistant turn.
 
     A prompt over `max_length` tokens is left out, never cut: a cut one asks something else. What is
-    left out is told on stderr, and in `report`. Raises `UsageError` as `build_dataset` does, and when no prompt is left.
+    left out is told on stderr, and in `report`. Raises `UsageError` as `build_dataset` does, and when no
+    prompt is left.
     """
     longest, report = options.max_length, report or DataReport(named(given))
     renderer, prompts = Renderer(tokenizer, options, date), list[list[int]]()

@@ -139,7 +139,7 @@ def config(
 )  # fmt: skip
 @click.pass_obj
 def status(registry: Registry, config: Path, overrides: tuple[str, ...], seconds: float) -> None:
-    """Say how a run that is under way stands, and who waits for whom.
+    """Say how a run stands, and who waits for whom.
 
     From another terminal, in the run's folder or anywhere that sees it.
     """
