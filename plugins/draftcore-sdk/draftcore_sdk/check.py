@@ -63,6 +63,7 @@ AROUND: Mapping[str, tuple[Kind, str, str]] = {
     "feature_store": ("store", "file", "draftcore.builtin"),
     "channel": ("channel", "tcp", "draftcore.builtin"),
     "launcher": ("launcher", "local", "draftcore.builtin"),
+    "source": ("source", "hf", "draftcore_data.plugin"),
     "runner": ("runner", "eager", "draftcore.builtin"),
     "graph_backend": ("graph", "recording", "draftcore_graphs.plugin"),
     "graph_plugin": ("graph-plugin", "tbo", "draftcore_graphs.plugin"),

@@ -1,0 +1,105 @@
+"""Wrong launchers: the built-in `local`, and what each does otherwise."""
+
+from draftcore_sdk.launchers import LauncherSuite
+
+from mutants import Mutants, wrong
+
+RIGHT = """
+import dataclasses
+import signal
+import subprocess
+
+from draftcore import hookimpl
+from draftcore import launcher as local
+from draftcore.contracts.launcher import Job
+from draftcore.contracts.offers import Offer
+from draftcore.errors import DraftcoreError, UsageError
+
+class Family(local.Family):
+    pass
+
+class Launcher(local.LocalLauncher):
+    def run(self, job):
+        before, local.Family = local.Family, Family
+        try:
+            return super().run(job)
+        finally:
+            local.Family = before
+
+@hookimpl
+def describe():
+    return [Offer("launcher", "{name}")]
+
+@hookimpl
+def launcher(name):
+    return Launcher()
+"""
+CONFTEST = """
+import pytest
+from draftcore_sdk import launchers
+
+@pytest.fixture(autouse=True)
+def what_never_comes_is_not_waited_for_long(request, monkeypatch):
+    if "is_right" not in request.node.nodeid:
+        monkeypatch.setattr(launchers, "TOOLS", launchers.TOOLS.replace(str(launchers.SOON), "1.0"))
+        monkeypatch.setattr(launchers, "SOON", 1.0)
+"""
+
+WRONG = """
+== has_two_exit_statuses: test_the_exit_status_of_the_ranks_is_returned
+class Launcher(Launcher):
+    def run(self, job):
+        return min(super().run(job), 1)
+== tells_no_places: test_ranks_are_told_their_places
+class Launcher:
+    def run(self, job):
+        return max(subprocess.run(job.of("trainer")).returncode for _ in range(job.ranks))
+== never_restarts: test_ranks_that_a_signal_kills_start_again_all_together
+class Launcher(Launcher):
+    def run(self, job):
+        return super().run(dataclasses.replace(job, restarts=0))
+== tries_once_more: test_a_rank_that_says_why_it_ended_is_not_started_again
+class Launcher(Launcher):
+    def run(self, job):
+        return super().run(job) and super().run(job)
+== does_not_watch_producers: test_a_producer_that_dies_is_started_again_alone
+class Family(Family):
+    def _watch_producers(self):
+        pass
+== hides_what_failed: test_what_dies_again_and_again_ends_the_run
+class Launcher(Launcher):
+    def run(self, job):
+        try:
+            return super().run(job)
+        except DraftcoreError as error:
+            return error.exit_code
+== hides_what_was_refused: test_a_producer_that_is_refused_ends_the_run
+class Launcher(Launcher):
+    def run(self, job):
+        try:
+            return super().run(job)
+        except UsageError as error:
+            return error.exit_code
+== kills_where_it_should_ask: test_a_signal_reaches_the_ranks_which_end_as_they_like
+class Family(Family):
+    def _ask(self, number, frame):
+        super()._ask(signal.SIGKILL, frame)
+== keeps_its_producers: test_producers_come_and_go_while_the_run_goes_on
+class Fixed(Job):
+    def wanted(self):
+        return self.producers
+
+class Launcher(Launcher):
+    def run(self, job):
+        return super().run(Fixed(**vars(job)))
+== leaves_producers_behind: test_nothing_is_left_of_a_run_that_ended
+class Family(Family):
+    def run(self):
+        end, local.end = local.end, lambda children, *given: None
+        try:
+            return super().run()
+        finally:
+            local.end = end
+"""
+
+MUTANTS = Mutants(LauncherSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, wrong(WRONG))

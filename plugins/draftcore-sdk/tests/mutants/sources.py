@@ -1,0 +1,68 @@
+"""Wrong sources: three rows, and what each does otherwise."""
+
+from draftcore_sdk.sources import SourceSuite
+
+from mutants import Mutants, wrong
+
+RIGHT = """
+import itertools
+
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+from draftcore.errors import UsageError
+
+TURNS = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
+COUNT = itertools.count()
+
+class Source:
+    def __init__(self, uri):
+        if not uri.endswith(":mine"):
+            raise UsageError(f"there is no {uri}")
+
+    def key(self):
+        return "three rows"
+
+    def rows(self):
+        return [(f"mine:{at}", {"messages": TURNS, "id": at}) for at in range(3)]
+
+@hookimpl
+def describe():
+    return [Offer("source", "{name}")]
+
+@hookimpl
+def source(name, uri):
+    return Source(uri)
+"""
+BODY = """
+    plugin = "{name}"
+
+    @pytest.fixture
+    def source_uri(self):
+        return "{name}:mine"
+"""
+
+WRONG = """
+== deals_anew: test_rows_are_the_same_whenever_they_are_asked_for
+class Source(Source):
+    def rows(self):
+        found = super().rows()
+        return found[next(COUNT) % 3 :] + found[: next(COUNT) % 3]
+== has_one_place: test_each_row_has_a_place_of_its_own_and_can_be_understood
+class Source(Source):
+    def rows(self):
+        return [("mine", row) for _, row in super().rows()]
+== speaks_a_shape_of_its_own: test_each_row_has_a_place_of_its_own_and_can_be_understood
+class Source(Source):
+    def rows(self):
+        return [(place, row["messages"]) for place, row in super().rows()]
+== has_a_new_key_each_time: test_the_key_is_the_same_for_the_same_rows
+class Source(Source):
+    def key(self):
+        return str(next(COUNT))
+== opens_anything: test_what_is_not_there_is_refused_with_its_name
+class Source(Source):
+    def __init__(self, uri):
+        pass
+"""
+
+MUTANTS = Mutants(SourceSuite, {"{name}.py": RIGHT}, wrong(WRONG), BODY)
