@@ -45,7 +45,7 @@ class Progress(RichProgress):
             disable=not (shown and console.is_terminal),
         )
         self.task = self.add_task(verb, total=total, completed=done, note="")
-        self.shown, self.total = shown, total
+        self.shown, self.total, self.beside = shown, total, beside
         self.line, self.every = f"{verb} {{}}/{total}", every or max(1, total // 20)
 
     def show(self, done: int, metrics: Mapping[str, Mapping[str, float]] | None = None) -> None:
@@ -56,8 +56,8 @@ class Progress(RichProgress):
         ]
         self.update(self.task, completed=done, note="  ".join(note.strip() for note in notes))
         if self.shown and self.disable and (done % self.every == 0 or done == self.total):
-            line = "  ".join([self.line.format(done), *map(str.strip, notes)])
-            self.console.print(line, highlight=False, soft_wrap=True)
+            parts = [self.line.format(done), *map(str.strip, notes), self.beside()]
+            self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
     def tell(self, line: str) -> None:
         """Print a line, on a terminal above the bar."""

@@ -45,7 +45,7 @@ def test_training_ends_when_the_held_out_loss_no_longer_falls_and_says_why(
         assert len(norms) > 1
         assert math.hypot(*norms) == pytest.approx(line["grad_norm"], rel=1e-4)
     assert "complete: step 6 of 6" in project.cli("train", *STUCK, plugin=EARLY_STOP).output
-    report = project.cli("eval", "--json", plugin=EARLY_STOP).output
+    report = project.cli("eval", "--json", plugin=EARLY_STOP).stdout
     assert "perplexity" not in json.loads(report)
 
 
@@ -96,6 +96,6 @@ def test_figures_that_a_plugin_adds_are_in_the_report_of_eval(
         "    weights = sum(p.numel() for p in draft.module.parameters())\n"
         "    return {'tokens_per_weight': report['tokens'] / weights}\n"
     )
-    report = json.loads(project.cli("eval", "--json", plugin=file).output)
+    report = json.loads(project.cli("eval", "--json", plugin=file).stdout)
     assert 0 < report["tokens_per_weight"] < report["tokens"]
     assert "tokens_per_weight  " in project.cli("eval", plugin=file).output
