@@ -141,14 +141,12 @@ def _guard(
     """Return a plugin's hook such that it names both where it fails, and is dropped if it observes."""
 
     def settled(found: Any, error: BaseException | None = None) -> Any:
-        import torch
-
         if isinstance(error, MEANT):
             raise error
         if error is not None:
             last = traceback.extract_tb(error.__traceback__)[-1]
             what = f"raised {raised(error)}\n  at {last.filename}:{last.lineno}"
-        elif torch.compiler.is_compiling():
+        elif "torch" in sys.modules and sys.modules["torch"].compiler.is_compiling():
             return found
         else:
             kind = _hints(getattr(Specs, hook)).get("return")
@@ -225,14 +223,15 @@ def _kind_of(value: Any) -> str:
 
 @functools.cache
 def _hints(of: Any) -> dict[str, Any]:
-    return get_type_hints(of, _names())
+    return get_type_hints(of, _names("torch" in sys.modules))
 
 
 @functools.cache
-def _names() -> dict[str, Any]:
-    """What the contract's annotations name; they are written for type checkers, which import it."""
-    import torch
+def _names(loaded: bool) -> dict[str, Any]:
+    """What the contract's annotations name; they are written for type checkers, which import it.
 
+    Before torch is loaded nothing is a tensor: who starts a run's processes need not wait for it.
+    """
     from draftcore.contracts import (
         algorithm,
         capture,
@@ -247,4 +246,8 @@ def _names() -> dict[str, Any]:
 
     modules = (store, target, capture, source, channel, launcher, runner, serving, algorithm)
     names = {name: value for module in modules for name, value in vars(module).items()}
+    if not loaded:
+        return {**names, "torch": object, "Tensor": object, "nn": object, "Path": object}
+    import torch
+
     return {**names, "torch": torch, "Tensor": torch.Tensor, "nn": torch.nn, "Path": object}

@@ -15,7 +15,7 @@ def test_two_runs_of_one_folder_do_not_harm_each_other(
 ) -> None:
     """The second one is refused; the first one's producers find its queue as before."""
     run = make_run(producers=2)
-    run.faults = "pace:0.5"
+    run.faults = "pace:1.5"
     first = run.start()
     run.until(lambda: run.steps() >= 2, first)
     (trainer,), producers = run.trainers(), run.producers()
