@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
 
 OFFERS = (
-    Offer("capture", "hf", frozenset({"embeddings", "graphs", "per-rank", "topk"})),
+    Offer("capture", "hf", frozenset({"embeddings", "graphs", "images", "per-rank", "topk"})),
     Offer("store", "file", frozenset({"durable", "shared"})),
     Offer("channel", "tcp"),
     Offer("launcher", "local"),

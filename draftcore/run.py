@@ -36,6 +36,7 @@ from draftcore.contracts.hooks import Specs
 from draftcore.contracts.runner import DecodeRunner, PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import DurableStore, FeatureStore, StoreAway
 from draftcore.data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
+from draftcore.data.images import ImageProcessor
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.samples import Samples, StoredSamples, read_summary, samples_data, summary_data
 from draftcore.data.skipped import Skipped
@@ -146,7 +147,18 @@ class Run:
         """Render data with the chat template, which is told `date`; kept in the run's folder."""
         options = self.config.data.model_copy(update={"limit": limit})
         folder, tokenizer = self.folder / "data" / name, self.target.tokenizer
-        dataset = build_dataset(given, tokenizer, options, folder, find=self.find, date=date)
+        blind, target = "", self.target
+        processor = ImageProcessor(target.path, target.source) if target.sees else None
+        if processor and "images" not in self.capture.capabilities:
+            others = ", ".join(self.registry.offering("capture", "images"))
+            blind = (
+                f"{named(given)} has rows with images, and the capture {self.config.capture.name!r} "
+                f"reads text alone\n  set capture.name={others}, or leave such rows out of the data"
+            )
+        dataset = build_dataset(
+            given, tokenizer, options, folder,
+            find=self.find, date=date, processor=processor, blind=blind,
+        )  # fmt: skip
         if (dataset.report.skipped or dataset.report.notes) and not self.ranks.rank:
             print(dataset.report.text(), file=sys.stderr)
         return dataset

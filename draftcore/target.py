@@ -66,6 +66,7 @@ class TransformersTarget:
         with read_target(path, "config"):
             self.config: Any = AutoConfig.from_pretrained(path, **self.source)
             self.text_config: Any = self.config.get_text_config()
+            self.sees = type(self.config) in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             self.num_layers = int(self.text_config.num_hidden_layers)
             self.vocab_size = int(self.text_config.vocab_size)
             self.logit_scale = logit_scale(self.text_config)
@@ -244,8 +245,7 @@ class TransformersModel:
         quantised = f"weights, quantised by {how.get('quant_method')}," if how else "weights"
         with read_target(spec.path, quantised):
             self.model: Any
-            sees = type(spec.config) in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-            name = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+            name = "AutoModelForImageTextToText" if spec.sees else "AutoModelForCausalLM"
             self.model, found = getattr(modeling_auto, name).from_pretrained(
                 spec.path, dtype=spec.dtype, output_loading_info=True, **spec.source
             )
@@ -286,23 +286,39 @@ class TransformersModel:
         return request.select(self.run(request, input_ids=tokens_BT, use_cache=False))
 
     @torch.inference_mode()
-    def run(self, request: FeatureRequest, **inputs: Any) -> dict[str, Tensor]:
+    def see(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
+        whole, given = self.model.base_model, inputs.to(self.device, self.dtype)
+        taken = self.run(request, whole, **given, use_cache=False)
+        if hasattr(whole, "rope_deltas"):
+            whole.rope_deltas = None  # else it goes on from here when it generates
+        return request.select(taken)
+
+    @torch.inference_mode()
+    def run(self, request: FeatureRequest, model: Any = None, **inputs: Any) -> dict[str, Tensor]:
+        """Run the decoder, or a model around it, and take what the request names."""
         taken: dict[str, Tensor] = {}
 
         def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
             taken[name] = output[0] if isinstance(output, tuple) else output
 
-        def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            taken["embeddings"] = args[0] if args else kwargs["hidden_states"]
+        def given(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taken[name] = args[0] if args else kwargs["hidden_states"]
 
         with contextlib.ExitStack() as hooks:
             for layer in request.layers:
                 hook = functools.partial(take, f"hidden.{layer}")
                 hooks.enter_context(self.layers[layer].register_forward_hook(hook))
-            if request.embeddings:  # with what the model does to them before its layers
-                first = self.layers[0].register_forward_pre_hook(given, with_kwargs=True)
-                hooks.enter_context(first)
-            taken["last_hidden"] = self.decoder(**inputs).last_hidden_state
+            read = [("embeddings", 0)] * request.embeddings  # with what is done to them before
+            if model is not None:
+                # What some models see is added between layers, too (Qwen3-VL's deep stack): servers
+                # capture what the next layer is given, and so does this.
+                read += [(f"hidden.{k}", k + 1) for k in request.layers if k + 1 < len(self.layers)]
+            for name, layer in read:
+                hook = functools.partial(given, name)
+                hooks.enter_context(
+                    self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
+                )
+            taken["last_hidden"] = (model or self.decoder)(**inputs).last_hidden_state
         if request.topk:
             taken |= self._largest(taken["last_hidden"], request.topk)
         return taken

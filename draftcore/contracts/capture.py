@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from draftcore.errors import DraftcoreError
 
@@ -78,19 +78,28 @@ class FeatureRequest:
         return FeatureRequest(layers, last, self.dtype, max(self.topk, other.topk), given)
 
 
+class Image(NamedTuple):
+    """An image of a row: an absolute path or data URI, and a digest of its bytes and how it is read."""
+
+    uri: str
+    digest: str
+
+
 @dataclass(frozen=True)
 class CaptureBatch:
     """Rows that go through the target together, always in this composition.
 
     Padding and batch size change the last bits of a forward pass, so a batch is the plan's: it is
     captured whole, and trained on whole. `index` is the batch's number in the plan's cut, `rows` the
-    rows' numbers in the dataset, `ids` what a store keeps them under.
+    rows' numbers in the dataset, `ids` what a store keeps them under. `images` are each row's, if any
+    row has some: its tokens hold their places. Only a capture with the capability `images` is given any.
     """
 
     index: int
     rows: tuple[int, ...]
     ids: tuple[str, ...]
     token_ids: tuple[Sequence[int], ...]
+    images: tuple[tuple[Image, ...], ...] = ()
 
     @property
     def padded_length(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from draftcore.contracts.capture import CaptureBatch
+from draftcore.contracts.capture import CaptureBatch, Image
 from draftcore.errors import DraftcoreError, UsageError
 
 Json = dict[str, Any]
@@ -42,6 +42,7 @@ class Task:
             "batch": [self.batch.index, self.batch.rows, self.batch.ids],
             "tokens": [base64.b64encode(one.tobytes()).decode() for one in tokens],
             "masks": [base64.b64encode(one.tobytes()).decode() for one in masks],
+            "images": self.batch.images,
         }
 
     @classmethod
@@ -53,7 +54,9 @@ class Task:
             for bits, ids in zip(packed, tokens, strict=True)
         ]
         index, rows, ids = data["batch"]
-        batch = CaptureBatch(index, tuple(rows), tuple(ids), tuple(one.tolist() for one in tokens))
+        images = tuple(tuple(Image(*one) for one in row) for row in data["images"])
+        lists = tuple(one.tolist() for one in tokens)
+        batch = CaptureBatch(index, tuple(rows), tuple(ids), lists, images)
         return cls(data["position"], batch, tuple(masks), data["nbytes"], data["claim"])
 
 

@@ -50,6 +50,7 @@ class TargetSpec(Protocol):
     vocab_size: int
     logit_scale: float
     logit_softcap: float | None
+    sees: bool  # it takes images, too
     prefill_with: Callable[[TargetModel], PrefillRunner]
 
     @property
@@ -98,6 +99,12 @@ class TargetModel(PrefillRunner, Protocol):
         """Run `decoder` on its inputs; return what is requested, and `last_hidden`.
 
         States are in the model's dtype, logits in fp32.
+        """
+
+    def see(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
+        """Run a row with images by the whole model, whose positions it gets; return as `features`.
+
+        `inputs` are a BatchFeature of the target's processor. Of a layer it takes what the next is given.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ place, so that the caller decides and nothing is lost silently.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from draftcore.contracts.capture import Image
 from draftcore.errors import DraftcoreError, nearest
 
 Message = Mapping[str, Any]
@@ -44,10 +46,16 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Where its images lie, in their order: absolute paths, or data URIs."""
+        lists = (one["content"] for one in self.messages if isinstance(one["content"], list))
+        return tuple(part["image"] for parts in lists for part in parts if "image" in part)
+
 
 @dataclass(frozen=True)
 class Rendered:
-    """A row as tokens, [T]; the mask is true where the assistant produced the token.
+    """A row as tokens, [T], and its images; the mask is true where the assistant produced the token.
 
     `notes` count what a person should know of how it was made, by sentences with a `{}`.
     """
@@ -56,6 +64,7 @@ class Rendered:
     token_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     notes: Mapping[str, int] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
 
     def last_answer(self) -> int:
         """The place of the last answer's first token, [T] if there is none."""
@@ -91,6 +100,7 @@ def is_learned(message: Message) -> bool:
 
 def parse_row(where: str, row: Any) -> Row:
     """Check a row, which may be a line of JSON, and bring it into the shape {role, content}."""
+    folder: str = getattr(row, "folder", "")  # of the file that the line is of
     try:
         if isinstance(row, bytes):
             row = _parse_json(row, "not valid JSON")
@@ -99,7 +109,9 @@ def parse_row(where: str, row: Any) -> Row:
             return _tokens(where, row)
         given = _turns(row)
         _require(given, "the conversation is empty")
-        messages = tuple(_message(f"message {at}", one) for at, one in enumerate(given, start=1))
+        messages = tuple(
+            _message(f"message {at}", one, folder) for at, one in enumerate(given, start=1)
+        )
         tools = row.get("tools") or []
         if isinstance(tools, str):  # as columnar files keep them
             tools = _parse_json(tools, "tools is not valid JSON") or []
@@ -154,7 +166,7 @@ def _integers(key: str, values: Any) -> NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-def _message(name: str, message: Any) -> Message:
+def _message(name: str, message: Any, folder: str) -> Message:
     kind = type(message).__name__
     _require(isinstance(message, Mapping), "a message is not an object", f"{name}: {kind}")
     fields = {key: value for key, value in message.items() if value is not None}
@@ -181,20 +193,40 @@ def _message(name: str, message: Any) -> Message:
     if content is None and fields.get("tool_calls"):
         content = ""  # an assistant that only calls tools has null content in OpenAI's shape
     _require(content is not None, "a message has no content", name)
-    return {"role": ROLES[role], "content": _text(name, content), **fields}
+    content = _content(name, content, folder)
+    told = isinstance(content, str) or ROLES[role] != "assistant"
+    _require(told, "an answer holds images, and text alone is learned", name)
+    return {"role": ROLES[role], "content": content, **fields}
 
 
-def _text(name: str, content: Any) -> str:
-    """Return content as one text; OpenAI's shape may give its parts in a list."""
-    parts = content if isinstance(content, list) else [content]
-    kinds = [one.get("type") if isinstance(one, Mapping) else "" for one in parts]
-    texts = [one.get("text") if isinstance(one, Mapping) else one for one in parts]
-    images = any(kind in IMAGES for kind in kinds)
-    _require(not images, "content holds images, and text alone is learned", name)
-    given = [one for one in texts if isinstance(one, str)]
-    kind = next((type(one).__name__ for one in texts if not isinstance(one, str)), "")
-    _require(not kind, "content is not text", f"{name}: {kind}")
-    return "\n".join(given)
+def _content(name: str, content: Any, folder: str) -> str | list[Message]:
+    """Return content as one text, or where some of it are images as the parts that templates know."""
+    given = content if isinstance(content, list) else [content]
+    parts: list[Message] = []
+    for one in given:
+        part = one if isinstance(one, Mapping) else {"text": one}
+        if part.get("type") in IMAGES:
+            parts.append({"type": "image", "image": _image(name, part, folder)})
+            continue
+        kind = type(part.get("text")).__name__
+        _require(kind == "str", "content is not text", f"{name}: {kind}")
+        parts.append({"type": "text", "text": part["text"]})
+    if any("image" in part for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _image(name: str, part: Message, folder: str) -> str:
+    """Return where an image lies: its path, which may be relative to `folder`, or a data URI."""
+    found = next(filter(None, map(part.get, (*IMAGES, "url", "path"))), None)
+    uri = found.get("url") if isinstance(found, Mapping) else found
+    if not isinstance(uri, str):
+        raise RowError("an image is neither a path nor a URI", name)
+    if uri.startswith("data:"):
+        return uri
+    path = uri.removeprefix("file://")
+    _require("://" not in path, "an image is not on this machine", f"{name}: {uri}")
+    return os.path.abspath(os.path.join(folder, path))
 
 
 def _call(name: str, call: Any) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ every row left out, and why. One process builds at a time, under a lock that die
 wait and find what it built, which is reused while its key (content of the source, tokenizer and
 template, options) is the same and both files are as they were written. The date that a template was
 told is kept and told again, so that tomorrow's rows are today's. A row's id is a digest of its content,
-compared at every read.
+its images' too, compared at every read; rows are rendered anew when a file of an image has changed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import fcntl
 import hashlib
 import itertools
 import logging
+import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftcore.config import DataConfig, Sources
+from draftcore.contracts.capture import Image
 from draftcore.data.conversations import BadRow, Rendered, RowError
+from draftcore.data.images import UNREAD, ImageProcessor
 from draftcore.data.parallel import render_all, shown
 from draftcore.data.rendering import Renderer
 from draftcore.data.samples import StoredSamples
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
-FORMAT = 5  # part of the key: raise it when rendering or the files change
+FORMAT = 6  # part of the key: raise it when rendering or the files change
 TOKEN = np.dtype([("id", "<i4"), ("learned", "?")])
 
 
@@ -95,6 +98,10 @@ class Dataset(StoredSamples):
         self.report = DataReport(
             **{**report, "skipped": skipped, "notes": Counter(report["notes"])}
         )
+        self._images = {
+            int(row): tuple(Image(*one) for one in images) for row, images in meta["images"]
+        }
+        self.fresh: bool = meta["files"] == _files(self._images, self.report)
         self._rows = np.memmap(self.file, TOKEN, "r", shape=(self.summary.tokens,))
         self._ends = np.cumsum(self.lengths)
 
@@ -106,11 +113,14 @@ class Dataset(StoredSamples):
         """True where the assistant produced the token, [T]."""
         return self._row(row)["learned"].astype(np.bool_)
 
+    def images(self, row: int) -> tuple[Image, ...]:
+        """A row's images, in their order."""
+        return self._images.get(row, ())
+
     def _row(self, row: int) -> NDArray[Any]:
         end = int(self._ends[row])
         found = np.array(self._rows[end - int(self.lengths[row]) : end])
-        columns = (found["id"].tobytes(), found["learned"].tobytes())
-        content = _hash(len(found).to_bytes(8, "little"), *columns)
+        content = _content(found, self.images(row))
         if _feature_id(self.fingerprint, row, content) != self.feature_ids[row]:
             raise DraftcoreError(
                 f"row {row} in {self.file} was altered while it was in use\n"
@@ -127,10 +137,13 @@ def build_dataset(
     *,
     find: Find = no_plugins,
     date: str = "",
+    processor: ImageProcessor | None = None,
+    blind: str = "",
 ) -> Dataset:
     """Render sources into `folder`, or reuse what is there if nothing it depends on changed.
 
     A template that asks for the date is told `date`; without one, that of the rows which are there.
+    `processor` is for rows with images, and `blind` says why this run cannot take any.
     Raises `UsageError` for a source that cannot be read, a tokenizer that cannot render, a row that
     a `refuse` policy meets (naming file, line and reason), and when no row is left.
     """
@@ -139,25 +152,28 @@ def build_dataset(
     marker, rows, partial = (folder / name for name in ("dataset.json", "rows.bin", "rows.partial"))
     with open(folder / "lock", "a", opener=unlinked) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        renderer = Renderer(tokenizer, options, date or date_of(folder))
+        renderer = Renderer(tokenizer, options, date or date_of(folder), processor)
         policies = options.model_dump_json(
             exclude={"train", "eval", "chat_template", "max_skipped"}
         )
-        parts = (str(FORMAT), opened.key(), renderer.identity, policies)
+        reads = (processor.identity, blind) if processor else ()
+        parts = (str(FORMAT), opened.key(), renderer.identity, policies, *reads)
         key = _hash("\0".join(parts).encode()).hex()
         try:
             found = Dataset(folder)
-            if (found.key, found.summary.date) == (key, renderer.date):
+            if found.fresh and (found.key, found.summary.date) == (key, renderer.date):
                 return found
         except (ValueError, KeyError, OSError) as error:
             if marker.exists():
                 logger.warning("%s is not what was written there: %s; rendered anew", marker, error)
         report = DataReport(named(given))
         numbered = itertools.islice(opened.rows(), options.limit)
-        kept = _keep(shown(render_all(renderer, numbered)), options, report)
+        kept = _keep(shown(render_all(renderer, numbered)), options, report, blind)
         samples = _write(partial, kept, renderer)
         report.require_rows()
+        files = _files(dict(samples["images"]), report)
         meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
+        meta["files"] = files
         marker.unlink(missing_ok=True)
         partial.replace(rows)
         write_sealed(marker, meta)
@@ -173,9 +189,12 @@ def date_of(folder: Path) -> str:
 
 
 def _keep(
-    rows: Iterable[Rendered | BadRow], options: DataConfig, report: DataReport
+    rows: Iterable[Rendered | BadRow], options: DataConfig, report: DataReport, blind: str
 ) -> Iterator[Rendered]:
-    """Apply the policies: keep a row, cut it, leave it out, or raise `UsageError`."""
+    """Apply the policies: keep a row, cut it, leave it out, or raise `UsageError`.
+
+    A row with images is not cut: the place of one may be at the cut.
+    """
     longest = options.max_length
     for row in rows:
         report.notes.update(getattr(row, "notes", {}))
@@ -184,14 +203,18 @@ def _keep(
             where, length, answered = row.where, len(row.token_ids), row.loss_mask.any()
             if answered and length > longest:
                 report.overlong.append(length)
-            if answered and length > longest and options.overlong != "truncate":
-                policy = options.overlong
+            if row.images and blind:
+                raise UsageError(blind)
+            whole = row.images or options.overlong != "truncate"
+            if answered and length > longest and whole:
+                policy = "refuse" if options.overlong == "refuse" else "skip"
                 remedy = "raise data.max_length, or set data.overlong=truncate or skip"
                 row = BadRow(where, f"longer than {longest} tokens", f"{length} tokens")
             elif row.loss_mask[:longest].any():
                 report.kept += 1
                 report.truncated += length > longest
-                yield Rendered(where, row.token_ids[:longest], row.loss_mask[:longest])
+                ids, mask = row.token_ids[:longest], row.loss_mask[:longest]
+                yield Rendered(where, ids, mask, images=row.images)
                 continue
             else:
                 among = f" in the first {longest}" if answered else ""
@@ -205,15 +228,17 @@ def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str
     """Write the rows' tokens, and return what `StoredSamples` reads of them."""
     lengths: list[int] = []
     hashes: list[bytes] = []
+    images: list[tuple[int, tuple[Image, ...]]] = []
     counts: Counter[int] = Counter()
     with open(file, "wb", opener=unlinked) as opened:
         for row in rows:
             tokens = np.empty(len(row.token_ids), TOKEN)
             tokens["id"], tokens["learned"] = row.token_ids, row.loss_mask
             opened.write(tokens.tobytes())
+            if row.images:
+                images.append((len(lengths), row.images))
             lengths.append(len(tokens))
-            columns = (tokens["id"].tobytes(), tokens["learned"].tobytes())
-            hashes.append(_hash(len(tokens).to_bytes(8, "little"), *columns))
+            hashes.append(_content(tokens, row.images))
             counts.update(row.token_ids[row.loss_mask].tolist())
     sync(file)
     fingerprint = _hash(*hashes).hex()
@@ -228,7 +253,22 @@ def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str
         "chat_template": renderer.template_hash,
         "date": renderer.date,
     }
-    return {"feature_ids": ids, "lengths": lengths, "summary": summary}
+    return {"feature_ids": ids, "lengths": lengths, "summary": summary, "images": images}
+
+
+def _content(tokens: NDArray[Any], images: Iterable[Image]) -> bytes:
+    """Return the digest of a row: of its tokens, and of what its images are."""
+    columns = (tokens["id"].tobytes(), tokens["learned"].tobytes())
+    seen = (one.digest.encode() for one in images)
+    return _hash(len(tokens).to_bytes(8, "little"), *columns, *seen)
+
+
+def _files(images: Mapping[int, Iterable[Image]], report: DataReport) -> str:
+    """Return what changes when the file of an image does, or one that was missing comes."""
+    found = {one.uri for row in images.values() for one in row}
+    found |= {bad.detail for bad in report.skipped if bad.reason == UNREAD}
+    times = [os.stat(one).st_mtime_ns if os.path.exists(one) else 0 for one in sorted(found)]
+    return _hash(repr(times).encode()).hex()
 
 
 def _feature_id(fingerprint: str, row: int, content: bytes) -> str:

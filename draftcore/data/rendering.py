@@ -15,6 +15,8 @@ Where a template writes an answer in history otherwise than when it was given (e
 dropped, tool calls are written anew), a conversation becomes several rows: the fewest texts in which
 each answer stands as it was served. What is dropped all the same is counted in a row's notes.
 
+Images are written into the text by the target's processor, whose tokens have to be those of the text.
+
 What cannot be placed like this is a `BadRow`; no mask is ever guessed. The text is tokenized once,
 as a whole, as `apply_chat_template(tokenize=True)` does, and a token belongs to an answer when its
 first character does.
@@ -37,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from draftcore.config import DataConfig
+from draftcore.contracts.capture import Image
 from draftcore.data.conversations import (
     REASONING,
     BadRow,
@@ -52,6 +55,8 @@ from draftcore.errors import UsageError
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerFast
+
+    from draftcore.data.images import ImageProcessor
 
 Span = tuple[int, int]
 Tools = Sequence[Mapping[str, Any]]
@@ -71,34 +76,60 @@ SPLIT = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A rendered text and the spans of characters in it that the assistant produced."""
+    """A rendered text and the spans of characters in it that the assistant produced.
+
+    Its images lie at `uris`; once they are written into it, all its `token_ids` are known.
+    """
 
     where: str
     text: str
     spans: Sequence[Span]
     notes: Mapping[str, int] = field(default_factory=dict)
+    uris: Sequence[str] = ()
+    images: tuple[Image, ...] = ()
+    token_ids: Sequence[int] | None = None
 
-    def mask(self, encoding: Encoding) -> Rendered:
+    def with_images(self, processor: ImageProcessor | None) -> Layout | BadRow:
+        """Let the target's processor write the images into the text, if there are some."""
+        if not self.uris:
+            return self
+        if processor is None:
+            return BadRow(self.where, "it holds images, and the target takes text alone")
+        try:
+            text, spans, ids, images = processor.write(self.text, self.spans, self.uris)
+        except RowError as error:
+            return BadRow(self.where, *error.args)
+        return replace(self, text=text, spans=spans, token_ids=ids, images=images)
+
+    def mask(self, encoding: Encoding) -> Rendered | BadRow:
         """Return the text's tokens; those are the assistant's whose first character is."""
+        if self.token_ids not in (None, encoding.ids):
+            return BadRow(self.where, "the target's processor makes other tokens of the text")
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         mask = np.zeros(len(starts), bool)
         for start, end in self.spans:
             mask |= (starts >= start) & (starts < end)
-        return Rendered(self.where, np.array(encoding.ids, np.int32), mask, self.notes)
+        ids = np.array(encoding.ids, np.int32)
+        return Rendered(self.where, ids, mask, self.notes, self.images)
 
 
 class Renderer:
     """Renders conversations for one tokenizer by `data.chat_template` and `data.template_options`.
 
-    `date` is the time that a template is told, if it asks: without one, now. Raises `UsageError` when
+    `date` is the time that a template is told, if it asks: without one, now. Rows with images are left
+    out without the target's `processor`. Raises `UsageError` when
     made, if there is no chat template, the tokenizer is not a fast one, or the template cannot
     render a question and its answer.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, config: DataConfig | None = None, date: str = ""
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        config: DataConfig | None = None,
+        date: str = "",
+        processor: ImageProcessor | None = None,
     ) -> None:
-        config = config or DataConfig()
+        config, self.processor = config or DataConfig(), processor
         self._last_turn_only, self._options = config.last_turn_only, dict(config.template_options)
         self._template = _chat_template(tokenizer, config.chat_template)
         self._specials, self._vocabulary = tokenizer.special_tokens_map, len(tokenizer)
@@ -125,13 +156,21 @@ class Renderer:
         while chunk := [
             one for row in itertools.islice(waiting, CHUNK) for one in self._lay_out(row)
         ]:
+            chunk = [
+                row.with_images(self.processor) if isinstance(row, Layout) else row for row in chunk
+            ]
             texts = [row.text for row in chunk if isinstance(row, Layout)]
             encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
             for row in chunk:
                 yield row.mask(next(encodings)) if isinstance(row, Layout) else row
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Token ids that ask for the last assistant turn again, or for the first: with its header."""
+        """Token ids that ask for the last assistant turn again, or for the first: with its header.
+
+        Raises `RowError` where the template refuses, and for messages with images.
+        """
+        if any(isinstance(message["content"], list) for message in messages):
+            raise RowError("it asks about images, and here text alone is asked")
         turns = _assistant_turns(messages)
         text = self.ask(messages[: turns[-1]] if turns else messages, tools)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -211,7 +250,7 @@ class Renderer:
         answer = shown.removeprefix(head)
         lost = Counter(_lost(len(before), message, answer.removesuffix(self.end_of_turn)))
         span = (len(prompt), len(prompt) + len(answer))
-        return Layout(row.where, prompt + answer, [span], lost)
+        return Layout(row.where, prompt + answer, [span], lost, row.images)
 
     def closed(self, text: str) -> str:
         """Cut off what the template writes after the end-of-turn token of a last answer."""
@@ -240,7 +279,7 @@ class Renderer:
             for turn, answer in zip(turns, written, strict=True)
             for note in _lost(turn, row.messages[turn], answer.removesuffix(self.end_of_turn))
         )
-        return Layout(row.where, text, spans, lost)
+        return Layout(row.where, text, spans, lost, row.images)
 
     def _count(self, row: Conversation, turn: int) -> int:
         """How many spans the template marks in the messages before a turn."""

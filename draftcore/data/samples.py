@@ -6,13 +6,15 @@ that training needs of them. Each rank opens them by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftcore.contracts.algorithm import DataSummary
+from draftcore.contracts.capture import CaptureBatch, Image
+from draftcore.data.plan import PlannedBatch
 from draftcore.errors import DraftcoreError
 
 
@@ -27,6 +29,7 @@ class Samples(Protocol):
     def summary(self) -> DataSummary: ...
     def tokens(self, row: int) -> NDArray[np.int64]: ...
     def loss_mask(self, row: int) -> NDArray[np.bool_]: ...
+    def images(self, row: int) -> tuple[Image, ...]: ...
 
 
 class StoredSamples:
@@ -45,6 +48,21 @@ class StoredSamples:
 
     def loss_mask(self, row: int) -> NDArray[np.bool_]:
         return self.tokens(row).astype(np.bool_)
+
+    def images(self, row: int) -> tuple[Image, ...]:
+        self.tokens(row)
+        return ()
+
+
+def batch_of(
+    planned: PlannedBatch, samples: Samples, ids: Sequence[str], skipped: Container[int]
+) -> CaptureBatch:
+    """Return a planned batch without skipped rows."""
+    rows = tuple(row for row in planned.rows if row not in skipped)
+    token_ids = tuple(samples.tokens(row).tolist() for row in rows)
+    images = tuple(samples.images(row) for row in rows)
+    named = tuple(ids[row] for row in rows)
+    return CaptureBatch(planned.index, rows, named, token_ids, images if any(images) else ())
 
 
 def samples_data(samples: Samples) -> dict[str, Any]:

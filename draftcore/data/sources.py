@@ -76,6 +76,12 @@ class Mixture:
                 yield from itertools.repeat(row, int(weight + dice.random()))
 
 
+class Line(bytes):
+    """A line of a file in `folder`, which the paths in it are relative to."""
+
+    folder: str
+
+
 @dataclass(frozen=True)
 class JsonLines:
     """The lines of files, each named by its file and its number from 1; empty ones are none."""
@@ -99,11 +105,14 @@ class JsonLines:
         above = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
         for file in self.files:
             name, number = os.path.relpath(file.path, above), 0
+            folder = os.path.dirname(os.path.abspath(file.path))
             try:
                 with file as lines:
                     for number, line in enumerate(lines, start=1):
                         if line.strip():
-                            yield f"{name}:{number}", line
+                            row = Line(line)
+                            row.folder = folder
+                            yield f"{name}:{number}", row
             except Exception as error:  # of compression, or of a file system: others wrote them
                 what = f"{type(error).__name__}: {error}"
                 raise UsageError(

@@ -16,10 +16,11 @@ import torch
 
 from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import Draft, Sample, SampleId, StepContext
-from draftcore.contracts.capture import Capture, CaptureBatch
+from draftcore.contracts.capture import Capture
 from draftcore.contracts.runner import DecodeRunner
 from draftcore.data.dataset import Dataset
-from draftcore.data.plan import Plan
+from draftcore.data.plan import Plan, PlannedBatch
+from draftcore.data.samples import batch_of
 from draftcore.errors import UsageError
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.evaluation.report import more_metrics
@@ -48,12 +49,7 @@ class HeldOut:
         ids, batch = data.feature_ids, self.config.train.batch
         plan = Plan(ids, data.lengths.tolist(), batch=batch, accumulate=1, seed=0)
         batches = (
-            CaptureBatch(
-                index,
-                rows,
-                tuple(ids[row] for row in rows),
-                tuple(data.tokens(row).tolist() for row in rows),
-            )
+            batch_of(PlannedBatch(index, 0, 0, 0, index, rows), data, ids, {})
             for index, rows in enumerate(plan.batches)
         )
         with contextlib.closing(self.open_capture()) as capture:

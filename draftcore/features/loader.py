@@ -28,10 +28,10 @@ from draftcore.contracts.capture import BadRows, Capture, CaptureBatch, Captured
 from draftcore.contracts.channel import RunEnded, Task
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreError
 from draftcore.data.plan import Plan, PlannedBatch
-from draftcore.data.samples import Samples
+from draftcore.data.samples import Samples, batch_of
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore.features.producer import AWAY, SHORT, TEXT, batch_of, require_finite
+from draftcore.features.producer import AWAY, SHORT, TEXT, require_finite
 from draftcore.features.queue import Queue, RemoteQueue
 from draftcore.tensors import largest_magnitude
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from draftcore.contracts.capture import (
 from draftcore.contracts.channel import Json, RunEnded, Task
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreError, StoreItem
 from draftcore.data.plan import PlannedBatch
-from draftcore.data.samples import Samples
+from draftcore.data.samples import Samples, batch_of
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features.queue import TTL, RemoteQueue
@@ -117,15 +117,6 @@ def fill(
             except BadRows as error:
                 skipped.add({batch.rows[at]: why for at, why in error.reasons.items()})
         yield
-
-
-def batch_of(
-    planned: PlannedBatch, samples: Samples, ids: Sequence[str], skipped: Container[int]
-) -> CaptureBatch:
-    """Return a planned batch without skipped rows."""
-    rows = tuple(row for row in planned.rows if row not in skipped)
-    token_ids = tuple(samples.tokens(row).tolist() for row in rows)
-    return CaptureBatch(planned.index, rows, tuple(ids[row] for row in rows), token_ids)
 
 
 def put_batch(

@@ -55,7 +55,15 @@ def test_all_shapes_and_their_mixtures_read_alike(jsonl: Jsonl) -> None:
         ),
         (saying("assistant", None), "a message has no content: message 3 (assistant)"),
         (saying("user", [3]), "content is not text: message 3 (user): int"),
-        (saying("user", [{"type": "image", "url": "x"}]), "content holds images, and text alone"),
+        (saying("assistant", [{"type": "image", "url": "x"}]), "an answer holds images, and text"),
+        (
+            saying("user", [{"type": "image_url"}]),
+            "an image is neither a path nor a URI: message 3",
+        ),
+        (
+            saying("user", [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]),
+            "an image is not on this machine: message 3 (user): https://a.b/c.png",
+        ),
         (saying("function_call", "add"), "a function_call is not valid JSON: Expecting value"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "weight is not 0 or 1"),
         ({"messages": [CHAT[0], {**CHAT[1], "thinking": [3]}]}, "reasoning is not text: message 2"),

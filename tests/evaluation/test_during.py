@@ -26,7 +26,7 @@ from draftcore.contracts.algorithm import (
     StepOutput,
     TrainingDefaults,
 )
-from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest
+from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest, Image
 from draftcore.data.dataset import Dataset, read_prompts
 from draftcore.errors import UsageError
 from draftcore.evaluation import during
@@ -49,6 +49,9 @@ class Data:
 
     def loss_mask(self, row: int) -> NDArray[np.bool_]:
         return np.array([at != 1 for at in range(self.lengths[row])])
+
+    def images(self, row: int) -> tuple[Image, ...]:
+        return ()
 
 
 class Capture:

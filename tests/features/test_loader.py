@@ -23,6 +23,7 @@ from draftcore.contracts.capture import (
     CaptureBatch,
     CapturedBatch,
     FeatureRequest,
+    Image,
 )
 from draftcore.contracts.channel import Json, RunEnded
 from draftcore.contracts.store import (
@@ -73,6 +74,9 @@ class Rows:
 
     def loss_mask(self, row: int) -> NDArray[np.bool_]:
         return np.array([at % 3 != row % 3 for at in range(self.lengths[row])])
+
+    def images(self, row: int) -> tuple[Image, ...]:
+        return ()
 
 
 class Mixing:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from draftcore.contracts.capture import BadRows, CaptureBatch
+from draftcore.contracts.capture import BadRows, CaptureBatch, Image
 from draftcore.contracts.channel import Json, RunEnded, Task
 from draftcore.contracts.store import SampleRef, StoreAway, StoreFull
 from draftcore.data.skipped import Skipped
@@ -598,5 +598,6 @@ def test_a_task_passes_as_json_to_the_bit() -> None:
     """Token ids up to 31 bits; masks of a length that is no multiple of eight."""
     tokens = ([0, 1, 2**31 - 1], list(range(17)))
     masks = ([True, False, True], [at % 3 == 0 for at in range(17)])
-    sent = Task(7, CaptureBatch(3, (4, 9), ("a", "b"), tokens), masks, 123, "claim")
+    images = ((), (Image("/tmp/a.png", "c0ffee"),))
+    sent = Task(7, CaptureBatch(3, (4, 9), ("a", "b"), tokens, images), masks, 123, "claim")
     assert Task.from_json(json.loads(json.dumps(sent.to_json()))) == sent

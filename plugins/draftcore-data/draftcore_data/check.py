@@ -116,7 +116,12 @@ def check_answers(dataset: Dataset, model: TargetModel, rows: int, longest: int)
 
 
 def first_answer(dataset: Dataset, row: int, longest: int) -> Pair:
-    """Return what comes before a row's first learned token, and the answer that begins there."""
+    """Return what comes before a row's first learned token, and the answer that begins there.
+
+    Nothing comes before that of a row with images, which is not asked here.
+    """
+    if dataset.images(row):
+        return [], []
     ids, mask = dataset.tokens(row).tolist(), dataset.loss_mask(row)
     start = int(mask.argmax())
     length = int((~mask[start:]).argmax()) or len(ids) - start

@@ -184,6 +184,8 @@ class Job:
         for row in rows():
             if isinstance(row, Rendered):
                 row = BadRow(row.where, "a row of tokens asks nothing that could be asked anew")
+            elif isinstance(row, Conversation) and row.images:
+                row = BadRow(row.where, "it asks about images, and here text alone is asked")
             if isinstance(row, BadRow):
                 self.tally.bad += 1
                 out.add_failure(row)
@@ -198,7 +200,9 @@ class Job:
     def rows(self) -> Iterator[Conversation]:
         begun = set(self.out.ids)
         for row in self._rows():
-            if isinstance(row, Conversation) and (one := row_id(row)) not in begun:
+            if not isinstance(row, Conversation) or row.images:
+                continue
+            if (one := row_id(row)) not in begun:
                 begun.add(one)
                 yield row
 

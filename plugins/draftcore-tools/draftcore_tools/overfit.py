@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from draftcore.config import EvalConfig, RunConfig, TopologyConfig
 from draftcore.contracts.algorithm import DataSummary, Draft
+from draftcore.contracts.capture import Image
 from draftcore.contracts.target import TargetSpec
 from draftcore.data.conversations import BadRow, Rendered
 from draftcore.data.rendering import Renderer
@@ -78,6 +79,9 @@ class OneSample:
 
     def loss_mask(self, row: int) -> NDArray[np.bool_]:
         return np.arange(len(self._tokens)) >= len(self.prompt) - 1
+
+    def images(self, row: int) -> tuple[Image, ...]:
+        return ()
 
     @property
     def feature_ids(self) -> tuple[str, ...]:

@@ -1,0 +1,284 @@
+"""Rows with images: from conversations to features of a target that sees, and to a draft."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from draftcore_sdk.targets import byte_tokenizer, tiny_target
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    PaddleOCRVLProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from draftcore.config import DataConfig
+from draftcore.contracts.capture import BadRows, FeatureRequest
+from draftcore.data.conversations import BadRow
+from draftcore.data.dataset import Dataset, build_dataset
+from draftcore.data.images import ImageProcessor
+from draftcore.data.plan import PlannedBatch
+from draftcore.data.samples import batch_of
+from draftcore.features.hf import LocalCapture
+from draftcore.target import TransformersTarget
+
+if TYPE_CHECKING:
+    from tests.together.conftest import NewProject, Project
+
+SPECIAL = {"image_token": "<|image_pad|>", "boi_token": "<|image|>", "eoi_token": "<|vision_end|>"}
+WRITTEN = {"gemma3": "<|image|>"}  # by the template for an image; of others <|image_pad|>
+ANSWERS = ["it is thing 0", "it is thing 1", "thing 2", "that is 3", "nothing"]
+TEXT = "no image\n"  # text parts are joined by newlines
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}
+{%- for part in message['content'] %}{% if part['type'] == 'image' %}PLACEHOLDER
+{%- else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+BLIND = """
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+
+@hookimpl
+def describe():
+    return [Offer("capture", "blind")]
+
+@hookimpl
+def capture(name, target, request, options):
+    raise AssertionError("it is refused before it is opened")
+"""
+
+
+def seeing_target(folder: Path, family: str) -> Path:
+    """Write a target that sees, with the processor of its family.
+
+    Qwen's own processor loads torchvision, for videos: that of PaddleOCR-VL does the same with images.
+    """
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer().backend_tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=SPECIAL,
+    )
+    template = TEMPLATE.replace("PLACEHOLDER", WRITTEN.get(family, "<|image_pad|>"))
+    tiny_target(folder, family, vocab_size=262)
+    config = json.loads((folder / "config.json").read_text())
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
+    config |= {"image_token_id": ids["image_token"], "mm_tokens_per_image": 4}
+    config |= {"boi_token_index": ids["boi_token"], "eoi_token_index": ids["eoi_token"]}
+    config["vision_config"]["deepstack_visual_indexes"] = [0]
+    (folder / "config.json").write_text(json.dumps(config))
+    processor: Any
+    if family == "gemma3":
+        reader = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+        processor = Gemma3Processor(reader, tokenizer, image_seq_length=4)
+    else:
+        size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
+        reader = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, size=size)
+        processor = PaddleOCRVLProcessor(reader, tokenizer)
+    tokenizer.chat_template = processor.chat_template = template
+    processor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def picture(file: Path, seed: int, width: int = 84) -> Path:
+    noise = np.random.default_rng(seed).integers(0, 255, (56, width, 3), np.uint8)
+    PIL.Image.fromarray(noise).save(file)
+    return file
+
+
+def asking(image: object, answer: str) -> dict[str, Any]:
+    """A row that asks about an image, and something else before that."""
+    question = [image, {"type": "text", "text": "what is this?"}]
+    contents = ["hello", "hi there", question, answer]
+    roles = ["user", "assistant"] * 2
+    pairs = zip(roles, contents, strict=True)
+    return {"messages": [{"role": role, "content": content} for role, content in pairs]}
+
+
+def rows_about(folder: Path) -> list[dict[str, Any]]:
+    """Rows about images, named in each shape that people name them in, and one without any."""
+    files = [picture(folder / f"{at}.png", at, 56 + 28 * (at % 3)) for at in range(4)]
+    data = base64.b64encode(files[0].read_bytes()).decode()
+    parts: list[object] = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "image", "image": "1.png"},
+        {"type": "image_url", "image_url": f"file://{files[2]}"},
+        {"type": "image", "path": str(files[3])},
+    ]
+    parts.append({"type": "text", "text": TEXT.strip()})
+    return [asking(part, answer) for part, answer in zip(parts, ANSWERS, strict=True)]
+
+
+def project_of(make: NewProject, folder: Path, family: str, **changes: Any) -> Project:
+    target = seeing_target(folder / "target", family)
+    project = make(folder, target, **{"train": {"batch": 3, "epochs": 1}, **changes})
+    lines = "".join(json.dumps(row) + "\n" for row in rows_about(folder))
+    (folder / "train.jsonl").write_text(lines)
+    return project
+
+
+def dataset_of(folder: Path, target: TransformersTarget, **options: Any) -> Dataset:
+    source, processor = str(folder / "train.jsonl"), ImageProcessor(target.path, target.source)
+    config = DataConfig(**options)
+    return build_dataset(source, target.tokenizer, config, folder / "data", processor=processor)
+
+
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def sees(request: pytest.FixtureRequest, tmp_path: Path) -> TransformersTarget:
+    """A target that sees, beside train.jsonl with rows about images."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows_about(tmp_path))
+    (tmp_path / "train.jsonl").write_text(lines)
+    folder = seeing_target(tmp_path / "target", request.param)
+    return TransformersTarget(str(folder), dtype="float32", device="cpu")
+
+
+def test_a_draft_trains_on_rows_with_images(tmp_path: Path, make_project: NewProject) -> None:
+    project = project_of(make_project, tmp_path, "qwen2_5_vl")
+    assert "captured 5 samples" in project.cli("capture").output
+    for file in tmp_path.glob("*.png"):
+        file.unlink()  # features are all that training needs
+    assert "complete: step 2 of 2" in project.cli("train", "data.train=null").output
+    project.cli("export")
+    assert (project.run / "export" / "model.safetensors").exists()
+
+
+def test_answers_alone_are_learned(tmp_path: Path, sees: TransformersTarget) -> None:
+    dataset = dataset_of(tmp_path, sees)
+    assert [len(dataset.images(row)) for row in range(5)] == [1, 1, 1, 1, 0]
+    for row, thing in enumerate(ANSWERS):
+        learned = dataset.tokens(row)[dataset.loss_mask(row)].tolist()
+        assert sees.tokenizer.decode(learned) == f"hi there<|im_end|>{thing}<|im_end|>"
+
+
+def test_features_are_the_models_own(tmp_path: Path, sees: TransformersTarget) -> None:
+    """Of layers they are what the next is given, as servers capture: with Qwen3-VL's deep stack."""
+    dataset, request = dataset_of(tmp_path, sees), FeatureRequest((0, 2), True, "float32", 0, True)
+    batch = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0, 1, 4)), dataset, dataset.feature_ids, {})
+    (captured,) = LocalCapture(sees, request).features([batch])
+    own = AutoModelForImageTextToText.from_pretrained(sees.path, dtype=torch.float32).eval()
+    processor, given = AutoProcessor.from_pretrained(sees.path), dict[int, torch.Tensor]()
+    for at, layer in enumerate(own.get_decoder().layers):
+
+        def keep(_: Any, args: tuple[Any, ...], at: int = at) -> None:
+            given[at] = args[0]
+
+        layer.register_forward_pre_hook(keep)
+    image = WRITTEN.get(sees.config.model_type, "<|image_pad|>")
+    for row, features in zip(batch.rows, captured.features, strict=True):
+        pictures = [PIL.Image.open(tmp_path / f"{row}.png")] if row != 4 else None
+        text = (
+            "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi there<|im_end|>\n"
+            f"<|im_start|>user\n{image if pictures else TEXT}what is this?<|im_end|>\n"
+            f"<|im_start|>assistant\n{ANSWERS[row]}<|im_end|>\n"
+        )
+        inputs = processor(text=[text], images=pictures, return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == dataset.tokens(row).tolist()
+        with torch.no_grad():
+            states = own(**inputs, output_hidden_states=True).hidden_states
+        expected = {"hidden.0": given[1], "hidden.2": given[3], "embeddings": given[0]}
+        for name, value_1TH in {**expected, "last_hidden": states[-1]}.items():
+            torch.testing.assert_close(features[name], value_1TH[0], rtol=0, atol=1e-5)
+        stacked = bool(pictures) and sees.config.model_type == "qwen3_vl"
+        assert torch.allclose(given[1], states[1], atol=1e-5) is not stacked
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> TransformersTarget:
+    (tmp_path / "train.jsonl").write_text(json.dumps(rows_about(tmp_path)[1]) + "\n")
+    folder = seeing_target(tmp_path / "target", "qwen2_5_vl")
+    return TransformersTarget(str(folder), dtype="float32", device="cpu")
+
+
+def test_an_image_that_changes_is_another_row(tmp_path: Path, qwen: TransformersTarget) -> None:
+    before = dataset_of(tmp_path, qwen)
+    assert dataset_of(tmp_path, qwen).feature_ids == before.feature_ids
+    picture(tmp_path / "1.png", 99, 84)
+    after = dataset_of(tmp_path, qwen)
+    assert after.tokens(0).tolist() == before.tokens(0).tolist()
+    assert after.feature_ids != before.feature_ids
+    old = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0,)), before, before.feature_ids, {})
+    capture = LocalCapture(qwen, FeatureRequest((0,), True, "float32"))
+    with pytest.raises(BadRows, match=r"was changed since its row was rendered: .*1\.png"):
+        next(capture.features([old]))
+
+
+def test_a_missing_image_leaves_its_row_out_until_it_is_there(
+    tmp_path: Path, qwen: TransformersTarget
+) -> None:
+    text = json.dumps(asking("just text", "fine"))
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(text + "\n")
+    (tmp_path / "1.png").rename(tmp_path / "away")
+    dataset = dataset_of(tmp_path, qwen)
+    bad = BadRow("train.jsonl:1", "an image cannot be read", str(tmp_path / "1.png"))
+    assert (dataset.report.kept, dataset.report.skipped) == (1, [bad])
+    (tmp_path / "away").rename(tmp_path / "1.png")
+    assert dataset_of(tmp_path, qwen).report.kept == 2
+
+
+def test_a_row_with_images_is_left_out_and_never_cut_where_it_is_too_long(
+    tmp_path: Path, qwen: TransformersTarget
+) -> None:
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps(asking("just text", "fine" * 99)) + "\n")
+    dataset = dataset_of(tmp_path, qwen, max_length=80, overlong="truncate")
+    assert (dataset.report.kept, dataset.report.truncated) == (1, 1)
+    (bad,) = dataset.report.skipped
+    assert str(bad).startswith("train.jsonl:1: longer than 80 tokens")
+
+
+def test_a_target_of_text_and_one_without_processor_leave_images_out_and_say_so(
+    tmp_path: Path, qwen: TransformersTarget
+) -> None:
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(json.dumps(asking("just text", "fine")) + "\n")
+    for gone, processor in (
+        ("", None),
+        ("processor_config.json", ImageProcessor(qwen.path, qwen.source)),
+    ):
+        (tmp_path / "target" / gone).unlink() if gone else None
+        given = str(tmp_path / "train.jsonl"), qwen.tokenizer, DataConfig()
+        dataset = build_dataset(*given, tmp_path / f"data{gone}", processor=processor)
+        said = (
+            "images need the target's processor, which cannot be loaded: " if gone else "text alone"
+        )
+        assert said in dataset.report.text()
+
+
+def test_a_capture_that_reads_text_alone_refuses_images_and_names_others(
+    tmp_path: Path, make_project: NewProject
+) -> None:
+    project = project_of(make_project, tmp_path, "qwen2_5_vl", capture={"name": "blind"})
+    plugin = tmp_path / "blind.py"
+    plugin.write_text(BLIND)
+    for folder in "ab":  # also where they are rendered already
+        store = f"store=file:{tmp_path / folder}"
+        output = project.cli("capture", store, ok=False, plugin=plugin).output
+        assert (
+            "train.jsonl has rows with images, and the capture 'blind' reads text alone" in output
+        )
+        assert "set capture.name=hf" in output
+        project.cli("capture", store, "capture.name=hf")
+
+
+def test_evaluation_leaves_out_what_asks_about_images_and_says_so(
+    tmp_path: Path, make_project: NewProject
+) -> None:
+    project = project_of(make_project, tmp_path, "qwen2_5_vl", store="auto")
+    project.cli("train")
+    given = f"data.eval={tmp_path / 'train.jsonl'}"
+    output = project.cli("eval", given).output
+    assert "4 left out: it asks about images, and here text alone is asked" in output
