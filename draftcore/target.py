@@ -296,7 +296,7 @@ class TransformersModel:
     @torch.inference_mode()
     def run(self, request: FeatureRequest, model: Any = None, **inputs: Any) -> dict[str, Tensor]:
         """Run the decoder, or a model around it, and take what the request names."""
-        taken: dict[str, Tensor] = {}
+        taken: dict[str, Any] = {}
 
         def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
             taken[name] = output[0] if isinstance(output, tuple) else output
@@ -309,7 +309,9 @@ class TransformersModel:
                 hook = functools.partial(take, f"hidden.{layer}")
                 hooks.enter_context(self.layers[layer].register_forward_hook(hook))
             read = [("embeddings", 0)] * request.embeddings  # with what is done to them before
-            if model is not None:
+            if model is not None:  # which need not end with the decoder
+                end = functools.partial(take, "last_hidden")
+                hooks.enter_context(self.decoder.register_forward_hook(end))
                 # What some models see is added between layers, too (Qwen3-VL's deep stack): servers
                 # capture what the next layer is given, and so does this.
                 read += [(f"hidden.{k}", k + 1) for k in request.layers if k + 1 < len(self.layers)]
@@ -318,7 +320,8 @@ class TransformersModel:
                 hooks.enter_context(
                     self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
                 )
-            taken["last_hidden"] = (model or self.decoder)(**inputs).last_hidden_state
+            output = (model or self.decoder)(**inputs)
+        taken["last_hidden"] = taken.get("last_hidden", output).last_hidden_state
         if request.topk:
             taken |= self._largest(taken["last_hidden"], request.topk)
         return taken

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from draftcore.config import DataConfig, Sources
 from draftcore.contracts.capture import Image
 from draftcore.data.conversations import BadRow, Rendered, RowError
-from draftcore.data.images import UNREAD, ImageProcessor
+from draftcore.data.images import UNLOADED, UNREAD, ImageProcessor
 from draftcore.data.parallel import render_all, shown
 from draftcore.data.rendering import Renderer
 from draftcore.data.samples import StoredSamples
@@ -98,10 +98,10 @@ class Dataset(StoredSamples):
         self.report = DataReport(
             **{**report, "skipped": skipped, "notes": Counter(report["notes"])}
         )
-        self._images = {
+        self.all_images = {
             int(row): tuple(Image(*one) for one in images) for row, images in meta["images"]
         }
-        self.fresh: bool = meta["files"] == _files(self._images, self.report)
+        self.looked_at = str(meta["looked_at"])
         self._rows = np.memmap(self.file, TOKEN, "r", shape=(self.summary.tokens,))
         self._ends = np.cumsum(self.lengths)
 
@@ -115,7 +115,7 @@ class Dataset(StoredSamples):
 
     def images(self, row: int) -> tuple[Image, ...]:
         """A row's images, in their order."""
-        return self._images.get(row, ())
+        return self.all_images.get(row, ())
 
     def _row(self, row: int) -> NDArray[Any]:
         end = int(self._ends[row])
@@ -156,12 +156,19 @@ def build_dataset(
         policies = options.model_dump_json(
             exclude={"train", "eval", "chat_template", "max_skipped"}
         )
-        reads = (processor.identity, blind) if processor else ()
-        parts = (str(FORMAT), opened.key(), renderer.identity, policies, *reads)
+        parts = (
+            str(FORMAT),
+            opened.key(),
+            renderer.identity,
+            policies,
+            blind,
+            str(processor is None),
+        )
         key = _hash("\0".join(parts).encode()).hex()
         try:
             found = Dataset(folder)
-            if found.fresh and (found.key, found.summary.date) == (key, renderer.date):
+            looked_at = _looks(found.all_images, found.report, processor)
+            if (found.key, found.summary.date, found.looked_at) == (key, renderer.date, looked_at):
                 return found
         except (ValueError, KeyError, OSError) as error:
             if marker.exists():
@@ -171,9 +178,8 @@ def build_dataset(
         kept = _keep(shown(render_all(renderer, numbered)), options, report, blind)
         samples = _write(partial, kept, renderer)
         report.require_rows()
-        files = _files(dict(samples["images"]), report)
         meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
-        meta["files"] = files
+        meta["looked_at"] = _looks(dict(samples["images"]), report, processor)
         marker.unlink(missing_ok=True)
         partial.replace(rows)
         write_sealed(marker, meta)
@@ -263,12 +269,18 @@ def _content(tokens: NDArray[Any], images: Iterable[Image]) -> bytes:
     return _hash(len(tokens).to_bytes(8, "little"), *columns, *seen)
 
 
-def _files(images: Mapping[int, Iterable[Image]], report: DataReport) -> str:
-    """Return what changes when the file of an image does, or one that was missing comes."""
+def _looks(
+    images: Mapping[int, Iterable[Image]], report: DataReport, processor: ImageProcessor | None
+) -> str:
+    """Return what changes when the file of an image does, one that was missing comes, or all are
+    read in another way; '' where no row has any."""
     found = {one.uri for row in images.values() for one in row}
     found |= {bad.detail for bad in report.skipped if bad.reason == UNREAD}
+    unloaded = any(bad.reason.startswith(UNLOADED) for bad in report.skipped)
+    if processor is None or not (found or unloaded):
+        return ""
     times = [os.stat(one).st_mtime_ns if os.path.exists(one) else 0 for one in sorted(found)]
-    return _hash(repr(times).encode()).hex()
+    return _hash(repr((times, processor.identity)).encode()).hex()
 
 
 def _feature_id(fingerprint: str, row: int, content: bytes) -> str:

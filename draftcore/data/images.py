@@ -6,6 +6,7 @@ import functools
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -14,6 +15,7 @@ from draftcore.contracts.capture import Image
 from draftcore.data.conversations import RowError
 
 UNREAD = "an image cannot be read"
+UNLOADED = "images need the target's processor, which cannot be loaded"
 
 
 class ImageProcessor:
@@ -34,7 +36,9 @@ class ImageProcessor:
             found = AutoProcessor.from_pretrained(self.path, **self.source)
             return found, str(found.image_processor.to_json_string())
         except Exception as error:  # of a library that it lacks, or of the model's own code
-            return None, shown(error)
+            lacks = [name for name in ("PIL", "torchvision") if find_spec(name) is None]
+            hint = f"not installed is {' and '.join(lacks)}; " if lacks else ""
+            return None, hint + shown(error)
 
     @property
     def identity(self) -> str:
@@ -78,15 +82,13 @@ class ImageProcessor:
     def _call(
         self, text: str, uris: Sequence[str], **options: Any
     ) -> tuple[tuple[Image, ...], Any]:
+        own, identity = self._loaded
+        if own is None:
+            raise RowError(f"{UNLOADED}: {identity}")
         import PIL.Image
         from transformers.image_utils import load_image
 
-        own, identity = self._loaded
         images, pictures = list[Image](), list[Any]()
-        if own is None:
-            raise RowError(
-                f"images need the target's processor, which cannot be loaded: {identity}"
-            )
         for uri in uris:
             try:
                 data = urlopen(uri).read() if uri.startswith("data:") else Path(uri).read_bytes()

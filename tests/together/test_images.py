@@ -167,7 +167,10 @@ def test_features_are_the_models_own(tmp_path: Path, sees: TransformersTarget) -
     """Of layers they are what the next is given, as servers capture: with Qwen3-VL's deep stack."""
     dataset, request = dataset_of(tmp_path, sees), FeatureRequest((0, 2), True, "float32", 0, True)
     batch = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0, 1, 4)), dataset, dataset.feature_ids, {})
-    (captured,) = LocalCapture(sees, request).features([batch])
+    capture, prompt = LocalCapture(sees, request), [dataset.tokens(4)[:30].tolist()]
+    text_alone = sees.model.generate(prompt, 8)
+    (captured,) = capture.features([batch])
+    assert sees.model.generate(prompt, 8) == text_alone, "images leave no positions behind"
     own = AutoModelForImageTextToText.from_pretrained(sees.path, dtype=torch.float32).eval()
     processor, given = AutoProcessor.from_pretrained(sees.path), dict[int, torch.Tensor]()
     for at, layer in enumerate(own.get_decoder().layers):
@@ -193,6 +196,23 @@ def test_features_are_the_models_own(tmp_path: Path, sees: TransformersTarget) -
             torch.testing.assert_close(features[name], value_1TH[0], rtol=0, atol=1e-5)
         stacked = bool(pictures) and sees.config.model_type == "qwen3_vl"
         assert torch.allclose(given[1], states[1], atol=1e-5) is not stacked
+
+
+def test_several_images_stand_where_the_questions_have_them(
+    tmp_path: Path, sees: TransformersTarget
+) -> None:
+    """Each has as many tokens as alone, and what is learned is the same."""
+    single = dataset_of(tmp_path, sees)
+    talks = [row["messages"] for row in rows_about(tmp_path)[1:3]]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [*talks[0], *talks[1]]}) + "\n")
+    both = dataset_of(tmp_path, sees)
+    assert both.images(0) == (*single.images(1), *single.images(2))
+    for column in (Dataset.tokens, Dataset.loss_mask):
+        apart = np.concatenate([column(single, 1), column(single, 2)])
+        assert column(both, 0).tolist() == apart.tolist()
+    batch = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0,)), both, both.feature_ids, {})
+    (captured,) = LocalCapture(sees, FeatureRequest((0,), True, "float32")).features([batch])
+    assert len(captured.features[0]["last_hidden"]) == both.lengths[0]
 
 
 @pytest.fixture
