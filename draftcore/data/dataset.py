@@ -167,7 +167,7 @@ def build_dataset(
         key = _hash("\0".join(parts).encode()).hex()
         try:
             found = Dataset(folder)
-            looked_at = _looks(found.all_images, found.report, processor)
+            looked_at = _looked_at(found.all_images, found.report, processor)
             if (found.key, found.summary.date, found.looked_at) == (key, renderer.date, looked_at):
                 return found
         except (ValueError, KeyError, OSError) as error:
@@ -179,7 +179,7 @@ def build_dataset(
         samples = _write(partial, kept, renderer)
         report.require_rows()
         meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
-        meta["looked_at"] = _looks(dict(samples["images"]), report, processor)
+        meta["looked_at"] = _looked_at(dict(samples["images"]), report, processor)
         marker.unlink(missing_ok=True)
         partial.replace(rows)
         write_sealed(marker, meta)
@@ -269,11 +269,10 @@ def _content(tokens: NDArray[Any], images: Iterable[Image]) -> bytes:
     return _hash(len(tokens).to_bytes(8, "little"), *columns, *seen)
 
 
-def _looks(
+def _looked_at(
     images: Mapping[int, Iterable[Image]], report: DataReport, processor: ImageProcessor | None
 ) -> str:
-    """Return what changes when the file of an image does, one that was missing comes, or all are
-    read in another way; '' where no row has any."""
+    """Return what changes when an image's file does, a missing one's too, or how all of them are read."""
     found = {one.uri for row in images.values() for one in row}
     found |= {bad.detail for bad in report.skipped if bad.reason == UNREAD}
     unloaded = any(bad.reason.startswith(UNLOADED) for bad in report.skipped)

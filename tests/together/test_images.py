@@ -215,6 +215,21 @@ def test_several_images_stand_where_the_questions_have_them(
     assert len(captured.features[0]["last_hidden"]) == both.lengths[0]
 
 
+@pytest.mark.long
+def test_a_producer_in_another_process_sees_the_same(
+    tmp_path: Path, make_project: NewProject
+) -> None:
+    losses = []
+    for producers in (0, 1):
+        folder = tmp_path / str(producers)
+        folder.mkdir()
+        changes = {"store": "auto", "topology": {"producers": producers}}
+        project = project_of(make_project, folder, "qwen2_5_vl", **changes)
+        assert "complete: step 2 of 2" in project.finish("train")
+        losses.append(project.losses())
+    assert losses[0] == losses[1]
+
+
 @pytest.fixture
 def qwen(tmp_path: Path) -> TransformersTarget:
     (tmp_path / "train.jsonl").write_text(json.dumps(rows_about(tmp_path)[1]) + "\n")
