@@ -190,6 +190,12 @@ class RunConfig(Section):
             raise ValueError(f"no draft can be labelled {taken.pop()!r}: the run's folder has it")
         if not self.run.name:
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
+        topology = self.topology
+        if topology.launcher != "local" and topology.ranks == 1 and not topology.producers:
+            raise ValueError(
+                f"topology.launcher {topology.launcher!r} would have a single process to start, which "
+                "is this one: set topology.ranks or topology.producers"
+            )
         if self.train.eval_every and self.data.eval is None:
             raise ValueError("train.eval_every needs held-out conversations: set data.eval")
         uris = [("store", self.store), ("channel", self.channel)]

@@ -29,6 +29,7 @@ YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
         (f"train.seed={'9' * 5000}", "train.seed: Input should be a valid integer, not '99999"),
         ("train.epochs=1000000000000", "train.epochs: Input should be less than or equal to 10"),
         ("train.betas=[0.9,1]", "train.betas.1: Input should be less than 1"),
+        ("topology.launcher=mine", "'mine' would have a single process to start"),
         ('run=""', "run: '.' names no folder of its own"),
     ],
 )
