@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
@@ -25,10 +26,22 @@ class LocalCapture:
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         """Yield features of the request's dtype on the target's device, which is not waited for."""
+        device = self.model.device
         for batch in batches:
-            yield CapturedBatch(batch, self._rows(batch))
+            found = self._seen(batch) if batch.images else {}
+            text = [at for at in range(len(batch.rows)) if at not in found]
+            if text:
+                rows = [torch.as_tensor(batch.token_ids[at]).long() for at in text]
+                lengths = [len(row_T) for row_T in rows]
+                tokens_BT = pad_sequence(rows, batch_first=True).to(device)
+                lengths_B = torch.tensor(lengths, device=device)
+                taken = self.runner.features(tokens_BT, lengths_B, self.request)
+                for row, (at, length) in enumerate(zip(text, lengths, strict=True)):
+                    found[at] = {name: value_BTH[row, :length] for name, value_BTH in taken.items()}
+            yield CapturedBatch(batch, tuple(found[at] for at in range(len(batch.rows))))
 
-    def _rows(self, batch: CaptureBatch) -> tuple[dict[str, Tensor], ...]:
+    def _seen(self, batch: CaptureBatch) -> dict[int, dict[str, Tensor]]:
+        """Run the rows with images through the whole model, one by one; raises BadRows."""
         found: dict[int, dict[str, Tensor]] = {}
         bad: dict[int, str] = {}
         for at, images in enumerate(batch.images):
@@ -43,21 +56,7 @@ class LocalCapture:
             found[at] = {name: value_1TH[0] for name, value_1TH in taken.items()}
         if bad:
             raise BadRows(bad)
-        text = [at for at in range(len(batch.rows)) if at not in found]
-        if text:
-            found |= zip(text, self._text([batch.token_ids[at] for at in text]), strict=True)
-        return tuple(found[at] for at in range(len(batch.rows)))
-
-    def _text(self, rows: Sequence[Sequence[int]]) -> Iterator[dict[str, Tensor]]:
-        lengths = [len(tokens) for tokens in rows]
-        tokens_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-        for row, tokens in enumerate(rows):
-            tokens_BT[row, : lengths[row]] = torch.as_tensor(tokens)
-        device = self.model.device
-        lengths_B = torch.tensor(lengths, device=device)
-        taken = self.runner.features(tokens_BT.to(device), lengths_B, self.request)
-        for row, length in enumerate(lengths):
-            yield {name: value_BTH[row, :length] for name, value_BTH in taken.items()}
+        return found
 
     def close(self) -> None:
         """Nothing to release: the model belongs to the target's description."""
