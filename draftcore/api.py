@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Role = Literal["both", "trainer", "producer"]
 Say = Callable[[str], None]
+WHOLE = "checkpoints/step-*/COMPLETE"
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,8 @@ def train(
             else:
                 reason = train_run(run, role or "both", say)
                 show_runners(run, say)
-    labels = list(settings.drafts) or [""]
-    marks = {
-        one: sorted((settings.run / one).glob("checkpoints/step-*/COMPLETE")) for one in labels
-    }
-    return Trained(reason, {one: found[-1].parent for one, found in marks.items() if found})
+    found = newest(settings)
+    return Trained(reason, {label: folder for label, folder in found.items() if folder})
 
 
 def evaluate(
@@ -214,18 +212,26 @@ def launch(
     return "complete"
 
 
+def newest(settings: RunConfig) -> dict[str, Path | None]:
+    """Return the newest whole checkpoint of each draft by its label, '' for a single one."""
+    return {
+        label: max((m.parent for m in (settings.run / label).glob(WHOLE)), default=None)
+        for label in settings.drafts or [""]
+    }
+
+
 def require_done(settings: RunConfig) -> None:
     """Raise DraftcoreError where a draft was not stopped and lacks its last checkpoint."""
-    for folder in [settings.run / label for label in settings.drafts] or [settings.run]:
-        marks = sorted((folder / "checkpoints").glob("step-*/COMPLETE"))
+    for label, folder in newest(settings).items():
         try:
-            state = json.loads((marks[-1].parent / "state.json").read_text())
+            state = json.loads((folder / "state.json").read_text()) if folder else {}
             done = state["step"] == state["total_steps"] or state.get("stopped")
-        except (IndexError, OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             done = False
         if not done:
             raise DraftcoreError(
-                f"the ranks ended without an error, and {folder} has no checkpoint of the last step\n"
+                f"the ranks ended without an error, and {settings.run / label} has no checkpoint of "
+                "the last step\n"
                 "  start the same command again: the run goes on from its last checkpoint"
             )
 

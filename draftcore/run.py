@@ -927,7 +927,7 @@ def evaluate_draft(draft: DraftRun, built: Draft, step: int) -> Report:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     report = dataclasses.replace(report, about=about)
-    hook, options = draft.algorithm.hook, draft.options
-    report = dataclasses.replace(report, more=more_metrics(hook, built, report.to_json(), options))
+    more = more_metrics(draft.algorithm.hook, built, report.to_json(), draft.options)
+    report = dataclasses.replace(report, more=more)
     run.observers.evaluated(step=step, report=report.to_json(), draft=draft.label)
     return report

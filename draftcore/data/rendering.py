@@ -117,9 +117,8 @@ class Renderer:
     """Renders conversations for one tokenizer by `data.chat_template` and `data.template_options`.
 
     `date` is the time that a template is told, if it asks: without one, now. Rows with images are left
-    out without the target's `processor`. Raises `UsageError` when
-    made, if there is no chat template, the tokenizer is not a fast one, or the template cannot
-    render a question and its answer.
+    out without the target's `processor`. Raises `UsageError` when made, if there is no chat template,
+    the tokenizer is not a fast one, or the template cannot render a question and its answer.
     """
 
     def __init__(
@@ -195,9 +194,8 @@ class Renderer:
             found, lost = [whole], sum(whole.notes.values())
         except RowError as error:
             found, lost = [BadRow(row.where, *error.args)], len(row.messages) * 2
-        with contextlib.suppress(
-            RowError
-        ):  # the conversation as a whole says more of what is wrong
+        # Where this fails too, the conversation as a whole says more of what is wrong.
+        with contextlib.suppress(RowError):
             if lost:
                 served, still = self._as_served(row, chosen)
                 return served if still < lost else found

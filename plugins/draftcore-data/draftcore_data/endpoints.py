@@ -1,4 +1,4 @@
-"""Ask servers with OpenAI's API: several at a time, each set aside while it does not answer."""
+"""Ask servers with OpenAI's API: several at a time, each paused while it does not answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftcore_data.conversing import Answer, as_asked, tool_as_asked
 
 KEY = "DRAFTCORE_API_KEY"
 TRIES = 8  # of one question that servers fail at
-FIRST, LONGEST = 0.25, 60.0  # seconds that a server is set aside; doubled each time
+FIRST, LONGEST = 0.25, 60.0  # seconds that a server is paused; doubled each time
 BUSY = (408, 409, 425, 429, 503)  # says nothing of the question
 UNFIT = (400, 413, 422)  # the question is refused, others may not be
 
@@ -33,7 +33,7 @@ class Endpoint:
     failures: int = 0
     away_until: float = 0.0
 
-    def set_aside(self, reason: str, seconds: float = 0.0) -> None:
+    def pause(self, reason: str, seconds: float = 0.0) -> None:
         """Leave the server alone, longer each time; questions that were under way count once."""
         if (now := time.monotonic()) >= self.away_until:
             wait = max(seconds, FIRST * 2 ** min(self.failures, 16))
@@ -117,7 +117,7 @@ class Endpoints:
                     f"  check --endpoint and --model; a key is read from the environment: {KEY}"
                 )
             tries += not busy
-            endpoint.set_aside(reason, _retry_after(response) if status else 0.0)
+            endpoint.pause(reason, _retry_after(response) if status else 0.0)
             if time.monotonic() - self.heard > self.patience:
                 raise DraftcoreError(
                     f"no server has answered for {self.patience:.0f} s; {endpoint.url}: {reason}\n"
@@ -126,7 +126,7 @@ class Endpoints:
         raise RowError(f"no answer in {TRIES} tries", reason)
 
     async def _free(self) -> Endpoint:
-        """Wait for a server that is not set aside; of several the one with the least to do."""
+        """Wait for a server that is not paused; of several the one with the least to do."""
         while True:
             now = time.monotonic()
             if ready := [one for one in self.endpoints if one.away_until <= now]:

@@ -52,9 +52,7 @@ class DFlash(Algorithm):
             folder = Path(options.warm_start)
             layers = self.serving.read_config(folder, target, options).layers
         else:
-            shape_of_target(
-                target, options
-            )  # what it refuses is refused before anything is captured
+            shape_of_target(target, options)  # refuses what it must before anything is captured
             layers = captured_layers(options.layers, options.num_layers, target.num_layers)
         return FeatureRequest(layers, last_hidden=False, dtype=dtype_name(target.dtype))
 

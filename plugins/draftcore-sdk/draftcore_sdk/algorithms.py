@@ -127,9 +127,9 @@ class AlgorithmSuite(Drafting):
     def test_a_drafter_follows_weights_that_are_updated_in_place(self, bench: Bench) -> None:
         """Evaluation during training keeps its drafter, and the graphs that read these weights."""
         draft, prompts = bench.build(seed=SEED + 1), bench.example.prompts
-        kept = bench.drafter(draft)
+        kept, learned = bench.drafter(draft), trained_tensors(bench.trained.draft)
         with torch.no_grad():
-            draft.module.load_state_dict(trained_tensors(bench.trained.draft), strict=False)
+            draft.module.load_state_dict(learned, strict=False)
         assert bench.decode(draft, prompts, kept) == bench.decode(draft, prompts)
 
     # ------------------------------------------------------------ export

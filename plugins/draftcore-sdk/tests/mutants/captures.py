@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from draftcore import hookimpl
+from draftcore.contracts.capture import CapturedBatch
 from draftcore.errors import UsageError
 from draftcore.features.hf import LocalCapture
 from draftcore.contracts.offers import Offer
@@ -148,13 +149,15 @@ class Capture(Changing):
 == cuts_long_prompts_into_chunks: test_features_are_the_ones_of_their_name[hidden.0]
 class Capture(LocalCapture):
     # Each chunk of 32 tokens runs alone, without what came before.
-    def _rows(self, batch):
-        rows = []
-        for ids in batch.token_ids:
-            parts = [ids[at : at + 32] for at in range(0, len(ids), 32)]
-            found = [super(Capture, self)._rows(replace(batch, token_ids=(p,)))[0] for p in parts]
-            rows.append({n: torch.cat([f[n] for f in found]) for n in found[0]})
-        return tuple(rows)
+    def features(self, batches):
+        for batch in batches:
+            rows = []
+            for ids in batch.token_ids:
+                parts = [ids[at : at + 32] for at in range(0, len(ids), 32)]
+                alone = [replace(batch, rows=(0,), ids=("0",), token_ids=(p,)) for p in parts]
+                found = [one.features[0] for one in super().features(alone)]
+                rows.append({n: torch.cat([f[n] for f in found]) for n in found[0]})
+            yield CapturedBatch(batch, tuple(rows))
 == labels_layers_in_ascending_order: test_joined_requests_give_the_bits_of_each
 class Capture(Changing):
     def change(self, f):
@@ -173,11 +176,12 @@ class Capture(LocalCapture):
             yield replace(one, features=tuple(map(self.known.setdefault, keys, one.features)))
 == writes_a_bos_into_the_rows: test_features_are_those_asked_and_as_long_as_their_tokens[both]
 class Capture(LocalCapture):
-    def _rows(self, batch):
-        for ids in batch.token_ids:
-            if ids[0] != 1:
-                ids.insert(0, 1)
-        return super()._rows(batch)
+    def features(self, batches):
+        for batch in batches:
+            for ids in batch.token_ids:
+                if ids[0] != 1:
+                    ids.insert(0, 1)
+            yield from super().features([batch])
 == reuses_one_buffer: test_batches_and_rows_keep_their_order
 class Capture(LocalCapture):
     buffers = {}
@@ -222,11 +226,10 @@ class Capture(LocalCapture):
             one.runner = None
         OPEN.clear()
 == attends_to_what_follows: test_no_token_sees_what_follows
-class Capture(LocalCapture):
-    def _rows(self, batch):
-        rows = super()._rows(batch)
+class Capture(Changing):
+    def change(self, f):
         seeing = lambda v: v + 0.01 * v[-1:] if v.is_floating_point() else v
-        return tuple({n: seeing(v) for n, v in f.items()} for f in rows)
+        return {n: seeing(v) for n, v in f.items()}
 == yields_as_they_are_ready: test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it
 class Capture(LocalCapture):
     # Two at a time, the shorter first, as a pool of threads would.
