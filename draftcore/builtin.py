@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.channel import Channel
     from draftcore.contracts.launcher import Launcher
     from draftcore.contracts.runner import Runner, RunnerContext
+    from draftcore.contracts.source import Source
     from draftcore.contracts.store import FeatureStore
     from draftcore.contracts.target import TargetSpec
 
@@ -26,6 +27,7 @@ OFFERS = (
     Offer("capture", "hf", frozenset({"embeddings", "graphs", "images", "per-rank", "topk"})),
     Offer("store", "file", frozenset({"durable", "shared"})),
     Offer("channel", "tcp"),
+    Offer("source", "jsonl"),
     Offer("launcher", "local"),
     Offer("runner", "eager"),
 )
@@ -62,6 +64,13 @@ def channel(name: str, uri: str, secret: bytes) -> Channel:
     from draftcore.features.tcp import TcpChannel
 
     return TcpChannel.open(uri, secret)
+
+
+@hookimpl
+def source(name: str, uri: str) -> Source:
+    from draftcore.data.sources import open_lines
+
+    return open_lines(uri)
 
 
 @hookimpl

@@ -35,9 +35,10 @@ from draftcore.contracts.channel import PATIENCE, Channel, Json, RunEnded
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.runner import DecodeRunner, PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import DurableStore, FeatureStore, StoreAway
+from draftcore.contracts.target import ImageProcessor
 from draftcore.data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
-from draftcore.data.images import ImageProcessor
 from draftcore.data.plan import Plan, PlannedBatch
+from draftcore.data.rendering import Blind
 from draftcore.data.samples import Samples, StoredSamples, read_summary, samples_data, summary_data
 from draftcore.data.skipped import Skipped
 from draftcore.data.sources import named, open_source
@@ -89,11 +90,25 @@ class Run:
         if config.store != "auto":
             registry.find("store", config.store.partition(":")[0])
         phases: tuple[PhaseName, ...] = ("prefill", "decode")
+        if self.target.sees:
+            self.target.images = self._images()
         self.runners = {phase: self._open_runner(phase) for phase in phases}
         self.drafts = tuple(DraftRun(self, label) for label in config.drafts or [""])
         self.observers: Specs = observers(
             Registry(()) if ranks.rank else registry, () if ranks.rank else config.plugins
         )
+
+    def _images(self) -> ImageProcessor:
+        """Open what reads images, or what refuses rows with images and says why."""
+        try:
+            reader = self.bind("images", "processor").hook
+        except UsageError as error:
+            return Blind(str(error))
+        if "images" not in self.capture.capabilities:
+            others = ", ".join(self.registry.offering("capture", "images"))
+            given = self.config.capture.name
+            return Blind(f"the capture {given!r} reads text alone\n  set capture.name={others}")
+        return reader.image_processor(name="processor", target=self.target)
 
     def _open_runner(self, phase: PhaseName) -> Runner:
         """Open who runs the target in capture (prefill), or target and draft in decoding (decode)."""
@@ -147,17 +162,9 @@ class Run:
         """Render data with the chat template, which is told `date`; kept in the run's folder."""
         options = self.config.data.model_copy(update={"limit": limit})
         folder, tokenizer = self.folder / "data" / name, self.target.tokenizer
-        blind, target = "", self.target
-        processor = ImageProcessor(target.path, target.source) if target.sees else None
-        if processor and "images" not in self.capture.capabilities:
-            others = ", ".join(self.registry.offering("capture", "images"))
-            blind = (
-                f"{named(given)} has rows with images, and the capture {self.config.capture.name!r} "
-                f"reads text alone\n  set capture.name={others}, or leave such rows out of the data"
-            )
         dataset = build_dataset(
             given, tokenizer, options, folder,
-            find=self.find, date=date, processor=processor, blind=blind,
+            find=self.find, date=date, processor=self.target.images,
         )  # fmt: skip
         if (dataset.report.skipped or dataset.report.notes) and not self.ranks.rank:
             print(dataset.report.text(), file=sys.stderr)

@@ -32,7 +32,13 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.target import PrefillRunner, TargetCache, TargetModel, TargetSpec
+from draftcore.contracts.target import (
+    ImageProcessor,
+    PrefillRunner,
+    TargetCache,
+    TargetModel,
+    TargetSpec,
+)
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import write_atomic
 from draftcore.tensors import resolve_device
@@ -63,6 +69,7 @@ class TransformersTarget:
         # Never None, with which transformers asks standard input.
         self.source = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.prefill_with: Callable[[TargetModel], PrefillRunner] = lambda model: model
+        self.images: ImageProcessor | None = None
         with read_target(path, "config"):
             self.config: Any = AutoConfig.from_pretrained(path, **self.source)
             self.text_config: Any = self.config.get_text_config()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from draftcore.contracts.source import Source
     from draftcore.contracts.store import FeatureStore
-    from draftcore.contracts.target import TargetModel, TargetSpec
+    from draftcore.contracts.target import ImageProcessor, TargetModel, TargetSpec
 
 
 class Specs:
@@ -86,6 +86,10 @@ class Specs:
     @hookspec(firstresult=True)
     def source(self, name: str, uri: str) -> Source:
         """Open the training data at `uri`, whose scheme is `name`. First result."""
+
+    @hookspec(firstresult=True)
+    def image_processor(self, name: str, target: TargetSpec) -> ImageProcessor:
+        """Open what reads the images of rows for a target that sees. First result."""
 
     @hookspec(firstresult=True)
     def launcher(self, name: str, options: Any) -> Launcher:

@@ -11,6 +11,7 @@ Kind = Literal[
     "store",
     "channel",
     "source",
+    "images",
     "launcher",
     "runner",
     "graph",

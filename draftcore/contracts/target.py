@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from draftcore.contracts.capture import FeatureRequest
+    from draftcore.contracts.capture import FeatureRequest, Image
 
 # By layer its keys and its values, [B, S, heads, D]: a token's slot is its position in its row.
 # A recurrent layer has states, [B, ...], behind them; what `allocate` adds for those is the model's own.
@@ -29,6 +29,31 @@ class PrefillRunner(Protocol):
         """Run right-padded rows once; return [B, T, H] or [B, T, K] per feature, in its dtype."""
 
 
+class ImageProcessor(Protocol):
+    """Reads the images of rows, and lays them out among a row's tokens as the target's own processor does.
+
+    Its `repr` tells one way to do so from another.
+    """
+
+    @property
+    def identity(self) -> str:
+        """All that images are read by."""
+
+    def write(
+        self, text: str, spans: Sequence[tuple[int, int]], uris: Sequence[str]
+    ) -> tuple[str, list[tuple[int, int]], list[int], tuple[Image, ...]]:
+        """Write images' tokens into a text; return it, the spans in it, all its tokens, and the images.
+
+        Raises `RowError` for an image that cannot be read, and where the processor refuses.
+        """
+
+    def inputs(self, token_ids: Sequence[int], images: Sequence[Image]) -> Any:
+        """Return what the target's forward is given of a row, a BatchFeature of tensors.
+
+        Raises `RowError` for an image that is not what it was when the row was rendered.
+        """
+
+
 class TargetSpec(Protocol):
     """A target's config, tokenizer and tensors; all but the config is read when first needed.
 
@@ -36,7 +61,8 @@ class TargetSpec(Protocol):
     Its logits are the last hidden state x `head()` x `logit_scale`; where there is a `logit_softcap` c,
     then c x tanh(logits / c).
     `source` is the revision, and whether the model's own code may run, as `from_pretrained` takes them.
-    `prefill_with` makes what runs the model for capture; a run sets it, by its `runner.prefill`.
+    A run sets `prefill_with`, which makes what runs the model for capture, and `images`, which reads
+    what a target takes beside text; None of one that takes text alone.
     """
 
     path: str
@@ -51,6 +77,7 @@ class TargetSpec(Protocol):
     logit_scale: float
     logit_softcap: float | None
     sees: bool  # it takes images, too
+    images: ImageProcessor | None
     prefill_with: Callable[[TargetModel], PrefillRunner]
 
     @property

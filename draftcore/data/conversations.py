@@ -35,6 +35,8 @@ ROLE_NAMES = {
 ROLES = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by whoever wrote it
 IMAGES = ("image", "image_url", "input_image")
+UNREAD = "an image cannot be read"  # with where it lies
+UNLOADED = "images need the target's processor, which cannot be loaded"
 UNLEARNED = -100  # a label that is not learned, as transformers marks it
 
 

@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 
 from draftcore.config import DataConfig, Sources
 from draftcore.contracts.capture import Image
-from draftcore.data.conversations import BadRow, Rendered, RowError
-from draftcore.data.images import UNLOADED, UNREAD, ImageProcessor
+from draftcore.contracts.target import ImageProcessor
+from draftcore.data.conversations import UNLOADED, UNREAD, BadRow, Rendered, RowError
 from draftcore.data.parallel import render_all, shown
 from draftcore.data.rendering import Renderer
 from draftcore.data.samples import StoredSamples
-from draftcore.data.sources import Find, named, no_plugins, open_source, read_conversations
+from draftcore.data.sources import Find, named, open_lines, open_source, read_conversations
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import digest, read_sealed, sync, unlinked, write_sealed
 
@@ -135,15 +135,14 @@ def build_dataset(
     options: DataConfig,
     folder: Path,
     *,
-    find: Find = no_plugins,
+    find: Find = open_lines,
     date: str = "",
     processor: ImageProcessor | None = None,
-    blind: str = "",
 ) -> Dataset:
     """Render sources into `folder`, or reuse what is there if nothing it depends on changed.
 
     A template that asks for the date is told `date`; without one, that of the rows which are there.
-    `processor` is for rows with images, and `blind` says why this run cannot take any.
+    `processor` is for rows with images, which are left out without it.
     Raises `UsageError` for a source that cannot be read, a tokenizer that cannot render, a row that
     a `refuse` policy meets (naming file, line and reason), and when no row is left.
     """
@@ -156,14 +155,7 @@ def build_dataset(
         policies = options.model_dump_json(
             exclude={"train", "eval", "chat_template", "max_skipped"}
         )
-        parts = (
-            str(FORMAT),
-            opened.key(),
-            renderer.identity,
-            policies,
-            blind,
-            str(processor is None),
-        )
+        parts = (str(FORMAT), opened.key(), renderer.identity, policies, repr(processor))
         key = _hash("\0".join(parts).encode()).hex()
         try:
             found = Dataset(folder)
@@ -175,7 +167,7 @@ def build_dataset(
                 logger.warning("%s is not what was written there: %s; rendered anew", marker, error)
         report = DataReport(named(given))
         numbered = itertools.islice(opened.rows(), options.limit)
-        kept = _keep(shown(render_all(renderer, numbered)), options, report, blind)
+        kept = _keep(shown(render_all(renderer, numbered)), options, report)
         samples = _write(partial, kept, renderer)
         report.require_rows()
         meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
@@ -195,7 +187,7 @@ def date_of(folder: Path) -> str:
 
 
 def _keep(
-    rows: Iterable[Rendered | BadRow], options: DataConfig, report: DataReport, blind: str
+    rows: Iterable[Rendered | BadRow], options: DataConfig, report: DataReport
 ) -> Iterator[Rendered]:
     """Apply the policies: keep a row, cut it, leave it out, or raise `UsageError`.
 
@@ -209,8 +201,6 @@ def _keep(
             where, length, answered = row.where, len(row.token_ids), row.loss_mask.any()
             if answered and length > longest:
                 report.overlong.append(length)
-            if row.images and blind:
-                raise UsageError(blind)
             whole = row.images or options.overlong != "truncate"
             if answered and length > longest and whole:
                 policy = "refuse" if options.overlong == "refuse" else "skip"
@@ -296,7 +286,7 @@ def read_prompts(
     limit: int | None,
     options: DataConfig,
     *,
-    find: Find = no_plugins,
+    find: Find = open_lines,
     date: str = "",
     report: DataReport | None = None,
 ) -> list[list[int]]:

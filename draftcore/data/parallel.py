@@ -1,22 +1,19 @@
 """Render many rows on all cores, in their order, and say how far it is.
 
-The work is Python's own (templates), so it needs processes. They are started by hand: those of
-`multiprocessing` would import the caller's script once more.
+The work is Python's own (templates), so it needs processes: loky's, which do not import the caller's
+script once more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import pickle
-import queue
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from draftcore.data.conversations import BadRow, Rendered, parse_row
@@ -29,8 +26,8 @@ Made = list[Rendered | BadRow]
 FEW = 4096  # rows that are rendered here: other processes take seconds to start
 CHUNK = 512
 MOST = 16  # processes, of a few hundred megabytes each
+ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SECONDS = 10.0  # between two lines about progress, where there is no terminal
-START = "import sys; sys.path[:] = {!r}; from draftcore.data import parallel; parallel.serve()"
 
 
 def render_all(renderer: Renderer, rows: Iterable[Place]) -> Iterator[Rendered | BadRow]:
@@ -40,65 +37,36 @@ def render_all(renderer: Renderer, rows: Iterable[Place]) -> Iterator[Rendered |
     chunks = iter(lambda: list(itertools.islice(waiting, CHUNK)), [])
     if (first := next(chunks, None)) is None:
         return
+    from loky import ProcessPoolExecutor  # 0.1 s
+
     count = min(len(os.sched_getaffinity(0)), MOST)
-    idle = queue.SimpleQueue[Any]()
-
-    def begin(process: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):  # that it ended is met by the first chunk
-            pickle.dump(renderer, process.stdin)
-        idle.put(process)
-
-    def work(chunk: list[Place]) -> Made:
-        process = idle.get()
-        try:
-            pickle.dump(chunk, process.stdin)
-            process.stdin.flush()
-            made: Made = pickle.load(process.stdout)
-            return made
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            what = f"a process that rendered rows ended with exit code {process.wait()}"
-            raise DraftcoreError(
-                f"{what}\n  what it said stands above; is memory short?"
-            ) from error
-        finally:
-            idle.put(process)
-
-    with ThreadPoolExecutor(count) as pool, contextlib.ExitStack() as stack:
-        for _ in range(count):
-            pool.submit(begin, stack.enter_context(_started()))
-        under_way = deque[Future[Made]]()
+    pool = ProcessPoolExecutor(count, env=ALONE, initializer=_begin, initargs=(renderer,))
+    under_way = deque[Future[Made]]()
+    try:
         for chunk in itertools.chain([first], chunks):
-            under_way.append(pool.submit(work, chunk))
+            under_way.append(pool.submit(_work, chunk))
             if len(under_way) > 2 * count:
                 yield from under_way.popleft().result()
         while under_way:
             yield from under_way.popleft().result()
-
-
-@contextlib.contextmanager
-def _started() -> Iterator[Any]:
-    """Start a process that renders, and end it."""
-    alone = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", START.format(sys.path)]
-    pipe, env = subprocess.PIPE, {**os.environ, **alone}
-    process: Any = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe)
-    try:
-        yield process
+    except BrokenProcessPool as error:
+        raise DraftcoreError(
+            f"a process that rendered rows ended\n  {error}\n"
+            "  what it said stands above; is memory short?"
+        ) from error
     finally:
-        process.kill()
-        process.communicate()
+        pool.shutdown(kill_workers=True)
 
 
-def serve() -> None:
-    """Render the chunks that come in at stdin, until no more come: what such a process runs."""
-    with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # what others print must not get between
-        renderer = pickle.load(sys.stdin.buffer)
-        with contextlib.suppress(EOFError):
-            while True:
-                made = list(_render(renderer, pickle.load(sys.stdin.buffer)))
-                pickle.dump(made, out)
-                out.flush()
+_own: list[Renderer] = []  # of a process that renders
+
+
+def _begin(renderer: Renderer) -> None:
+    _own.append(renderer)
+
+
+def _work(chunk: list[Place]) -> Made:
+    return list(_render(_own[0], chunk))
 
 
 def _render(renderer: Renderer, rows: Iterable[Place]) -> Iterator[Rendered | BadRow]:

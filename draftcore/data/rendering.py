@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from draftcore.data.images import ImageProcessor
+    from draftcore.contracts.target import ImageProcessor
 
 Span = tuple[int, int]
 Tools = Sequence[Mapping[str, Any]]
@@ -111,6 +111,22 @@ class Layout:
             mask |= (starts >= start) & (starts < end)
         ids = np.array(encoding.ids, np.int32)
         return Rendered(self.where, ids, mask, self.notes, self.images)
+
+
+@dataclass(frozen=True)
+class Blind:
+    """Refuses rows with images, in the place of what would read them, and says why."""
+
+    reason: str
+    identity: str = ""
+
+    def write(self, *given: Any) -> Any:
+        raise UsageError(
+            f"the data has rows with images, and here they cannot be read: {self.reason}\n"
+            "  or leave such rows out of the data"
+        )
+
+    inputs = write
 
 
 class Renderer:

@@ -1,18 +1,19 @@
-"""Open what `data.train` and `data.eval` name: JSON lines wherever they lie, and plugins' sources.
+"""Open what `data.train` and `data.eval` name, by the plugin that offers the source of its scheme.
 
-The core reads JSON lines, plain or compressed: a file, a folder, a glob, and what fsspec reaches by
-`scheme://`. `scheme:` without slashes is a plugin's, and tables are those of `hf:`. Several sources
-follow each other. A source is a stream: nothing here holds more than one row.
+Files without one are JSON lines, the source `jsonl` built in here, unless they are tables, compressed
+or lie elsewhere (`scheme://`): those are the source `files`. Several sources follow each other. A
+source is a stream: nothing here holds more than one row.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
 import os
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,92 @@ from draftcore.config import Sources
 from draftcore.contracts.source import Source
 from draftcore.data.conversations import Row, parse_row
 from draftcore.errors import UsageError, nearest
-from draftcore.uris import parse_options
 
 PLUGINS = re.compile(r"([a-z][\w+.-]+):(?!//|:)")
-TABLES = (".parquet", ".arrow")
+TABLES = (".arrow", ".parquet")
+OTHERS = (*TABLES, ".bz2", ".gz", ".xz", ".zip", ".zst")
 
 Find = Callable[[str], Source]  # opens the URI of a plugin's source
 
 
-def no_plugins(uri: str) -> Source:
-    """Refuse a plugin's source, where no run says which plugins there are."""
-    raise UsageError(f"{uri} is read by a plugin, and here only files are\n  name JSON lines")
+class Line(bytes):
+    """A line of a file in `folder`, which the paths in it are relative to."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """The lines of local files, each named by its file and its number from 1; empty ones are none."""
+
+    files: Sequence[Path]
+
+    def key(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for file in self.files:
+            with file.open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "blake2b").digest())
+        return digest.hexdigest()
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        above = os.path.commonpath([file.parent for file in self.files])
+        for file in self.files:
+            with file.open("rb") as lines:
+                yield from lines_of(str(file), above, lines)
+
+
+def lines_of(file: str, above: str, lines: Iterable[bytes]) -> Iterator[tuple[str, Line]]:
+    """Yield the lines of a file, each with its place below the folder `above`."""
+    name = os.path.relpath(file, above)
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            row = Line(line)
+            row.folder = os.path.dirname(os.path.abspath(file))
+            yield f"{name}:{number}", row
+
+
+def _files(name: str) -> list[Path]:
+    """Return the files that a path, a folder or a glob names, in the order of their names."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = [one for one in path.rglob("*") if ".jsonl" in one.name or one.suffix in TABLES]
+    else:
+        found = [path] if path.is_file() else [Path(one) for one in glob.glob(str(path), recursive=True)]
+    return sorted(found)
+
+
+def open_lines(uri: str) -> JsonLines:
+    """Open `jsonl:PATH`, where PATH is a file, a folder or a glob. Raises `UsageError`."""
+    name = uri.removeprefix("jsonl:")
+    if not (files := _files(name)):
+        near = nearest(Path(name).name, [file.name for file in Path(name).parent.glob("*")])
+        raise UsageError(
+            f"no such data: {name}{near}\n"
+            "  give JSON lines (a file, a glob, a folder of *.jsonl), a table of parquet files, or\n"
+            "  hf:org/name?split=train"
+        )
+    try:
+        with files[0].open("rb") as opened:
+            require_lines(str(files[0]), opened.read(64))
+    except OSError as error:
+        raise UsageError(f"cannot open {name}\n  {error}") from error
+    return JsonLines(files)
+
+
+def require_lines(file: str, head: bytes) -> None:
+    """Raise `UsageError` for a file that begins as a JSON array does."""
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        raise UsageError(
+            f"{file} is one JSON array, not JSON lines\n"
+            f"  convert it: jq -c '.[]' {file} > {Path(file).with_suffix('.jsonl')}"
+        )
+
+
+# ---------------------------------------------------------------- sources of all kinds
 
 
 def read_conversations(
-    given: Sources, limit: int | None = None, find: Find = no_plugins
+    given: Sources, limit: int | None = None, find: Find = open_lines
 ) -> Iterator[Row]:
     """Stream the rows of sources, at most `limit` of them; for errors see `open_source`."""
     return itertools.starmap(parse_row, itertools.islice(open_source(given, find).rows(), limit))
@@ -46,7 +118,7 @@ def named(given: Sources) -> str:
     return given if isinstance(given, str) else ", ".join(_weighted(one)[0] for one in given)
 
 
-def open_source(given: Sources, find: Find = no_plugins) -> Source:
+def open_source(given: Sources, find: Find = open_lines) -> Source:
     """Open all that `given` names, as one source.
 
     Raises `UsageError` for what cannot be opened, before its first row.
@@ -76,105 +148,13 @@ class Mixture:
                 yield from itertools.repeat(row, int(weight + dice.random()))
 
 
-class Line(bytes):
-    """A line of a file in `folder`, which the paths in it are relative to."""
-
-    folder: str
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    """The lines of files, each named by its file and its number from 1; empty ones are none."""
-
-    files: Sequence[Any]  # fsspec's OpenFile
-
-    def key(self) -> str:
-        from fsspec.implementations.local import LocalFileSystem
-
-        digest = hashlib.blake2b(digest_size=16)
-        for file in self.files:
-            if isinstance(file.fs, LocalFileSystem):
-                with open(file.path, "rb") as opened:
-                    digest.update(hashlib.file_digest(opened, "blake2b").digest())
-            else:
-                digest.update(str(file.fs.checksum(file.path)).encode())
-        return digest.hexdigest()
-
-    def rows(self) -> Iterator[tuple[str, Any]]:
-        paths = [file.path for file in self.files]
-        above = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
-        for file in self.files:
-            name, number = os.path.relpath(file.path, above), 0
-            folder = os.path.dirname(os.path.abspath(file.path))
-            try:
-                with file as lines:
-                    for number, line in enumerate(lines, start=1):
-                        if line.strip():
-                            row = Line(line)
-                            row.folder = folder
-                            yield f"{name}:{number}", row
-            except Exception as error:  # of compression, or of a file system: others wrote them
-                what = f"{type(error).__name__}: {error}"
-                raise UsageError(
-                    f"{file.path} cannot be read after line {number}\n  {what}"
-                ) from error
-
-
 def _weighted(one: Any) -> tuple[str, float]:
     return (one, 1.0) if isinstance(one, str) else (one.source, one.weight)
 
 
 def _open(source: str, find: Find) -> Source:
-    """Find out what one source is, and open it."""
-    name, _, query = source.partition("?")
     if PLUGINS.match(source):
         return find(source)
-    if name.endswith(TABLES) or _holds_tables(name):
-        return find(f"hf:{source}")
-    if "://" in source:
-        name = source
-    else:
-        name = str(Path(name).expanduser())
-        parse_options(source, query, ())
-    try:
-        files, head = _files(name), b""
-        for file in files[:1]:
-            with file as opened:
-                head = bytes(opened.read(64))
-    except Exception as error:  # of a file system, which others wrote
-        what = f"{type(error).__name__}: {error}"
-        raise UsageError(f"cannot open {source}\n  {what}") from error
-    if not files:
-        near = nearest(Path(name).name, [file.name for file in Path(name).parent.glob("*")])
-        raise UsageError(
-            f"no such data: {source}{near}\n"
-            "  give JSON lines (a file, a glob, a folder of *.jsonl), a table of parquet files, or\n"
-            "  hf:org/name?split=train"
-        )
-    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        path = files[0].path
-        raise UsageError(
-            f"{path} is one JSON array, not JSON lines\n"
-            f"  convert it: jq -c '.[]' {path} > {Path(path).with_suffix('.jsonl')}"
-        )
-    return JsonLines(files)
-
-
-def _holds_tables(name: str) -> bool:
-    path = Path(name).expanduser()
-    return path.is_dir() and any(file.suffix in TABLES for file in path.rglob("*"))
-
-
-def _files(name: str) -> list[Any]:
-    """Return the files that a path, a folder or a glob names, in the order of their names."""
-    import fsspec
-
-    system, path = fsspec.url_to_fs(name)
-    if system.isdir(path):
-        found = [one for one in system.find(path) if ".jsonl" in os.path.basename(one)]
-    else:
-        found = [path] if system.isfile(path) else system.glob(path)
-    packed = {one: fsspec.utils.infer_compression(one) for one in sorted(found)}
-    if any(one.endswith(".zst") and how is None for one, how in packed.items()):
-        raise ValueError("it needs the package zstandard: pip install zstandard")
-    return [fsspec.core.OpenFile(system, one, compression=how) for one, how in packed.items()]
+    name, _, query = source.partition("?")
+    others = "://" in name or query or any(file.suffix in OTHERS for file in _files(name))
+    return find(f"{'files' if others else 'jsonl'}:{source}")

@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.data.conversations import RowError
-from draftcore.data.images import ImageProcessor
 
 
 class LocalCapture:
@@ -20,7 +19,7 @@ class LocalCapture:
     def __init__(self, target: TargetSpec, request: FeatureRequest) -> None:
         target.require_layers(request)
         self.model, self.request = target.model, request
-        self.processor = ImageProcessor(target.path, target.source)
+        self.images = target.images
         self.runner = target.prefill_with(target.model)
         self.model.check()
 
@@ -42,13 +41,14 @@ class LocalCapture:
 
     def _seen(self, batch: CaptureBatch) -> dict[int, dict[str, Tensor]]:
         """Run the rows with images through the whole model, one by one; raises BadRows."""
+        assert self.images is not None  # or the row would have none
         found: dict[int, dict[str, Tensor]] = {}
         bad: dict[int, str] = {}
         for at, images in enumerate(batch.images):
             if not images:
                 continue
             try:
-                inputs = self.processor.inputs(batch.token_ids[at], images)
+                inputs = self.images.inputs(batch.token_ids[at], images)
             except RowError as error:
                 bad[at] = f"dataset row {batch.rows[at]}: {error}"
                 continue

@@ -38,6 +38,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "store": ("feature_store",),
     "channel": ("channel",),
     "source": ("source",),
+    "images": ("image_processor",),
     "runner": ("runner",),
     "graph": ("graph_backend",),
     "launcher": ("launcher",),

@@ -11,22 +11,14 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from draftcore_sdk.targets import byte_tokenizer, tiny_target
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    Gemma3ImageProcessorPil,
-    Gemma3Processor,
-    PaddleOCRVLProcessor,
-    PreTrainedTokenizerFast,
-)
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from draftcore_data.images import OwnProcessor
+from draftcore_sdk.images import PAD, WRITTEN, picture, seeing_target
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from draftcore.config import DataConfig
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.data.conversations import BadRow
 from draftcore.data.dataset import Dataset, build_dataset
-from draftcore.data.images import ImageProcessor
 from draftcore.data.plan import PlannedBatch
 from draftcore.data.samples import batch_of
 from draftcore.features.hf import LocalCapture
@@ -35,17 +27,8 @@ from draftcore.target import TransformersTarget
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
 
-SPECIAL = {"image_token": "<|image_pad|>", "boi_token": "<|image|>", "eoi_token": "<|vision_end|>"}
-WRITTEN = {"gemma3": "<|image|>"}  # by the template for an image; of others <|image_pad|>
 ANSWERS = ["it is thing 0", "it is thing 1", "thing 2", "that is 3", "nothing"]
 TEXT = "no image\n"  # text parts are joined by newlines
-TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
-{% if message['content'] is string %}{{ message['content'] }}{% else %}
-{%- for part in message['content'] %}{% if part['type'] == 'image' %}PLACEHOLDER
-{%- else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
 BLIND = """
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
@@ -58,45 +41,6 @@ def describe():
 def capture(name, target, request, options):
     raise AssertionError("it is refused before it is opened")
 """
-
-
-def seeing_target(folder: Path, family: str) -> Path:
-    """Write a target that sees, with the processor of its family.
-
-    Qwen's own processor loads torchvision, for videos: that of PaddleOCR-VL does the same with images.
-    """
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer().backend_tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=SPECIAL,
-    )
-    template = TEMPLATE.replace("PLACEHOLDER", WRITTEN.get(family, "<|image_pad|>"))
-    tiny_target(folder, family, vocab_size=262)
-    config = json.loads((folder / "config.json").read_text())
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
-    config |= {"image_token_id": ids["image_token"], "mm_tokens_per_image": 4}
-    config |= {"boi_token_index": ids["boi_token"], "eoi_token_index": ids["eoi_token"]}
-    config["vision_config"]["deepstack_visual_indexes"] = [0]
-    (folder / "config.json").write_text(json.dumps(config))
-    processor: Any
-    if family == "gemma3":
-        reader = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
-        processor = Gemma3Processor(reader, tokenizer, image_seq_length=4)
-    else:
-        size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
-        reader = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, size=size)
-        processor = PaddleOCRVLProcessor(reader, tokenizer)
-    tokenizer.chat_template = processor.chat_template = template
-    processor.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def picture(file: Path, seed: int, width: int = 84) -> Path:
-    noise = np.random.default_rng(seed).integers(0, 255, (56, width, 3), np.uint8)
-    PIL.Image.fromarray(noise).save(file)
-    return file
 
 
 def asking(image: object, answer: str) -> dict[str, Any]:
@@ -131,9 +75,15 @@ def project_of(make: NewProject, folder: Path, family: str, **changes: Any) -> P
 
 
 def dataset_of(folder: Path, target: TransformersTarget, **options: Any) -> Dataset:
-    source, processor = str(folder / "train.jsonl"), ImageProcessor(target.path, target.source)
-    config = DataConfig(**options)
-    return build_dataset(source, target.tokenizer, config, folder / "data", processor=processor)
+    given = str(folder / "train.jsonl"), target.tokenizer, DataConfig(**options)
+    return build_dataset(*given, folder / "data", processor=target.images)
+
+
+def opened(folder: Path) -> TransformersTarget:
+    """Open a target that sees, as a run does."""
+    target = TransformersTarget(str(folder), dtype="float32", device="cpu")
+    target.images = OwnProcessor(target.path, target.source)
+    return target
 
 
 @pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "gemma3"])
@@ -141,8 +91,7 @@ def sees(request: pytest.FixtureRequest, tmp_path: Path) -> TransformersTarget:
     """A target that sees, beside train.jsonl with rows about images."""
     lines = "".join(json.dumps(row) + "\n" for row in rows_about(tmp_path))
     (tmp_path / "train.jsonl").write_text(lines)
-    folder = seeing_target(tmp_path / "target", request.param)
-    return TransformersTarget(str(folder), dtype="float32", device="cpu")
+    return opened(seeing_target(tmp_path / "target", request.param))
 
 
 def test_a_draft_trains_on_rows_with_images(tmp_path: Path, make_project: NewProject) -> None:
@@ -179,7 +128,7 @@ def test_features_are_the_models_own(tmp_path: Path, sees: TransformersTarget) -
             given[at] = args[0]
 
         layer.register_forward_pre_hook(keep)
-    image = WRITTEN.get(sees.config.model_type, "<|image_pad|>")
+    image = WRITTEN.get(sees.config.model_type, PAD)
     for row, features in zip(batch.rows, captured.features, strict=True):
         pictures = [PIL.Image.open(tmp_path / f"{row}.png")] if row != 4 else None
         text = (
@@ -233,8 +182,7 @@ def test_a_producer_in_another_process_sees_the_same(
 @pytest.fixture
 def qwen(tmp_path: Path) -> TransformersTarget:
     (tmp_path / "train.jsonl").write_text(json.dumps(rows_about(tmp_path)[1]) + "\n")
-    folder = seeing_target(tmp_path / "target", "qwen2_5_vl")
-    return TransformersTarget(str(folder), dtype="float32", device="cpu")
+    return opened(seeing_target(tmp_path / "target", "qwen2_5_vl"))
 
 
 def test_an_image_that_changes_is_another_row(tmp_path: Path, qwen: TransformersTarget) -> None:
@@ -282,7 +230,7 @@ def test_a_target_of_text_and_one_without_processor_leave_images_out_and_say_so(
         file.write(json.dumps(asking("just text", "fine")) + "\n")
     for gone, processor in (
         ("", None),
-        ("processor_config.json", ImageProcessor(qwen.path, qwen.source)),
+        ("processor_config.json", qwen.images),
     ):
         (tmp_path / "target" / gone).unlink() if gone else None
         given = str(tmp_path / "train.jsonl"), qwen.tokenizer, DataConfig()
@@ -302,10 +250,8 @@ def test_a_capture_that_reads_text_alone_refuses_images_and_names_others(
     for folder in "ab":  # also where they are rendered already
         store = f"store=file:{tmp_path / folder}"
         output = project.cli("capture", store, ok=False, plugin=plugin).output
-        assert (
-            "train.jsonl has rows with images, and the capture 'blind' reads text alone" in output
-        )
-        assert "set capture.name=hf" in output
+        assert "the data has rows with images, and here they cannot be read" in output
+        assert "the capture 'blind' reads text alone\n  set capture.name=hf" in output
         project.cli("capture", store, "capture.name=hf")
 
 

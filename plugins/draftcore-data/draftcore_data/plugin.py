@@ -19,6 +19,7 @@ from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
     from draftcore.contracts.source import Source
+    from draftcore.contracts.target import ImageProcessor, TargetSpec
     from draftcore.data.dataset import Dataset
     from draftcore.plugins.registry import Registry
     from draftcore.run import Run
@@ -174,14 +175,22 @@ def check(run: Run, dataset: Dataset, rows: int, max_tokens: int, as_json: bool)
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("source", "hf")]
+    return [Offer("source", "files"), Offer("source", "hf"), Offer("images", "processor")]
 
 
 @hookimpl
 def source(name: str, uri: str) -> Source:
+    from draftcore_data.files import open_files
     from draftcore_data.sources import open_table
 
-    return open_table(uri)
+    return open_files(uri) if name == "files" else open_table(uri)
+
+
+@hookimpl
+def image_processor(name: str, target: TargetSpec) -> ImageProcessor:
+    from draftcore_data.images import OwnProcessor
+
+    return OwnProcessor(target.path, target.source)
 
 
 @hookimpl

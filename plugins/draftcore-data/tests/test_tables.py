@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftcore_data.sources import open_table
+from draftcore_sdk.images import ImageSuite
 from draftcore_sdk.sources import SourceSuite
 
 from draftcore.data.conversations import Conversation
 from draftcore.data.sources import open_source, read_conversations
 from draftcore.errors import UsageError
+from draftcore.plugins.binding import find_source
+from draftcore.plugins.registry import load
 
+find = functools.partial(find_source, load())
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]
 
@@ -29,13 +33,17 @@ def datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 class TestHfSource(SourceSuite):
-    plugin = "draftcore_data.plugin"
+    plugin, name = "draftcore_data.plugin", "hf"
 
     @pytest.fixture
     def source_uri(self, datasets: Any, tmp_path: Path) -> str:
         table = datasets.Dataset.from_list([{"conversations": SHAREGPT, "id": i} for i in range(3)])
         table.to_parquet(tmp_path / "rows.parquet")
         return f"hf:{tmp_path / 'rows.parquet'}"
+
+
+class TestImages(ImageSuite):
+    plugin = "draftcore_data.plugin"
 
 
 def test_saved_folders_and_parquet_files_read_alike(datasets: Any, tmp_path: Path) -> None:
@@ -59,20 +67,20 @@ def test_saved_folders_and_parquet_files_read_alike(datasets: Any, tmp_path: Pat
     }.items():
         for prefix in ("", "hf:"):
             uri = f"{prefix}{tmp_path / name}"
-            keys.add(open_source(uri, open_table).key())
-            rows = list(read_conversations(uri, find=open_table))
+            keys.add(open_source(uri, find).key())
+            rows = list(read_conversations(uri, find=find))
             assert [row.where.rpartition(":")[2] for row in rows] == list(map(str, range(count)))
             assert all(isinstance(r, Conversation) and r.messages == tuple(CHAT) for r in rows)
     assert len(keys) == 5, "the key follows the content of the files"
     with pytest.raises(UsageError, match=r"no split 'trian' \(did you mean 'train'\?\)"):
-        open_source(f"{tmp_path / 'splits'}?split=trian", open_table)
+        open_source(f"{tmp_path / 'splits'}?split=trian", find)
 
 
 def test_a_table_that_cannot_be_read_says_what_to_check(datasets: Any, tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "saved")
     with pytest.raises(UsageError, match="columns: text"):
-        open_source(str(tmp_path / "saved"), open_table)
+        open_source(str(tmp_path / "saved"), find)
     with pytest.raises(UsageError, match=r"hf:org/none, split train(.|\n)*check the name"):
-        open_source("hf:org/none", open_table)
+        open_source("hf:org/none", find)
     with pytest.raises(UsageError, match="did you mean 'split'"):
-        open_source("hf:some/name?splt=train", open_table)
+        open_source("hf:some/name?splt=train", find)

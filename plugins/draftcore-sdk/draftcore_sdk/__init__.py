@@ -7,9 +7,9 @@
 
 There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each kind of offer:
 `algorithms.AlgorithmSuite`, `captures.CaptureSuite`, `stores.StoreSuite`, `channels.ChannelSuite`,
-`launchers.LauncherSuite`, `sources.SourceSuite`, `runners.RunnerSuite`,
-`graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what
-goes around an algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`.
+`launchers.LauncherSuite`, `sources.SourceSuite`, `images.ImageSuite`, `runners.RunnerSuite`,
+`graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what goes around an
+algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`.
 `draftcore check-plugin NAME` runs all that apply, `draftcore new-plugin NAME` writes a plugin that
 passes them. A suite opens everything through the plugin's hooks, as a run does.
 """
@@ -22,6 +22,7 @@ SUITES = (
     "channels",
     "graph_plugins",
     "graphs",
+    "images",
     "launchers",
     "plugins",
     "runners",

@@ -32,7 +32,7 @@ from draftcore.listing import from_here
 from draftcore.options import apply_overrides
 from draftcore.plugins.binding import bind
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import NEEDED, Registry
+from draftcore.plugins.registry import NEEDED, Registry, load
 from draftcore_sdk.suite import Suite, child_environment
 
 SUITE_OF = {
@@ -43,6 +43,7 @@ SUITE_OF = {
     "channel": "channels:ChannelSuite",
     "launcher": "launchers:LauncherSuite",
     "source": "sources:SourceSuite",
+    "images": "images:ImageSuite",
     "runner": "runners:RunnerSuite",
     "graph": "graphs:GraphBackendSuite",
     "graph-plugin": "graph_plugins:GraphPluginSuite",
@@ -57,16 +58,17 @@ OBSERVED = {
     *("run_started", "gradients_ready", "step_finished", "eval_metrics", "evaluated"),
     *("checkpoint_saved", "run_finished"),
 }
-# What a wrapper of another kind's hook is tried around: the kind, an offer and its plugin.
-AROUND: Mapping[str, tuple[Kind, str, str]] = {
-    "capture": ("capture", "hf", "draftcore.builtin"),
-    "feature_store": ("store", "file", "draftcore.builtin"),
-    "channel": ("channel", "tcp", "draftcore.builtin"),
-    "launcher": ("launcher", "local", "draftcore.builtin"),
-    "source": ("source", "hf", "draftcore_data.plugin"),
-    "runner": ("runner", "eager", "draftcore.builtin"),
-    "graph_backend": ("graph", "recording", "draftcore_graphs.plugin"),
-    "graph_plugin": ("graph-plugin", "tbo", "draftcore_graphs.plugin"),
+# What a wrapper of another kind's hook is tried around: the kind, and an offer of it.
+AROUND: Mapping[str, tuple[Kind, str]] = {
+    "capture": ("capture", "hf"),
+    "feature_store": ("store", "file"),
+    "channel": ("channel", "tcp"),
+    "launcher": ("launcher", "local"),
+    "source": ("source", "jsonl"),
+    "image_processor": ("images", "processor"),
+    "runner": ("runner", "eager"),
+    "graph_backend": ("graph", "recording"),
+    "graph_plugin": ("graph-plugin", "tbo"),
 }
 UNTRIED = {"disagg_row", "build_disagg_draft_input", "read_export"}  # around an algorithm's
 # What is shown of several cases of one test is the first of these.
@@ -123,7 +125,8 @@ def suites_of(
         if hooks & unoffered(plugin):
             checks.append(Check(kind, "", plugin.module, loose, {}, ""))
     for hook in [hook for hook in AROUND if hook in unoffered(plugin)]:
-        kind, name, owner = AROUND[hook]
+        kind, name = AROUND[hook]
+        owner = load().find(kind, name).module
         checks.append(Check(kind, name, f"{owner} {plugin.module}", loose, {}, ""))
     return checks
 

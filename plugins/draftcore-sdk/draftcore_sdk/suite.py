@@ -23,6 +23,7 @@ os.environ.update(ONE_THREAD)
 if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
 HOOKS = {"store": "feature_store", "graph": "graph_backend", "graph-plugin": "graph_plugin"}
+HOOKS |= {"images": "image_processor"}
 
 
 class Suite:
@@ -99,7 +100,7 @@ def bound(
 def opened(plugin: str, kind: Kind, name: str, data: Mapping[str, Any], **given: Any) -> Any:
     """Open what a plugin offers through its hook, as a run does; the only one of its kind for ''."""
     binding = bound(plugin, kind, name, data)
-    if kind not in ("store", "channel", "source"):
+    if kind not in ("store", "channel", "source", "images"):
         given["options"] = binding.options
     return getattr(binding.hook, HOOKS.get(kind, kind))(name=binding.offer.name, **given)
 

@@ -6,26 +6,25 @@ import functools
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 from draftcore.contracts.capture import Image
-from draftcore.data.conversations import RowError
-
-UNREAD = "an image cannot be read"
-UNLOADED = "images need the target's processor, which cannot be loaded"
+from draftcore.data.conversations import UNLOADED, UNREAD, RowError
 
 
-class ImageProcessor:
+@dataclass(frozen=True)
+class OwnProcessor:
     """The own processor of a target that sees, loaded when it is first needed."""
 
-    def __init__(self, path: str, source: Mapping[str, Any]) -> None:
-        self.path, self.source = path, source
+    path: str
+    source: Mapping[str, Any]  # as `from_pretrained` takes it
 
     def __reduce__(self) -> Any:  # another process loads it by itself
-        return ImageProcessor, (self.path, self.source)
+        return OwnProcessor, (self.path, self.source)
 
     @functools.cached_property
     def _loaded(self) -> tuple[Any, str]:
