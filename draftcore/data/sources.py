@@ -72,7 +72,11 @@ def _files(name: str) -> list[Path]:
     if path.is_dir():
         found = [one for one in path.rglob("*") if ".jsonl" in one.name or one.suffix in TABLES]
     else:
-        found = [path] if path.is_file() else [Path(one) for one in glob.glob(str(path), recursive=True)]
+        found = (
+            [path]
+            if path.is_file()
+            else [Path(one) for one in glob.glob(str(path), recursive=True)]
+        )
     return sorted(found)
 
 
