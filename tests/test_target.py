@@ -1,6 +1,7 @@
 """The target as features and as a cached model, against transformers itself."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import DraftcoreError, UsageError
@@ -177,6 +179,63 @@ def test_quantised_weights_that_transformers_cannot_read_are_refused_by_name(
         UsageError, match=rf"quantised by {method}, cannot be read: .*\n.*\n  or inst"
     ):
         opened(tmp_path)
+
+
+Pair = tuple[dict[str, Tensor], Tensor]  # what a file holds of a weight, and the weight itself
+
+
+def as_fp8(name: str, weight_OI: Tensor) -> Pair:
+    """In blocks of 32 x 32, each with its scale."""
+    rows, columns = weight_OI.shape[0] // 32, weight_OI.shape[1] // 32
+    blocks = weight_OI.view(rows, 32, columns, 32)
+    scales = blocks.abs().amax((1, 3)) / 448
+    each = scales[:, None, :, None]
+    small = (blocks / each).to(torch.float8_e4m3fn)
+    weight = (small.float() * each).view_as(weight_OI)
+    return {name: small.view_as(weight_OI), f"{name}_scale_inv": scales}, weight
+
+
+def as_mxfp4(name: str, weight_EIO: Tensor) -> Pair:
+    """Any numbers: 32 of four bits, two in a byte, and their exponent."""
+    E, I, O = weight_EIO.shape  # noqa: E741
+    blocks = torch.randint(0, 256, (E, O, I // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 123, (E, O, I // 32), dtype=torch.uint8)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([values, -values])[torch.stack([blocks & 15, blocks >> 4], -1).long()]
+    weight_EOI = (numbers.flatten(-2) * torch.exp2(scales - 127.0)[..., None]).flatten(-2)
+    weight = weight_EOI.transpose(1, 2).contiguous()
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, weight
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "quantised", "said"),
+    [
+        ("qwen3", "_proj.weight", as_fp8, {"quant_method": "fp8", "weight_block_size": [32, 32]}),
+        ("gpt_oss", "experts.", as_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": []}),
+    ],
+)
+def test_quantised_weights_give_the_features_of_what_they_stand_for(
+    tmp_path: Path, family: str, part: str, quantised: Callable[..., Pair], said: dict[str, Any]
+) -> None:
+    """Without a GPU transformers makes them what they stand for."""
+    torch.manual_seed(0)
+    for name in ("small", "whole"):
+        tiny_target(tmp_path / name, family, hidden_size=64, intermediate_size=64, head_dim=16)
+    small, whole = dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in load_file(tmp_path / "whole" / "model.safetensors").items():
+        fits = part in name and "bias" not in name
+        stored, whole[name] = quantised(name, weight) if fits else ({name: weight}, weight)
+        small |= stored
+    assert len(small) > len(whole)
+    for name, tensors in {"small": small, "whole": whole}.items():
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    say(tmp_path / "small" / "config.json", quantization_config=said)
+    given = torch.arange(20)[None], torch.tensor([20]), FeatureRequest((0, 3), True, "float32")
+    target = opened(tmp_path / "small")
+    target.check()
+    found, right = target.features(*given), opened(tmp_path / "whole").features(*given)
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_that_is_not_the_models_prediction_is_refused(
