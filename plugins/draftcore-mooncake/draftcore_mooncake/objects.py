@@ -1,10 +1,12 @@
-"""What the store writes: one object per sample, and one record per feature id.
+"""What the store writes: one object per sample, and two records per feature id.
 
     NAME/<id>/<generation>   the tensors' bytes, largest element type first, then a seal
-    NAME/<id>                the record of the current generation: JSON, then a seal
+    NAME/<id>/0, NAME/<id>/1 records of the current generation and of the one before: JSON, then a seal
 
 <id> is the SHA-256 of the feature id, which may be any text. The generation is drawn anew for
-each attempt, so an object is written once and never changed; only records are replaced. A seal
+each attempt, so an object is written once and never changed; only records are replaced. As the
+library discards what it replaces first, and a writer may be killed then, records take turns: the
+one of turn n replaces that of turn n - 2, and the latest that can be read is the current one. A seal
 holds the generation, the length and the xxh3 digest of what it follows: a record that is read
 while it is replaced, and an object whose memory was given to another one, do not pass.
 """
@@ -31,11 +33,11 @@ RECORD_BYTES = 64 << 10
 
 
 def object_key(name: str, feature_id: str, generation: str) -> str:
-    return f"{record_key(name, feature_id)}/{generation}"
+    return f"{quote(name, safe='')}/{sha256(feature_id.encode()).hexdigest()[:40]}/{generation}"
 
 
-def record_key(name: str, feature_id: str) -> str:
-    return f"{quote(name, safe='')}/{sha256(feature_id.encode()).hexdigest()[:40]}"
+def record_key(name: str, feature_id: str, turn: int) -> str:
+    return object_key(name, feature_id, str(turn % 2))
 
 
 # ---------------------------------------------------------------- seals
@@ -109,14 +111,15 @@ def tensors_in(buffer: Tensor, specs: Sequence[TensorSpec]) -> Mapping[str, Tens
 
 @dataclass(frozen=True)
 class Record:
-    """The current ref of a feature id, and the older generations that may still take up memory."""
+    """A ref of a feature id, and the older generations that may still take up memory."""
 
     ref: SampleRef
     older: tuple[str, ...] = ()
+    turn: int = 0
 
     def pack(self) -> bytes:
         """Return the record with its seal. The id is left out: it is known to who looks it up."""
-        data = {**self.ref.to_json(), "feature_id": "", "older": self.older}
+        data = {**self.ref.to_json(), "feature_id": "", "older": self.older, "turn": self.turn}
         body = bytes.fromhex(self.ref.generation) + json.dumps(data, ensure_ascii=False).encode()
         if len(body) + SEAL.size > RECORD_BYTES:
             raise StoreError(
@@ -132,5 +135,5 @@ class Record:
         if len(data) < 16 + SEAL.size or not seal_holds(generation, data):
             return None
         fields = json.loads(bytes(data[16 : -SEAL.size]))
-        older = tuple(fields.pop("older"))
-        return cls(SampleRef.from_json({**fields, "feature_id": feature_id}), older)
+        older, turn = tuple(fields.pop("older")), fields.pop("turn")
+        return cls(SampleRef.from_json({**fields, "feature_id": feature_id}), older, turn)

@@ -152,9 +152,7 @@ class MooncakeStore(FeatureStore):
                 self._unpin(ref)
             raise
         pairs = list(zip(refs, found, strict=True))
-        self._remember(
-            Record(ref, record.older) for ref, (_, record) in pairs if record is not None
-        )
+        self._remember(replace(record, ref=ref) for ref, (_, record) in pairs if record is not None)
         return tuple(
             self._hand_out(ref, buffer, names, device)
             for (ref, (buffer, _)), names in zip(pairs, wanted, strict=True)
@@ -227,8 +225,7 @@ class MooncakeStore(FeatureStore):
     def _try_to_write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[Record]:
         for left in reversed(range(TRIES)):
             try:
-                older = self._transfer.write(items, refs)
-                return [Record(ref, gone) for ref, gone in zip(refs, older, strict=True)]
+                return self._transfer.write(items, refs)
             except TransferError as error:
                 self._remove_later(refs)
                 self._remove()

@@ -51,11 +51,11 @@ NOTHING_WAS_READ = (NOT_FOUND, NOT_READY, INVALID)
 
 
 class _Read(NamedTuple):
-    """The outcome of a sample's read: the codes of its object and its record."""
+    """The outcome of a sample's read: the codes of its object and its records."""
 
     code: int
     whole: bool  # it has its full size and passes its seal
-    record_code: int
+    record_codes: tuple[int, int]
 
 
 class TransferError(Exception):
@@ -77,8 +77,8 @@ class Transfer:
 
     # ------------------------------------------------------------ writing
 
-    def write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[tuple[str, ...]]:
-        """Write samples and their records; return the generations that each one superseded.
+    def write(self, items: Sequence[StoreItem], refs: Sequence[SampleRef]) -> list[Record]:
+        """Write samples and their records, and return these.
 
         While one batch is on the wire the next one is sealed. Raises TransferError, after which the
         caller removes what was written.
@@ -110,7 +110,7 @@ class Transfer:
         for item, ref in zip(items, refs, strict=True):
             buffer, pieces, record = self._pack(item, ref)
             buffers.append(buffer)
-            keys += [self.key(ref), record_key(self._name, ref.feature_id)]
+            keys += [self.key(ref), record_key(self._name, ref.feature_id, 0)]
             objects += [pieces, [record]]
         return keys, objects
 
@@ -140,24 +140,26 @@ class Transfer:
     def _goes_as_it_is(self, tensor: Tensor) -> bool:
         return self._engine.in_place and tensor.nbytes >= PIECE_BYTES and lies_plain(tensor)
 
-    def _make_current(self, refs: Sequence[SampleRef]) -> list[tuple[str, ...]]:
-        """Replace records of earlier generations, which the put has left as they were."""
-        records = self.records([ref.feature_id for ref in refs])
-        earlier: dict[int, list[SampleRef]] = {}
-        for at, ref in enumerate(refs):
-            record = records.get(ref.feature_id)
-            if record is None:
-                earlier[at] = []
-            elif record.ref.generation != ref.generation:
-                generations = (record.ref.generation, *record.older)
-                earlier[at] = [replace(ref, generation=generation) for generation in generations]
-        flat = [self.key(old) for olds in earlier.values() for old in olds]
-        there = dict(zip(flat, self._engine.exist(flat), strict=True))
-        older: list[tuple[str, ...]] = [() for _ in refs]
-        for at, olds in earlier.items():
-            older[at] = tuple(old.generation for old in olds if there[self.key(old)])
-        self._replace_records([Record(refs[at], older[at]) for at in earlier])
-        return older
+    def _make_current(self, refs: Sequence[SampleRef]) -> list[Record]:
+        """Write the next record of ids that had one already, which the put has left as it was."""
+        found = self.records([ref.feature_id for ref in refs])
+        records = []
+        for ref in refs:
+            last = found.get(ref.feature_id)
+            if last is None:  # who wrote the first one was killed
+                records.append(Record(ref, (), 1))
+            elif last.ref.generation == ref.generation:
+                records.append(last)
+            else:
+                records.append(Record(ref, (last.ref.generation, *last.older), last.turn + 1))
+        olds = [replace(one.ref, generation=old) for one in records for old in one.older]
+        there = self._engine.exist([self.key(old) for old in olds])
+        held = {old.key for old, exists in zip(olds, there, strict=True) if exists}
+        for at, one in enumerate(records):
+            older = tuple(old for old in one.older if (one.ref.feature_id, old) in held)
+            records[at] = replace(one, older=older)
+        self._replace_records([one for one in records if one.turn])
+        return records
 
     def _replace_records(self, records: Sequence[Record]) -> None:
         packed = [record.pack() for record in records]
@@ -171,7 +173,7 @@ class Transfer:
             starts = [
                 buffer.data_ptr() + end - len(one) for end, one in zip(ends, packed, strict=True)
             ]
-            keys = [record_key(self._name, record.ref.feature_id) for record in records]
+            keys = [record_key(self._name, one.ref.feature_id, one.turn) for one in records]
             pieces = list(zip(starts, map(len, packed), strict=True))
             _require_success(self._engine.replace(keys, pieces))
         finally:
@@ -223,7 +225,7 @@ class Transfer:
         left: int,
     ) -> list[int]:
         """Read `which` of the samples; return those whose transfer failed."""
-        table = self._pool.take(RECORD_BYTES * len(which))
+        table = self._pool.take(2 * RECORD_BYTES * len(which))
         try:
             found = self._get(refs, which, buffers, table)
             for at, one in zip(which, found, strict=True):
@@ -235,7 +237,7 @@ class Transfer:
                 if self._judge(refs[at], one, left):
                     failed.append(at)
                     continue
-                record = _record_in(table, row, refs[at].feature_id, one.record_code)
+                record = _latest(table, row, refs[at].feature_id, one.record_codes)
                 if record is not None and record.ref.generation != refs[at].generation:
                     raise _unreadable(refs[at], "was put again since")
                 records[at] = record
@@ -250,18 +252,17 @@ class Transfer:
         whole = self._copy_own({at: refs[at] for at in which}, buffers)
         far = [at for at in which if at not in whole]
         keys = [self.key(refs[at]) for at in far]
-        keys += [record_key(self._name, refs[at].feature_id) for at in which]
         pieces = [(buffers[at].data_ptr(), _size(refs[at])) for at in far]
-        pieces += [(table.data_ptr() + RECORD_BYTES * r, RECORD_BYTES) for r in range(len(which))]
-        codes = self._engine.get(keys, pieces) if keys else []
+        record_keys, room = self._record_pieces([refs[at].feature_id for at in which], table)
+        codes = self._engine.get(keys + record_keys, pieces + room)
         code_of = dict(zip(far, codes[: len(far)], strict=True))
         for at, code in code_of.items():
             size = _size(refs[at])
             if code == size:
                 whole[at] = seal_holds(refs[at].generation, bytes_of(buffers[at][:size]))
         return [
-            _Read(code_of.get(at, _size(refs[at])), whole.get(at, False), record_code)
-            for at, record_code in zip(which, codes[len(far) :], strict=True)
+            _Read(code_of.get(at, _size(refs[at])), whole.get(at, False), both)
+            for at, both in zip(which, _pairs(codes[len(far) :]), strict=True)
         ]
 
     def _copy_own(self, refs: Mapping[int, SampleRef], buffers: list[Tensor]) -> dict[int, bool]:
@@ -299,25 +300,30 @@ class Transfer:
 
     def _some_records(self, feature_ids: Sequence[str]) -> dict[str, Record]:
         found: dict[str, Record] = {}
-        table = self._pool.take(RECORD_BYTES * len(feature_ids))
-        keys = [record_key(self._name, feature_id) for feature_id in feature_ids]
-        pieces = [
-            (table.data_ptr() + RECORD_BYTES * at, RECORD_BYTES) for at in range(len(feature_ids))
-        ]
+        table = self._pool.take(2 * RECORD_BYTES * len(feature_ids))
+        keys, pieces = self._record_pieces(feature_ids, table)
         try:
             for _ in range(TRIES):
-                codes = self._engine.get(keys, pieces)
-                for at, feature_id in enumerate(feature_ids):
-                    record = _record_in(table, at, feature_id, codes[at])
+                codes = _pairs(self._engine.get(keys, pieces))
+                for row, (feature_id, both) in enumerate(zip(feature_ids, codes, strict=True)):
+                    record = _latest(table, row, feature_id, both)
                     if record is not None:
                         found[feature_id] = record
                 read = zip(feature_ids, codes, strict=True)
-                if all(one in found or (code < 0 and code != NOT_READY) for one, code in read):
+                if all(i in found or (max(both) < 0 and NOT_READY not in both) for i, both in read):
                     break
-                time.sleep(PAUSE_SECONDS)  # somebody is replacing a record, or died doing so
+                time.sleep(PAUSE_SECONDS)  # somebody is writing the first record, or died doing so
         finally:
             self._pool.give(table)
         return found
+
+    def _record_pieces(
+        self, feature_ids: Sequence[str], table: Tensor
+    ) -> tuple[list[str], list[Piece]]:
+        """Return the keys of both records of each id, and their places in a table."""
+        keys = [record_key(self._name, one, turn) for one in feature_ids for turn in (0, 1)]
+        starts = range(table.data_ptr(), table.data_ptr() + RECORD_BYTES * len(keys), RECORD_BYTES)
+        return keys, [(start, RECORD_BYTES) for start in starts]
 
 
 def _require_success(codes: Sequence[int]) -> None:
@@ -352,11 +358,21 @@ def _size(ref: SampleRef) -> int:
     return ref.nbytes + SEAL.size
 
 
-def _record_in(table: Tensor, at: int, feature_id: str, code: int) -> Record | None:
-    if code <= 0:
-        return None
-    start = RECORD_BYTES * at
-    return Record.unpack(feature_id, bytes_of(table[start : start + code]))
+def _pairs(codes: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(codes[::2], codes[1::2], strict=True))
+
+
+def _latest(table: Tensor, row: int, feature_id: str, codes: tuple[int, int]) -> Record | None:
+    """Return the later one of an id's records in a table; None if neither can be read."""
+    found = []
+    for start, code in zip(
+        (2 * RECORD_BYTES * row, (2 * row + 1) * RECORD_BYTES), codes, strict=True
+    ):
+        if code > 0 and (
+            record := Record.unpack(feature_id, bytes_of(table[start : start + code]))
+        ):
+            found.append(record)
+    return max(found, key=lambda record: record.turn, default=None)
 
 
 def _unreadable(ref: SampleRef, why: str) -> StoreError:

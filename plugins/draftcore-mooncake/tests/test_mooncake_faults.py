@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from draftcore_mooncake import engine
+from draftcore_mooncake.engine import Engine
 from draftcore_mooncake.master import FLAGS, answers
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_mooncake.transfer import Transfer
@@ -280,6 +281,26 @@ def test_a_key_that_a_killed_writer_left_half_written_blocks_nobody(
         with store.get(ref) as handle:
             assert handle.tensors["x"].unique().tolist() == [3]
     store.free([ref])
+
+
+def test_a_writer_that_dies_while_it_replaces_a_record_leaves_what_was_held(
+    store: MooncakeStore, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library discards what it replaces before it writes: what a kill then leaves is played."""
+
+    def dies(engine: Engine, keys: Sequence[str], pieces: object) -> list[int]:
+        client.batch_remove(list(keys), True)
+        raise InterruptedError
+
+    for number in range(4):
+        ref = store.put(numbered("a", number))
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "replace", dies)
+            with pytest.raises(InterruptedError):
+                store.put(numbered("a", 9))
+        assert store.lookup(["a"]) == {"a": ref}
+        with store.get(ref) as handle:
+            assert int(handle.tensors["x"][0]) == number
 
 
 # ---------------------------------------------------------------- callers
