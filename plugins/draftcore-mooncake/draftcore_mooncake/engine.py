@@ -38,6 +38,7 @@ from draftcore_mooncake.master import LOOPBACK, answers
 from draftcore_mooncake.settings import Settings
 
 Piece = tuple[int, int]  # the address and the bytes of a part of an object
+Part = tuple[int, int, int]  # where in a buffer, where in an object, and the bytes
 T = TypeVar("T")
 
 ENVIRONMENT = {
@@ -50,7 +51,10 @@ PACKAGE = "mooncake-transfer-engine-non-cuda"
 FLOOR = "0.3.13"  # the first whose TCP port refuses addresses outside the lent memory
 NEEDED = ("setup", "setup_dummy", "close", "batch_remove", "batch_is_exist", "upsert_from")
 NEEDED_CONFIG = ("with_hard_pin", "preferred_segments", "soft_pin_action")  # the last: FLOOR
-RAW = ("batch_put_from_multi_buffers", "batch_upsert_from", "batch_get_into")
+RAW = (
+    *("batch_put_from_multi_buffers", "batch_upsert_from", "batch_get_into"),
+    "get_into_ranges",
+)
 BYTES = ("put_parts", "upsert_parts", "get_buffer")
 
 FULL, INVALID, NOT_READY, NOT_FOUND = -200, -600, -703, -704
@@ -299,6 +303,26 @@ class Engine:
         """Read objects into memory at least as large; return the object's bytes or a code each."""
         return self._again(lambda store: self._get(store, keys, pieces))
 
+    def get_parts(
+        self, keys: Sequence[str], parts: Sequence[tuple[Tensor, Sequence[Part]]]
+    ) -> list[int]:
+        """Read parts of objects into buffers; return the bytes read or a code each.
+
+        Only with the raw calls, and into buffers of `allocate`.
+        """
+
+        def read(store: Any) -> list[int]:
+            to, lie, sizes = ([[[part[at] for part in own]] for _, own in parts] for at in range(3))
+            pointers, names = [buffer.data_ptr() for buffer, _ in parts], [[key] for key in keys]
+            with contextlib.ExitStack() as registered:
+                for buffer, _ in parts if self.in_place else ():
+                    self._register(store, buffer)
+                    registered.callback(store.unregister_buffer, buffer.data_ptr())
+                found = store.get_into_ranges(pointers, names, to, lie, sizes) if keys else []
+            return [min(codes) if min(codes) < 0 else sum(codes) for (codes,) in found]
+
+        return self._again(read)
+
     @contextlib.contextmanager
     def own_objects(self, keys: Sequence[str]) -> Iterator[dict[str, memoryview]]:
         """Give the bytes, in place, of those objects that lie in the memory lent by this process.
@@ -343,12 +367,14 @@ class Engine:
         memory.zero_()
         if not self.in_place and self.raw:
             with self._call() as store:
-                code = store.register_buffer(memory.data_ptr(), nbytes)
-            if code:
-                raise StoreError(
-                    f"a buffer of {nbytes} bytes cannot be registered: {explain(code)}"
-                )
+                self._register(store, memory)
         return memory
+
+    def _register(self, store: Any, memory: Tensor) -> None:
+        if code := store.register_buffer(memory.data_ptr(), memory.nbytes):
+            raise StoreError(
+                f"a buffer of {memory.nbytes} bytes cannot be registered: {explain(code)}"
+            )
 
     def release(self, memory: Tensor) -> bool:
         """Give back what `allocate` returned; False for memory that can only be used again."""

@@ -1,21 +1,23 @@
 """What the store writes: one object per sample, and two records per feature id.
 
-    NAME/<id>/<generation>   the tensors' bytes, largest element type first, then a seal
+    NAME/<id>/<generation>   the tensors' bytes, largest element type first
     NAME/<id>/0, NAME/<id>/1 records of the current generation and of the one before: JSON, then a seal
 
 <id> is the SHA-256 of the feature id, which may be any text. The generation is drawn anew for
 each attempt, so an object is written once and never changed; only records are replaced. As the
 library discards what it replaces first, and a writer may be killed then, records take turns: the
-one of turn n replaces that of turn n - 2, and the latest that can be read is the current one. A seal
-holds the generation, the length and the xxh3 digest of what it follows: a record that is read
-while it is replaced, and an object whose memory was given to another one, do not pass.
+one of turn n replaces that of turn n - 2, and the latest that can be read is the current one.
+
+A ref has the xxh3 digest of each tensor, so any of them is read alone, and the bytes of an object
+whose memory was given to another one do not pass. A record that is read while it is replaced does
+not pass its seal, which holds the generation, the length and the digest of what it follows.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from urllib.parse import quote
@@ -25,7 +27,6 @@ import xxhash
 from torch import Tensor
 
 from draftcore.contracts.store import SampleRef, StoreError, TensorSpec
-from draftcore.features.stores.seals import copy_bytes_sealed
 
 SEAL = struct.Struct("<8s16sQQ")
 MAGIC = b"drafts01"
@@ -43,33 +44,16 @@ def record_key(name: str, feature_id: str, turn: int) -> str:
 # ---------------------------------------------------------------- seals
 
 
-def seal(generation: str, parts: Iterable[memoryview | bytes]) -> bytes:
-    """Return the seal of an object made of these parts."""
-    digest, length = xxhash.xxh3_64(), 0
-    for part in parts:
-        digest.update(part)
-        length += len(part)
-    return _seal(generation, length, digest)
+def seal(generation: str, body: bytes | memoryview) -> bytes:
+    """Return the seal of a body."""
+    digest = xxhash.xxh3_64_intdigest(body)
+    return SEAL.pack(MAGIC, bytes.fromhex(generation), len(body), digest)
 
 
 def seal_holds(generation: str, data: memoryview) -> bool:
     """Say whether `data`, which ends with a seal, is whole and of this generation."""
-    if len(data) < SEAL.size:
-        return False
     body, found = data[: -SEAL.size], bytes(data[-SEAL.size :])
-    return found == seal(generation, [body])
-
-
-def copy_whole(generation: str, room: memoryview, data: memoryview) -> bool:
-    """Copy an object with its seal to a room of its size; say whether what arrived is whole."""
-    digest, length = xxhash.xxh3_64(), len(room) - SEAL.size
-    copy_bytes_sealed(room[:length], data[:length], digest)
-    room[length:] = data[length:]
-    return bytes(room[length:]) == _seal(generation, length, digest)
-
-
-def _seal(generation: str, length: int, digest: xxhash.xxh3_64) -> bytes:
-    return SEAL.pack(MAGIC, bytes.fromhex(generation), length, digest.intdigest())
+    return found == seal(generation, body)
 
 
 # ---------------------------------------------------------------- tensors in an object
@@ -96,8 +80,12 @@ def places(specs: Sequence[TensorSpec]) -> tuple[Place, ...]:
     return tuple(found)
 
 
+def object_bytes(ref: SampleRef) -> int:
+    return max(ref.nbytes, 1)  # there are no empty objects
+
+
 def tensors_in(buffer: Tensor, specs: Sequence[TensorSpec]) -> Mapping[str, Tensor]:
-    """Return the tensors of an object as views of the buffer that it was read into."""
+    """Return tensors as views of the buffer that they, and no others, were read into."""
     return {
         place.spec.name: buffer[place.start : place.start + place.nbytes]
         .view(place.dtype)
@@ -126,7 +114,7 @@ class Record:
                 f"the description of sample {self.ref.feature_id!r} takes {len(body)} bytes, and "
                 f"{RECORD_BYTES - SEAL.size} are the most\n  shorten its provenance or tensor names"
             )
-        return body + seal(self.ref.generation, [body])
+        return body + seal(self.ref.generation, body)
 
     @classmethod
     def unpack(cls, feature_id: str, data: memoryview) -> Record | None:

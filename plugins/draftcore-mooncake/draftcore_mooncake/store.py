@@ -5,10 +5,11 @@ its current generation. So every process knows which generation is current and w
 whole. None can know whether another one is just reading, and Mooncake gives the memory of a removed
 object to the next one at once. Therefore a put that supersedes removes nothing; only `free` does,
 which one party calls, and it removes what a sample superseded as well. It waits for the handles of
-its own process. A read elsewhere that is overtaken does not pass its seal and raises.
+its own process. A read elsewhere that is overtaken does not have its digests and raises.
 
 A sample costs two calls to put: object and record in one batch; then the record is read back, as
-Mooncake answers 0 to a put of a key that exists, and writes nothing. A get is one call.
+Mooncake answers 0 to a put of a key that exists, and writes nothing. A get is one call, and another
+one where only some of the tensors are asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -52,7 +53,7 @@ from draftcore_mooncake.engine import (
     package_folder,
 )
 from draftcore_mooncake.master import Master
-from draftcore_mooncake.objects import Record, tensors_in
+from draftcore_mooncake.objects import Record
 from draftcore_mooncake.settings import Settings
 from draftcore_mooncake.transfer import PAUSE_SECONDS, TRIES, Transfer, TransferError
 
@@ -131,7 +132,7 @@ class MooncakeStore(FeatureStore):
     def get_many(
         self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
     ) -> tuple[Handle, ...]:
-        """Read samples; whole ones, as a seal covers all of a sample, whatever `names` says.
+        """Read samples, or of each one only the tensors `names`.
 
         The tensors lie in buffers of this store, which are used again once a handle is closed.
         """
@@ -146,16 +147,18 @@ class MooncakeStore(FeatureStore):
                     )
             self._readers.update(ref.key for ref in refs)
         try:
-            found = self._transfer.read(refs)
+            found = self._transfer.read(refs, wanted)
         except BaseException:
             for ref in refs:
                 self._unpin(ref)
             raise
         pairs = list(zip(refs, found, strict=True))
-        self._remember(replace(record, ref=ref) for ref, (_, record) in pairs if record is not None)
+        self._remember(
+            replace(record, ref=ref) for ref, (*_, record) in pairs if record is not None
+        )
         return tuple(
-            self._hand_out(ref, buffer, names, device)
-            for (ref, (buffer, _)), names in zip(pairs, wanted, strict=True)
+            self._hand_out(ref, buffer, {name: held[name] for name in names}, device)
+            for (ref, (buffer, held, _)), names in zip(pairs, wanted, strict=True)
         )
 
     def lookup(self, feature_ids: Sequence[str]) -> dict[str, SampleRef]:
@@ -324,10 +327,9 @@ class MooncakeStore(FeatureStore):
                     self._to_remove.pop(ref.key, None)
 
     def _hand_out(
-        self, ref: SampleRef, buffer: Tensor, names: Sequence[str], device: str
+        self, ref: SampleRef, buffer: Tensor, held: Mapping[str, Tensor], device: str
     ) -> Handle:
-        held = tensors_in(buffer, ref.tensors)
-        tensors = {name: held[name].to(device) for name in names}
+        tensors = {name: tensor.to(device) for name, tensor in held.items()}
         if torch.device(device).type != "cpu":
             self.buffers.give(buffer)
             return Handle(ref, tensors, self._unpin)

@@ -3,7 +3,7 @@
 No tensor is serialised. Large contiguous CPU tensors go to the wire from where they lie; all others,
 and everything for RDMA or a resident client, through a pooled buffer. A read goes into a pooled
 buffer, and its tensors are views of that. What lies in memory that this process lends is copied into
-the buffer without the library, so that the seal is checked while the bytes are in the cache.
+the buffer without the library, so that digests are taken while the bytes are in the cache.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64
 
-from draftcore.contracts.store import SampleRef, StoreError, StoreItem
-from draftcore.features.stores.seals import bytes_of, lies_plain
+from draftcore.contracts.store import SampleRef, StoreError, StoreItem, TensorSpec
+from draftcore.features.stores.base import sealed
+from draftcore.features.stores.seals import bytes_of, copy_bytes_sealed, lies_plain
 from draftcore_mooncake.buffers import BufferPool
 from draftcore_mooncake.engine import (
     INVALID,
@@ -27,19 +29,18 @@ from draftcore_mooncake.engine import (
     NOT_READY,
     TRANSFER,
     Engine,
+    Part,
     Piece,
     explain,
 )
 from draftcore_mooncake.objects import (
     RECORD_BYTES,
-    SEAL,
     Record,
-    copy_whole,
+    object_bytes,
     object_key,
     places,
     record_key,
-    seal,
-    seal_holds,
+    tensors_in,
 )
 
 TRIES = 3
@@ -50,11 +51,41 @@ PIECE_BYTES = 256 << 10  # less is copied together: the wire takes 0.1 ms per pi
 NOTHING_WAS_READ = (NOT_FOUND, NOT_READY, INVALID)
 
 
+class _Packed(NamedTuple):
+    """A sample that is ready for the wire: with digests, and where its parts and its record lie."""
+
+    buffer: Tensor
+    ref: SampleRef
+    pieces: list[Piece]
+    record: Piece
+
+
+class _Wish(NamedTuple):
+    """What is to be read of a sample."""
+
+    ref: SampleRef
+    specs: tuple[TensorSpec, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, ref: SampleRef, names: Sequence[str]) -> _Wish:
+        specs = tuple(spec for spec in ref.tensors if spec.name in names)
+        if specs == ref.tensors:
+            return cls(ref, specs, object_bytes(ref))
+        return cls(ref, specs, sum(place.nbytes for place in places(specs)))
+
+    def parts(self) -> list[Part]:
+        """Say where these tensors go in a buffer and where in the object they lie."""
+        lies = {place.spec: place.start for place in places(self.ref.tensors)}
+        found = [(to.start, lies[to.spec], to.nbytes) for to in places(self.specs)]
+        return found or [(0, 0, 0)]  # which is refused where there is no object
+
+
 class _Read(NamedTuple):
     """The outcome of a sample's read: the codes of its object and its records."""
 
     code: int
-    whole: bool  # it has its full size and passes its seal
+    whole: bool  # all bytes came, and have their digests
     record_codes: tuple[int, int]
 
 
@@ -85,43 +116,40 @@ class Transfer:
         """
         if not refs:
             return []
-        buffers: list[Tensor] = []
+        packed: list[_Packed] = []
         *early, last = _batches(refs)
         try:
             with ThreadPoolExecutor(1) as wire:
                 sent = [
-                    wire.submit(self._engine.put, *self._objects(items[some], refs[some], buffers))
+                    wire.submit(self._engine.put, *self._objects(items[some], refs[some], packed))
                     for some in early
                 ]
-                keys, objects = self._objects(items[last], refs[last], buffers)
+                keys, objects = self._objects(items[last], refs[last], packed)
                 codes = [code for one in sent for code in one.result()]
                 _require_success(codes + self._engine.put(keys, objects))
         finally:
-            for buffer in buffers:
-                self._pool.give(buffer)
-        return self._make_current(refs)
+            for one in packed:
+                self._pool.give(one.buffer)
+        return self._make_current([one.ref for one in packed])
 
     def _objects(
-        self, items: Sequence[StoreItem], refs: Sequence[SampleRef], buffers: list[Tensor]
+        self, items: Sequence[StoreItem], refs: Sequence[SampleRef], packed: list[_Packed]
     ) -> tuple[list[str], list[list[Piece]]]:
-        """Return the keys and pieces of samples and records; `buffers` gets what they lie in."""
+        """Return the keys and pieces of samples and records; `packed` gets what they lie in."""
         keys: list[str] = []
         objects: list[list[Piece]] = []
         for item, ref in zip(items, refs, strict=True):
-            buffer, pieces, record = self._pack(item, ref)
-            buffers.append(buffer)
+            packed.append(self._pack(item, ref))
             keys += [self.key(ref), record_key(self._name, ref.feature_id, 0)]
-            objects += [pieces, [record]]
+            objects += [packed[-1].pieces, [packed[-1].record]]
         return keys, objects
 
-    def _pack(self, item: StoreItem, ref: SampleRef) -> tuple[Tensor, list[Piece], Piece]:
-        """Return a buffer, the pieces of the sample's object, and its record in the buffer."""
+    def _pack(self, item: StoreItem, ref: SampleRef) -> _Packed:
         laid = [(place, item.tensors[place.spec.name].detach()) for place in places(ref.tensors)]
-        record = Record(ref).pack()
         staged = sum(place.nbytes for place, tensor in laid if not self._goes_as_it_is(tensor))
-        buffer = self._pool.take(staged + SEAL.size + len(record))
+        buffer = self._pool.take(staged + RECORD_BYTES)
         pieces: list[Piece] = []
-        parts: list[memoryview] = []
+        tensors: dict[str, Tensor] = {}
         start = 0
         for place, tensor in laid:
             if not self._goes_as_it_is(tensor):
@@ -130,12 +158,12 @@ class Transfer:
                 start += place.nbytes
             if place.nbytes:
                 pieces.append((tensor.data_ptr(), place.nbytes))
-                parts.append(bytes_of(tensor))
-        end = seal(ref.generation, parts)
-        tail = torch.frombuffer(bytearray(end + record), dtype=torch.uint8)
-        buffer[start : start + len(tail)] = tail
+            tensors[place.spec.name] = tensor
+        ref = sealed(ref, tensors)
+        record = Record(ref).pack()
+        buffer[start : start + len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         at = buffer.data_ptr() + start
-        return buffer, _joined([*pieces, (at, len(end))]), (at + len(end), len(record))
+        return _Packed(buffer, ref, _joined(pieces or [(at, 1)]), (at, len(record)))
 
     def _goes_as_it_is(self, tensor: Tensor) -> bool:
         return self._engine.in_place and tensor.nbytes >= PIECE_BYTES and lies_plain(tensor)
@@ -181,32 +209,37 @@ class Transfer:
 
     # ------------------------------------------------------------ reading
 
-    def read(self, refs: Sequence[SampleRef]) -> list[tuple[Tensor, Record | None]]:
-        """Read samples, each into a buffer that the caller gives back, with the id's record.
+    def read(
+        self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]]
+    ) -> list[tuple[Tensor, Mapping[str, Tensor], Record | None]]:
+        """Read these tensors of samples, each into a buffer that the caller gives back.
 
-        Raises StoreError for a sample that is gone, superseded, torn or of another size. A sample
-        that is asked for twice is read once: of one key twice in a call, Mooncake fills one buffer
-        and reports both as full.
+        They come with the id's record. Raises StoreError for a sample that is gone, superseded, torn
+        or of another size. A sample that is asked for twice is read once: of one key twice in a call,
+        Mooncake fills one buffer and reports both as full.
         """
         last = {ref: at for at, ref in enumerate(refs)}
-        found = dict(zip(last, self._read_unique(list(last)), strict=True))
-        return [
-            found[ref] if last[ref] == at else self._copied(*found[ref])
-            for at, ref in enumerate(refs)
+        wishes = [
+            _Wish.of(ref, names[at] if self._engine.raw else _all(ref)) for ref, at in last.items()
         ]
+        found = dict(zip(last, zip(wishes, self._read_unique(wishes), strict=True), strict=True))
+        outcome = []
+        for at, ref in enumerate(refs):
+            wish, (buffer, record) = found[ref]
+            if last[ref] != at:
+                copy = self._pool.take(wish.nbytes)
+                copy[: wish.nbytes] = buffer[: wish.nbytes]
+                buffer = copy
+            outcome.append((buffer, tensors_in(buffer, wish.specs), record))
+        return outcome
 
-    def _copied(self, buffer: Tensor, record: Record | None) -> tuple[Tensor, Record | None]:
-        copy = self._pool.take(buffer.numel())
-        copy[: buffer.numel()] = buffer
-        return copy, record
-
-    def _read_unique(self, refs: Sequence[SampleRef]) -> list[tuple[Tensor, Record | None]]:
-        buffers = [self._pool.take(_size(ref)) for ref in refs]
-        records: list[Record | None] = [None] * len(refs)
-        waiting = list(range(len(refs)))
+    def _read_unique(self, wishes: Sequence[_Wish]) -> list[tuple[Tensor, Record | None]]:
+        buffers = [self._pool.take(wish.nbytes) for wish in wishes]
+        records: list[Record | None] = [None] * len(wishes)
+        waiting = list(range(len(wishes)))
         try:
             for left in reversed(range(TRIES)):
-                waiting = self._read_some(refs, waiting, buffers, records, left)
+                waiting = self._read_some(wishes, waiting, buffers, records, left)
                 if not waiting:
                     break
                 time.sleep(PAUSE_SECONDS)
@@ -218,7 +251,7 @@ class Transfer:
 
     def _read_some(
         self,
-        refs: Sequence[SampleRef],
+        wishes: Sequence[_Wish],
         which: Sequence[int],
         buffers: list[Tensor],
         records: list[Record | None],
@@ -227,64 +260,80 @@ class Transfer:
         """Read `which` of the samples; return those whose transfer failed."""
         table = self._pool.take(2 * RECORD_BYTES * len(which))
         try:
-            found = self._get(refs, which, buffers, table)
+            found = self._get(wishes, which, buffers, table)
             for at, one in zip(which, found, strict=True):
                 if one.code < 0 and one.code not in NOTHING_WAS_READ:
                     self._pool.set_aside(buffers[at])
-                    buffers[at] = self._pool.take(_size(refs[at]))
+                    buffers[at] = self._pool.take(wishes[at].nbytes)
             failed = []
             for row, (at, one) in enumerate(zip(which, found, strict=True)):
-                if self._judge(refs[at], one, left):
+                if self._judge(wishes[at], one, left):
                     failed.append(at)
                     continue
-                record = _latest(table, row, refs[at].feature_id, one.record_codes)
-                if record is not None and record.ref.generation != refs[at].generation:
-                    raise _unreadable(refs[at], "was put again since")
+                ref = wishes[at].ref
+                record = _latest(table, row, ref.feature_id, one.record_codes)
+                if record is not None and record.ref.generation != ref.generation:
+                    raise _unreadable(ref, "was put again since")
                 records[at] = record
             return failed
         finally:
             self._pool.give(table)
 
     def _get(
-        self, refs: Sequence[SampleRef], which: Sequence[int], buffers: list[Tensor], table: Tensor
+        self, wishes: Sequence[_Wish], which: Sequence[int], buffers: list[Tensor], table: Tensor
     ) -> list[_Read]:
-        """Read objects and records; all in one call but what lies in this process's own memory."""
-        whole = self._copy_own({at: refs[at] for at in which}, buffers)
-        far = [at for at in which if at not in whole]
-        keys = [self.key(refs[at]) for at in far]
-        pieces = [(buffers[at].data_ptr(), _size(refs[at])) for at in far]
-        record_keys, room = self._record_pieces([refs[at].feature_id for at in which], table)
-        codes = self._engine.get(keys + record_keys, pieces + room)
-        code_of = dict(zip(far, codes[: len(far)], strict=True))
-        for at, code in code_of.items():
-            size = _size(refs[at])
-            if code == size:
-                whole[at] = seal_holds(refs[at].generation, bytes_of(buffers[at][:size]))
-        return [
-            _Read(code_of.get(at, _size(refs[at])), whole.get(at, False), both)
-            for at, both in zip(which, _pairs(codes[len(far) :]), strict=True)
-        ]
+        """Read objects and records; whole ones in one call, but what lies in our own memory."""
+        intact = self._copy_own({at: wishes[at] for at in which}, buffers)
+        codes = {at: wishes[at].nbytes for at in intact}
+        far = [at for at in which if at not in intact]
+        full = [at for at in far if wishes[at].specs == wishes[at].ref.tensors]
+        keys, room = self._record_pieces([wishes[at].ref.feature_id for at in which], table)
+        read = self._engine.get(
+            [self.key(wishes[at].ref) for at in full] + keys,
+            [(buffers[at].data_ptr(), wishes[at].nbytes) for at in full] + room,
+        )
+        codes |= zip(full, read, strict=False)
+        some = [at for at in far if at not in codes]
+        codes |= zip(
+            some,
+            self._engine.get_parts(
+                [self.key(wishes[at].ref) for at in some],
+                [(buffers[at], wishes[at].parts()) for at in some],
+            ),
+            strict=True,
+        )
+        for at in far:
+            ref, specs, nbytes = wishes[at]
+            intact[at] = codes[at] == nbytes and sealed(ref, tensors_in(buffers[at], specs)) == ref
+        pairs = zip(which, _pairs(read[len(full) :]), strict=True)
+        return [_Read(codes[at], intact[at], both) for at, both in pairs]
 
-    def _copy_own(self, refs: Mapping[int, SampleRef], buffers: list[Tensor]) -> dict[int, bool]:
-        """Copy the objects that lie in memory of this process; say of each whether it is whole."""
-        whole = {}
-        with self._engine.own_objects([self.key(ref) for ref in refs.values()]) as own:
-            for at, ref in refs.items():
-                data, size = own.get(self.key(ref)), _size(ref)
-                if data is not None and len(data) == size:
-                    whole[at] = copy_whole(ref.generation, bytes_of(buffers[at][:size]), data)
-        return whole
+    def _copy_own(self, wishes: Mapping[int, _Wish], buffers: list[Tensor]) -> dict[int, bool]:
+        """Copy what lies in memory of this process; say of each sample whether it is intact."""
+        intact = {}
+        with self._engine.own_objects([self.key(wish.ref) for wish in wishes.values()]) as own:
+            for at, wish in wishes.items():
+                data = own.get(self.key(wish.ref))
+                if data is not None and len(data) == object_bytes(wish.ref):
+                    room, digests = bytes_of(buffers[at]), list[str]()
+                    for to, lies, nbytes in wish.parts():
+                        digest = xxh3_64()
+                        part = room[to : to + nbytes]
+                        copy_bytes_sealed(part, data[lies : lies + nbytes], digest)
+                        digests.append(digest.hexdigest())
+                    wanted = [place.spec.digest for place in places(wish.specs)]
+                    intact[at] = digests[: len(wanted)] == wanted
+        return intact
 
-    def _judge(self, ref: SampleRef, found: _Read, left: int) -> bool:
+    def _judge(self, wish: _Wish, found: _Read, left: int) -> bool:
         """Say whether a read is to be tried again. Raises StoreError if that is hopeless."""
-        size, code = _size(ref), found.code
+        ref, size, code = wish.ref, object_bytes(wish.ref), found.code
         if found.whole:
             return False
-        if code == size:
+        if code == wish.nbytes:
             raise _unreadable(ref, "is torn: it was removed while it was read")
         if code >= 0 or code == INVALID:
-            held = f"{code} bytes" if code >= 0 else f"more than {size} bytes"
-            raise _unreadable(ref, f"has an object of {held} instead of {size}")
+            raise _unreadable(ref, f"has an object of another size than {size} bytes")
         if code == NOT_FOUND:
             raise _unreadable(ref, "is not held: freed or lost")
         if not left:
@@ -354,8 +403,8 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return joined
 
 
-def _size(ref: SampleRef) -> int:
-    return ref.nbytes + SEAL.size
+def _all(ref: SampleRef) -> list[str]:
+    return [spec.name for spec in ref.tensors]
 
 
 def _pairs(codes: Sequence[int]) -> list[tuple[int, int]]:
