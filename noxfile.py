@@ -267,9 +267,7 @@ def plugin(session: nox.Session, name: str) -> None:
     install_debian_packages(session, ROOT / "plugins" / name)
     install_wheels(session, name, *(need for need in needs if need.startswith("draftcore")))
     session.run("draftcore", "list-plugins", "--check")
-    # A server's clients lend memory to each other: in one process no test's waits on another's.
-    alone = ("-n", "0") if name in SERVED else ()
-    pytest(session, f"plugins/{name}/tests", *alone, *session.posargs)
+    pytest(session, f"plugins/{name}/tests", *session.posargs)
 
 
 @nox.session(**BARE)
