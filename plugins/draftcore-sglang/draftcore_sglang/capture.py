@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
+from draftcore.data.conversations import RowError
+from draftcore.data.images import ImageProcessor
 from draftcore.errors import UsageError
 from draftcore.tensors import resolve_device
 from draftcore_sglang import selftest
@@ -27,7 +30,7 @@ from draftcore_sglang.options import SglangOptions
 
 
 class SglangCapture:
-    """Runs each batch without padding.
+    """Runs each batch without padding; images as the target's processor reads them.
 
     Raises UsageError where sglang is not there or does not compute what transformers does, and
     DraftcoreError where the target cannot be started now. What ends sglang later is another error: it
@@ -36,10 +39,11 @@ class SglangCapture:
 
     def __init__(self, target: TargetSpec, request: FeatureRequest, options: SglangOptions) -> None:
         target.require_layers(request)
-        require_text(target)
         require_sglang(SIGNATURES)
         require_arguments(options.args)
         self.target, self.request, self.options = target, request, options
+        self.processor = ImageProcessor(target.path, target.source)
+        self.tests_images = options.self_test  # with the first row that has some
         self.engine, self.closed = open_engine(settings_of(target, options)), False
         try:
             if self.engine.model is None:
@@ -51,8 +55,8 @@ class SglangCapture:
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         """Yield features of the request's dtype on the target's device.
 
-        Raises BadRows for rows that are longer than the target takes, and UsageError for a batch
-        that is larger than sglang's pool.
+        Raises BadRows for rows that are longer than the target takes, or with images that cannot be
+        read, and UsageError for a batch that is larger than sglang's pool.
         """
         for batch in batches:
             yield CapturedBatch(batch, self._rows(batch))
@@ -65,7 +69,7 @@ class SglangCapture:
             )
         self.engine.start()
         try:
-            found = self.engine.forward([prompt], self.request.layers)
+            found = self.engine.forward([prompt], self.request.layers, {})
             logits_V = found["logits"][-1][: self.target.vocab_size].double()
             selftest.require_own_head(
                 self.target, found["last_hidden"][-1], torch.log_softmax(logits_V, -1)
@@ -80,10 +84,36 @@ class SglangCapture:
         self._require_room(batch)
         prompts = [list(map(int, tokens)) for tokens in batch.token_ids]
         dtype, lengths = getattr(torch, self.request.dtype), [len(prompt) for prompt in prompts]
-        states = self.engine.forward(prompts, self.request.layers)
+        pictures = self._read(batch)
+        if pictures and self.tests_images:
+            self._test_images(prompts[min(pictures)], pictures[min(pictures)])
+        states = self.engine.forward(prompts, self.request.layers, pictures)
         taken = {name: states[name].to(dtype) for name in self.request.names}
         split = {name: torch.split(value, lengths) for name, value in taken.items()}
         return tuple({name: split[name][row] for name in split} for row in range(len(lengths)))
+
+    def _read(self, batch: CaptureBatch) -> dict[int, Any]:
+        """Return what the target's processor makes of each row with images. Raises BadRows."""
+        made: dict[int, Any] = {}
+        bad: dict[int, str] = {}
+        for at, images in enumerate(batch.images):
+            try:
+                if images:
+                    made[at] = dict(self.processor.inputs(batch.token_ids[at], images))
+            except RowError as error:
+                bad[at] = f"dataset row {batch.rows[at]}: {error}"
+        if bad:
+            raise BadRows(bad)
+        return made
+
+    def _test_images(self, prompt: list[int], made: dict[str, Any]) -> None:
+        """Compare a row with images with transformers. Raises UsageError where they differ."""
+        request = replace(self.request, last_hidden=True)
+        expected = selftest.reference(self.target, request, prompt, made)
+        if expected is not None:
+            found = self.engine.forward([prompt], self.request.layers, {0: made})
+            selftest.require_same(self.target, found, expected, selftest.SEEN)
+        self.tests_images = False
 
     def _require_room(self, batch: CaptureBatch) -> None:
         limits = self.engine.limits
@@ -125,13 +155,3 @@ def settings_of(target: TargetSpec, options: SglangOptions) -> Settings:
         context=min(options.max_tokens, positions or options.max_tokens),
         args=json.dumps(options.args, sort_keys=True),
     )
-
-
-def require_text(target: TargetSpec) -> None:
-    """Raise UsageError for a target that also takes images."""
-    if getattr(target.config, "vision_config", None) is not None:
-        raise UsageError(
-            f"target {target.path!r} is a vision-language model ({target.config.model_type}), and a "
-            "capture by sglang would\n  take its prompts without their images\n"
-            "  train on a text model, or on the text model that it was made from"
-        )

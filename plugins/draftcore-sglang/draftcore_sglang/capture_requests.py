@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftcore.uris import format_size
 from draftcore_sglang.staging import Block, Staging
-from draftcore_sglang.wire import FAILED, REFUSED, SHORT, Ask, Refusal
+from draftcore_sglang.wire import FAILED, MISREAD, REFUSED, SHORT, Ask, Refusal, digest
 from draftcore_sglang.writer import Job, Place, Receipt, refusal_of
 
 
@@ -36,6 +36,7 @@ class Slice:
     rows: int
     last: bool
     new_tokens: int
+    tokens: Sequence[int] = ()  # of the prompt, those of its images written by the server
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,11 @@ class CaptureRequests:
             )
         if share.new_tokens != 1:
             raise Refusal(REFUSED, "a request that captures must set max_new_tokens=1")
+        if ask.read and digest(share.tokens) != ask.read:
+            raise Refusal(
+                MISREAD,
+                f"with its images the server reads other tokens, {share.prompt} of them, than the row has",
+            )
         if states is None or (absent := sorted(set(ask.names) - states.keys())):
             what = "states" if states is None else ", ".join(absent)
             raise Refusal(FAILED, f"the forward left no {what}")

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from torch import Tensor
 
 from draftcore.errors import UsageError
-from draftcore_sglang.internals import Limits, Runner, Settings
+from draftcore_sglang.internals import Limits, Pictures, Runner, Settings
 from draftcore_sglang.ranks import Ranks
 
 
@@ -35,11 +35,13 @@ class Engine:
     def start(self) -> None:
         self.model = Runner(self.settings) if self.settings.tp == 1 else Ranks(self.settings)
 
-    def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
+    def forward(
+        self, prompts: Sequence[Sequence[int]], layers: Sequence[int], pictures: Pictures
+    ) -> dict[str, Tensor]:
         """As `Runner.forward`."""
         assert self.model is not None
         with self._lock:
-            return self.model.forward(prompts, layers)
+            return self.model.forward(prompts, layers, pictures)
 
     def leave(self) -> None:
         """End one use; the last one stops the target and frees its memory."""

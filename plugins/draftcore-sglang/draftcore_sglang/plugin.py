@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 @hookimpl
 def describe() -> Sequence[Offer]:
     return [
-        Offer("capture", "sglang", options="draftcore_sglang.options:SglangOptions"),
+        Offer(
+            "capture",
+            "sglang",
+            frozenset({"images"}),
+            options="draftcore_sglang.options:SglangOptions",
+        ),
         Offer(
             "capture",
             "sglang-server",
-            frozenset({"per-rank"}),
+            frozenset({"images", "per-rank"}),
             options="draftcore_sglang.options:ServerOptions",
         ),
     ]

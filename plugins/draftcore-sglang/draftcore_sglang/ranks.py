@@ -20,7 +20,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError
-from draftcore_sglang.internals import Limits, Runner, Settings
+from draftcore_sglang.internals import Limits, Pictures, Runner, Settings
 
 
 class Ranks:
@@ -52,13 +52,15 @@ class Ranks:
         except RuntimeError as error:
             raise DraftcoreError(str(error)) from None
 
-    def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
+    def forward(
+        self, prompts: Sequence[Sequence[int]], layers: Sequence[int], pictures: Pictures
+    ) -> dict[str, Tensor]:
         """As `Runner.forward`; rank 0's result is returned."""
         if self.failure:
             raise RuntimeError(self.failure)
         for rank, pipe in enumerate(self.pipes):
             try:
-                pipe.send((prompts, layers))
+                pipe.send((prompts, layers, pictures))
             except OSError:
                 self._fail(rank, "it ended and gave no reason")
         found: dict[str, Tensor] = self._answers()
@@ -115,8 +117,7 @@ def serve(settings: Settings, rank: int, port: int, meeting: str, pipe: Connecti
         runner = Runner(settings, rank, port, meeting)
         pipe.send((False, runner.limits))
         while True:
-            prompts, layers = pipe.recv()
-            found = runner.forward(prompts, layers)
+            found = runner.forward(*pipe.recv())
             pipe.send((False, found if rank == 0 else None))
     except EOFError:
         sys.exit(0)

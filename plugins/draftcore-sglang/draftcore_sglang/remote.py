@@ -4,13 +4,17 @@ Each prompt is a request of its own, many at a time, spread over the servers. A 
 they come, so the last bits of features depend on its load. Where the servers' store is the
 run's own, samples never pass through this process (`deliver`); otherwise they are read from the
 servers' store and freed there (`features`). A receipt is believed only when the store has the sample.
+A row's images go along as data, since a server may be on another machine, and it writes their tokens
+again: it has to come out at the row's.
 
 Shape letters: T tokens, H width.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import logging
 import threading
 import time
@@ -20,8 +24,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor
@@ -30,6 +37,8 @@ from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, Fe
 from draftcore.contracts.channel import RunEnded
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreFull
 from draftcore.contracts.target import TargetSpec
+from draftcore.data.conversations import RowError
+from draftcore.data.images import ImageProcessor
 from draftcore.errors import DraftcoreError, UsageError, shown
 from draftcore.training.loop import asked_to_stop
 from draftcore_sglang import plain, selftest
@@ -41,12 +50,14 @@ from draftcore_sglang.wire import (
     FAILED,
     FIELD,
     FULL,
+    MISREAD,
     NOT_FINITE,
     REFUSED,
     SHORT,
     VERSION,
     Ask,
     Refusal,
+    digest,
     pack,
 )
 from draftcore_sglang.writer import open_store
@@ -59,6 +70,14 @@ ATTEMPTS = 3  # of a sample that servers fail to capture
 PLAIN = "plain"  # in `about`: the layers that a server without this dist returns
 
 
+class Prompt(NamedTuple):
+    """A row's tokens, its images as data URIs, and what the target's processor makes of those."""
+
+    tokens: list[int]
+    pictures: tuple[str, ...] = ()
+    made: Mapping[str, Any] | None = None
+
+
 class ServerCapture:
     """Captures at servers. Raises UsageError for servers that cannot serve this target or request."""
 
@@ -68,7 +87,9 @@ class ServerCapture:
         self._store: FeatureStore | None = None
         self._lock = threading.Lock()
         self._warned = False
-        self._expected: dict[str, Tensor] | None = None
+        self.processor = ImageProcessor(target.path, target.source)
+        self._examples: dict[bool, tuple[Prompt, dict[str, Tensor]]] = {}  # that servers passed on
+        self._sees = False  # a row with images was captured
         self._first_about: dict[str, Any] = {}  # of the first server; the others must be like it
         self.servers = Servers(options.servers, options.in_flight, options.patience, self._look)
         self._capacity = options.in_flight * len(self.servers.all)
@@ -174,11 +195,13 @@ class ServerCapture:
 
     def _captured(self, batch: CaptureBatch, at: int, ask: Ask) -> SampleRef | dict[str, Tensor]:
         """Capture one row at some server; what fails there is tried at others."""
-        tokens = [int(token) for token in batch.token_ids[at]]
+        prompt = self._prompt(batch, at)
         attempts, deadline = 0, time.monotonic() + self.options.patience
         while True:
             try:
-                return self.servers.ask(functools.partial(self._ask, tokens, ask))
+                found = self.servers.ask(functools.partial(self._ask, prompt, ask))
+                self._sees = self._sees or bool(prompt.pictures)
+                return found
             except Refusal as refusal:
                 attempts += refusal.kind == FAILED
                 again = refusal.kind == BUSY or (refusal.kind == FAILED and attempts < ATTEMPTS)
@@ -186,19 +209,41 @@ class ServerCapture:
                     raise self._explained(refusal, batch, at) from refusal
                 time.sleep(PAUSE)
 
-    def _ask(
-        self, tokens: Sequence[int], ask: Ask, server: Server
-    ) -> SampleRef | dict[str, Tensor]:
-        body = request_body(tokens, {FIELD: ask.to_json()})
+    def _prompt(self, batch: CaptureBatch, at: int) -> Prompt:
+        tokens = [int(token) for token in batch.token_ids[at]]
+        if not (batch.images and batch.images[at]):
+            return Prompt(tokens)
+        try:
+            made = self.processor.inputs(tokens, batch.images[at])
+        except RowError as error:
+            raise BadRows({at: f"dataset row {batch.rows[at]}: {error}"}) from error
+        return Prompt(tokens, tuple(png(image.uri) for image in batch.images[at]), made)
+
+    def _ask(self, prompt: Prompt, ask: Ask, server: Server) -> SampleRef | dict[str, Tensor]:
+        if prompt.pictures:
+            self._require_sight(prompt, server)
         if PLAIN in server.about:
-            return self._ask_plain(tokens, server)
-        receipt = receipt_of(server.post(body, self.options.timeout))
+            return self._ask_plain(prompt.tokens, server)
+        return self._stored(prompt, ask, server)[0]
+
+    def _stored(
+        self, prompt: Prompt, ask: Ask, server: Server, **more: Any
+    ) -> tuple[SampleRef, dict[str, Any]]:
+        """Have a prompt captured. Raises Refusal; ServerAway for an answer without a receipt."""
+        tokens = prompt.tokens
+        if prompt.pictures:
+            ask = replace(ask, read=digest(tokens))
+            tokens = gathered(tokens, server.about["image_token"], len(prompt.pictures))
+            more["image_data"] = prompt.pictures
+        body = request_body(tokens, {FIELD: ask.to_json()})
+        answer = server.post({**body, **more}, self.options.timeout)
+        receipt = receipt_of(answer)
         if receipt is None:
             raise ServerAway(f"sglang server {server.url} answers without a receipt")
         if "error" in receipt:
             why = f"{server.url}: {shown(receipt.get('reason', ''))}"
             raise Refusal(shown(receipt["error"]), why)
-        return ref_of(receipt, ask)
+        return ref_of(receipt, ask), answer
 
     def _ask_plain(self, tokens: Sequence[int], server: Server) -> dict[str, Tensor]:
         body = {**request_body(tokens, {}), "return_hidden_states": True}
@@ -231,7 +276,12 @@ class ServerCapture:
         if refusal.kind == NOT_FINITE:
             wider = "capture in a wider type (capture.dtype=float32), or leave the row out"
             return BadRows({at: f"{row}: {refusal}\n  {wider}"})
-        if refusal.kind in (REFUSED, SHORT):
+        if refusal.kind == MISREAD and not self._sees:
+            return UsageError(
+                f"{row} has images, and cannot be captured by a server: {refusal}\n"
+                "  capture with capture.name=sglang or hf, or leave such rows out of the data"
+            )
+        if refusal.kind in (REFUSED, SHORT, MISREAD):
             return BadRows({at: f"{row}: {refusal}"})
         return DraftcoreError(f"{row} is not captured: {refusal.kind}: {refusal}")
 
@@ -247,8 +297,28 @@ class ServerCapture:
         about: dict[str, Any] = receipt["about"]
         self._require_fit(server, about)
         if self.options.self_test:
-            self._test(server)
+            try:
+                self._test(server, Prompt(prompt))
+            except Refusal as refusal:
+                raise UsageError(
+                    f"sglang server {server.url} could not capture a short prompt: {refusal.kind}: "
+                    f"{refusal}\n  look into the server's log"
+                ) from refusal
         return about
+
+    def _require_sight(self, prompt: Prompt, server: Server) -> None:
+        """Raise UsageError for a server that takes text alone, or reads this row's images otherwise."""
+        with server.looking:
+            if server.about.get("image_token") is None:
+                of = "runs no draftcore-sglang" if PLAIN in server.about else "serves text alone"
+                raise UsageError(
+                    f"sglang server {server.url} {of}, and there are rows with images\n"
+                    "  start it with a target that sees, as the README of draftcore-sglang says, or "
+                    "capture with capture.name=hf"
+                )
+            if self.options.self_test and "sees" not in server.about:
+                self._test(server, prompt)
+                server.about["sees"] = True
 
     def _look_plain(self, server: Server) -> dict[str, Any]:
         layers = plain.layers_of(server, self.options.timeout)
@@ -306,27 +376,25 @@ class ServerCapture:
                 "  set DRAFTCORE_SINK to one store on all servers, with draftcore-sglang beside each"
             )
 
-    def _test(self, server: Server) -> None:
-        """Compare a short prompt's features with transformers', and its prediction with the head's."""
-        request = replace(self.request, last_hidden=True, dtype="float32")
-        prompt = selftest.prompt_of(self.target)
+    def _test(self, server: Server, prompt: Prompt) -> None:
+        """Compare a prompt's features with transformers', and its prediction with the head's.
+
+        One with images is the first that a server captured. Raises Refusal where this one does not.
+        """
+        request, seen = replace(self.request, last_hidden=True, dtype="float32"), prompt.made
         with self._lock:
-            if self._expected is None:
-                self._expected = selftest.reference(self.target, request, prompt) or {}
-        ask = Ask(uuid.uuid4().hex, request.names, "float32", "", {}, lent=True)
-        body = request_body(prompt, {FIELD: ask.to_json()})
-        answer = server.post({**body, "return_logprob": True}, self.options.timeout)
-        receipt = receipt_of(answer) or {}
-        if "ref" not in receipt:
-            raise UsageError(
-                f"sglang server {server.url} could not capture a short prompt: {shown(receipt)}\n"
-                "  look into the server's log"
+            prompt, expected = self._examples.get(seen is not None) or (
+                prompt,
+                selftest.reference(self.target, request, prompt.tokens, seen) or {},
             )
-        found = self._read(ref_of(receipt, ask))
+        ask = Ask(uuid.uuid4().hex, request.names, "float32", "", {}, lent=True)
+        ref, answer = self._stored(prompt, ask, server, return_logprob=True)
+        found = self._read(ref)
         logprob, token, _ = answer["meta_info"]["output_token_logprobs"][0]
         theirs, who = torch.tensor([logprob]), f"sglang server {server.url}"
         selftest.require_own_head(self.target, found["last_hidden"][-1], theirs, [int(token)], who)
-        selftest.require_same(self.target, found, self._expected)
+        selftest.require_same(self.target, found, expected, selftest.SEEN * (seen is not None))
+        self._examples[seen is not None] = prompt, expected
 
 
 def results(jobs: Sequence[Future[T]]) -> list[T]:
@@ -349,6 +417,33 @@ def request_body(tokens: Sequence[int], custom: Mapping[str, Any]) -> dict[str, 
     """Return a request for one new token, with a key that keeps it out of the prefix cache."""
     params = {"max_new_tokens": 1, "temperature": 0, "custom_params": dict(custom) or None}
     return {"input_ids": list(tokens), "sampling_params": params, "extra_key": uuid.uuid4().hex}
+
+
+def gathered(tokens: Sequence[int], image_token: int, images: int) -> list[int]:
+    """Return tokens with one in the place of each image, as sglang is given them; it adds the others.
+
+    Raises Refusal where that are more or fewer places than images.
+    """
+    runs = [(token, list(run)) for token, run in groupby(tokens)]
+    places = sum(token == image_token for token, _ in runs)
+    if places != images:
+        raise Refusal(
+            MISREAD,
+            f"the target's processor writes {images} images as {places} runs of token {image_token}, "
+            "and sglang takes one run for an image",
+        )
+    return [one for token, run in runs for one in (run[:1] if token == image_token else run)]
+
+
+def png(uri: str) -> str:
+    """Return an image as a data URI that all read alike: turned as its camera says, in RGB, exact."""
+    import PIL.Image
+    from transformers.image_utils import load_image
+
+    data = urlopen(uri).read() if uri.startswith("data:") else Path(uri).read_bytes()
+    file = io.BytesIO()
+    load_image(PIL.Image.open(io.BytesIO(data))).save(file, "png", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def receipt_of(answer: Any) -> dict[str, Any] | None:

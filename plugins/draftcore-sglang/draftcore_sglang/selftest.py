@@ -14,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import BatchFeature
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
@@ -30,6 +32,7 @@ from draftcore.tensors import resolve_device
 # layers of a model gives 1e-6 in fp32 and up to 1.4e-2 in bf16 (an H200); another layer's output, or
 # the state before the final norm, differs by a tenth and more.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+SEEN = "of a row with images "
 FITS = 1.2  # weights, and what loading and a short prompt take beside them
 
 
@@ -39,9 +42,15 @@ def prompt_of(target: TargetSpec) -> list[int]:
 
 
 def reference(
-    target: TargetSpec, request: FeatureRequest, prompt: list[int]
+    target: TargetSpec,
+    request: FeatureRequest,
+    prompt: Sequence[int],
+    made: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor] | None:
-    """Return transformers' features [T, H] of a prompt, on the CPU; None where it does not fit."""
+    """Return transformers' features [T, H] of a prompt, on the CPU; None where it does not fit.
+
+    Of a prompt with images, `made` is what the target's processor makes of them.
+    """
     held = vars(target).get("model")  # loaded already, for decoding
     if held is None and not fits(target):
         warnings.warn(
@@ -51,10 +60,12 @@ def reference(
         )
         return None
     model = held or TransformersModel(target)
-    tokens_BT = torch.tensor([prompt], device=model.device)
+    tokens_BT = torch.tensor([list(prompt)], device=model.device)
     lengths_B = torch.tensor([len(prompt)], device=model.device)
     own = dataclasses.replace(request, dtype=str(model.dtype).removeprefix("torch."))
-    taken = model.features(tokens_BT, lengths_B, own)
+    taken = (
+        model.see(BatchFeature(made), own) if made else model.features(tokens_BT, lengths_B, own)
+    )
     found = {name: taken[name][0].cpu() for name in request.names}
     del model, taken
     gc.collect()
@@ -74,16 +85,16 @@ def fits(target: TargetSpec) -> bool:
 
 
 def require_same(
-    target: TargetSpec, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+    target: TargetSpec, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], of: str = ""
 ) -> None:
-    """Raise UsageError for a feature that is not transformers'."""
+    """Raise UsageError for a feature that is not transformers'; `of` says of what, if not of text."""
     for name, expected_TH in expected.items():
         found_TH = found[name].cpu().double()
         gap_T = (found_TH - expected_TH.double()).norm(dim=-1) / expected_TH.double().norm(dim=-1)
         gap, bound = float(gap_T.mean()), BOUNDS[target.dtype]
         if not gap <= bound:
             raise UsageError(
-                f"{name} of {target.path!r} as sglang computes it differs from transformers' by "
+                f"{name} of {target.path!r} {of}as sglang computes it differs from transformers' by "
                 f"{gap:.2g} of its length\n  (bound {bound:.2g} in {target.dtype}): another state, or "
                 "other weights, for example quantised ones\n"
                 "  capture with capture.name=hf, or, where they are meant to differ, set "

@@ -12,6 +12,9 @@ whatever does not have the form below is refused before anything is done with it
 from __future__ import annotations
 
 import base64
+import hashlib
+from array import array
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -23,12 +26,12 @@ from torch import Tensor
 from draftcore.errors import DraftcoreError
 
 FIELD = "draftcore"
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 Name = Annotated[str, Field(pattern=r"^(hidden\.[0-9]{1,4}|last_hidden)$")]
 Beside = Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")]
 BesideDtype = Annotated[str, Field(pattern=r"^(int64|int32|bool|float32)$")]
-# Kinds of error. The first three cannot go better another time.
-REFUSED, SHORT, NOT_FINITE = "refused", "short", "not-finite"
+# Kinds of error. The first four cannot go better another time.
+REFUSED, SHORT, NOT_FINITE, MISREAD = "refused", "short", "not-finite", "misread"
 FULL, AWAY, BUSY, FAILED = "full", "away", "busy", "failed"
 
 
@@ -48,7 +51,8 @@ class Refusal(DraftcoreError):  # noqa: N818  a state that some clients wait out
 class Ask:
     """A sample to capture: its features, and [T] tensors that are stored beside them.
 
-    `lent` says that the client only wants to read it, and frees it then.
+    `lent` says that the client only wants to read it, and frees it then. `read` is the digest of its
+    tokens where the server writes those of its images itself.
     """
 
     sample: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
@@ -57,7 +61,8 @@ class Ask:
     origin: Annotated[str, Field(max_length=4096)]
     beside: Annotated[dict[Beside, tuple[BesideDtype, str]], Field(max_length=8)]  # packed
     lent: bool = False
-    version: Literal[1] = VERSION
+    read: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
+    version: Literal[2] = VERSION
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,6 +79,11 @@ class Ask:
 
 
 _ASK = TypeAdapter(Ask)
+
+
+def digest(tokens: Iterable[int]) -> str:
+    """Return what tells tokens from others."""
+    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
 
 
 def pack(value_T: Tensor) -> tuple[str, str]:

@@ -67,8 +67,8 @@ def test_an_engine_that_has_died_ends_the_process_that_captures(
 ) -> None:
     monkeypatch.setattr("draftcore_sglang.ranks.serve", answer)
     ranks = Ranks(Settings("target", None, "float32", "cpu", 2, 1, 1, "{}"))
-    assert ranks.forward(PROMPTS, ()) == {}
-    require_engine_ended(lambda: ranks.forward(PROMPTS, ()))
+    assert ranks.forward(PROMPTS, (), {}) == {}
+    require_engine_ended(lambda: ranks.forward(PROMPTS, (), {}))
 
 
 @pytest.mark.sglang

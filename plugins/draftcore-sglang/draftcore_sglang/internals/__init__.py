@@ -17,6 +17,8 @@ output is not among those it captures: it is what the final norm adds up.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import gc
 import inspect
 import io
@@ -24,10 +26,13 @@ import json
 import logging
 import os
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -36,6 +41,7 @@ from torch import Tensor, nn
 
 from draftcore.errors import DraftcoreError, UsageError, nearest
 
+Pictures = Mapping[int, Mapping[str, Any]]  # by prompt, what the target's processor makes of images
 # Of one forward: rows of the table that maps a prompt's tokens to its cache slots.
 MAX_PROMPTS = 256
 
@@ -59,6 +65,15 @@ SIGNATURES = {
         "aux_hidden_states",
         "hidden_states_before_norm",
     ),
+    "sglang.srt.managers.multimodal_processor:get_mm_processor": (
+        "hf_config",
+        "server_args",
+        "processor",
+        "transport_mode",
+        "model_config",
+        "kwargs",
+    ),
+    "sglang.srt.managers.mm_utils:init_mm_embedding_cache": ("max_size",),
     "sglang.srt.server_args:PortArgs.init_new": ("server_args", "dp_rank", "worker_ports"),
     "sglang.srt.plugins:load_plugins": (),
     "sglang.srt.distributed.parallel_state:destroy_model_parallel": (),
@@ -211,15 +226,21 @@ class Runner:
         )
 
     @torch.no_grad()
-    def forward(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> dict[str, Tensor]:
+    def forward(
+        self, prompts: Sequence[Sequence[int]], layers: Sequence[int], pictures: Pictures
+    ) -> dict[str, Tensor]:
         """Run prompts as one batch; return [all tokens, H] per `hidden.<k>` and `last_hidden`.
 
         Rows are in the order of the prompts, without padding. Beside them, `logits` holds the
         logits [prompts, V] after each prompt's last token.
         """
-        requests = self._one_batch.prepare_synthetic_inputs_for_latency_test(
-            len(prompts), 0, [list(prompt) for prompt in prompts]
-        )
+        given = [list(prompt) for prompt in prompts]
+        seen = {at: self._see(given[at], pictures[at]) for at in pictures}
+        for at, (marked, _) in seen.items():
+            given[at] = marked
+        requests = self._one_batch.prepare_synthetic_inputs_for_latency_test(len(given), 0, given)
+        for at, (_, images) in seen.items():
+            requests[at].multimodal_inputs = images
         with self._states(layers) as taken:
             try:
                 _, logits, _ = self._bench.extend(requests)
@@ -235,6 +256,53 @@ class Runner:
                 f"for {total} tokens\n  capture this target with another backend (capture.name=hf)"
             )
         return {**found, "logits": logits}
+
+    def _see(self, tokens: list[int], made: Mapping[str, Any]) -> tuple[list[int], Any]:
+        """Return tokens with sglang's own marks in the places of images, and what goes there.
+
+        sglang works positions out, as a server's tokenizer process does, and reads no image by itself.
+        """
+        from sglang.srt.managers.schedule_batch import MultimodalInputs
+
+        asked = SimpleNamespace(video_data=None, audio_data=None, rid="")
+        reading = self._images.process_mm_data_async(
+            image_data=[{**made, "format": "processor_output"}],
+            audio_data=None,
+            input_text=tokens,
+            request_obj=asked,
+            max_req_input_len=None,
+        )
+        with ThreadPoolExecutor(
+            1
+        ) as thread:  # as this one may have a loop of its own: a notebook's
+            found = thread.submit(asyncio.run, reading).result()
+        images = MultimodalInputs.from_processor_output(found)
+        marked = images.padded_input_ids
+        if marked is None:  # some families leave it to the model
+            marked = self._runner.model.pad_input_ids(array("q", tokens), images)
+        return list(marked), images
+
+    @functools.cached_property
+    def _images(self) -> Any:
+        """What places a target's images among its tokens; a scheduler's process has it elsewhere."""
+        from sglang.srt.managers import mm_utils, multimodal_processor
+        from transformers import AutoProcessor
+
+        config, args = self._runner.model_config, self._runner.server_args
+        mm_utils.init_mm_embedding_cache(0)
+        multimodal_processor.import_processors("sglang.srt.multimodal.processors")
+        own = AutoProcessor.from_pretrained(
+            args.model_path, revision=args.revision, trust_remote_code=args.trust_remote_code
+        )
+        try:
+            return multimodal_processor.get_mm_processor(
+                config.hf_config, args, own, "default", model_config=config, skip_mm_pool=True
+            )
+        except ValueError as error:
+            raise UsageError(
+                f"sglang cannot give {type(self.model).__name__} images: {error}\n"
+                "  capture rows with images with another backend (capture.name=hf)"
+            ) from error
 
     @contextmanager
     def _states(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
@@ -256,12 +324,12 @@ class Runner:
             taken[f"hidden.{last}"] = state.clone()
 
         hooks = [
-            self._place("logits_processor").register_forward_pre_hook(
+            place(self.model, "logits_processor").register_forward_pre_hook(
                 before_logits, with_kwargs=True
             )
         ]
         if last in layers:
-            hooks.append(self._place("model", "norm").register_forward_hook(after_norm))
+            hooks.append(place(self.model, "model", "norm").register_forward_hook(after_norm))
         if last > 0:
             self.layer_setter()(asked)
         try:
@@ -270,33 +338,43 @@ class Runner:
             for hook in hooks:
                 hook.remove()
 
-    def _place(self, *names: str) -> nn.Module:
-        found: Any = self.model
-        for name in names:
-            found = getattr(found, name, None)
-        if not isinstance(found, nn.Module):
-            raise UsageError(
-                f"sglang's {type(self.model).__name__} has no {'.'.join(names)} to take states from\n"
-                "  capture this target with another backend (capture.name=hf)"
-            )
-        return found
-
     def layer_setter(self) -> Callable[[list[int]], None]:
-        """Return the model's method that sets its layers; the two that exist agree on explicit ids."""
-        for name in ("set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"):
-            if hasattr(self.model, name):
-                return getattr(self.model, name)  # type: ignore[no-any-return]
-        raise UsageError(
-            f"sglang's {type(self.model).__name__} cannot return the states of chosen layers\n"
-            "  capture this target with another backend (capture.name=hf)"
-        )
+        return layer_setter(self.model)
 
     def close(self) -> None:
         """Give back memory and process groups, so that another runner may be made."""
         del self._bench, self._runner, self.model
+        vars(self).pop("_images", None)
         _leave_groups()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def place(model: nn.Module, *names: str) -> nn.Module:
+    """Return a part of a model, or of the language model in it. Raises UsageError for none."""
+    for found in (model, getattr(model, "language_model", None)):
+        for name in names:
+            found = getattr(found, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise UsageError(
+        f"sglang's {type(model).__name__} has no {'.'.join(names)} to take states from\n"
+        "  capture this target with another backend (capture.name=hf)"
+    )
+
+
+def layer_setter(model: nn.Module) -> Callable[[list[int]], None]:
+    """Return the model's method that sets its layers; the two that exist agree on explicit ids.
+
+    Of Qwen3-VL the second calls what only its mixtures of experts have.
+    """
+    for name in ("set_eagle3_layers_to_capture", "set_dflash_layers_to_capture"):
+        if hasattr(model, name):
+            return getattr(model, name)  # type: ignore[no-any-return]
+    raise UsageError(
+        f"sglang's {type(model).__name__} cannot return the states of chosen layers\n"
+        "  capture this target with another backend (capture.name=hf)"
+    )
 
 
 def _meet(size: int, rank: int, device: torch.device, file: str) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -171,6 +171,7 @@ class ServerHooks:
             "width": int(config.hidden_size),
             "vocabulary": int(config.vocab_size),
             "model": str(runner.model_config.model_path),
+            "image_token": image_token(runner.model_config),
         }
         staging = None
         if not problem:
@@ -203,13 +204,10 @@ class ServerHooks:
         model = runner.model
         inner = [layer for layer in self.layers if layer != self._last]
         if inner:
-            ask = getattr(model, "set_dflash_layers_to_capture", None)
-            ask = ask or getattr(model, "set_eagle3_layers_to_capture", None)
-            if ask is None:
-                return f"sglang cannot give the layers' outputs of {type(model).__name__}"
-            ask(inner)  # both count outputs from 0, where they are given ids
+            capture.layer_setter(model)(inner)
         if self._last in self.layers:
-            _decoder(model).norm.register_forward_hook(self._keep_before_norm)
+            norm = capture.place(model, "model", "norm")
+            norm.register_forward_hook(self._keep_before_norm)
         return ""
 
     def _keep_before_norm(self, norm: Any, args: Any, output: Any) -> None:
@@ -241,6 +239,7 @@ class ServerHooks:
                     rows=rows,
                     last=req.inflight_middle_chunks <= 0,
                     new_tokens=req.sampling_params.max_new_tokens,
+                    tokens=req.origin_input_ids_unpadded,
                 )
                 shares.append(share)
             first += rows
@@ -248,6 +247,13 @@ class ServerHooks:
         for req in batch.reqs:
             if req.rid in answers:
                 _answer(req, answers[req.rid])
+
+
+def image_token(config: Any) -> int | None:
+    """Return the token that stands for images; None where a server takes text alone."""
+    if not config.is_image_understandable_model or config.image_token_id is None:
+        return None
+    return int(config.image_token_id)
 
 
 def _asked(req: Any) -> Any:
@@ -284,9 +290,3 @@ def _event(state: Tensor) -> Any:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _decoder(model: Any) -> Any:
-    """Return the module that holds the final norm."""
-    chain: Sequence[Any] = (model, getattr(model, "language_model", None))
-    return next(part.model for part in chain if hasattr(getattr(part, "model", None), "norm"))
