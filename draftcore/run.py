@@ -30,7 +30,7 @@ from pydantic import BaseModel
 
 from draftcore.config import FREE, RunConfig, Sources
 from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
-from draftcore.contracts.capture import Capture, FeatureRequest
+from draftcore.contracts.capture import BadRows, Capture, CaptureBatch, FeatureRequest
 from draftcore.contracts.channel import PATIENCE, Channel, Json, RunEnded
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.runner import DecodeRunner, PhaseName, Runner, RunnerContext
@@ -39,7 +39,9 @@ from draftcore.contracts.target import ImageProcessor
 from draftcore.data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.rendering import Blind
-from draftcore.data.samples import Samples, StoredSamples, read_summary, samples_data, summary_data
+from draftcore.data.samples import (
+    Samples, StoredSamples, batch_of, read_summary, samples_data, summary_data,
+)  # fmt: skip
 from draftcore.data.skipped import Skipped
 from draftcore.data.sources import named, open_source
 from draftcore.errors import DraftcoreError, UsageError, nearest
@@ -83,6 +85,7 @@ class Run:
         self.find = functools.partial(find_source, registry)  # opens a plugin's training data
         self.left_out = dict[str, int]()  # of the eval prompts, by reason
         self.samples: Samples | None = None  # given by a verb in the place of data.train
+        self.seen: CaptureBatch | None = None  # a row with images
         self.closing = ExitStack()  # of the stores that were opened, however the verb ends
         chosen = config.capture
         self.capture = self.bind("capture", chosen.name, chosen.options, chosen.plugin)
@@ -168,6 +171,9 @@ class Run:
         )  # fmt: skip
         if (dataset.report.skipped or dataset.report.notes) and not self.ranks.rank:
             print(dataset.report.text(), file=sys.stderr)
+        if dataset.all_images:
+            planned = PlannedBatch(0, 0, 0, 0, 0, (min(dataset.all_images),))
+            self.seen = batch_of(planned, dataset, dataset.feature_ids, {})
         return dataset
 
     def prompts(self, limit: int | None) -> list[list[int]]:
@@ -359,7 +365,13 @@ def open_capture(run: Run, request: FeatureRequest) -> Capture:
     capture = run.capture.hook.capture(
         name=run.capture.offer.name, target=run.target, request=request, options=run.capture.options
     )
-    return CheckedCapture(capture, str(run.capture.plugin), request.forms(run.width))
+    checked = CheckedCapture(capture, str(run.capture.plugin), request.forms(run.width))
+    with ExitStack() as failed:
+        failed.callback(checked.close)
+        with suppress(BadRows):  # a target whose images it cannot capture is refused now
+            list(checked.features([run.seen] if run.seen else []))
+        failed.pop_all()
+    return checked
 
 
 def open_samples(run: Run, features: Features) -> Samples:
