@@ -19,7 +19,6 @@ from torch import Tensor
 from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.data.conversations import RowError
-from draftcore.data.images import ImageProcessor
 from draftcore.errors import UsageError
 from draftcore.tensors import resolve_device
 from draftcore_sglang import selftest
@@ -42,7 +41,6 @@ class SglangCapture:
         require_sglang(SIGNATURES)
         require_arguments(options.args)
         self.target, self.request, self.options = target, request, options
-        self.processor = ImageProcessor(target.path, target.source)
         self.tests_images = options.self_test  # with the first row that has some
         self.engine, self.closed = open_engine(settings_of(target, options)), False
         try:
@@ -99,7 +97,8 @@ class SglangCapture:
         for at, images in enumerate(batch.images):
             try:
                 if images:
-                    made[at] = dict(self.processor.inputs(batch.token_ids[at], images))
+                    assert self.target.images is not None  # or the row would have none
+                    made[at] = dict(self.target.images.inputs(batch.token_ids[at], images))
             except RowError as error:
                 bad[at] = f"dataset row {batch.rows[at]}: {error}"
         if bad:

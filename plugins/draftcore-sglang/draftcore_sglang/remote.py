@@ -38,7 +38,6 @@ from draftcore.contracts.channel import RunEnded
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreFull
 from draftcore.contracts.target import TargetSpec
 from draftcore.data.conversations import RowError
-from draftcore.data.images import ImageProcessor
 from draftcore.errors import DraftcoreError, UsageError, shown
 from draftcore.training.loop import asked_to_stop
 from draftcore_sglang import plain, selftest
@@ -87,7 +86,6 @@ class ServerCapture:
         self._store: FeatureStore | None = None
         self._lock = threading.Lock()
         self._warned = False
-        self.processor = ImageProcessor(target.path, target.source)
         self._examples: dict[bool, tuple[Prompt, dict[str, Tensor]]] = {}  # that servers passed on
         self._sees = False  # a row with images was captured
         self._first_about: dict[str, Any] = {}  # of the first server; the others must be like it
@@ -211,13 +209,15 @@ class ServerCapture:
 
     def _prompt(self, batch: CaptureBatch, at: int) -> Prompt:
         tokens = [int(token) for token in batch.token_ids[at]]
-        if not (batch.images and batch.images[at]):
+        images = batch.images[at] if batch.images else ()
+        if not images:
             return Prompt(tokens)
+        assert self.target.images is not None  # or the row would have none
         try:
-            made = self.processor.inputs(tokens, batch.images[at])
+            made = self.target.images.inputs(tokens, images)
         except RowError as error:
             raise BadRows({at: f"dataset row {batch.rows[at]}: {error}"}) from error
-        return Prompt(tokens, tuple(png(image.uri) for image in batch.images[at]), made)
+        return Prompt(tokens, tuple(png(image.uri) for image in images), made)
 
     def _ask(self, prompt: Prompt, ask: Ask, server: Server) -> SampleRef | dict[str, Tensor]:
         if prompt.pictures:

@@ -94,7 +94,7 @@ def require_same(
         gap, bound = float(gap_T.mean()), BOUNDS[target.dtype]
         if not gap <= bound:
             raise UsageError(
-                f"{name} of {target.path!r} {of}as sglang computes it differs from transformers' by "
+                f"{name} {of}of {target.path!r} as sglang computes it differs from transformers' by "
                 f"{gap:.2g} of its length\n  (bound {bound:.2g} in {target.dtype}): another state, or "
                 "other weights, for example quantised ones\n"
                 "  capture with capture.name=hf, or, where they are meant to differ, set "

@@ -13,7 +13,7 @@ import torch
 from draftcore_sglang.capture_requests import CaptureRequests, Slice
 from draftcore_sglang.internals.server import ServerHooks
 from draftcore_sglang.staging import Staging
-from draftcore_sglang.wire import Ask, pack
+from draftcore_sglang.wire import Ask, digest, pack
 from draftcore_sglang.writer import Receipt
 from draftcore_shm.store import ShmStore
 from torch import Tensor
@@ -57,7 +57,8 @@ def share(
     ask: Ask = ASK,
     new_tokens: int = 1,
 ) -> Slice:
-    return Slice(rid, ask.to_json(), prompt, start, first, rows, last, new_tokens)
+    tokens = list(range(prompt))
+    return Slice(rid, ask.to_json(), prompt, start, first, rows, last, new_tokens, tokens)
 
 
 def several(count: int, rows: int, step: int, *, first: int = 0, ask: Ask = ASK) -> list[Slice]:
@@ -100,10 +101,11 @@ def rows_of(store: ShmStore, sample: str) -> list[float]:
         return first
 
 
+@pytest.mark.parametrize("read", ["", digest(range(3))])
 def test_a_request_is_held_until_its_sample_is_stored(
-    requests: CaptureRequests, store: ShmStore
+    requests: CaptureRequests, store: ShmStore, read: str
 ) -> None:
-    assert take(requests, share(), states(3)) is None
+    assert take(requests, share(ask=replace(ASK, read=read)), states(3)) is None
     assert "rid" in requests.held
     receipt = receipts_of(requests)["rid"]
     assert store.lookup([ASK.sample])[ASK.sample].to_json() == receipt["ref"]
@@ -164,6 +166,7 @@ def test_chunks_are_put_together_in_order(requests: CaptureRequests, store: ShmS
         (share(ask=replace(ASK, names=("hidden.7",))), states(3), "refused", "not hidden.7"),
         (share(new_tokens=2), states(3), "refused", "max_new_tokens=1"),
         (share(0, 1, 40_000, last=False), states(1), "refused", "625.0 KiB.*DRAFTCORE_BUFFER"),
+        (share(ask=replace(ASK, read=digest([7, 9, 9]))), states(3), "misread", "other tokens, 3"),
         (share(), None, "failed", "left no states"),
         (share(), {"hidden.1": None}, "failed", "'NoneType' object has no attribute 'shape'"),
     ],

@@ -8,20 +8,27 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
+import PIL.Image
 import pytest
 from draftcore_sdk.captures import batch
+from draftcore_sdk.images import picture
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.client import KEY, Server, ServerAway, Servers
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
-from draftcore_sglang.wire import FIELD, VERSION
+from draftcore_sglang.wire import FIELD, VERSION, digest
 
-from draftcore.contracts.capture import BadRows, FeatureRequest
+from draftcore.contracts.capture import BadRows, CaptureBatch, FeatureRequest, Image
 from draftcore.contracts.channel import RunEnded
+from draftcore.contracts.store import SampleRef
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.target import TransformersTarget
@@ -196,6 +203,7 @@ def about(target: TargetSpec) -> dict[str, Any]:
         "vocabulary": target.vocab_size,
         "names": REQUEST.names,
         "sink": "shm:elsewhere",
+        "image_token": 9,
     }
 
 
@@ -244,3 +252,72 @@ def test_all_rows_of_a_batch_that_cannot_be_captured_are_named_at_once(
         list(capture.features([batch(members=[[1, 2], [1, 2, 3, 4]])]))
     assert list(caught.value.reasons) == [0, 1]
     capture.close()
+
+
+# ---------------------------------------------------------------- images
+
+SEEN = [5, 9, 9, 9, 5, 2]  # three tokens of an image
+
+
+@pytest.fixture
+def pictured(target: TransformersTarget, tmp_path: Path) -> CaptureBatch:
+    """A row of these tokens, with an image that lies in a file."""
+    image = Image(str(picture(tmp_path / "a.png", 0)), "")
+    target.images = SimpleNamespace(inputs=lambda token_ids, images: {"input_ids": token_ids})
+    return replace(batch(members=[SEEN]), ids=("ab" * 12,), images=((image,),))
+
+
+def open_capture(target: TargetSpec, server: LittleServer) -> closing[ServerCapture]:
+    options = ServerOptions(servers=(server.url,), self_test=False)
+    return closing(ServerCapture(target, REQUEST, options))
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        (None, "serves text alone"),
+        (5, "1 images as 2 runs of token 5"),
+        (9, r"row 0 .* has images(.|\n)*as ever"),
+    ],
+)
+def test_images_that_a_server_reads_otherwise_or_not_at_all_are_refused(
+    serve: Serve, target: TargetSpec, pictured: CaptureBatch, token: int | None, reason: str
+) -> None:
+    """They are sent as data, without their tokens but for one each, as sglang writes the others."""
+    bodies = []
+
+    def answer(body: Any) -> dict[str, Any]:
+        if "about" in body["sampling_params"]["custom_params"][FIELD]:
+            return {"meta_info": {FIELD: [{"about": {**about(target), "image_token": token}}]}}
+        bodies.append(body)
+        return {"meta_info": {FIELD: [{"error": "misread", "reason": "as ever"}]}}
+
+    with open_capture(target, serve(answer)) as capture, pytest.raises(UsageError, match=reason):
+        list(capture.features([pictured]))
+    assert len(bodies) == (token == 9)
+    for body in bodies:
+        assert body["input_ids"] == [5, 9, 5, 2]
+        assert body["sampling_params"]["custom_params"][FIELD]["read"] == digest(SEEN)
+        (data,) = body["image_data"]
+        shown = PIL.Image.open(BytesIO(urlopen(data).read()))
+        assert shown.tobytes() == PIL.Image.open(pictured.images[0][0].uri).tobytes()
+
+
+def test_once_images_were_captured_a_row_that_is_read_otherwise_is_left_out(
+    serve: Serve, target: TargetSpec, pictured: CaptureBatch
+) -> None:
+    def answer(body: Any) -> dict[str, Any]:
+        ask = body["sampling_params"]["custom_params"][FIELD]
+        if "about" in ask:
+            return {"meta_info": {FIELD: [{"about": about(target)}]}}
+        if ask["origin"]:
+            ref = SampleRef(ask["sample"], "0", "shm:elsewhere", (), len(SEEN), 0, ask["origin"])
+            return {"meta_info": {FIELD: [{"ref": ref.to_json()}]}}
+        return {"meta_info": {FIELD: [{"error": "misread", "reason": "its text names an image"}]}}
+
+    with open_capture(target, serve(answer)) as capture:
+        stored: Any = SimpleNamespace(provenance="made so")
+        store: Any = SimpleNamespace(lookup=lambda ids: dict.fromkeys(ids, stored))
+        capture.deliver(pictured, [{}], "made so", store)
+        with pytest.raises(BadRows, match="its text names an image"):
+            list(capture.features([pictured]))

@@ -91,12 +91,6 @@ def test_the_range_is_that_of_the_extra() -> None:
     assert Requirement(line).specifier == TESTED
 
 
-def test_a_vision_language_target_is_refused_by_name(target: TransformersTarget) -> None:
-    target.config.vision_config = {"hidden_size": 8}
-    with pytest.raises(UsageError, match="vision-language"):
-        SglangCapture(target, REQUEST, SglangOptions())
-
-
 @pytest.mark.parametrize(
     ("changed", "same"),
     [

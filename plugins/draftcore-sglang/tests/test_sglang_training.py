@@ -32,10 +32,10 @@ def test_a_draft_trains_on_what_sglang_captures_as_on_what_transformers_does(
     """In one process: target in sglang, held-out samples, decoding by transformers, checkpoints."""
     prompts, true = 0, Runner.forward
 
-    def counted(runner: Runner, given: Sequence[Sequence[int]], layers: Sequence[int]) -> Any:
+    def counted(runner: Runner, given: Sequence[Sequence[int]], *others: Any) -> Any:
         nonlocal prompts
         prompts += len(given)
-        return true(runner, given, layers)
+        return true(runner, given, *others)
 
     monkeypatch.setattr(Runner, "forward", counted)
     target = tiny_target(tmp_path / "target")

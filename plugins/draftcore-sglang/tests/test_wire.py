@@ -41,6 +41,7 @@ def test_an_ask_comes_back_as_it_was_sent() -> None:
                 {"beside": {"mask": ["complex64", ""]}},
                 {"beside": {f"mask{'_' * n}": ["int64", ""] for n in range(9)}},
                 {"lent": "for long"},
+                {"read": "0f"},
                 {"more": 1},
             )
         ),
