@@ -71,12 +71,10 @@ def _files(name: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_dir():
         found = [one for one in path.rglob("*") if ".jsonl" in one.name or one.suffix in TABLES]
+    elif path.is_file():
+        found = [path]
     else:
-        found = (
-            [path]
-            if path.is_file()
-            else [Path(one) for one in glob.glob(str(path), recursive=True)]
-        )
+        found = [Path(one) for one in glob.glob(str(path), recursive=True)]
     return sorted(found)
 
 
