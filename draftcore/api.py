@@ -201,7 +201,8 @@ def launch(
     launcher = chosen.hook.launcher(name=name, options=chosen.options)
     counts = topology.ranks, topology.producers, topology.restarts
     (settings.run / SCALE).unlink(missing_ok=True)  # of an earlier start
-    code = launcher.run(Job(command, settings.run, *counts, settings.channel))
+    devices = settings.target.tensor_parallel
+    code = launcher.run(Job(command, settings.run, *counts, settings.channel, devices))
     if code == INTERRUPTED:
         return "interrupted"
     if code:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from draftcore.contracts.store import FeatureStore
     from draftcore.contracts.target import TargetSpec
 
+CAPTURES = "embeddings graphs images per-rank tensor-parallel topk"
 OFFERS = (
-    Offer("capture", "hf", frozenset({"embeddings", "graphs", "images", "per-rank", "topk"})),
+    Offer("capture", "hf", frozenset(CAPTURES.split())),
     Offer("store", "file", frozenset({"durable", "shared"})),
     Offer("channel", "tcp"),
     Offer("source", "jsonl"),

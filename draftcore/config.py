@@ -52,6 +52,9 @@ class TargetConfig(Section):
     trust_remote_code: Free[bool] = Field(False, description="run Python that comes with the model")
     dtype: Dtype = Field("auto", description="compute type; auto is what the target's config says")
     device: Free[str] = Field("auto", description="cpu, cuda, cuda:1; auto: cuda if there is one")
+    tensor_parallel: Free[int] = Field(
+        1, ge=1, le=64, description="devices that share the target in each process that captures"
+    )
 
 
 class SourceConfig(Section):
@@ -198,6 +201,8 @@ class RunConfig(Section):
             )
         if self.train.eval_every and self.data.eval is None:
             raise ValueError("train.eval_every needs held-out conversations: set data.eval")
+        if self.train.eval_every and self.train.eval_prompts and self.target.tensor_parallel > 1:
+            raise ValueError("target.tensor_parallel cannot decode: set train.eval_prompts=0")
         uris = [("store", self.store), ("channel", self.channel)]
         for key, given in (("data.train", self.data.train), ("data.eval", self.data.eval)):
             listed = (given,) if isinstance(given, str) else given or ()

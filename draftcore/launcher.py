@@ -81,7 +81,7 @@ class LocalLauncher:
     """The built-in launcher, `local`: all processes on this machine."""
 
     def run(self, job: Job) -> int:
-        where = devices(job.ranks, job.producers)
+        where = devices(job.ranks, job.producers, job.devices)
         ranks = [
             Child(f"rank {rank}", job.of("trainer"), env=where.get(f"rank {rank}", {}))
             for rank in range(job.ranks)
@@ -214,8 +214,8 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def devices(ranks: int, producers: int) -> dict[str, dict[str, str]]:
-    """Assign GPUs: ranks first, one each, producers to what is left; said in a line.
+def devices(ranks: int, producers: int, each: int = 1) -> dict[str, dict[str, str]]:
+    """Assign GPUs: ranks first, one each, producers, which take `each`, to what is left; said in a line.
 
     Returns environments by process. With no GPU, or a single process's worth, there is nothing to say.
     """
@@ -226,7 +226,9 @@ def devices(ranks: int, producers: int) -> dict[str, dict[str, str]]:
     gpus = [gpu for gpu in (visible or "").split(",") if gpu]
     if not gpus or not producers:
         return {}  # ranks take theirs by their number
-    spare = gpus[ranks:] or gpus[-1:]
+    left = gpus[ranks:] if len(gpus) >= ranks + each else gpus[-each:]
+    ends = range(each, max(len(left), each) + 1, each)
+    spare = [",".join(left[end - each : end]) for end in ends]
     found = {f"rank {rank}": ",".join(gpus[:ranks]) for rank in range(ranks)}
     found |= {f"producer {number}": spare[number % len(spare)] for number in range(producers)}
     print("GPUs: " + ", ".join(f"{name} on {gpu}" for name, gpu in found.items()), flush=True)

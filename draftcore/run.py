@@ -89,6 +89,11 @@ class Run:
         self.closing = ExitStack()  # of the stores that were opened, however the verb ends
         chosen = config.capture
         self.capture = self.bind("capture", chosen.name, chosen.options, chosen.plugin)
+        if config.target.tensor_parallel > 1 and "tensor-parallel" not in self.capture.capabilities:
+            raise UsageError(
+                f"the capture {chosen.name!r} does not read target.tensor_parallel: its own options, or its "
+                "servers, share a target\n  set capture.options.tp, see its README, or capture.name=hf"
+            )
         self.channel = self.bind("channel", config.channel.partition(":")[0])
         if config.store != "auto":
             registry.find("store", config.store.partition(":")[0])
@@ -780,10 +785,12 @@ def _require_topology(run: Run, role: Role, features: Features) -> None:
             "  set store=file:FOLDER, or another store that `draftcore list-plugins` shows as shared"
         )
     several = role == "both" and ranks > 1 and not features.complete
-    if several and "per-rank" not in run.capture.capabilities:
+    shared = run.config.target.tensor_parallel > 1
+    if several and (shared or "per-rank" not in run.capture.capabilities):
+        what = "devices of its own" if shared else "one process only"
         raise UsageError(
             f"each of {ranks} ranks captures its own batches, and the capture {capture!r} works in "
-            "one process only\n  set topology.producers=1, or capture.name=hf"
+            f"{what}\n  set topology.producers=1, or a capture that each rank may open"
         )
 
 
@@ -795,7 +802,7 @@ def _require_memory(run: Run, parts: TrainerParts) -> None:
     trained = sum(p.numel() for t in parts.trainers for p in t.parameters)
     features = parts.plan.largest(1) * parts.features.request.token_bytes(run.width)
     here = parts.features.store is None and resolve_device(run.config.target.device) == device
-    target = run.target.weight_bytes if here else 0
+    target = run.target.weight_bytes // run.target.tensor_parallel if here else 0
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if (need := target + 16 * trained + features) > free:
         raise UsageError(

@@ -2,7 +2,8 @@
 
 `TransformersTarget` is what algorithms and training see: config, tokenizer and lazily read tensors, so
 a trainer on another host never loads the target. `TransformersModel` runs it, for capture and decoding
-only. Both implement `contracts.target`. The KV cache is indexed by position, one slot per token of a row,
+only. Both implement `contracts.target`. `SharedModel` runs one that no single device holds, for capture
+alone. The KV cache is indexed by position, one slot per token of a row,
 so a rejected draft token is overwritten by the next round and rows of different lengths need no
 padding, cropping or compaction.
 
@@ -16,16 +17,22 @@ import copy
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
+import torch.multiprocessing
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch import distributed as dist
 from transformers import AutoConfig, AutoTokenizer, cache_utils
 from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
@@ -63,9 +70,10 @@ class TransformersTarget:
 
     def __init__(
         self, path: str, revision: str | None = None, dtype: str = "auto", device: str = "auto",
-        trust_remote_code: bool = False,
+        trust_remote_code: bool = False, tensor_parallel: int = 1,
     ) -> None:  # fmt: skip
         self.path, self.revision, self.device = path, revision, device
+        self.tensor_parallel = tensor_parallel
         # Never None, with which transformers asks standard input.
         self.source = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.prefill_with: Callable[[TargetModel], PrefillRunner] = lambda model: model
@@ -107,7 +115,8 @@ class TransformersTarget:
 
     @functools.cached_property
     def model(self) -> TargetModel:
-        return TransformersModel(self)
+        shared = self.tensor_parallel > 1
+        return cast(TargetModel, SharedModel(self)) if shared else TransformersModel(self)
 
     def embedding(self) -> Tensor:
         return self._read(EMBEDDINGS + HEADS)
@@ -217,6 +226,7 @@ def read_target(path: str, what: str) -> Iterator[None]:
             "version of transformers knows; what is damaged has to be downloaded again"
             + "\n  or install what is named there, or take the model before it was quantised"
             * ("quantised" in what)
+            + "\n  or leave out target.tensor_parallel" * ("shared" in what)
         ) from error
 
 
@@ -245,17 +255,24 @@ def file_digest(file: Path) -> str:
 class TransformersModel:
     """Runs the target, frozen; the contract says what each method does."""
 
-    def __init__(self, spec: TargetSpec) -> None:
+    def __init__(self, spec: TargetSpec, parts: int = 1) -> None:
         self.spec, self.device, self.dtype = spec, resolve_device(spec.device), spec.dtype
         transformers_logging.disable_progress_bar()  # loading has no place beside our own bar
         how = getattr(spec.config, "quantization_config", None) or {}
-        quantised = f"weights, quantised by {how.get('quant_method')}," if how else "weights"
-        with read_target(spec.path, quantised):
+        what = f"weights, quantised by {how.get('quant_method')}," if how else "weights"
+        shared, text = {"tp_size": parts} if parts > 1 else None, spec.text_config
+        with read_target(spec.path, f"weights, shared by {parts} devices," if shared else what):
             self.model: Any
             name = "AutoModelForImageTextToText" if spec.sees else "AutoModelForCausalLM"
+            if (heads := getattr(text, "num_key_value_heads", 0) or 0) % parts:
+                raise ValueError(f"it has {heads} heads of keys, no multiple of {parts}")
             self.model, found = getattr(modeling_auto, name).from_pretrained(
-                spec.path, dtype=spec.dtype, output_loading_info=True, **spec.source
-            )
+                spec.path, dtype=spec.dtype, output_loading_info=True, distributed_config=shared,
+                **spec.source,
+            )  # fmt: skip
+            split = [n for n, p in self.model.named_parameters() if hasattr(p, "placements")]
+            if shared and not any("layers." in name for name in split):
+                raise ValueError(f"{type(self.model).__name__} has no tp_plan for its layers")
             if lacking := sorted(found["missing_keys"]):  # transformers makes random ones
                 raise ValueError(
                     f"they lack {', '.join(lacking[:4])}, which config.json says are there"
@@ -290,7 +307,8 @@ class TransformersModel:
     ) -> dict[str, Tensor]:
         # Rows are padded on the right and attention is causal, so no token sees padding. A mask would
         # say so again, and attention with one takes 7 times as long (docs/performance.md, 2026-11-23).
-        return request.select(self.run(request, input_ids=tokens_BT, use_cache=False))
+        taken = self.run(request, input_ids=tokens_BT.to(self.device), use_cache=False)
+        return request.select(taken)
 
     @torch.inference_mode()
     def see(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
@@ -519,11 +537,96 @@ class TransformersModel:
                 "  set target.path to another model"
             )
         own_VH = self.model.get_input_embeddings().weight
+        if hasattr(own_VH, "full_tensor"):  # each part of the model has some tokens'
+            own_VH = own_VH.full_tensor()
         if not torch.equal(own_VH, embedding_VH):
             raise UsageError(
                 f"the embedding in the files of {spec.path!r} is not what {type(self.model).__name__} "
                 "computes with\n  save the model again with save_pretrained"
             )
+
+
+class SharedModel:
+    """The target on several devices, a process for each, by transformers' own plan: for capture alone.
+
+    None of them is this process: one that dies while others wait for it would take a trainer along, and
+    torch.distributed's default group is that of the ranks. Their end is RuntimeError: no batch is at
+    fault, and only a process begun anew has the target again.
+    """
+
+    def __init__(self, spec: TransformersTarget) -> None:
+        self.spec, self.dtype = spec, spec.dtype
+        self.device = torch.device("cpu")  # where it is given tokens
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("features", "see", "check"):
+            return functools.partial(self._all, self.parts, on_part, name)
+        raise UsageError(
+            f"{self.spec.tensor_parallel} devices share target {self.spec.path!r}, to capture and no more: "
+            f"{name!r} needs it on one\n  set target.tensor_parallel=1 to decode, or for graphs"
+        )
+
+    @functools.cached_property
+    def parts(self) -> dict[int, ProcessPoolExecutor]:
+        """The processes by their ids, each with its part of the target."""
+        spec, spawn = self.spec, torch.multiprocessing.get_context("spawn")
+        pools = [ProcessPoolExecutor(1, spawn) for _ in range(spec.tensor_parallel)]
+        parts = {pool.submit(os.getpid).result(): pool for pool in pools}
+        self.memory = os.memfd_create("draftcore-parts")  # where they meet, and nobody else can
+        meeting, device = f"/proc/{os.getpid()}/fd/{self.memory}", resolve_device(spec.device)
+        given = {"path": spec.path, "dtype": str(spec.dtype), **spec.source}
+        self._all(parts, load_part, len(parts), meeting, device, given)
+        return parts
+
+    def _all(self, parts: Mapping[int, ProcessPoolExecutor], work: Any, *given: Any) -> Any:
+        """Let all parts work; returns the tensors that the first of them does."""
+        try:
+            asked = [pool.submit(work, part, *given) for part, pool in enumerate(parts.values())]
+            futures.wait(asked, return_when=futures.FIRST_EXCEPTION)
+            found, *_ = [one.result() or {} for one in asked if one.done()]
+            # A copy: what was handed over is the part's memory, and goes when it goes.
+            return {name: value.clone() for name, value in found.items()}
+        except BaseException as error:
+            for pid in parts:  # who is left may wait for who is gone
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not isinstance(error, RuntimeError):
+                raise
+            what = f"target {self.spec.path!r}, which {len(parts)} devices share, has ended"
+            raise RuntimeError(f"{what}: {error}") from None
+
+
+PARTS = list[TransformersModel]()  # in a process of SharedModel: the part that it holds
+
+
+def load_part(
+    part: int, count: int, meeting: str, device: torch.device, given: dict[str, Any]
+) -> None:
+    """Load what one of `count` devices holds of a target, where the others load theirs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the run decides on it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    place, here = (device.index or 0) + part, {"RANK": f"{part}", "WORLD_SIZE": f"{count}"}
+    own = {"LOCAL_RANK": f"{place}", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    os.environ |= {**here, **own}
+    if cuda := device.type == "cuda":
+        torch.cuda.set_device(device := resolve_device(f"cuda:{place}"))
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # which transformers would take
+    store = dist.FileStore(meeting, count)  # type: ignore[attr-defined]
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=part, world_size=count)
+    PARTS.append(TransformersModel(TransformersTarget(**given, device=str(device)), count))
+
+
+def on_part(part: int, method: str, *given: Any) -> Any:
+    """Call a method of this process's part; what it returns the first one passes on."""
+    found = getattr(PARTS[0], method)(*given)
+    return None if part else found
+
+
+def _end_with_parent() -> None:
+    cast(Any, multiprocessing.parent_process()).join()
+    os._exit(1)
 
 
 def slots_of(layer: Any) -> list[Tensor]:

@@ -115,19 +115,22 @@ def test_a_producer_that_was_refused_is_not_started_again(child: Make, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "producers", "on"),
+    ("gpus", "counts", "on"),
     [
-        ("0,1", 1, 1, {"rank 0": "0", "producer 0": "1"}),
-        ("4,5,6", 2, 2, {"rank 0": "4,5", "rank 1": "4,5", "producer 0": "6", "producer 1": "6"}),
-        ("3", 1, 1, {"rank 0": "3", "producer 0": "3"}),
-        ("", 1, 1, {}),
+        ("0,1", (1, 1), {"rank 0": "0", "producer 0": "1"}),
+        ("4,5,6", (2, 2), {"rank 0": "4,5", "rank 1": "4,5", "producer 0": "6", "producer 1": "6"}),
+        ("3", (1, 1), {"rank 0": "3", "producer 0": "3"}),
+        ("", (1, 1), {}),
+        ("0,1,2,3,4,5", (1, 2, 2), {"rank 0": "0", "producer 0": "1,2", "producer 1": "3,4"}),
+        ("0,1", (1, 1, 2), {"rank 0": "0", "producer 0": "0,1"}),  # a rank's, too
+        ("0", (1, 1, 2), {"rank 0": "0", "producer 0": "0"}),  # which it will refuse
     ],
 )
 def test_ranks_get_gpus_first_and_producers_what_is_left(
-    monkeypatch: pytest.MonkeyPatch, gpus: str, ranks: int, producers: int, on: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, gpus: str, counts: tuple[int, ...], on: dict[str, str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    found = devices(ranks, producers)
+    found = devices(*counts)
     assert {name: env["CUDA_VISIBLE_DEVICES"] for name, env in found.items()} == on
 
 

@@ -20,7 +20,8 @@ class Job:
     machine, is started again, all ranks together and a producer alone, up to `restarts` times each; one
     that says itself why it ended is not, unless it is a producer, which may be tried anew but for exit
     status 2: that would be refused again. `folder` is the run's: rank 0 writes there. `channel` is the
-    run's way from producers to the trainer; `tcp` stands for one that the launcher may choose.
+    run's way from producers to the trainer; `tcp` stands for one that the launcher may choose. A
+    producer takes so many `devices`, and starts by itself what it runs on them.
     """
 
     command: Sequence[str]
@@ -29,6 +30,7 @@ class Job:
     producers: int
     restarts: int
     channel: str = "tcp"
+    devices: int = 1
 
     def of(self, role: Literal["trainer", "producer"]) -> list[str]:
         """Return the command of a rank or of a producer."""

@@ -37,6 +37,8 @@ def provenance(
     }
     if request.topk:
         made["topk"] = request.topk
+    if config.target.tensor_parallel > 1:  # which add up in another order
+        made["target.tensor_parallel"] = config.target.tensor_parallel
     if chosen := choices(options):
         made["capture.options"] = chosen
     if (runner := config.runner.prefill) != type(config.runner)().prefill:

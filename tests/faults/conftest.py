@@ -37,6 +37,7 @@ class Run:
         self,
         folder: Path,
         target: Path,
+        /,
         *,
         producers: int = 0,
         samples: int = SAMPLES,

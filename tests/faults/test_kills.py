@@ -35,6 +35,28 @@ def test_a_process_may_be_killed_at_any_named_point(
     run.require_done(undisturbed)
 
 
+def test_who_captures_with_a_shared_target_starts_again_with_all_of_its_processes(
+    make_run: MakeRun,
+) -> None:
+    """One of those that hold a part of the target is killed; whoever waits for it goes, too."""
+    pytest.importorskip("accelerate")
+    shared = {"target": {"tensor_parallel": 2}}
+    alone = make_run(**shared)
+    alone.finish()
+    run = make_run(producers=1, **shared)
+    run.faults = "pace:0.05"
+    launcher = run.start()
+    run.until(lambda: run.steps() >= 1, launcher)
+    (*_, part) = (pid for pid in run.descendants() if "spawn_main" in run.command(pid))
+    (producer,) = run.producers()
+    run.kill(part)
+    run.until(lambda: set(run.producers()) - {producer}, launcher)
+    assert not set(run.processes()) & {producer}
+    assert run.wait(launcher) == 0, run.output()
+    assert "which 2 devices share, has ended" in run.output()
+    run.require_done(alone.losses())
+
+
 def test_the_same_command_goes_on_whatever_ended_it(
     make_run: MakeRun, undisturbed: dict[int, float]
 ) -> None:

@@ -48,6 +48,7 @@ def refused(
         ("train channel=tpc", ["(did you mean 'tcp'?)", "installed: "]),
         ("train train.device=gpu", ["'gpu'", "cuda:N"]),
         ("train target.device=gpu", ["'gpu'", "cuda:N"]),
+        ("train target.tensor_parallel=2 train.eval_every=1", ["set train.eval_prompts=0"]),
         ("train target.path=./nowhere", ["./nowhere", "target.path"]),
         ("train data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("capture store=auto", ["file:"]),

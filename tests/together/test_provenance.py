@@ -87,6 +87,17 @@ def test_features_computed_in_another_type_are_refused_though_stored_alike(
     assert 'target.dtype: "bfloat16" here, "float32" in the store' in refused.output
 
 
+def test_features_of_a_target_on_other_devices_are_refused(scaled: Project, plugin: Path) -> None:
+    """Several add up in another order than one; and a capture that cannot share a target says so."""
+    refused = scaled.cli("train", "target.tensor_parallel=2", plugin=plugin, ok=False)
+    assert "the capture 'scaled' does not read target.tensor_parallel" in refused.output
+    assert "or capture.name=hf" in refused.output
+    own = ("capture.name=hf", "capture.options={}")
+    scaled.cli("capture", *own)
+    refused = scaled.cli("train", *own, "target.tensor_parallel=2", ok=False)
+    assert "target.tensor_parallel: 2 here, as by default in the store" in refused.output
+
+
 def test_a_run_goes_on_with_options_that_change_no_feature_alone(
     scaled: Project, plugin: Path
 ) -> None:
