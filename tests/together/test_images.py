@@ -42,6 +42,29 @@ def capture(name, target, request, options):
     raise AssertionError("it is refused before it is opened")
 """
 
+LATE = """
+from pathlib import Path
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+from draftcore.errors import UsageError
+
+@hookimpl
+def describe():
+    return [Offer("capture", "late", frozenset({"images"}))]
+
+class Late:
+    def features(self, batches):
+        for batch in batches:
+            Path(__file__).with_suffix(".txt").write_text(str(batch.rows))
+            raise UsageError("this family's images are beyond it")
+    def close(self):
+        Path(__file__).with_suffix(".closed").touch()
+
+@hookimpl
+def capture(name, target, request, options):
+    return Late()
+"""
+
 
 def asking(image: object, answer: str) -> dict[str, Any]:
     """A row that asks about an image, and something else before that."""
@@ -251,8 +274,23 @@ def test_a_capture_that_reads_text_alone_refuses_images_and_names_others(
         store = f"store=file:{tmp_path / folder}"
         output = project.cli("capture", store, ok=False, plugin=plugin).output
         assert "the data has rows with images, and here they cannot be read" in output
-        assert "the capture 'blind' reads text alone\n  set capture.name=hf" in output
+        assert "the capture 'blind' reads text alone\n  set capture.name=" in output
         project.cli("capture", store, "capture.name=hf")
+
+
+def test_a_capture_that_sees_too_little_says_so_when_it_is_opened(
+    tmp_path: Path, make_project: NewProject
+) -> None:
+    """Of the first row with images, before any batch of the plan."""
+    project = project_of(make_project, tmp_path, "qwen2_5_vl", capture={"name": "late"})
+    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(reversed(lines)))  # text first
+    plugin = tmp_path / "late.py"
+    plugin.write_text(LATE)
+    output = project.cli("capture", ok=False, plugin=plugin).output
+    assert "this family's images are beyond it" in output
+    assert (tmp_path / "late.txt").read_text() == "(1,)"
+    assert (tmp_path / "late.closed").exists()
 
 
 def test_evaluation_leaves_out_what_asks_about_images_and_says_so(
