@@ -66,12 +66,14 @@ T = TypeVar("T")
 LOOK = 0.5  # seconds between two looks whether the run is asked to stop
 PAUSE = 0.2  # seconds before a busy server is asked again
 ATTEMPTS = 3  # of a sample that servers fail to capture
-PLAIN = "plain"  # in `about`: the layers that a server without this dist returns
+# In `about`: the layers that a server without this dist returns; that one took a row with images.
+PLAIN, SEES = "plain", "sees"
 
 
 class Prompt(NamedTuple):
     """A row's tokens, its images as data URIs, and what the target's processor makes of those."""
 
+    row: str
     tokens: list[int]
     pictures: tuple[str, ...] = ()
     made: Mapping[str, Any] | None = None
@@ -87,7 +89,6 @@ class ServerCapture:
         self._lock = threading.Lock()
         self._warned = False
         self._examples: dict[bool, tuple[Prompt, dict[str, Tensor]]] = {}  # that servers passed on
-        self._sees = False  # a row with images was captured
         self._first_about: dict[str, Any] = {}  # of the first server; the others must be like it
         self.servers = Servers(options.servers, options.in_flight, options.patience, self._look)
         self._capacity = options.in_flight * len(self.servers.all)
@@ -197,9 +198,7 @@ class ServerCapture:
         attempts, deadline = 0, time.monotonic() + self.options.patience
         while True:
             try:
-                found = self.servers.ask(functools.partial(self._ask, prompt, ask))
-                self._sees = self._sees or bool(prompt.pictures)
-                return found
+                return self.servers.ask(functools.partial(self._ask, prompt, ask))
             except Refusal as refusal:
                 attempts += refusal.kind == FAILED
                 again = refusal.kind == BUSY or (refusal.kind == FAILED and attempts < ATTEMPTS)
@@ -208,23 +207,47 @@ class ServerCapture:
                 time.sleep(PAUSE)
 
     def _prompt(self, batch: CaptureBatch, at: int) -> Prompt:
-        tokens = [int(token) for token in batch.token_ids[at]]
+        row, tokens = f"dataset row {batch.rows[at]}", [int(token) for token in batch.token_ids[at]]
         images = batch.images[at] if batch.images else ()
         if not images:
-            return Prompt(tokens)
+            return Prompt(row, tokens)
         assert self.target.images is not None  # or the row would have none
         try:
             made = self.target.images.inputs(tokens, images)
         except RowError as error:
-            raise BadRows({at: f"dataset row {batch.rows[at]}: {error}"}) from error
-        return Prompt(tokens, tuple(png(image.uri) for image in images), made)
+            raise BadRows({at: f"{row}: {error}"}) from error
+        return Prompt(row, tokens, tuple(png(image.uri) for image in images), made)
 
     def _ask(self, prompt: Prompt, ask: Ask, server: Server) -> SampleRef | dict[str, Tensor]:
         if prompt.pictures:
-            self._require_sight(prompt, server)
+            return self._ask_to_see(prompt, ask, server)
         if PLAIN in server.about:
             return self._ask_plain(prompt.tokens, server)
         return self._stored(prompt, ask, server)[0]
+
+    def _ask_to_see(self, prompt: Prompt, ask: Ask, server: Server) -> SampleRef:
+        """Capture a row with images. Raises UsageError for a server that has read none as rows have them."""
+        if server.about.get("image_token") is None:
+            of = "runs no draftcore-sglang" if PLAIN in server.about else "serves text alone"
+            raise UsageError(
+                f"sglang server {server.url} {of}, and {prompt.row} has images\n"
+                "  start it as the README of draftcore-sglang says, or capture with capture.name=hf"
+            )
+        try:
+            with server.looking:
+                if self.options.self_test and SEES not in server.about:
+                    self._test(server, prompt)
+                    server.about[SEES] = True
+            ref, _ = self._stored(prompt, ask, server)
+        except Refusal as refusal:
+            if refusal.kind == MISREAD and SEES not in server.about:
+                raise UsageError(
+                    f"{prompt.row} has images, and cannot be captured at a server: {refusal}\n"
+                    "  capture with capture.name=sglang or hf, or leave such rows out of the data"
+                ) from refusal
+            raise
+        server.about[SEES] = True
+        return ref
 
     def _stored(
         self, prompt: Prompt, ask: Ask, server: Server, **more: Any
@@ -276,11 +299,6 @@ class ServerCapture:
         if refusal.kind == NOT_FINITE:
             wider = "capture in a wider type (capture.dtype=float32), or leave the row out"
             return BadRows({at: f"{row}: {refusal}\n  {wider}"})
-        if refusal.kind == MISREAD and not self._sees:
-            return UsageError(
-                f"{row} has images, and cannot be captured by a server: {refusal}\n"
-                "  capture with capture.name=sglang or hf, or leave such rows out of the data"
-            )
         if refusal.kind in (REFUSED, SHORT, MISREAD):
             return BadRows({at: f"{row}: {refusal}"})
         return DraftcoreError(f"{row} is not captured: {refusal.kind}: {refusal}")
@@ -298,27 +316,13 @@ class ServerCapture:
         self._require_fit(server, about)
         if self.options.self_test:
             try:
-                self._test(server, Prompt(prompt))
+                self._test(server, Prompt("a short prompt", prompt))
             except Refusal as refusal:
                 raise UsageError(
-                    f"sglang server {server.url} could not capture a short prompt: {refusal.kind}: "
-                    f"{refusal}\n  look into the server's log"
+                    f"a short prompt was not captured: {refusal.kind}: {refusal}\n"
+                    "  look into the server's log"
                 ) from refusal
         return about
-
-    def _require_sight(self, prompt: Prompt, server: Server) -> None:
-        """Raise UsageError for a server that takes text alone, or reads this row's images otherwise."""
-        with server.looking:
-            if server.about.get("image_token") is None:
-                of = "runs no draftcore-sglang" if PLAIN in server.about else "serves text alone"
-                raise UsageError(
-                    f"sglang server {server.url} {of}, and there are rows with images\n"
-                    "  start it with a target that sees, as the README of draftcore-sglang says, or "
-                    "capture with capture.name=hf"
-                )
-            if self.options.self_test and "sees" not in server.about:
-                self._test(server, prompt)
-                server.about["sees"] = True
 
     def _look_plain(self, server: Server) -> dict[str, Any]:
         layers = plain.layers_of(server, self.options.timeout)

@@ -37,7 +37,8 @@ def seeing_qwen(folder: Path, family: str, largest: int = 16, **rope: Any) -> Pa
     tiny_target(folder, family, vocab_size=264)
     config = json.loads((folder / "config.json").read_text())
     config |= {f"{name}_id": tokenizer.convert_tokens_to_ids(TOKENS[name]) for name in TOKENS}
-    config["text_config"]["rope_parameters"] |= {"mrope_interleaved": family == "qwen3_vl", **rope}
+    published = {"mrope_interleaved": True} if family == "qwen3_vl" else {}
+    config["text_config"]["rope_parameters"] |= {**published, **rope}
     config["vision_config"]["deepstack_visual_indexes"] = [0]
     (folder / "config.json").write_text(json.dumps(config))
     size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * largest}
