@@ -31,7 +31,7 @@ MAGIC = b"draftcore-queue1"
 FRAME = 64 << 20  # bytes of JSON
 HANDSHAKE = 10.0  # seconds in which a stranger must show that it knows the secret
 SILENCE = 60.0  # seconds without a byte, in a frame or, at a producer, before a reply
-CONNECTIONS = 256  # of which strangers have those that producers leave
+STRANGERS = 256  # connections that have not said whose they are
 AWAY = 0.5  # seconds between two attempts to connect
 
 
@@ -160,11 +160,11 @@ class TcpChannel:
                 continue
             with self.mutex:
                 self.links[sock] = ""
-                if len(self.links) > CONNECTIONS:  # the stranger that came first goes
-                    first = next(one for one, who in self.links.items() if not who)
-                    self.links[first] = "?"
+                strangers = [one for one, who in self.links.items() if not who]
+                if len(strangers) > STRANGERS:  # the one that came first goes
+                    self.links[strangers[0]] = "?"
                     with suppress(OSError):
-                        first.shutdown(socket.SHUT_RDWR)
+                        strangers[0].shutdown(socket.SHUT_RDWR)
             try:
                 threading.Thread(target=self._serve_one, args=[sock, service], daemon=True).start()
             except RuntimeError:  # no more threads

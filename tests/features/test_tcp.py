@@ -199,6 +199,20 @@ def test_the_other_sides_own_hello_is_no_proof_of_the_secret(
     assert closed(sock)
 
 
+def test_strangers_are_limited_and_those_who_know_the_secret_are_not(
+    connect: Connect, stranger: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of hundreds of producers and ranks once stood still, as the last ones had no place."""
+    monkeypatch.setattr(tcp, "STRANGERS", 3)
+    clients = [connect() for _ in range(12)]
+    for _ in range(2):
+        for number, client in enumerate(clients):
+            assert client.call({"producer": f"p{number}", "number": 1})["of"] == f"p{number}"
+    first, *_ = [stranger() for _ in range(4)]
+    assert closed(first)
+    assert clients[0].call({"producer": "p0", "number": 3})["number"] == 3
+
+
 def test_a_stranger_that_sends_a_byte_at_a_time_is_not_waited_for(
     stranger: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def pester(dice: random.Random, host: str, port: int, held: ExitStack) -> None:
 def test_strangers_at_the_queues_port_keep_no_producer_out_and_change_no_batch(
     cases: int, figures: Figures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "CONNECTIONS", 40)  # so that a flood takes them all
+    monkeypatch.setattr(tcp, "STRANGERS", 40)  # so that a flood takes them all
     dice, tasks = random.Random(cases), [task(at) for at in range(cases)]
     queue = Queue(
         {"store": "shm:x"}, ahead=cases, limit=None, skipped=Skipped({}, rows=9, share=1.0),
