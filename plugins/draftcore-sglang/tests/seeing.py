@@ -7,7 +7,7 @@ from typing import Any
 
 import PIL.Image
 from draftcore_data.images import OwnProcessor
-from draftcore_sdk.images import PAD, picture
+from draftcore_sdk.images import PAD, SEEN, picture
 from draftcore_sdk.targets import byte_tokenizer, tiny_target
 
 from draftcore.contracts.capture import CaptureBatch, FeatureRequest
@@ -48,6 +48,7 @@ def seeing_qwen(folder: Path, family: str, largest: int = 16, **rope: Any) -> Pa
         "qwen3_vl": (hf.Qwen3VLProcessor, hf.Qwen3VLVideoProcessor),
     }[family]
     own(reader, tokenizer, videos(patch_size=14, merge_size=2)).save_pretrained(folder)
+    tokenizer.chat_template = SEEN.replace("PLACEHOLDER", PLACE)
     tokenizer.save_pretrained(folder)
     return folder
 

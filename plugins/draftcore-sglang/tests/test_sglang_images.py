@@ -1,5 +1,6 @@
 """The capture `sglang` of rows with images: beside transformers', which has the model's own positions."""
 
+import json
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -7,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from capturing import write_run
+from click.testing import CliRunner
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.options import SglangOptions
 
+from draftcore.cli import main
 from draftcore.contracts.capture import BadRows, CaptureBatch
 from draftcore.errors import UsageError
 from draftcore.features.hf import LocalCapture
@@ -18,6 +22,7 @@ from draftcore.target import TransformersTarget
 pytest.importorskip("draftcore_data")
 pytestmark = pytest.mark.sglang
 
+from draftcore_sdk.images import picture  # noqa: E402
 from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen  # noqa: E402
 
 
@@ -46,6 +51,18 @@ def test_rows_with_images_and_without_are_captured_as_transformers_has_them(
 @pytest.fixture
 def qwen(tmp_path: Path) -> TransformersTarget:
     return opened(seeing_qwen(tmp_path / "target", "qwen2_5_vl"))
+
+
+def test_a_run_takes_rows_with_images_by_sglang(tmp_path: Path, qwen: TransformersTarget) -> None:
+    asked = [{"type": "image", "image": str(picture(tmp_path / "a.png", 0))}], "just text"
+    answer = {"role": "assistant", "content": "it is so"}
+    talks = [[{"role": "user", "content": content}, answer] for content in asked]
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    options = {"name": "sglang", "options": {"max_tokens": 512}}
+    data, store = {"train": str(train)}, f"file:{tmp_path / 'features'}"
+    file = write_run(tmp_path / "run", Path(qwen.path), capture=options, data=data, store=store)
+    assert "captured 2 samples" in CliRunner().invoke(main, ["capture", str(file)]).output
 
 
 def test_a_target_that_sglang_sees_otherwise_is_refused_at_its_first_row_with_images(

@@ -39,7 +39,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from draftcore.errors import DraftcoreError, UsageError, nearest
+from draftcore.errors import DraftcoreError, UsageError, nearest, raised
 
 Pictures = Mapping[int, Mapping[str, Any]]  # by prompt, what the target's processor makes of images
 # Of one forward: rows of the table that maps a prompt's tokens to its cache slots.
@@ -264,23 +264,31 @@ class Runner:
         """
         from sglang.srt.managers.schedule_batch import MultimodalInputs
 
-        asked = SimpleNamespace(video_data=None, audio_data=None, rid="")
-        reading = self._images.process_mm_data_async(
-            image_data=[{**made, "format": "processor_output"}],
-            audio_data=None,
-            input_text=tokens,
-            request_obj=asked,
-            max_req_input_len=None,
-        )
-        with ThreadPoolExecutor(
-            1
-        ) as thread:  # as this one may have a loop of its own: a notebook's
-            found = thread.submit(asyncio.run, reading).result()
-        images = MultimodalInputs.from_processor_output(found)
-        marked = images.padded_input_ids
-        if marked is None:  # some families leave it to the model
-            marked = self._runner.model.pad_input_ids(array("q", tokens), images)
-        return list(marked), images
+        try:
+            reading = self._images.process_mm_data_async(
+                image_data=[{**made, "format": "processor_output"}],
+                audio_data=None,
+                input_text=tokens,
+                request_obj=SimpleNamespace(video_data=None, audio_data=None, rid=""),
+                max_req_input_len=None,
+            )
+            # In a thread, as this one may have a loop of its own: a notebook's.
+            with ThreadPoolExecutor(1) as thread:
+                found = thread.submit(asyncio.run, reading).result()
+            if list(found.input_ids) != tokens:
+                raise ValueError("it writes other tokens for them than the target's processor")
+            images = MultimodalInputs.from_processor_output(found)
+            marked = images.padded_input_ids
+            if marked is None:  # some families leave it to the model
+                marked = self._runner.model.pad_input_ids(array("q", tokens), images)
+            return list(marked), images
+        except (
+            Exception
+        ) as error:  # sglang's code for a family, which nobody may have run with images
+            raise UsageError(
+                f"sglang cannot give {type(self.model).__name__} images: {raised(error)}\n"
+                "  capture rows with images with another backend (capture.name=hf)"
+            ) from error
 
     @functools.cached_property
     def _images(self) -> Any:
@@ -294,15 +302,9 @@ class Runner:
         own = AutoProcessor.from_pretrained(
             args.model_path, revision=args.revision, trust_remote_code=args.trust_remote_code
         )
-        try:
-            return multimodal_processor.get_mm_processor(
-                config.hf_config, args, own, "default", model_config=config, skip_mm_pool=True
-            )
-        except ValueError as error:
-            raise UsageError(
-                f"sglang cannot give {type(self.model).__name__} images: {error}\n"
-                "  capture rows with images with another backend (capture.name=hf)"
-            ) from error
+        return multimodal_processor.get_mm_processor(
+            config.hf_config, args, own, "default", model_config=config, skip_mm_pool=True
+        )
 
     @contextmanager
     def _states(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
