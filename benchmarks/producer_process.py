@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from draftcore_shm.store import ShmStore
 from torch import Tensor
 
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreItem, TensorSpec
+from draftcore.features.stores.file import FileStore
 
 LOOPBACK = "127.0.0.1"
 UNCACHED = 256 << 20  # bytes that are gone through before any of them is used again
@@ -31,6 +33,8 @@ BLOB_BYTES = 256 << 20  # of the naive client's staging memory
 def open_store(uri: str) -> FeatureStore:
     if uri.startswith("shm:"):
         return ShmStore.open(uri)
+    if uri.startswith("file:"):
+        return FileStore.open(uri)
     from draftcore_mooncake.store import MooncakeStore
 
     return MooncakeStore.open(uri)
@@ -81,6 +85,9 @@ class Producer:
 
     def faults(self) -> int:
         return faults()
+
+    def private(self) -> int:
+        return private()
 
     def give_large_memory_back(self) -> None:
         give_large_memory_back()
@@ -160,6 +167,12 @@ def _produce(pipe: Connection, uri: str, nbytes: int) -> None:
 def faults() -> int:
     """Pages that the kernel gave to this process; fresh memory costs one for each 4 KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def private() -> int:
+    """Bytes of memory that this process shares with no other and with no file."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def give_large_memory_back() -> None:

@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,17 +27,25 @@ from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_shm.store import ShmStore
-from producer_process import Link, Naive, faults, give_large_memory_back, producing
+from producer_process import (
+    Link,
+    Naive,
+    faults,
+    give_large_memory_back,
+    open_store,
+    private,
+    producing,
+)
 from report import against, ms, report, seconds
 from xxhash import xxh3_64_digest
 
-from draftcore.contracts.store import SampleRef
+from draftcore.contracts.store import FeatureStore, SampleRef
 from draftcore.features.stores.seals import bytes_of
 
 Store = ShmStore | MooncakeStore
 
 MIB = 1 << 20
-SAMPLE = 64 * MIB
+SAMPLE, MIDDLE = 64 * MIB, 48 * MIB
 RING = 640 * MIB  # lent memory, or the ring: ten samples, so that a put meets cold memory
 GIGABIT = 10
 SETTLE = 3  # rounds before the measured ones
@@ -46,6 +55,7 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 def main() -> None:
     figures: dict[str, Callable[[int], None]] = {
+        "side_by_side": side_by_side,
         "shm": shm, "write": write, "trainer": trainer, "overhead": overhead, "capped": capped,
         "naive": naive, "colocated": colocated, "allocations": allocations,
     }  # fmt: skip
@@ -65,6 +75,44 @@ def main() -> None:
 
 
 # ---------------------------------------------------------------- stores
+
+
+def side_by_side(rounds: int) -> None:
+    """Every store with the same samples of 2,048 tokens: 48 MiB of features, 16 KiB of tokens."""
+    with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as fast:
+        uris = {
+            "file on a disk": f"file:{disk}/features",
+            "file on /dev/shm, volatile": f"file:{fast}/features?volatile=yes",
+            "shm": f"shm:bench-{os.getpid()}?max_bytes={RING}",
+        }
+        for name, uri in uris.items():
+            store = open_store(uri)
+            with producing(store.uri, MIDDLE) as producer:
+                beside_a_copy(name, store, producer, rounds)
+            store.close()
+    for lender in ("trainer", "producer"):
+        with lent(lender) as (lending, uri), producing(uri, MIDDLE) as producer:
+            beside_a_copy(f"mooncake, the {lender} lends", lending, producer, rounds)
+
+
+def beside_a_copy(name: str, store: FeatureStore, producer: Link, rounds: int) -> None:
+    copies, puts, gets, parts = list[float](), list[float](), list[float](), list[float]()
+    for turn in range(SETTLE + rounds):
+        if turn == SETTLE:
+            before = private(), producer("private")
+        copies.append(producer("copy"))
+        taken, refs = producer("put")
+        puts.append(taken)
+        parts.append(seconds(lambda refs=refs: store.get(refs[0], names=["token_ids"]).close()))
+        gets.append(read(store, refs))
+    here, there = private() - before[0], producer("private") - before[1]
+    copy, put, got, part = (ms(times[SETTLE:]) for times in (copies, puts, gets, parts))
+    report(
+        f"{name}: a sample of {MIDDLE // MIB} MiB",
+        f"put {put:.1f} ms ({MIDDLE / put / 1e6:.1f} GB/s), get and free {got:.1f} ms, of one tensor "
+        f"of 16 KiB {part:.2f} ms; a bare copy {copy:.1f} ms; private memory in {rounds} rounds "
+        f"{here / MIB:+.0f} MiB in the trainer, {there / MIB:+.0f} MiB in the producer",
+    )
 
 
 def shm(rounds: int) -> None:
@@ -248,7 +296,7 @@ def against_a_stream(
         against(f"{what}, {count} in a call", streams[SETTLE:], puts[SETTLE:], aim, "a stream")
 
 
-def read(store: Store, refs: Sequence[SampleRef]) -> float:
+def read(store: FeatureStore, refs: Sequence[SampleRef]) -> float:
     """Seconds to open, close and free samples."""
     began = time.perf_counter()
     for handle in store.get_many(refs):
