@@ -24,8 +24,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent import futures
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -582,7 +581,7 @@ class SharedModel:
         """Let all parts work; returns the tensors that the first of them does."""
         try:
             asked = [pool.submit(work, part, *given) for part, pool in enumerate(parts.values())]
-            futures.wait(asked, return_when=futures.FIRST_EXCEPTION)
+            wait(asked, return_when=FIRST_EXCEPTION)
             found, *_ = [one.result() or {} for one in asked if one.done()]
             # A copy: what was handed over is the part's memory, and goes when it goes.
             return {name: value.clone() for name, value in found.items()}
@@ -604,17 +603,17 @@ def load_part(
 ) -> None:
     """Load what one of `count` devices holds of a target, where the others load theirs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the run decides on it
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    place, here = (device.index or 0) + part, {"RANK": f"{part}", "WORLD_SIZE": f"{count}"}
-    own = {"LOCAL_RANK": f"{place}", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    os.environ |= {**here, **own}
+    parent: Any = multiprocessing.parent_process()  # which may be killed
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    place = (device.index or 0) + part
+    os.environ |= {"RANK": f"{part}", "WORLD_SIZE": f"{count}", "LOCAL_RANK": f"{place}"}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if cuda := device.type == "cuda":
         torch.cuda.set_device(device := resolve_device(f"cuda:{place}"))
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # which transformers would take
     store = dist.FileStore(meeting, count)  # type: ignore[attr-defined]
-    backend = "nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=part, world_size=count)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=part, world_size=count)
     PARTS.append(TransformersModel(TransformersTarget(**given, device=str(device)), count))
 
 
@@ -622,11 +621,6 @@ def on_part(part: int, method: str, *given: Any) -> Any:
     """Call a method of this process's part; what it returns the first one passes on."""
     found = getattr(PARTS[0], method)(*given)
     return None if part else found
-
-
-def _end_with_parent() -> None:
-    cast(Any, multiprocessing.parent_process()).join()
-    os._exit(1)
 
 
 def slots_of(layer: Any) -> list[Tensor]:

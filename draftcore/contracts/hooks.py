@@ -225,7 +225,7 @@ class Specs:
 
     @hookspec
     def checkpoint_saved(self, step: int, folder: Path, draft: str = "") -> None:
-        """A checkpoint is durable."""
+        """A checkpoint is durable; training may be some steps further."""
 
     @hookspec
     def run_finished(self, run: Path, step: int, reason: str) -> None:

@@ -1,9 +1,10 @@
 """Checkpoints: the authority on what a run has done.
 
-One folder per step holds the draft, the optimizer, the random state and the plan's cursor. It is
-written under another name, synced, renamed, and only then gets its manifest, the file COMPLETE: the
-format's number, and every file with its digest. A folder without it does not exist for a reader, and
-a file that differs from its digest is not read. Tensors are safetensors, the rest JSON: no pickle.
+One folder per step holds the draft, the optimizer, the random state and the plan's cursor. Rank 0 has
+a copy of them in its memory, which a thread writes while training goes on: under another name, synced,
+renamed, and only then with its manifest, the file COMPLETE: the format's number, and every file with its
+digest. A folder without it does not exist for a reader, and a file that differs from its digest is not
+read. Tensors are safetensors, the rest JSON: no pickle.
 """
 
 from __future__ import annotations

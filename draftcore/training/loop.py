@@ -22,6 +22,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,10 +131,14 @@ def train(
                 raise
             active.remove(trainer)
             failed[trainer.label] = error
+            trainer.settle()
 
     spent = dict[str, float]()  # on the step before
     every = active[0].config.log_every
-    with Progress(total, at, every=every, shown=ranks.rank == 0, beside=beside) as progress:
+    shown = Progress(total, at, every=every, shown=ranks.rank == 0, beside=beside)
+    with ExitStack() as stack, shown as progress:
+        for trainer in trainers:
+            stack.enter_context(trainer.writer)  # which is waited for, however training ends
         while any(t.taken.metrics for t in active) or (at < total and active and not stopped):
             ahead = at < total and not stopped and not any(t.taken.due for t in active)
             step = plan.step(at) if ahead else ()
@@ -151,18 +156,23 @@ def train(
                     trainer.accumulate(batch, last=place == passes - 1)
             new = dict(list(skipped.items())[known:])
             sums = {t.label: (len(t.flats), t.taken.read()) for t in active}  # of the step before
-            said = ranks.agree((missing, stop(), new, sums))
-            lacking, stops, reasons, told = zip(*said, strict=True)
+            written = [t.label for t in active if t.writing is not None and t.writing.done()]
+            said = ranks.agree((missing, stop(), new, sums, written))
+            lacking, stops, reasons, told, (written, *_) = zip(*said, strict=True)
             for theirs in filter(None, reasons):
                 skipped.add(theirs)
             if not step:  # that was a wait alone
                 spent["seconds"] += time.perf_counter() - began
+            for trainer in [t for t in active if t.label in written]:
+                with apart(trainer):
+                    trainer.settle()
             reporting = [t for t in active if t.taken.metrics]
             for trainer in reporting:
                 with apart(trainer):
                     answer = trainer.report([theirs[trainer.label][1] for theirs in told], spent)
                     if answer is not None and at < total:
                         trainer.save(answer)
+                        trainer.settle()
                         active.remove(trainer)
                         ended[trainer.label] = answer
                     if trainer.evaluation:
@@ -182,9 +192,10 @@ def train(
                 tokens = sum(int(plan.lengths[list(batch.rows)].sum()) for batch in step)
                 spent = {"fetch_seconds": waited, "seconds": time.perf_counter() - began}
                 spent["tokens"] = tokens
-    for trainer in list(active):
-        with apart(trainer):
-            trainer.save()
+        for trainer in list(active):
+            with apart(trainer):
+                trainer.save()
+                trainer.settle()
     if at < total and active:
         return "interrupted", failed, ended
     return "failed" if failed else "stopped" if ended else "complete", failed, ended
@@ -284,6 +295,8 @@ class Trainer:
         self.random = RandomState(self.device, states)
         self.settled = self.random.tensors  # as the last finished step left it
         self.saved_step = self.step
+        self.writer = ThreadPoolExecutor(1)
+        self.writing: Future[Path] | None = None  # of a checkpoint; by rank 0
         self.now, self.taken = Step(), Step()  # the step so far; the one before
         for left in self.checkpoints.glob("*step-*") if not ranks.rank else ():
             if not (left / checkpoint.MARK).exists():  # of a process that was killed as it wrote
@@ -482,9 +495,13 @@ class Trainer:
             )
 
     def save(self, stopped: Stop | None = None) -> None:
-        """Write a checkpoint of where the draft stands, and why if it was `stopped`; once per step."""
+        """Copy where the draft stands, and why if it was `stopped`, for a checkpoint; once per step.
+
+        Training goes on while rank 0 writes it, up to the next one.
+        """
         if self.saved_step == self.step and stopped is None:
             return
+        self.settle()
         with self.ranks.together():
             parts = [local(p.detach()) for p in self.parameters]  # of a shard it may be empty
             most = float(largest_magnitude([part for part in parts if part.numel()]))
@@ -512,10 +529,21 @@ class Trainer:
             "optimizer": numbers,
             "stopped": stopped and stopped.reason,
         }
-        root, keep = self.checkpoints, self.config.keep_checkpoints
-        folder = self.ranks.first(lambda: checkpoint.save(root, weights, kept, state, keep))
-        self.saved_step = self.step
-        self.observers.checkpoint_saved(step=self.step, folder=folder, draft=self.label)
+        self.saved_step, self.writing = self.step, Future()
+        if not self.ranks.rank:
+            given = weights, kept, state, self.config.keep_checkpoints
+            self.writing = self.writer.submit(checkpoint.save, self.checkpoints, *given)
+
+    def settle(self) -> None:
+        """Wait until the checkpoint is whole that is being written, if one is, and tell of it.
+
+        Raises DraftcoreError where it cannot be written.
+        """
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            folder = self.ranks.first(writing.result)
+            told = {"step": self.saved_step, "draft": self.label}
+            self.observers.checkpoint_saved(folder=folder, **told)
 
 
 asked_to_stop: list[int] = []  # by these signals, for whoever waits for something else

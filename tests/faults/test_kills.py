@@ -57,6 +57,18 @@ def test_who_captures_with_a_shared_target_starts_again_with_all_of_its_processe
     run.require_done(alone.losses())
 
 
+def test_sharded_ranks_may_be_killed_while_a_checkpoint_is_written(make_run: MakeRun) -> None:
+    """Training is a step ahead then; the ranks go on from the checkpoint before, to the same bits."""
+    changes: dict[str, Any] = {"topology": {"ranks": 2}, "train": {"accumulate": 2, "shard": True}}
+    alone = make_run(**changes)
+    alone.finish()
+    run = make_run(**changes)
+    run.faults = "kill:written@2 kill:unmarked@2"
+    run.finish()
+    assert {mark.name for mark in run.marks.iterdir()} == {"kill-written@2", "kill-unmarked@2"}
+    run.require_done(alone.losses())
+
+
 def test_the_same_command_goes_on_whatever_ended_it(
     make_run: MakeRun, undisturbed: dict[int, float]
 ) -> None:

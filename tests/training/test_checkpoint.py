@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore import hookimpl
-from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.algorithm import Draft, StepContext
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.training import checkpoint
 from draftcore.training.checkpoint import MARK, latest, open_checkpoint
 
 if TYPE_CHECKING:
@@ -237,6 +240,68 @@ def test_any_optimizer_resumes_to_the_bit_with_all_that_it_keeps(new_run: NewRun
 
 
 # ---------------------------------------------------------------- writing
+
+
+class Slow:
+    """Lets the writing of the checkpoint of step 3 wait until step 5 is finished, or the run failed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.save, self.ready, self.said = checkpoint.save, threading.Event(), list[str]()
+        patch.setattr(checkpoint, "save", self.write)
+
+    def write(self, root: Path, weights: Any, kept: Any, state: Any, keep: int) -> Path:
+        if state["step"] == 3:
+            assert self.ready.wait(60), "training waits for the writing"
+        self.said.append(f"written {state['step']}")
+        return self.save(root, weights, kept, state, keep)
+
+    @hookimpl
+    def step_finished(self, step: int) -> None:
+        self.said.append(f"step {step}")
+        if step == 5:
+            self.ready.set()
+
+    @hookimpl
+    def checkpoint_saved(self, step: int, folder: Path) -> None:
+        self.said.append(f"saved {open_checkpoint(folder).step}")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of its own step; the next one, and the end of the run, wait for it."""
+    settings: dict[str, Any] = {"dropout": 0.5, "epochs": 2, "checkpoint_every": 3}
+    straight = new_run("straight", **settings, keep_checkpoints=9)
+    straight.train()
+    slow = Slow(monkeypatch)
+    run = new_run("slow", **settings, keep_checkpoints=9, plugins=[slow])
+    run.train()
+    assert slow.said.index("step 5") < slow.said.index("written 3") < slow.said.index("written 6")
+    saved = [said for said in slow.said if said.startswith("saved")]
+    assert saved == ["saved 3", "saved 6", "saved 8"]
+    for step, name in itertools.product((3, 6, 8), FILES[:2]):
+        ours, theirs = (load_file(folder(one, step) / name) for one in (run, straight))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_checkpoint_is_whole_though_the_run_fails_while_it_is_written(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    run = new_run(epochs=2, checkpoint_every=3, plugins=[slow])
+
+    def fail(batch: Any, context: StepContext, loss: Tensor) -> Tensor:
+        if context.step == 5:
+            slow.ready.set()
+            raise RuntimeError("the device is lost")
+        return loss
+
+    run.algorithms[""].wrong = fail
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        run.train()
+    found = run.found()
+    assert found is not None
+    assert found.step == 3
 
 
 def test_only_the_newest_are_kept_and_torn_ones_do_not_count(run: Run, new_run: NewRun) -> None:
