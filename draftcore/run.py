@@ -40,7 +40,12 @@ from draftcore.data.dataset import DataReport, Dataset, build_dataset, date_of, 
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.rendering import Blind
 from draftcore.data.samples import (
-    Samples, StoredSamples, batch_of, read_summary, samples_data, summary_data,
+    Samples,
+    StoredSamples,
+    batch_of,
+    read_summary,
+    samples_data,
+    summary_data,
 )  # fmt: skip
 from draftcore.data.skipped import Skipped
 from draftcore.data.sources import named, open_source
