@@ -36,7 +36,6 @@ from draftcore.features.tcp import TcpChannel
 
 SECRET = b"a benchmark's secret"
 ROWS, TOKENS, WIDTH = 8, 2048, 3 * 4096
-EACH = 9  # batches that are held for a rank: prefetch 8
 STARTING, FIRST = 60.0, 4.0  # seconds until all are connected at the latest, and that do not count
 PATIENCE = 30.0  # seconds that a connection is tried for
 PROCESSES = 3  # that producers share, and as many that ranks share
@@ -47,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--producers", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--held", type=int, default=9, help="batches for a rank: prefetch + 1")
     parser.add_argument("--captures", default="4,2,1,0.5,0", help="seconds of one, by comma")
     parser.add_argument("--seconds", type=float, default=15.0, help="that count")
     options = parser.parse_args()
@@ -64,7 +64,7 @@ def measure(
     producers, ranks = options.producers, options.ranks
     queue = Queue(
         {"store": "names:"},
-        ahead=ranks * EACH,
+        ahead=ranks * options.held,
         limit=None,
         skipped=Skipped({}, rows=1, share=0.0),
         free=lambda refs: None,

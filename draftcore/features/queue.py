@@ -89,7 +89,9 @@ class Queue:
     ) -> None:
         self.about, self.ahead, self.limit, self.ttl = about, ahead, limit, ttl
         self.skipped, self.free_refs, self.misfit = skipped, free, misfit
-        self.changed = threading.Condition()
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        self.work = threading.Condition(lock)  # for producers, of which a change wakes one
         self.entries: dict[int, Entry] = {}  # by position, in the plan's order
         self.tasks: Iterator[Task] = iter(())
         self.upcoming: Task | None = None
@@ -107,7 +109,7 @@ class Queue:
         with self.changed:
             self.tasks, self.done = tasks, done
             self.upcoming = next(self.tasks, None)
-            self.changed.notify_all()
+            self.work.notify()
 
     def receive(
         self, position: int, wait: float, released: Sequence[int] = ()
@@ -129,7 +131,7 @@ class Queue:
                 if entry is not None and entry.refs is not None:
                     entry.received = True
                     return entry.refs
-                if not self._wait(deadline):
+                if not self._wait(deadline, self.changed):
                     return None
 
     def reject(self, position: int, reason: str) -> None:
@@ -139,7 +141,6 @@ class Queue:
             if entry is not None and entry.refs is not None:
                 self._take_back(entry)
                 self._failed(entry, DraftcoreError(reason))
-                self.changed.notify_all()
 
     def advance(self, done: int) -> None:
         """Let go of the batches before position `done`, which nobody reads any more."""
@@ -161,6 +162,7 @@ class Queue:
         with self.changed:
             self.ended, self.upcoming = self.ended or state, None
             self._let_go(list(self.entries))
+            self.work.notify_all()
 
     def farewell(self, wait: float) -> None:
         """Wait so many seconds at most until every producer has heard that the run is over."""
@@ -187,8 +189,9 @@ class Queue:
                     self.changed.notify_all()
                     raise RunEnded(f"the run has {self.ended}", self.ended)
                 if found := self._hand_out(producer, count):
+                    self.work.notify()  # there may be more
                     return found
-                if not self._wait(deadline):
+                if not self._wait(deadline, self.work):
                     return []
 
     def publish(self, claim: str, found: Sequence[SampleRef] | Exception) -> bool:
@@ -208,7 +211,9 @@ class Queue:
             self.seen[entry.producer] = time.monotonic()
             entry.producer, entry.lost = "", False
             self._look_again()
-            if isinstance(found, Exception):
+            if isinstance(found, StoreFull):
+                self._make_room(entry, found)
+            elif isinstance(found, Exception):
                 self._failed(entry, found)
             elif wrong := self.misfit(entry.task, found):
                 self._free(found)
@@ -237,9 +242,9 @@ class Queue:
 
     # ------------------------------------------------------------ inside, with the lock held
 
-    def _wait(self, deadline: float) -> bool:
+    def _wait(self, deadline: float, condition: threading.Condition) -> bool:
         if (left := deadline - time.monotonic()) > 0:
-            self.changed.wait(min(left, self.ttl / 4))
+            condition.wait(min(left, self.ttl / 4))
         return left > 0
 
     def _look_around(self) -> None:
@@ -296,30 +301,26 @@ class Queue:
         return task if len(kept) == len(task.batch.rows) else _only(task, kept)
 
     def _failed(self, entry: Entry, error: Exception, *, again: bool = False) -> None:
-        """Do what an attempt that failed asks for: make room, leave rows out, or try again.
+        """Do what an attempt that failed asks for: leave rows out, or try again.
 
         With `again`, bad rows may be good ones at another attempt.
         """
         rows = entry.task.batch.rows
-        if isinstance(error, StoreFull):
-            return self._make_room(entry, error)
         bad = error.reasons.items() if isinstance(error, BadRows) else ()
         reasons = {rows[at]: why for at, why in bad if 0 <= at < len(rows)}
         if again or not reasons:
             entry.attempts += 1
             logger.warning("batch %d was not captured: %s", entry.task.batch.index, error)
             if entry.attempts < ATTEMPTS:
-                return None
+                return
             reasons = reasons or dict.fromkeys(rows, str(error))
         try:
             self.skipped.add(reasons)
         except DraftcoreError as failure:
             self.failure = failure
-            return None
         entry.task = self._without_skipped(entry.task)
         if not entry.task.batch.ids:
             entry.refs, entry.refused = (), False
-        return None
 
     def _make_room(self, entry: Entry, error: StoreFull) -> None:
         """Free the published batch that is needed last, for one that is needed before it."""
@@ -358,6 +359,7 @@ class Queue:
         for entry in self.entries.values():
             entry.waits = False
         self.changed.notify_all()
+        self.work.notify()
 
     def _free(self, refs: Sequence[SampleRef]) -> None:
         """Free refs, but for what another epoch's use shares; a store that stays away ends the run."""
@@ -482,9 +484,7 @@ def _outcome(request: Json) -> Sequence[SampleRef] | Exception:
     failed = request["failed"]
     if "rows" in failed:
         return BadRows({int(at): str(why) for at, why in failed["rows"]})
-    if failed["full"]:
-        return Full(failed["text"])
-    return DraftcoreError(failed["text"])
+    return (Full if failed["full"] else DraftcoreError)(failed["text"])
 
 
 class Full(StoreFull):

@@ -484,6 +484,25 @@ def test_a_loader_that_waits_wakes_when_its_batch_is_published_or_the_run_fails(
         waiting.result(SOON)
 
 
+def test_a_change_that_makes_work_for_several_producers_wakes_them_all(
+    beside: Callable[..., Future[Any]],
+) -> None:
+    """One is woken by the change, so that hundreds do not look at once, and each wakes the next."""
+    run = Run(ahead=3)
+    run.queue.ttl = 1e6
+    for _ in range(3):
+        run.capture()
+    claim = run.queue.claim
+    waiting = [beside(lambda name=name: claim(name, 1, 50 * SOON)) for name in ("b", "c", "d")]
+    run.queue.advance(3)
+    assert sorted(positions([*one.result(SOON)])[0] for one in waiting) == [3, 4, 5]
+    waiting = [beside(lambda name=name: claim(name, 1, 50 * SOON)) for name in ("x", "y")]
+    run.queue.end("finished")
+    for one in waiting:
+        with pytest.raises(RunEnded):
+            one.result(SOON)
+
+
 @pytest.mark.parametrize("way", ["advance", "release", "reject", "leave", "failure", "offer"])
 def test_a_producer_that_waits_wakes_when_there_is_something_to_capture(
     beside: Callable[..., Future[Any]], way: str
