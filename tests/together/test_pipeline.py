@@ -35,6 +35,8 @@ def test_capture_train_eval_export(project: Project) -> None:
     assert report["lossless"] is True
     assert report["prompts"] == 3
     assert (project.run / "eval" / "acceptance.png").exists()
+    shared = project.cli("eval", "target.tensor_parallel=2", ok=False).output
+    assert "set target.tensor_parallel=1 to decode" in shared
     before = os.umask(0o027)
     project.cli("export", ok=False)
     os.umask(before)
