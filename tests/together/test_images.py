@@ -102,9 +102,10 @@ def dataset_of(folder: Path, target: TransformersTarget, **options: Any) -> Data
     return build_dataset(*given, folder / "data", processor=target.images)
 
 
-def opened(folder: Path) -> TransformersTarget:
+def opened(folder: Path, devices: int = 1) -> TransformersTarget:
     """Open a target that sees, as a run does."""
-    target = TransformersTarget(str(folder), dtype="float32", device="cpu")
+    given: dict[str, Any] = {"dtype": "float32", "device": "cpu", "tensor_parallel": devices}
+    target = TransformersTarget(str(folder), **given)
     target.images = OwnProcessor(target.path, target.source)
     return target
 
@@ -219,6 +220,18 @@ def test_an_image_that_changes_is_another_row(tmp_path: Path, qwen: Transformers
     capture = LocalCapture(qwen, FeatureRequest((0,), True, "float32"))
     with pytest.raises(BadRows, match=r"was changed since its row was rendered: .*1\.png"):
         next(capture.features([old]))
+
+
+def test_devices_that_share_a_target_see_what_one_does(
+    tmp_path: Path, qwen: TransformersTarget
+) -> None:
+    pytest.importorskip("accelerate")
+    dataset, request = dataset_of(tmp_path, qwen), FeatureRequest((0, 2), True, "float32")
+    batch = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0,)), dataset, dataset.feature_ids, {})
+    (wanted,) = LocalCapture(qwen, request).features([batch])
+    shared = opened(Path(qwen.path), devices=2)
+    (found,) = LocalCapture(shared, request).features([batch])
+    torch.testing.assert_close(found.features, wanted.features, rtol=0, atol=1e-4)
 
 
 def test_a_missing_image_leaves_its_row_out_until_it_is_there(
