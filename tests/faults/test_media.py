@@ -1,6 +1,5 @@
 """Stores, disks and channels that are full, torn or altered, and processes that send nonsense."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,7 @@ def test_what_is_torn_doubled_altered_cut_or_does_not_fit_is_done_again(
     run = make_run(producers=2, channel=channel)
     run.faults = f"{FAULTS[channel]} full:checkpoint"
     said = run.finish(code=1)
-    # Training writes its metrics meanwhile, and may meet the full disk first.
-    assert re.search(r"cannot write (checkpoint|.*metrics\.jsonl)", said)
+    assert "cannot write checkpoint" in said
     assert "free space and run the same command to go on" in said
     assert "resuming from" not in run.finish()
     assert len(list(run.marks.iterdir())) == len(run.faults.split()) - run.faults.count("ttl")
