@@ -10,8 +10,10 @@ import pytest
 import torch
 from capturing import write_run
 from click.testing import CliRunner
+from draftcore_sdk.images import picture
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.options import SglangOptions
+from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen
 
 from draftcore.cli import main
 from draftcore.contracts.capture import BadRows, CaptureBatch
@@ -19,11 +21,7 @@ from draftcore.errors import UsageError
 from draftcore.features.hf import LocalCapture
 from draftcore.target import TransformersTarget
 
-pytest.importorskip("draftcore_data")
 pytestmark = pytest.mark.sglang
-
-from draftcore_sdk.images import picture  # noqa: E402
-from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen  # noqa: E402
 
 
 def captured(target: TransformersTarget, asked: CaptureBatch, **options: Any) -> Sequence[Any]:

@@ -13,16 +13,14 @@ from draftcore_sdk.serving import Serving
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
 from draftcore_shm.store import ShmStore
+from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen
 
 from draftcore.errors import UsageError
 from draftcore.features.hf import LocalCapture
 from draftcore.features.producer import put_batch
 from draftcore.target import TransformersTarget
 
-pytest.importorskip("draftcore_data")
 pytestmark = pytest.mark.sglang
-
-from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
