@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftcore.contracts.launcher import INTERRUPTED, Job
+from draftcore.contracts.launcher import INTERRUPTED, LOST, Job
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import unlinked
 
@@ -159,7 +159,7 @@ class Family:
         ended = [code for code in codes if code]
         if not ended:
             return None
-        if self.asked or not any(code < 0 for code in ended):  # it said itself why it ended
+        if self.asked or not any(code < 0 or code == LOST for code in ended):  # it said itself why
             end(self.ranks, GRACE)
             return INTERRUPTED if self.asked else max(ended)
         end(self.ranks, 1.0)

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import os
-import secrets
 import shutil
 import sys
 import uuid
@@ -21,7 +20,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, Literal, cast
 
 import torch
@@ -33,6 +31,7 @@ from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
 from draftcore.contracts.capture import BadRows, Capture, CaptureBatch, FeatureRequest
 from draftcore.contracts.channel import PATIENCE, Channel, Json, RunEnded
 from draftcore.contracts.hooks import Specs
+from draftcore.contracts.launcher import LOCK
 from draftcore.contracts.runner import DecodeRunner, PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import DurableStore, FeatureStore, StoreAway
 from draftcore.contracts.target import ImageProcessor
@@ -57,7 +56,7 @@ from draftcore.features.loader import Captured, Loader, Queued, Source, Stored, 
 from draftcore.features.producer import CheckedCapture, fill, forget, produce
 from draftcore.features.provenance import differences, provenance
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
-from draftcore.files import hold, require_exported, write_atomic
+from draftcore.files import hold, require_exported, secret, write_atomic
 from draftcore.plugins.binding import Binding, bind, find_source, observers
 from draftcore.plugins.registry import Registry
 from draftcore.target import TransformersTarget
@@ -626,7 +625,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         with ranks.together():
             if not ranks.rank:
                 remedy = "wait for it to end, or set another run folder: two would undo each other"
-                lock = hold(run.folder / ".lock", f"trains in {run.folder}", remedy)
+                lock = hold(run.folder / LOCK, f"trains in {run.folder}", remedy)
                 stack.callback(os.close, lock)
         parts = trainer_parts(run, role)
         plan, trainers, total = parts.plan, parts.trainers, parts.plan.total_steps
@@ -836,31 +835,8 @@ def _run_id(folder: Path) -> str:
 
 
 def open_channel(run: Run) -> Channel:
-    """Open the run's channel, with what its processes know and nobody else: the secret.
-
-    It comes from DRAFTCORE_SECRET, or from the folder, where whoever comes first makes it: 32 random
-    bytes that only this user may read.
-    """
-
-    def secret() -> str:
-        if text := os.environ.get("DRAFTCORE_SECRET"):
-            return text
-        file = run.folder / "secret"
-        if not file.exists():
-            run.folder.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", dir=run.folder) as partial:  # mode 0600
-                partial.write(secrets.token_hex(32))
-                partial.flush()
-                with suppress(FileExistsError):
-                    os.link(partial.name, file)
-        if file.stat().st_mode & 0o077:
-            raise UsageError(
-                f"{file} may be read by others, who could join the run\n"
-                "  delete it, chmod 600 it, or set DRAFTCORE_SECRET"
-            )
-        return file.read_text()
-
-    known = run.ranks.first(secret).encode()
+    """Open the run's channel, with what its processes know and nobody else: the secret."""
+    known = run.ranks.first(lambda: secret(run.folder)).encode()
     name, uri = run.channel.offer.name, run.config.channel
     return run.channel.hook.channel(name=name, uri=uri, secret=known)
 

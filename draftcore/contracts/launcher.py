@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 SCALE = "scale.json"  # in a run's folder: {"producers": N}, written while the run goes on
+LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it trains
 INTERRUPTED = 130  # exit status of a run that a signal stopped
+LOST = 75  # exit status of a rank that lost another, which says nothing against its work
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,10 @@ class Job:
 
     `command` starts any of them, `of` says which. A process that a signal kills, or that is lost with its
     machine, is started again, all ranks together and a producer alone, up to `restarts` times each; one
-    that says itself why it ended is not, unless it is a producer, which may be tried anew but for exit
-    status 2: that would be refused again. `folder` is the run's: rank 0 writes there. `channel` is the
-    run's way from producers to the trainer; `tcp` stands for one that the launcher may choose. A
-    producer takes so many `devices`, and starts by itself what it runs on them.
+    that says itself why it ended is not, unless it is a rank that ends with LOST, or a producer, which
+    may be tried anew but for exit status 2: that would be refused again. `folder` is the run's: rank 0
+    writes there. `channel` is the run's way from producers to the trainer; `tcp` stands for one that the
+    launcher may choose. A producer takes so many `devices`, and starts by itself what it runs on them.
     """
 
     command: Sequence[str]
@@ -55,7 +57,7 @@ class Launcher(Protocol):
 
         Producers are started, or asked by SIGTERM to go, as `job.wanted()` changes.
 
-        SIGINT or SIGTERM is passed on to the ranks, which save and stop, a second one ends all; the
-        status is then 130. Raises DraftcoreError where a process cannot be kept alive, UsageError
+        SIGINT, SIGTERM or SIGHUP is passed on to the ranks, which save and stop, a second one ends all;
+        the status is then 130. Raises DraftcoreError where a process cannot be kept alive, UsageError
         where what was asked for cannot be had or a producer was refused.
         """

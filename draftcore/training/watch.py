@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from draftcore.contracts.launcher import LOST
+
 SILENT = (
     "it gave no sign of life for {:g} s: it was killed or frozen, or its host is lost\n"
     "start the same command again: the run goes on from its last checkpoint"
@@ -64,7 +66,7 @@ class Watch(threading.Thread):
                     if beat != seen[rank]:
                         seen[rank], since[rank] = beat, now
                     elif now - since[rank] > patience:
-                        self.post(rank, SILENT.format(patience))
+                        self.post(rank, SILENT.format(patience), LOST)
                 if self.store.check(["failure"]):
                     who, text, code = json.loads(self.store.get("failure"))
                     return self.end(Failure(int(who), str(text), int(code) or 1))
@@ -73,7 +75,8 @@ class Watch(threading.Thread):
                 ValueError,
                 TypeError,
             ) as error:  # its host is gone, or it was altered
-                return self.end(Failure(0, f"the ranks' common store cannot be read: {error}"))
+                text = f"the ranks' common store cannot be read: {error}"
+                return self.end(Failure(0, text, LOST))
 
     def shorten(self) -> None:
         """Have all ranks beat at each look from now on, so that a dead one is known soon."""

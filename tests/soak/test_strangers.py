@@ -25,6 +25,7 @@ from draftcore_sglang.wire import FIELD, VERSION
 
 from draftcore.config import TrainConfig
 from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.launcher import LOST
 from draftcore.contracts.store import SampleRef
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
@@ -124,9 +125,9 @@ def test_strangers_at_the_ranks_ports_change_no_sum(
                 one.join(SOON)
         codes = [one.exitcode for one in ranks]
         said = [(folder / f"output.{rank}").read_text() for rank in range(2)]
-        assert codes in ([0, 0], [1, 1]), said
+        assert codes == [0, 0] or {*codes} <= {1, LOST}, said
         assert codes == [0, 0] or all("error: " in text for text in said), said
-        ended += codes == [1, 1]
+        ended += codes != [0, 0]
     found = f"{runs} runs: equal sums, or {ended} times an error"
     figures("strangers at the ranks' ports", cases, found)
 

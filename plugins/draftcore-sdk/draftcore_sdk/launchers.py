@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from draftcore.contracts.launcher import INTERRUPTED, Job
+from draftcore.contracts.launcher import INTERRUPTED, LOST, Job
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore_sdk.suite import Suite
 
@@ -69,17 +69,20 @@ class LauncherSuite(Suite):
         assert run(told, ranks=2) == 0
         assert self.left(tmp_path, "rank") == ["0 2", "1 2"]
 
-    def test_ranks_that_a_signal_kills_start_again_all_together(
+    def test_ranks_of_which_one_is_killed_or_lost_another_start_again_all_together(
         self, run: Callable[..., int], tmp_path: Path
     ) -> None:
-        program = """
+        program = f"""
 note("rank" + rank)
-if count("rank1") == 1:
-    until(lambda: count("rank0"))
-    die() if rank == "1" else until(lambda: count("rank1") == 2)
+start = count("rank" + rank)
+if start < 3:
+    until(lambda: count("rank0") == count("rank1") == start)
+    if rank == "1":
+        die() if start == 1 else sys.exit({LOST})
+    until(lambda: False)
 """
         assert run(program, ranks=2) == 0
-        assert len(self.left(tmp_path, "rank0")) == len(self.left(tmp_path, "rank1")) == 2
+        assert len(self.left(tmp_path, "rank0")) == len(self.left(tmp_path, "rank1")) == 3
 
     def test_a_rank_that_says_why_it_ended_is_not_started_again(
         self, run: Callable[..., int], tmp_path: Path
@@ -124,22 +127,24 @@ def save(*_):
     sys.exit(130)
 if role == "producer":
     time.sleep(999)
-signal.signal(signal.SIGINT, save)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, save)
 note("ready")
 time.sleep(999)
 """
 
-        def ask() -> None:
+        def ask(number: int, before: int) -> None:
             deadline = time.monotonic() + SOON
-            while not self.left(tmp_path, "ready") and time.monotonic() < deadline:
+            while len(self.left(tmp_path, "ready")) == before and time.monotonic() < deadline:
                 time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
-        thread = threading.Thread(target=ask)
-        thread.start()
-        assert run(program, producers=1) == INTERRUPTED
-        thread.join()
-        assert len(self.left(tmp_path, "saved")) == 1
+        for before, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+            thread = threading.Thread(target=ask, args=[number, before])
+            thread.start()
+            assert run(program, producers=1) == INTERRUPTED
+            thread.join()
+            assert len(self.left(tmp_path, "saved")) == before + 1
 
     def test_producers_come_and_go_while_the_run_goes_on(
         self, run: Callable[..., int], tmp_path: Path

@@ -54,7 +54,7 @@ class Launcher(Launcher):
 class Launcher:
     def run(self, job):
         return max(subprocess.run(job.of("trainer")).returncode for _ in range(job.ranks))
-== never_restarts: test_ranks_that_a_signal_kills_start_again_all_together
+== never_restarts: test_ranks_of_which_one_is_killed_or_lost_another_start_again_all_together
 class Launcher(Launcher):
     def run(self, job):
         return super().run(dataclasses.replace(job, restarts=0))
