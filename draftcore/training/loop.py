@@ -59,6 +59,7 @@ from draftcore.training.optimizer import (
 )
 from draftcore.training.progress import Progress
 
+ONCE = 0.5  # seconds in which signals that ask to stop are one
 MOST = 1e6  # magnitude of a weight: what learns stays orders below, and a step from beyond may fail
 
 
@@ -546,14 +547,15 @@ class Trainer:
             self.observers.checkpoint_saved(folder=folder, **told)
 
 
-asked_to_stop: list[int] = []  # by these signals, for whoever waits for something else
+asked_to_stop: list[float] = []  # when, by these signals, for whoever waits for something else
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[list[int]]:
-    """Collect signals that ask to stop, so that a step ends whole; a second one acts at once.
+def stop_on_signal() -> Iterator[list[float]]:
+    """Collect when signals ask to stop, so that a step ends whole; a later one acts at once.
 
-    A terminal that hangs up asks as well, and what is printed then goes nowhere.
+    A terminal that hangs up asks as well, and what is printed then goes nowhere. The kernel tells of
+    the death of a parent once for each of its threads.
     """
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
     heard = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -562,8 +564,10 @@ def stop_on_signal() -> Iterator[list[int]]:
     with ExitStack() as before:
 
         def note(number: int, _: object) -> None:
-            asked_to_stop.append(number)
-            before.close()
+            asked_to_stop.append(time.monotonic())
+            if asked_to_stop[-1] - asked_to_stop[0] > ONCE:
+                before.close()
+                signal.raise_signal(number)
             for fd in terminals if number == signal.SIGHUP else ():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
