@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,10 +23,15 @@ PR_SET_PDEATHSIG = 1
 
 @ray.remote
 class Host:
-    """Starts a process here, passes on what it prints, and takes it along when it goes itself."""
+    """Starts a process here, passes on what it prints, and takes it along when it goes itself.
 
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
+    Who does not look after it for half of `patience` may have lost this machine: the process is asked
+    to stop, and ended before `patience` is over, as another takes its place then.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience, self.looked = patience, time.monotonic()
+        self.process: subprocess.Popen[bytes] | None = None
         self.lines = queue.SimpleQueue[str]()
         self.reader: threading.Thread | None = None
 
@@ -40,28 +46,33 @@ class Host:
             ]
             return address, [one.getsockname()[1] for one in found]
 
-    def sees(self, file: str) -> bool:
-        return Path(file).exists()
+    def lacks(self, file: str) -> str:
+        """Return this machine's name if the file is not here, else ''."""
+        return "" if Path(file).exists() else socket.gethostname()
 
     def start(self, command: Sequence[str], env: dict[str, str], folder: str) -> None:
         """Start the process with this machine's own Python, in a folder if it is here."""
+        read, write = os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, *command[1:]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=write,
+            stderr=write,
             stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
             env={**os.environ, **env},
             cwd=folder if Path(folder).is_dir() else None,
             start_new_session=True,
+            pass_fds=[read],  # it may print when nobody reads any more, and has to save then
             preexec_fn=functools.partial(_die_with_parent, os.getpid()),
         )
-        self.reader = threading.Thread(target=self._read, args=[self.process], daemon=True)
+        os.close(write)
+        self.reader = threading.Thread(target=self._read, args=[read], daemon=True)
         self.reader.start()
+        self.looked = time.monotonic()
+        threading.Thread(target=self._guard, args=[self.process], daemon=True).start()
 
     def look(self) -> tuple[list[str], int | None]:
         """Return the lines that were printed since the last look, and the exit status if it ended."""
+        self.looked = time.monotonic()
         code = self.process.poll() if self.process is not None else None
         if code is not None and self.reader is not None:
             self.reader.join(5.0)  # its last lines
@@ -76,10 +87,21 @@ class Host:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self.lines.put(line.rstrip("\n"))
+    def _guard(self, process: subprocess.Popen[bytes]) -> None:
+        asked = False
+        while process.poll() is None:
+            silent = (time.monotonic() - self.looked) / self.patience
+            if silent > 0.75:
+                process.kill()
+            elif silent > 0.5 and not asked:
+                process.terminate()
+                asked = True
+            time.sleep(min(0.5, self.patience / 20))
+
+    def _read(self, descriptor: int) -> None:
+        with open(descriptor, errors="replace") as stream:
+            for line in stream:
+                self.lines.put(line.rstrip("\n"))
 
 
 def _die_with_parent(parent: int) -> None:

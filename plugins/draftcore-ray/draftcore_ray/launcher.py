@@ -6,6 +6,9 @@ whether it lives, shows it, and decides; nothing that matters is held in Ray. A 
 takes its hosts along: producers are started elsewhere, ranks all together from the last checkpoint, as
 their collectives break together. When the driver is lost Ray ends the hosts, and their children are
 told to stop, which for a rank means to save first.
+
+Odd: a machine that is frozen or cut off looks like one that is lost, and may go on. Its hosts end their
+children when nobody looks after them, and ranks start elsewhere once the run's folder is let go.
 """
 
 from __future__ import annotations
@@ -18,23 +21,30 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
-from draftcore.contracts.launcher import INTERRUPTED, Job
+from draftcore.contracts.launcher import INTERRUPTED, LOCK, LOST, Job
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore.files import hold, secret
 from draftcore_ray.host import Host
 from draftcore_ray.options import RayOptions, Request
 
+# Ray kills what an actor started when the actor ends; a rank has to save first.
+LET_SAVE = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}
 LOOK_EVERY = 0.2  # seconds between two looks at the hosts
 LOOPBACK = "127.0.0.2"  # as Ray takes 127.0.0.1 for the address that others see
+DOING = "still trains in the run's folder: waiting for its end, or its machine's"
 GRACE = 30.0  # seconds in which a rank may save after it was asked to stop
-LOST = -int(signal.SIGKILL)  # exit status of a process whose machine, or host, is gone
+KILLED = -int(signal.SIGKILL)  # exit status of a process whose machine, or host, is gone
 
 
 @dataclass
@@ -47,6 +57,7 @@ class Process:
     restarts: int = 0
     pending: Any = None  # what it was asked last
     heard: float = 0.0  # when it last answered; 0: it waits for a machine with room
+    begun: float = field(default_factory=time.monotonic)
 
 
 class RayLauncher:
@@ -71,15 +82,25 @@ class Driver:
         self.restarts = 0  # of the ranks
         self.queue = ""  # where producers find it, HOST:PORT
         self.asked = list[int]()  # signals
-        self.secret = os.environ.get("DRAFTCORE_SECRET") or secrets.token_hex(32)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self.told = set[str]()
+        self.secret = secret(job.folder)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # by nohup
             before = signal.signal(number, lambda number, _: self.asked.append(number))
             stack.callback(signal.signal, number, before)
         stack.callback(self.end)
 
     def run(self) -> int:
         """Run until the ranks have ended. Raises DraftcoreError where something cannot be kept alive."""
-        self.start_ranks()
+        try:
+            self.require_folder_everywhere()
+            self.start_ranks()
+            return self.watch()
+        except KeyboardInterrupt:  # by us, while no rank was there to be told
+            return INTERRUPTED
+
+    def watch(self) -> int:
         passed = 0
         while True:
             self.look(self.ranks + self.producers + self.going)
@@ -105,17 +126,19 @@ class Driver:
                     f"  the cluster has {there}\n"
                     "  lower topology.options.rank, or add a machine"
                 )
-            size -= 1
-            print(
-                f"there is room for {size} of {self.job.ranks} ranks", file=sys.stderr, flush=True
-            )
+            size = max(1, min(size - 1, sum(self.room().values())))
+            self.tell(f"there may be room for {size} of {self.job.ranks} ranks")
         strategy = PlacementGroupSchedulingStrategy(self.group)
         hosts = [self.host(self.options.rank, scheduling_strategy=strategy) for _ in range(size)]
         self.ranks = [Process(f"rank {rank}", host) for rank, host in enumerate(hosts)]
+        self.drop(self.producers)  # they look for the queue where it was
+        self.producers = []
+        places = self.ask([host.address.remote(0 if at else 2) for at, host in enumerate(hosts)])
+        if not places:
+            for one in self.ranks:
+                one.code = KILLED
+            return
         self.require_folder(hosts)
-        places = self.ask(
-            [host.address.remote(2 if not at else 0) for at, host in enumerate(hosts)]
-        )
         (address, (meeting, queue)), *_ = places
         here = len({place for place, _ in places}) == 1
         job, command = self.job, self.job.of("trainer")
@@ -128,7 +151,7 @@ class Driver:
                 env |= {"MASTER_ADDR": address, "MASTER_PORT": str(meeting)}
                 env["LOCAL_WORLD_SIZE"] = str(size if here else 1)
             self.begin(one, command, env)
-        self.drop(self.producers)  # they look for the queue where it was
+            one.heard = time.monotonic()
         count = max(1, job.wanted()) if job.producers else 0
         self.producers = [self.start_producer(number) for number in range(count)]
 
@@ -138,21 +161,46 @@ class Driver:
         bundle = {"CPU": request.cpus, "GPU": request.gpus, **request.resources}
         bundle = {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
         self.group = placement_group([bundle] * size, strategy="PACK")
-        if self.group.wait(self.options.patience):
-            return True
-        remove_placement_group(self.group)
-        self.group = None
-        return False
+        deadline = time.monotonic() + self.options.patience
+        while not self.group.wait(1):
+            if self.asked:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                remove_placement_group(self.group)
+                self.group = None
+                return False
+        return True
+
+    def room(self) -> dict[str, int]:
+        """Return how many ranks each machine of the cluster has room for, if nothing else runs there."""
+        request = self.options.rank
+        asked = {"CPU": request.cpus, "GPU": request.gpus, **request.resources}
+        found = {}
+        for node in ray.nodes():  # type: ignore[no-untyped-call]
+            there = [
+                node["Resources"].get(name, 0) // amount for name, amount in asked.items() if amount
+            ]
+            if node["Alive"] and (most := int(min([self.job.ranks, *there]))):
+                found[str(node["NodeID"])] = most
+        return found
+
+    def require_folder_everywhere(self) -> None:
+        """Refuse a run's folder that is not seen by every machine that may be given rank 0."""
+        here = [NodeAffinitySchedulingStrategy(node, soft=False) for node in self.room()]
+        hosts = [self.host(Request(cpus=0), scheduling_strategy=one) for one in here]
+        self.require_folder(hosts)
+        for host in hosts:
+            ray.kill(host)
 
     def require_folder(self, hosts: Sequence[Any]) -> None:
-        """Refuse a run's folder that some rank does not see: rank 0 may be started there next."""
         mark = self.job.folder.resolve() / f".seen-{secrets.token_hex(8)}"
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
         try:
-            if not all(self.ask([host.sees.remote(str(mark)) for host in hosts])):
+            if lacking := set(self.ask([host.lacks.remote(str(mark)) for host in hosts])) - {""}:
                 raise UsageError(
-                    f"the run's folder {self.job.folder} is not seen by every machine that has a rank\n"
+                    f"the run's folder {self.job.folder} is not seen by {', '.join(sorted(lacking))}, "
+                    "and any machine with room for a rank may be given rank 0, which writes there\n"
                     "  put it on a mount that all of them share, or choose machines that do by "
                     "topology.options.rank.resources"
                 )
@@ -165,22 +213,31 @@ class Driver:
         return one
 
     def host(self, request: Request, **placed: Any) -> Any:
-        given = {"num_cpus": request.cpus, "num_gpus": request.gpus, "resources": request.resources}
-        return Host.options(**given, **placed).remote()  # type: ignore[attr-defined]
+        given = {
+            "runtime_env": LET_SAVE,
+            "num_cpus": request.cpus,
+            "num_gpus": request.gpus,
+            "resources": request.resources,
+        }
+        return Host.options(**given, **placed).remote(self.options.patience)  # type: ignore[attr-defined]
 
     def begin(self, one: Process, command: Sequence[str], env: dict[str, str]) -> None:
         queue = [f"channel=tcp://{self.queue}"] if self.queue else []
         one.pending = one.host.start.remote([*command, *queue], env, os.getcwd())
 
     def ask(self, refs: Sequence[Any]) -> list[Any]:
-        """Get answers of hosts. Raises DraftcoreError where one does not answer in time."""
+        """Get answers of hosts, none where one does not answer in time."""
         try:
             return list(ray.get(list(refs), timeout=self.options.patience))
         except (RayError, GetTimeoutError) as error:
-            raise DraftcoreError(
-                f"a machine of the cluster did not answer: {type(error).__name__}\n"
-                "  start the same command again: the run goes on from its last checkpoint"
-            ) from None
+            self.tell(f"a machine of the cluster does not answer: {type(error).__name__}")
+            return []
+
+    def tell(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.told:
+            print(text, file=sys.stderr, flush=True)
+        self.told.add(text)
 
     def look(self, processes: Sequence[Process]) -> None:
         """Show what each process printed, and note which have ended or were lost."""
@@ -189,19 +246,31 @@ class Driver:
             one.pending = one.pending or one.host.look.remote()
         ready, _ = ray.wait([o.pending for o in waiting], num_returns=len(waiting), timeout=1.0)
         for one in waiting:
-            if one.pending not in ready:
-                if time.monotonic() - one.heard > self.options.patience and one.heard:
+            if one.pending in ready:
+                self.hear(one)
+            if (
+                one.code is None
+                and time.monotonic() - (one.heard or one.begun) > self.options.patience
+            ):
+                if one.heard:
                     ray.kill(one.host)  # as its machine is frozen, or cut off
-                    one.code = LOST
-                continue
-            try:
-                lines, one.code = ray.get(one.pending) or ((), None)
-            except RayError:
-                lines, one.code = (), LOST
-            one.pending, one.heard = None, time.monotonic()
-            prefix = "" if one.name == "rank 0" else f"[{one.name}] "
-            for line in lines:
-                print(f"{prefix}{line}", flush=True)
+                    one.code = KILLED
+                else:
+                    self.tell(f"{one.name} waits for a machine with room: {self.options.producer}")
+
+    def hear(self, one: Process) -> None:
+        lines: Sequence[str] = ()
+        try:
+            lines, one.code = ray.get(one.pending) or ((), None)
+            one.heard = time.monotonic()
+        except ActorUnavailableError:
+            pass  # it is silent, so far
+        except RayError:
+            one.code = KILLED
+        one.pending = None
+        prefix = "" if one.name == "rank 0" else f"[{one.name}] "
+        for line in lines:
+            print(f"{prefix}{line}", flush=True)
 
     def judge_ranks(self) -> int | None:
         """Return the run's exit status once it ended for good; start ranks that were lost again."""
@@ -211,15 +280,29 @@ class Driver:
         ended = [code for code in codes if code]
         if not ended:
             return None
-        if self.asked or not any(code < 0 for code in ended):  # one said itself why it ended
-            self.wait_for(self.ranks, GRACE)
+        if self.asked or not any(code < 0 or code == LOST for code in ended):  # one says itself why
+            self.wait_for(self.ranks, GRACE + self.options.patience * (not self.asked))
+            ended = [one.code for one in self.ranks if one.code]
+        if self.asked or not any(code < 0 or code == LOST for code in ended):
             return INTERRUPTED if self.asked else max(ended)
         self.restarts += 1
         self.count(self.restarts, "the trainer was killed, or lost its machine")
         self.drop(self.ranks)
         remove_placement_group(self.group)
+        self.wait_for_folder()
         self.start_ranks()
         return None
+
+    def wait_for_folder(self) -> None:
+        """Wait until no rank that was cut off trains on: its host ends it before `patience` is over."""
+        while not self.asked:
+            lock = self.job.folder / LOCK
+            try:
+                return os.close(hold(lock, DOING, f"if that will not come back, delete {lock}"))
+            except DraftcoreError as error:
+                self.tell(str(error))
+            time.sleep(LOOK_EVERY)
+        raise KeyboardInterrupt
 
     def keep_producers(self) -> None:
         if self.producers:
@@ -285,7 +368,7 @@ def _connect(options: RayOptions, stack: contextlib.ExitStack) -> None:
         if port.isdecimal() and "/" not in host:  # ray would go on trying for minutes
             socket.create_connection((host.strip("[]"), int(port)), 10.0).close()
         ray.init(
-            address=address,
+            address=address or "local",  # else it joins any that was started here
             namespace="draftcore",
             log_to_driver=False,
             configure_logging=False,
@@ -294,6 +377,7 @@ def _connect(options: RayOptions, stack: contextlib.ExitStack) -> None:
     except (OSError, RayError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"there is no Ray cluster at {address}: {error}\n"
-            "  start one with `ray start --head`, or leave topology.options.address out"
+            "  start one with `ray start --head`, or leave topology.options.address out; where that said "
+            "that a token is asked for, set RAY_AUTH_MODE=token"
         ) from None
     stack.callback(ray.shutdown)
