@@ -392,8 +392,8 @@ def full(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """The tests that take too long for every change: drills, and a compiler's conformance."""
     install_with_servers(session, *(name for name in PLUGINS if name not in SERVED))
-    folders = ("tests/faults", "tests/together", "plugins/draftcore-graphs/tests")
-    pytest(session, *folders, *session.posargs, mark="long")
+    plugins = (f"plugins/draftcore-{name}/tests" for name in ("graphs", "ray"))
+    pytest(session, "tests/faults", "tests/together", *plugins, *session.posargs, mark="long")
 
 
 @nox.session(**BARE)
