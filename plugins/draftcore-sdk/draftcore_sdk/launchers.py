@@ -139,6 +139,7 @@ time.sleep(999)
                 time.sleep(0.02)
             os.kill(os.getpid(), number)
 
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         for before, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
             thread = threading.Thread(target=ask, args=[number, before])
             thread.start()
