@@ -280,10 +280,10 @@ class Driver:
         ended = [code for code in codes if code]
         if not ended:
             return None
-        if self.asked or not any(code < 0 or code == LOST for code in ended):  # one says itself why
+        if self.asked or not any(map(_lost, ended)):  # one says itself why
             self.wait_for(self.ranks, GRACE + self.options.patience * (not self.asked))
             ended = [one.code for one in self.ranks if one.code]
-        if self.asked or not any(code < 0 or code == LOST for code in ended):
+        if self.asked or not any(map(_lost, ended)):
             return INTERRUPTED if self.asked else max(ended)
         self.restarts += 1
         self.count(self.restarts, "the trainer was killed, or lost its machine")
@@ -355,6 +355,11 @@ class Driver:
         self.drop(self.ranks + self.producers + self.going)
         if self.group is not None:
             remove_placement_group(self.group)
+
+
+def _lost(code: int) -> bool:
+    """Whether a rank that nobody asked to end has to start again: its host may have asked it to stop."""
+    return code < 0 or code in (LOST, INTERRUPTED)
 
 
 def _connect(options: RayOptions, stack: contextlib.ExitStack) -> None:

@@ -55,6 +55,7 @@ def test_the_weights_are_the_same_to_the_bit_whichever_machines_are_lost(
     require_equal(run.weights(), calm)
 
 
+@pytest.mark.long
 def test_fewer_ranks_go_on_where_a_lost_machine_leaves_no_room_for_all(
     machines: Any, make_run: MakeRun, options: dict[str, Any], calm: dict[str, Any]
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_frozen_machine_that_thaws_when_others_took_its_place_changes_no_bit(
     require_equal(run.weights(), calm)
 
 
+@pytest.mark.long
 def test_a_machine_that_the_cluster_lost_sight_of_trains_no_further(
     machines: Any,
     make_run: MakeRun,
@@ -110,6 +112,7 @@ def test_a_machine_that_the_cluster_lost_sight_of_trains_no_further(
     require_equal(run.weights(), calm)
 
 
+@pytest.mark.long
 def test_the_same_command_goes_on_whatever_ended_it_and_leaves_nothing_behind(
     machines: Any, make_run: MakeRun, options: dict[str, Any], calm: dict[str, Any]
 ) -> None:
@@ -127,9 +130,8 @@ def test_the_same_command_goes_on_whatever_ended_it_and_leaves_nothing_behind(
     require_equal(run.weights(), calm)
 
 
-@pytest.mark.parametrize(
-    "number", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 20))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(8))
 def test_the_weights_are_the_same_whatever_befalls_machines_at_random_moments(
     machines: Any,
     make_run: MakeRun,
