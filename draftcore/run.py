@@ -791,7 +791,7 @@ def _require_topology(run: Run, role: Role, features: Features) -> None:
     several = role == "both" and ranks > 1 and not features.complete
     shared = run.config.target.tensor_parallel > 1
     if several and (shared or "per-rank" not in run.capture.capabilities):
-        what = "devices of its own" if shared else "one process only"
+        what = "processes of its own" if shared else "one process only"
         raise UsageError(
             f"each of {ranks} ranks captures its own batches, and the capture {capture!r} works in "
             f"{what}\n  set topology.producers=1, or a capture that each rank may open"
