@@ -35,6 +35,7 @@ def test_a_process_may_be_killed_at_any_named_point(
     run.require_done(undisturbed)
 
 
+@pytest.mark.long
 def test_who_captures_with_a_shared_target_starts_again_with_all_of_its_processes(
     make_run: MakeRun,
 ) -> None:

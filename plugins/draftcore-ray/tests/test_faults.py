@@ -72,6 +72,7 @@ def test_fewer_ranks_go_on_where_a_lost_machine_leaves_no_room_for_all(
         assert weight.allclose(calm[name], rtol=1e-3, atol=1e-5), name
 
 
+@pytest.mark.long
 def test_a_frozen_machine_that_thaws_when_others_took_its_place_changes_no_bit(
     machines: Any, make_run: MakeRun, options: dict[str, Any], calm: dict[str, Any]
 ) -> None:
