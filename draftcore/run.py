@@ -45,7 +45,7 @@ from draftcore.data.samples import (
     read_summary,
     samples_data,
     summary_data,
-)  # fmt: skip
+)
 from draftcore.data.skipped import Skipped
 from draftcore.data.sources import named, open_source
 from draftcore.errors import DraftcoreError, UsageError, nearest

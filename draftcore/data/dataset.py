@@ -152,10 +152,8 @@ def build_dataset(
     with open(folder / "lock", "a", opener=unlinked) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         renderer = Renderer(tokenizer, options, date or date_of(folder), processor)
-        policies = options.model_dump_json(
-            exclude={"train", "eval", "chat_template", "max_skipped"}
-        )
-        parts = (str(FORMAT), opened.key(), renderer.identity, policies, repr(processor))
+        chosen = options.model_dump_json(exclude={"train", "eval", "chat_template", "max_skipped"})
+        parts = (str(FORMAT), opened.key(), renderer.identity, chosen, repr(processor))
         key = _hash("\0".join(parts).encode()).hex()
         try:
             found = Dataset(folder)

@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftcore.contracts.algorithm import DataSummary
-from draftcore.contracts.capture import CaptureBatch, Image
+from draftcore.contracts.capture import BadRows, CaptureBatch, Image
+from draftcore.contracts.target import ImageProcessor
+from draftcore.data.conversations import RowError
 from draftcore.data.plan import PlannedBatch
 from draftcore.errors import DraftcoreError
 
@@ -63,6 +65,25 @@ def batch_of(
     images = tuple(samples.images(row) for row in rows)
     named = tuple(ids[row] for row in rows)
     return CaptureBatch(planned.index, rows, named, token_ids, images if any(images) else ())
+
+
+def image_inputs(batch: CaptureBatch, processor: ImageProcessor | None) -> dict[int, Any]:
+    """Return what the target's forward is given of each row with images, by its number in the batch.
+
+    Raises BadRows for rows whose images cannot be read, or are others than when they were rendered.
+    """
+    assert processor is not None  # or no row would have any
+    found: dict[int, Any] = {}
+    bad: dict[int, str] = {}
+    for at, images in enumerate(batch.images):
+        try:
+            if images:
+                found[at] = processor.inputs(batch.token_ids[at], images)
+        except RowError as error:
+            bad[at] = f"dataset row {batch.rows[at]}: {error}"
+    if bad:
+        raise BadRows(bad)
+    return found
 
 
 def samples_data(samples: Samples) -> dict[str, Any]:

@@ -43,11 +43,7 @@ class JsonLines:
     files: Sequence[Path]
 
     def key(self) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        for file in self.files:
-            with file.open("rb") as opened:
-                digest.update(hashlib.file_digest(opened, "blake2b").digest())
-        return digest.hexdigest()
+        return content_key(self.files)
 
     def rows(self) -> Iterator[tuple[str, Any]]:
         above = os.path.commonpath([file.parent for file in self.files])
@@ -56,13 +52,22 @@ class JsonLines:
                 yield from lines_of(str(file), above, lines)
 
 
+def content_key(files: Iterable[str | Path]) -> str:
+    """Return what changes when the content of a file on this machine does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        with open(file, "rb") as opened:
+            digest.update(hashlib.file_digest(opened, "blake2b").digest())
+    return digest.hexdigest()
+
+
 def lines_of(file: str, above: str, lines: Iterable[bytes]) -> Iterator[tuple[str, Line]]:
     """Yield the lines of a file, each with its place below the folder `above`."""
-    name = os.path.relpath(file, above)
+    name, folder = os.path.relpath(file, above), os.path.dirname(os.path.abspath(file))
     for number, line in enumerate(lines, start=1):
         if line.strip():
             row = Line(line)
-            row.folder = os.path.dirname(os.path.abspath(file))
+            row.folder = folder
             yield f"{name}:{number}", row
 
 
@@ -127,8 +132,7 @@ def open_source(given: Sources, find: Find = open_lines) -> Source:
     """
     if isinstance(given, str):
         return _open(given, find)
-    weighted = [_weighted(one) for one in given]
-    return Mixture([(weight, _open(source, find)) for source, weight in weighted])
+    return Mixture([(weight, _open(source, find)) for source, weight in map(_weighted, given)])
 
 
 @dataclass(frozen=True)

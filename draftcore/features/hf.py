@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
+from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
-from draftcore.data.conversations import RowError
+from draftcore.data.samples import image_inputs
 
 
 class LocalCapture:
@@ -24,10 +24,16 @@ class LocalCapture:
         self.model.check()
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
-        """Yield features of the request's dtype on the target's device, which is not waited for."""
+        """Yield features of the request's dtype on the target's device, which is not waited for.
+
+        Raises BadRows for rows with images that cannot be read.
+        """
         device = self.model.device
         for batch in batches:
-            found = self._seen(batch) if batch.images else {}
+            found: dict[int, dict[str, Tensor]] = {}
+            for at, inputs in image_inputs(batch, self.images).items() if batch.images else ():
+                taken = self.model.see(inputs, self.request)
+                found[at] = {name: value_1TH[0] for name, value_1TH in taken.items()}
             text = [at for at in range(len(batch.rows)) if at not in found]
             if text:
                 rows = [torch.as_tensor(batch.token_ids[at]).long() for at in text]
@@ -38,25 +44,6 @@ class LocalCapture:
                 for row, (at, length) in enumerate(zip(text, lengths, strict=True)):
                     found[at] = {name: value_BTH[row, :length] for name, value_BTH in taken.items()}
             yield CapturedBatch(batch, tuple(found[at] for at in range(len(batch.rows))))
-
-    def _seen(self, batch: CaptureBatch) -> dict[int, dict[str, Tensor]]:
-        """Run the rows with images through the whole model, one by one; raises BadRows."""
-        assert self.images is not None  # or the row would have none
-        found: dict[int, dict[str, Tensor]] = {}
-        bad: dict[int, str] = {}
-        for at, images in enumerate(batch.images):
-            if not images:
-                continue
-            try:
-                inputs = self.images.inputs(batch.token_ids[at], images)
-            except RowError as error:
-                bad[at] = f"dataset row {batch.rows[at]}: {error}"
-                continue
-            taken = self.model.see(inputs, self.request)
-            found[at] = {name: value_1TH[0] for name, value_1TH in taken.items()}
-        if bad:
-            raise BadRows(bad)
-        return found
 
     def close(self) -> None:
         """Nothing to release: the model belongs to the target's description."""

@@ -13,7 +13,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from draftcore.contracts.source import Source
-from draftcore.data.sources import TABLES, lines_of, require_lines
+from draftcore.data.sources import TABLES, content_key, lines_of, require_lines
 from draftcore.errors import UsageError
 from draftcore.uris import parse_options
 from draftcore_data.sources import open_table
@@ -26,14 +26,10 @@ class FarLines:
     files: Sequence[Any]  # fsspec's OpenFile
 
     def key(self) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        for file in self.files:
-            if isinstance(file.fs, LocalFileSystem):
-                with open(file.path, "rb") as opened:
-                    digest.update(hashlib.file_digest(opened, "blake2b").digest())
-            else:
-                digest.update(str(file.fs.checksum(file.path)).encode())
-        return digest.hexdigest()
+        if all(isinstance(file.fs, LocalFileSystem) for file in self.files):
+            return content_key(file.path for file in self.files)
+        told = [str(file.fs.checksum(file.path)) for file in self.files]
+        return hashlib.blake2b("".join(told).encode(), digest_size=16).hexdigest()
 
     def rows(self) -> Iterator[tuple[str, Any]]:
         above = os.path.commonpath([os.path.dirname(file.path) for file in self.files])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftcore.data.conversations import KEYS
+from draftcore.data.sources import content_key
 from draftcore.errors import UsageError, nearest
 from draftcore.uris import parse_options
 
@@ -25,11 +25,7 @@ class Table:
     def key(self) -> str:
         if not self.files:
             return str(self.table._fingerprint)
-        digest = hashlib.blake2b(digest_size=16)
-        for path in self.files:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
-        return digest.hexdigest()
+        return content_key(self.files)
 
     def rows(self) -> Iterator[tuple[str, Any]]:
         return ((f"{self.name}:{at}", row) for at, row in enumerate(self.table))

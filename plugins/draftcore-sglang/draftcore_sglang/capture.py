@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
-from draftcore.data.conversations import RowError
+from draftcore.data.samples import image_inputs
 from draftcore.errors import UsageError
 from draftcore.tensors import resolve_device
 from draftcore_sglang import selftest
@@ -82,28 +82,14 @@ class SglangCapture:
         self._require_room(batch)
         prompts = [list(map(int, tokens)) for tokens in batch.token_ids]
         dtype, lengths = getattr(torch, self.request.dtype), [len(prompt) for prompt in prompts]
-        pictures = self._read(batch)
+        made = image_inputs(batch, self.target.images) if batch.images else {}
+        pictures = {at: dict(inputs) for at, inputs in made.items()}
         if pictures and self.tests_images:
             self._test_images(prompts[min(pictures)], pictures[min(pictures)])
         states = self.engine.forward(prompts, self.request.layers, pictures)
         taken = {name: states[name].to(dtype) for name in self.request.names}
         split = {name: torch.split(value, lengths) for name, value in taken.items()}
         return tuple({name: split[name][row] for name in split} for row in range(len(lengths)))
-
-    def _read(self, batch: CaptureBatch) -> dict[int, Any]:
-        """Return what the target's processor makes of each row with images. Raises BadRows."""
-        made: dict[int, Any] = {}
-        bad: dict[int, str] = {}
-        for at, images in enumerate(batch.images):
-            try:
-                if images:
-                    assert self.target.images is not None  # or the row would have none
-                    made[at] = dict(self.target.images.inputs(batch.token_ids[at], images))
-            except RowError as error:
-                bad[at] = f"dataset row {batch.rows[at]}: {error}"
-        if bad:
-            raise BadRows(bad)
-        return made
 
     def _test_images(self, prompt: list[int], made: dict[str, Any]) -> None:
         """Compare a row with images with transformers. Raises UsageError where they differ."""
