@@ -146,10 +146,10 @@ def build_wheels(session: nox.Session) -> None:
 
 
 def pytest(session: nox.Session, *args: str, mark: str = UNMARKED) -> None:
-    # Two workers of one thread each, as CI has two cores; a safe path tests the wheels and not the
-    # source tree, which `python -m` would put first.
+    # CI has two cores, and tests wait for processes: three workers of one thread each keep them busy.
+    # A safe path tests the wheels and not the source tree, which `python -m` would put first.
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
-    command = ("python", "-m", "pytest", "-q", "-n", "2", "-m", mark, "--durations=5")
+    command = ("python", "-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", "-m", mark)
     session.run(*command, *args, env=env)
 
 
@@ -289,12 +289,8 @@ def faults(session: nox.Session) -> None:
 def sglang(session: nox.Session) -> None:
     """sglang itself on the CPU, unmodified: its captures, and what it reads of our exports."""
     install_sglang(session)
-    # In one process: each further one would import sglang anew.
-    for name in (
-        SGLANG.name,
-        "draftcore-tools",
-        "draftcore-data",
-    ):  # one by one: sglang has globals
+    # In one process, as each further one would import sglang anew; one by one, as it has globals.
+    for name in (SGLANG.name, "draftcore-tools", "draftcore-data"):
         tests = (f"plugins/{name}/tests", "-n", "0")
         pytest(session, *tests, *session.posargs, mark="sglang and smoke")
 
@@ -393,7 +389,7 @@ def long(session: nox.Session) -> None:
     """The tests that take too long for every change: drills, and a compiler's conformance."""
     install_with_servers(session, *(name for name in PLUGINS if name not in SERVED))
     plugins = (f"plugins/draftcore-{name}/tests" for name in ("graphs", "ray"))
-    pytest(session, "tests/faults", "tests/together", *plugins, *session.posargs, mark="long")
+    pytest(session, "tests/faults", "tests/together", *plugins, *session.posargs, mark="long and not gpu")
 
 
 @nox.session(**BARE)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
 
 WORTH = 1000  # steps: compiling takes a minute or two, and saves a quarter of a step at 8B shapes
 VERSIONS = 64  # of one forward, before torch would run it uncompiled: several drafts share its code
@@ -29,6 +28,8 @@ class Compiled:
 
     def give_up(self, error: BaseException) -> bool:
         """Go on without a compiler where an error is the compiler's; says whether it was."""
+        from torch._dynamo.exc import TorchDynamoException  # 1.5 s, where nothing is compiled
+
         found: BaseException | None = error
         while found is not None and not isinstance(found, TorchDynamoException):
             found = found.__cause__

@@ -58,6 +58,7 @@ def test_who_captures_with_a_shared_target_starts_again_with_all_of_its_processe
     run.require_done(alone.losses())
 
 
+@pytest.mark.long
 def test_sharded_ranks_may_be_killed_while_a_checkpoint_is_written(make_run: MakeRun) -> None:
     """Training is a step ahead then; the ranks go on from the checkpoint before, to the same bits."""
     changes: dict[str, Any] = {"topology": {"ranks": 2}, "train": {"accumulate": 2, "shard": True}}

@@ -47,6 +47,7 @@ def test_a_master_of_ones_own_may_die_beside_any_other_process(make_run: MakeRun
     assert losses == pytest.approx(alone.losses(), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_master_and_a_trainer_may_die_forget_freeze_and_stay_away_alone_and_together(
     make_run: MakeRun, undisturbed: dict[int, float], master: Any
 ) -> None:

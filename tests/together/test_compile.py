@@ -21,10 +21,9 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 
 
 @needs_compiler
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "name", ["eagle3", *(pytest.param(n, marks=pytest.mark.long) for n in ("dflash", "domino"))]
-)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     tmp_path: Path, new_project: NewProject, name: str, device: str
 ) -> None:
