@@ -389,7 +389,14 @@ def long(session: nox.Session) -> None:
     """The tests that take too long for every change: drills, and a compiler's conformance."""
     install_with_servers(session, *(name for name in PLUGINS if name not in SERVED))
     plugins = (f"plugins/draftcore-{name}/tests" for name in ("graphs", "ray"))
-    pytest(session, "tests/faults", "tests/together", *plugins, *session.posargs, mark="long and not gpu")
+    pytest(
+        session,
+        "tests/faults",
+        "tests/together",
+        *plugins,
+        *session.posargs,
+        mark="long and not gpu",
+    )
 
 
 @nox.session(**BARE)
