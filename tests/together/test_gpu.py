@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.target import TransformersModel, TransformersTarget
+from draftcore.target import TransformersTarget
 from tests.together.conftest import OPTIONS
 
 if TYPE_CHECKING:
@@ -51,15 +51,18 @@ def test_a_run_begun_on_the_cpu_goes_on_on_cuda(project: Project) -> None:
     assert len(project.losses()) == 6
 
 
-def test_features_on_cuda_are_those_of_the_cpu(target_folder: Path) -> None:
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=two_devices)])
+def test_features_on_cuda_are_those_of_the_cpu(target_folder: Path, devices: int) -> None:
     """fp32 on both; the bound is that of sums of 48 products in another order."""
     tokens_BT = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
     lengths_B = torch.tensor([40, 17, 33])
     request = FeatureRequest((1, 4), True, "float32", topk=2, embeddings=True)
     found = {}
     for device in ("cpu", "cuda"):
-        target = TransformersModel(TransformersTarget(str(target_folder), device=device))
-        found[device] = target.features(tokens_BT.to(device), lengths_B.to(device), request)
+        share = devices if device == "cuda" else 1
+        target = TransformersTarget(str(target_folder), device=device, tensor_parallel=share).model
+        given = (x.to(target.device) for x in (tokens_BT, lengths_B))
+        found[device] = target.features(*given, request)
     for name in request.names:
         for row, length in enumerate(lengths_B.tolist()):
             here, there = found["cpu"][name][row, :length], found["cuda"][name][row, :length].cpu()
