@@ -61,8 +61,8 @@ def test_features_on_cuda_are_those_of_the_cpu(target_folder: Path, devices: int
     for device in ("cpu", "cuda"):
         share = devices if device == "cuda" else 1
         target = TransformersTarget(str(target_folder), device=device, tensor_parallel=share).model
-        here = target.device
-        found[device] = target.features(tokens_BT.to(here), lengths_B.to(here), request)
+        place = target.device
+        found[device] = target.features(tokens_BT.to(place), lengths_B.to(place), request)
     for name in request.names:
         for row, length in enumerate(lengths_B.tolist()):
             here, there = found["cpu"][name][row, :length], found["cuda"][name][row, :length].cpu()
