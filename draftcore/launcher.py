@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftcore.contracts.launcher import INTERRUPTED, LOST, Job
+from draftcore.contracts.launcher import LOST, Job, verdict
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import unlinked
 
@@ -57,7 +57,7 @@ class Child:
                 env={**os.environ, **self.env},
                 pass_fds=self.fds,
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
-                preexec_fn=functools.partial(_die_with_parent, os.getpid()),
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
     @property
@@ -153,16 +153,11 @@ class Family:
 
     def _watch_ranks(self) -> int | None:
         """Return the trainer's exit status once it ended for good; restart ranks that were killed."""
-        codes = [child.code for child in self.ranks]
-        if all(code == 0 for code in codes):
-            return 0
-        ended = [code for code in codes if code]
-        if not ended:
-            return None
-        if self.asked or not any(code < 0 or code == LOST for code in ended):  # it said itself why
-            end(self.ranks, GRACE)
-            return INTERRUPTED if self.asked else max(ended)
-        end(self.ranks, 1.0)
+        found = verdict([child.code for child in self.ranks], self.asked)
+        if found:
+            end(self.ranks, 1.0 if found == LOST else GRACE)  # others hear of it
+        if found != LOST:
+            return found
         self._count(self.ranks[0], "the trainer was killed")
         self._start_ranks()
         return None
@@ -208,7 +203,8 @@ def end(children: Sequence[Child], seconds: float, asked: float = 1.0) -> None:
                 process.wait(max(deadline - time.monotonic(), 0.0))
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
+    """Let the kernel ask this process to stop when its parent has died; for a `preexec_fn`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the kernel was told
         os._exit(1)

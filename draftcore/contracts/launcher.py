@@ -47,6 +47,20 @@ class Job:
             return self.producers
 
 
+def verdict(codes: Sequence[int | None], asked: bool) -> int | None:
+    """Return a run's exit status by those of its ranks, negative ones of signals; None: it goes on.
+
+    LOST says that all ranks are to start again. `asked` is whether a signal came for the run, which
+    then ends with INTERRUPTED unless its ranks had done their work.
+    """
+    ended = [code for code in codes if code]
+    if not ended:
+        return None if None in codes else 0
+    if asked:
+        return INTERRUPTED
+    return LOST if any(code < 0 or code == LOST for code in ended) else max(ended)
+
+
 class Launcher(Protocol):
     """Runs jobs. A rank finds its place in the environment, as `torchrun` sets it: RANK, WORLD_SIZE,
     LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single rank needs none of these.

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType, ModuleType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -232,19 +233,8 @@ def _names(loaded: bool) -> dict[str, Any]:
 
     Before torch is loaded nothing is a tensor: who starts a run's processes need not wait for it.
     """
-    from draftcore.contracts import (
-        algorithm,
-        capture,
-        channel,
-        launcher,
-        runner,
-        serving,
-        source,
-        store,
-        target,
-    )
-
-    modules = (store, target, capture, source, channel, launcher, runner, serving, algorithm)
+    rooms = ["store", "target", "capture", "source", "channel", "launcher", "runner", "serving"]
+    modules = (import_module(f"draftcore.contracts.{room}") for room in [*rooms, "algorithm"])
     names = {name: value for module in modules for name, value in vars(module).items()}
     if not loaded:
         return {**names, "torch": object, "Tensor": object, "nn": object, "Path": object}

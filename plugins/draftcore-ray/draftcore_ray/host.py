@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import queue
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import ray
 
-PR_SET_PDEATHSIG = 1
+from draftcore.launcher import die_with_parent
 
 
 @ray.remote
@@ -62,7 +61,7 @@ class Host:
             cwd=folder if Path(folder).is_dir() else None,
             start_new_session=True,
             pass_fds=[read],  # it may print when nobody reads any more, and has to save then
-            preexec_fn=functools.partial(_die_with_parent, os.getpid()),
+            preexec_fn=functools.partial(_hear_signals, os.getpid()),
         )
         os.close(write)
         self.reader = threading.Thread(target=self._read, args=[read], daemon=True)
@@ -104,9 +103,7 @@ class Host:
                 self.lines.put(line.rstrip("\n"))
 
 
-def _die_with_parent(parent: int) -> None:
+def _hear_signals(parent: int) -> None:
     """Ask the process to stop, and save, when its host goes; Ray blocks signals, and it may not."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)

@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from draftcore.contracts.launcher import INTERRUPTED, LOCK, LOST, Job
+from draftcore.contracts.launcher import INTERRUPTED, LOCK, LOST, Job, verdict
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import hold, secret
 from draftcore_ray.host import Host
@@ -274,17 +274,12 @@ class Driver:
 
     def judge_ranks(self) -> int | None:
         """Return the run's exit status once it ended for good; start ranks that were lost again."""
-        codes = [one.code for one in self.ranks]
-        if all(code == 0 for code in codes):
-            return 0
-        ended = [code for code in codes if code]
-        if not ended:
-            return None
-        if self.asked or not any(map(_lost, ended)):  # one says itself why
+        found = self.verdict()
+        if found and found != LOST:  # one says itself why, unless another turns out to be lost
             self.wait_for(self.ranks, GRACE + self.options.patience * (not self.asked))
-            ended = [one.code for one in self.ranks if one.code]
-        if self.asked or not any(map(_lost, ended)):
-            return INTERRUPTED if self.asked else max(ended)
+            found = self.verdict()
+        if found != LOST:
+            return found
         self.restarts += 1
         self.count(self.restarts, "the trainer was killed, or lost its machine")
         self.drop(self.ranks)
@@ -292,6 +287,11 @@ class Driver:
         self.wait_for_folder()
         self.start_ranks()
         return None
+
+    def verdict(self) -> int | None:
+        # A rank that we did not ask to stop was asked by its host.
+        codes = [LOST if one.code == INTERRUPTED else one.code for one in self.ranks]
+        return verdict(codes, bool(self.asked))
 
     def wait_for_folder(self) -> None:
         """Wait until no rank that was cut off trains on: its host ends it before `patience` is over."""
@@ -355,11 +355,6 @@ class Driver:
         self.drop(self.ranks + self.producers + self.going)
         if self.group is not None:
             remove_placement_group(self.group)
-
-
-def _lost(code: int) -> bool:
-    """Whether a rank that nobody asked to end has to start again: its host may have asked it to stop."""
-    return code < 0 or code in (LOST, INTERRUPTED)
 
 
 def _connect(options: RayOptions, stack: contextlib.ExitStack) -> None:

@@ -121,20 +121,12 @@ class Machines:
 
     def add_blind(self, folder: Path, name: str) -> None:
         """Add a machine that has another, empty folder in the place of this one."""
-        command = [
-            "ray",
-            "start",
-            "--address",
-            self.address,
-            "--node-ip-address",
-            LOOPBACK,
-            "--block",
-        ]
+        command = ["start", "--address", self.address, "--node-ip-address", LOOPBACK, "--block"]
         command += ["--num-cpus", "4", "--resources", json.dumps({name: 1})]
         script = f"mount -t tmpfs none {folder} && exec {sys.executable} -m ray.scripts.scripts"
         quiet = subprocess.DEVNULL
         process = subprocess.Popen(
-            [*self.unshare, "bash", "-c", f"{script} {shlex.join(command[1:])}"],
+            [*self.unshare, "bash", "-c", f"{script} {shlex.join(command)}"],
             stdout=quiet, stderr=quiet, start_new_session=True,
         )  # fmt: skip
         self.alone.append(process)
