@@ -24,6 +24,7 @@ DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "store", "capture", "channel", "launcher", "graph", "graph-plugin")
 SERVED = ("draftcore-mooncake",)  # plugins whose servers a run depends on
+WAITING = ("draftcore-mooncake", "draftcore-ray", "draftcore-sdk")  # tests that wait for processes
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
 KIT = ("draftcore-sdk", "draftcore-sharedfs", "draftcore-shm")  # tests of the core use them
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
@@ -64,7 +65,8 @@ def base_python(session: nox.Session) -> str:
         shutil.rmtree(BASE, ignore_errors=True)
         session.run_install(sys.executable, "-m", "venv", str(BASE), external=True)
         install = (str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check")
-        session.run_install(*install, "-c", "constraints.txt", *wanted, external=True)
+        quick = ("--no-compile", "-c", "constraints.txt")  # most modules are never imported
+        session.run_install(*install, *quick, *wanted, external=True)
         mark.write_text(key)
     return str(python)
 
@@ -110,7 +112,7 @@ def install_sglang(session: nox.Session) -> None:
     mark = Path(session.virtualenv.location) / "made-for"
     key = hashlib.sha256(needs.read_bytes() + sys.version.encode()).hexdigest()
     if not mark.exists() or mark.read_text() != key:
-        session.install("-q", "--no-deps", "-r", str(needs))
+        session.install("-q", "--no-deps", "--no-compile", "-r", str(needs))
         mark.write_text(key)
     platform = str(SGLANG / "tests" / "platform")
     session.install("-q", "--no-deps", "--no-build-isolation", "--force-reinstall", platform)
@@ -145,11 +147,11 @@ def build_wheels(session: nox.Session) -> None:
     _built = True
 
 
-def pytest(session: nox.Session, *args: str, mark: str = UNMARKED) -> None:
-    # CI has two cores, and tests wait for processes: three workers of one thread each keep them busy.
+def pytest(session: nox.Session, *args: str, mark: str = UNMARKED, workers: int = 3) -> None:
+    # As many workers as CI has cores, of one thread each, and one more where tests wait for processes.
     # A safe path tests the wheels and not the source tree, which `python -m` would put first.
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
-    command = ("python", "-m", "pytest", "-q", "-n", "3", "--dist", "worksteal", "-m", mark)
+    command = ("python", "-m", "pytest", "-q", "-n", str(workers), "--dist=worksteal", "-m", mark)
     session.run(*command, *args, env=env)
 
 
@@ -267,7 +269,7 @@ def plugin(session: nox.Session, name: str) -> None:
     install_debian_packages(session, ROOT / "plugins" / name)
     install_wheels(session, name, *(need for need in needs if need.startswith("draftcore")))
     session.run("draftcore", "list-plugins", "--check")
-    pytest(session, f"plugins/{name}/tests", *session.posargs)
+    pytest(session, f"plugins/{name}/tests", *session.posargs, workers=2 + (name in WAITING))
 
 
 @nox.session(**BARE)
