@@ -124,16 +124,14 @@ class Machines:
         command = ["start", "--address", self.address, "--node-ip-address", LOOPBACK, "--block"]
         command += ["--num-cpus", "4", "--resources", json.dumps({name: 1})]
         script = f"mount -t tmpfs none {folder} && exec {sys.executable} -m ray.scripts.scripts"
+        start = [*self.unshare, "bash", "-c", f"{script} {shlex.join(command)}"]
         quiet = subprocess.DEVNULL
-        process = subprocess.Popen(
-            [*self.unshare, "bash", "-c", f"{script} {shlex.join(command)}"],
-            stdout=quiet, stderr=quiet, start_new_session=True,
-        )  # fmt: skip
-        self.alone.append(process)
         before, deadline = len(self.cluster.global_state.node_table()), time.monotonic() + LONG
         while len(self.cluster.global_state.node_table()) == before:
-            assert process.poll() is None
             assert time.monotonic() < deadline
+            if all(one.poll() is not None for one in self.alone):  # ray waits 30 s, and gives up
+                one = subprocess.Popen(start, stdout=quiet, stderr=quiet, start_new_session=True)
+                self.alone.append(one)
             time.sleep(0.1)
 
     def processes(self, node: Any) -> list[int]:
@@ -192,7 +190,8 @@ def machines(cluster: Cluster) -> Iterator[Machines]:
     for node in list(made.there):
         made.lose(node)
     for process in made.alone:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait()
 
 
