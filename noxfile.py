@@ -1,20 +1,31 @@
 """Every job of the project: `nox -l` lists them, `nox -s tests` is what CI runs.
 
-One base environment (.nox/base) holds torch and every third-party package, once. A session's own
-environment is a few kilobytes: it sees the base through a .pth file and installs the wheels under
-test, so a plugin is tested with its wheel and the core's alone, and torch is unpacked once.
+One base environment (.nox/base) holds torch and every third-party package, once. Sessions share a few
+more of some kilobytes each, which see the base through a .pth file: `all` has every wheel of ours,
+`authors` what an author of plugins has and the plugins written there, `sglang` sglang as well. Each
+call ends with what its sessions and its slowest tests took.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import hashlib
 import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fcntl import LOCK_EX, flock
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import nox
 
@@ -23,22 +34,82 @@ BASE = ROOT / ".nox" / "base"
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "store", "capture", "channel", "launcher", "graph", "graph-plugin")
-SERVED = ("draftcore-mooncake",)  # plugins whose servers a run depends on
-WAITING = ("draftcore-mooncake", "draftcore-sdk")  # their tests wait for processes
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
-KIT = ("draftcore-sdk", "draftcore-sharedfs", "draftcore-shm")  # tests of the core use them
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
 UNMARKED = "not gpu and not long and not sglang"
 GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
-BARE = {"venv_params": ["--without-pip"]}  # the base has pip: seconds less for each environment
+TIMES = ROOT / ".nox" / "times"
+PART = "NOX_PART_OF_TESTS"  # in the environment of the sessions that `tests` runs
 
-nox.needs_version = ">=2024.10"
-nox.options.default_venv_backend = "venv"
-nox.options.reuse_venv = "yes"
+nox.needs_version = ">=2026.10"
+nox.options.default_venv_backend = "none"  # `environment` makes them
 nox.options.sessions = ["tests"]
+
+
+# ---------------------------------------------------------------- what it took
+
+
+def processor_time() -> float:
+    """Return the seconds of processors of all processes that this one started and that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+_before = time.time(), processor_time()  # when the last session ended
+if PART not in os.environ:
+    shutil.rmtree(TIMES, ignore_errors=True)
+    TIMES.mkdir(parents=True)
+
+
+def job(**settings: Any) -> Callable[[Callable[[nox.Session], None]], Callable[..., None]]:
+    """Make a session whose times are noted."""
+
+    def made(function: Callable[[nox.Session], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def noted(session: nox.Session) -> None:
+            global _before
+            try:
+                function(session)
+            finally:
+                now = time.time(), processor_time()
+                took = [new - old for new, old in zip(now, _before, strict=True)]
+                with (TIMES / "sessions.jsonl").open("a") as stream:
+                    stream.write(json.dumps([session.name, *took]) + "\n")
+                _before = now
+
+        return nox.session(noted, **settings)
+
+    return made
+
+
+@atexit.register
+def print_times() -> None:
+    """Print what each session and the 30 slowest tests took."""
+    sessions = TIMES / "sessions.jsonl"
+    if PART in os.environ or not sessions.exists():
+        return
+    print("\n  wall s   processor s   session")
+    for name, wall, processor in map(json.loads, sessions.read_text().splitlines()):
+        print(f"{wall:8.1f} {processor:13.1f}   {name}")
+    tests = []
+    for file in TIMES.glob("*.xml"):
+        with contextlib.suppress(ElementTree.ParseError):  # its session was killed
+            for case in ElementTree.parse(file).iter("testcase"):
+                name = f"{case.get('classname')}::{case.get('name')}"
+                tests.append((float(case.get("time", 0)), name))
+    if tests:
+        print(f"\nthe slowest of {len(tests)} tests: seconds, with what was set up for each")
+    for seconds, name in sorted(tests, reverse=True)[:30]:
+        print(f"{seconds:8.1f}   {name}")
+
+
+def report_to(session: nox.Session) -> tuple[str, ...]:
+    """Return pytest's arguments that let `print_times` know what each test took."""
+    file = TIMES / f"{session.name}-{time.time_ns()}.xml"
+    return f"--junitxml={file}", "-o", "junit_duration_report=total"
 
 
 # ---------------------------------------------------------------- environments
@@ -55,35 +126,73 @@ def requirements() -> list[str]:
     return sorted(line for line in found if not line.startswith("draftcore"))
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[Path]:
+    """Keep other sessions, which may run at the same time, from making this environment."""
+    folder.parent.mkdir(exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        flock(lock, LOCK_EX)
+        yield folder / "made-for"
+
+
 def base_python(session: nox.Session) -> str:
     """Make the base environment if its requirements changed; return its interpreter."""
     wanted = requirements()
     pins = (ROOT / "constraints.txt").read_text()
     key = hashlib.sha256(json.dumps([wanted, pins, sys.version]).encode()).hexdigest()
-    mark, python = BASE / "made-for", BASE / "bin" / "python"
-    if not mark.exists() or mark.read_text() != key:
-        shutil.rmtree(BASE, ignore_errors=True)
-        session.run_install(sys.executable, "-m", "venv", str(BASE), external=True)
-        install = (str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check")
-        quick = ("--no-compile", "-c", "constraints.txt")  # most modules are never imported
-        session.run_install(*install, *quick, *wanted, external=True)
-        mark.write_text(key)
+    python = BASE / "bin" / "python"
+    with locked(BASE) as mark:
+        if not mark.exists() or mark.read_text() != key:
+            shutil.rmtree(BASE, ignore_errors=True)
+            session.run_install(sys.executable, "-m", "venv", str(BASE))
+            quick = ("--no-compile", "-c", "constraints.txt")  # most modules are never imported
+            session.run_install(*pip(python), *quick, *wanted)
+            mark.write_text(key)
     return str(python)
 
 
-def borrow_base(session: nox.Session) -> None:
-    """Let this session's environment see the packages of the base."""
+def pip(python: str | Path) -> tuple[str, ...]:
+    return str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"
+
+
+def packages(session: nox.Session, name: str, *installs: str) -> Path:
+    """Make an environment of what pip installs by these arguments over the base; it is kept."""
     base_python(session)
+    folder = ROOT / ".nox" / name
+    with locked(folder) as mark:
+        if not mark.exists() or mark.read_text() != json.dumps(installs):
+            make(session, folder, BASE)
+            for arguments in installs:
+                session.run_install(*pip(folder / "bin" / "python"), *arguments.split())
+            mark.write_text(json.dumps(installs))
+    return folder
+
+
+def environment(session: nox.Session, name: str, *dists: str, over: Path = BASE) -> str:
+    """Make the environment of the wheels of these dists and of those that they require.
+
+    It is the session's from here on; returns its interpreter.
+    """
+    base_python(session)
+    folder = ROOT / ".nox" / name
+    python = str(folder / "bin" / "python")
+    wheels = [str(next(DIST.glob(f"{n.replace('-', '_')}-[0-9]*.whl"))) for n in ours(*dists)]
+    key = json.dumps([str(over), [(wheel, os.stat(wheel).st_mtime_ns) for wheel in wheels]])
+    with locked(folder) as mark:
+        if not mark.exists() or mark.read_text() != key:
+            make(session, folder, *{over: None, BASE: None})
+            session.run_install(*pip(python), "--no-deps", *wheels)
+            mark.write_text(key)
+    session.env["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return python
+
+
+def make(session: nox.Session, folder: Path, *under: Path) -> None:
+    """Make an empty environment anew that sees the packages of those under it, pip among them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run_install(sys.executable, "-m", "venv", "--without-pip", str(folder))
     tail = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
-    (Path(session.virtualenv.location) / tail / "base.pth").write_text(f"{BASE / tail}\n")
-
-
-def install_wheels(session: nox.Session, *names: str) -> None:
-    """Install the wheels of these dists and of those of ours that they require, and nothing else."""
-    borrow_base(session)
-    build_wheels(session)
-    wheels = [str(next(DIST.glob(f"{n.replace('-', '_')}-[0-9]*.whl"))) for n in ours(*names)]
-    session.install("-q", "--no-deps", "--force-reinstall", *wheels)
+    (folder / tail / "base.pth").write_text("".join(f"{one / tail}\n" for one in under))
 
 
 def install_debian_packages(session: nox.Session, project: Path) -> None:
@@ -91,31 +200,17 @@ def install_debian_packages(session: nox.Session, project: Path) -> None:
     wanted = nox.project.load_toml(project / "pyproject.toml").get("tool", {}).get("draftcore", {})
     for package in wanted.get("debian-packages", []):
         state = ("dpkg-query", "-W", "-f", "${Status}", package)
-        found = session.run(*state, external=True, silent=True, success_codes=[0, 1])
+        found = session.run(*state, silent=True, success_codes=[0, 1])
         if "ok installed" not in str(found):
-            session.run_install("apt-get", "-qq", "update", external=True)
-            session.run_install("apt-get", "-qq", "install", "-y", package, external=True)
+            session.run_install("apt-get", "-qq", "update")
+            session.run_install("apt-get", "-qq", "install", "-y", package)
 
 
-def install_with_servers(session: nox.Session, *others: str) -> None:
-    """Install the core's wheel and those of stores and channels, with the servers that stores need."""
-    for name in SERVED:
+def all_dists(session: nox.Session) -> str:
+    """Make the environment of every dist, with what the servers of stores need of the system."""
+    for name in PLUGINS:
         install_debian_packages(session, ROOT / "plugins" / name)
-    install_wheels(session, *SERVED, *KIT, *others)
-
-
-def install_sglang(session: nox.Session) -> None:
-    """Install sglang and its platform for CPUs; 1.4 GB, so kept until the list changes."""
-    install_debian_packages(session, ROOT / "plugins" / "draftcore-mooncake")
-    install_wheels(session, *PLUGINS)
-    needs = SGLANG / "tests" / "sglang-cpu.txt"
-    mark = Path(session.virtualenv.location) / "made-for"
-    key = hashlib.sha256(needs.read_bytes() + sys.version.encode()).hexdigest()
-    if not mark.exists() or mark.read_text() != key:
-        session.install("-q", "--no-deps", "--no-compile", "-r", str(needs))
-        mark.write_text(key)
-    platform = str(SGLANG / "tests" / "platform")
-    session.install("-q", "--no-deps", "--no-build-isolation", "--force-reinstall", platform)
+    return environment(session, "all", *PLUGINS)
 
 
 def ours(*names: str) -> list[str]:
@@ -131,28 +226,14 @@ def ours(*names: str) -> list[str]:
     return found
 
 
-_built = False
-
-
-def build_wheels(session: nox.Session) -> None:
-    """Build every dist into dist/, once per nox call."""
-    global _built
-    if _built:
-        return
-    python = base_python(session)
-    shutil.rmtree(DIST, ignore_errors=True)
-    for project in PROJECTS:
-        build = (python, "-m", "build", "-q", "--no-isolation", "--outdir", str(DIST), str(project))
-        session.run_install(*build, external=True)
-    _built = True
-
-
-def pytest(session: nox.Session, *args: str, mark: str = UNMARKED, workers: int = 3) -> None:
-    # As many workers as CI has cores, of one thread each, and one more where tests wait for processes.
+def pytest(
+    session: nox.Session, python: str, *args: str, mark: str = UNMARKED, workers: int = 3
+) -> None:
+    # As many workers as CI has cores, of one thread each, and one more as tests wait for processes.
     # A safe path tests the wheels and not the source tree, which `python -m` would put first.
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
-    command = ("python", "-m", "pytest", "-q", "-n", str(workers), "--dist=worksteal", "-m", mark)
-    session.run(*command, *args, env=env)
+    command = (python, "-m", "pytest", "-q", "-n", str(workers), "--dist=worksteal", "-m", mark)
+    session.run(*command, *report_to(session), *args, env=env)
 
 
 def describe_dists(folder: Path) -> Path:
@@ -175,38 +256,41 @@ def describe_dists(folder: Path) -> Path:
 # ---------------------------------------------------------------- what CI runs
 
 
-@nox.session(venv_backend="none")
+@job()
 def tests(session: nox.Session) -> None:
-    """Everything that a change must pass."""
-    plugins = [f"plugin({name})" for name in PLUGINS]
-    written = [f"scaffold({kind})" for kind in KINDS]
-    alone = ("lint", "typing", "wheels", "start", "core", *plugins)
-    for name in (*alone, "together", "faults", "thirdparty", "sglang", *written):
-        session.notify(name)
+    """Everything that a change must pass: two sessions at a time."""
+    parts = ("wheels", "dists", "lint", "typing", "alone", "authors", "sglang", "start")
+    command = (sys.executable, "-m", "nox", "--parallel", "2", "--allow-parallel", "-s", *parts)
+    session.run(*command, env={PART: "1"})
 
 
-@nox.session(venv_backend="none")
+@job()
 def lint(session: nox.Session) -> None:
     """ruff check and ruff format --check over the repository."""
     python = base_python(session)
-    session.run(python, "-m", "ruff", "check", ".", external=True)
-    session.run(python, "-m", "ruff", "format", "--check", ".", external=True)
+    session.run(python, "-m", "ruff", "check", ".")
+    session.run(python, "-m", "ruff", "format", "--check", ".")
 
 
-@nox.session(venv_backend="none")
+@job()
 def typing(session: nox.Session) -> None:
     """mypy --strict on the core and its tests, on every plugin and on the examples of plugins."""
     python = base_python(session)
     folders = [str(path / path.name.replace("-", "_")) for path in (*PROJECTS[1:], *EXAMPLES)]
     folders += map(str, ROOT.glob("examples/plugins/*.py"))
     env = {"MYPYPATH": os.pathsep.join(map(str, EXAMPLES))}  # the configuration knows none of them
-    session.run(python, "-m", "mypy", "draftcore", "tests", *folders, external=True, env=env)
+    session.run(python, "-m", "mypy", "draftcore", "tests", *folders, env=env)
 
 
-@nox.session(venv_backend="none")
+@job()
 def wheels(session: nox.Session) -> None:
     """Build every dist and check what ships: typed, entry point, no tests, valid metadata."""
-    build_wheels(session)
+    build = (base_python(session), "-m", "build", "-q", "--no-isolation", "--outdir", str(DIST))
+    shutil.rmtree(DIST, ignore_errors=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in pool.map(lambda p: subprocess.run([*build, str(p)], check=False), PROJECTS):
+            if done.returncode:
+                session.error(f"{done.args[-1]} was not built")
     built = sorted(DIST.glob("*.whl"))
     if len(built) != len(PROJECTS):
         session.error(f"{len(PROJECTS)} dists, but {len(built)} wheels in {DIST}")
@@ -219,18 +303,18 @@ def wheels(session: nox.Session) -> None:
         if lacking or tests:
             session.error(f"{wheel.name}: lacks {lacking}, ships {tests}")
     archives = map(str, sorted(DIST.iterdir()))
-    session.run(base_python(session), "-m", "twine", "check", "--strict", *archives, external=True)
+    session.run(base_python(session), "-m", "twine", "check", "--strict", *archives)
 
 
-@nox.session(**BARE)
+@job(requires=["wheels"])
 def start(session: nox.Session) -> None:
     """list-plugins and --help stay quick with every plugin installed.
 
     Machines differ and are shared, so the limits are multiples of the processor time that importing
     click, pluggy and importlib_metadata takes.
     """
-    install_wheels(session, *PLUGINS)
-    python, draftcore = (str(Path(session.bin) / name) for name in ("python", "draftcore"))
+    python = all_dists(session)
+    draftcore = str(Path(python).with_name("draftcore"))
     commands = {
         "floor": (python, "-c", "import click, pluggy, importlib_metadata"),
         "list-plugins": (draftcore, "list-plugins"),
@@ -239,11 +323,9 @@ def start(session: nox.Session) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(15):  # in turn, so that a change of the machine's speed meets all alike
         for name, command in commands.items():
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            before = processor_time()
             session.run(*command, silent=True, log=False)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            seconds[name].append(spent)
+            seconds[name].append(processor_time() - before)
     least = {name: min(values) for name, values in seconds.items()}  # others' work only adds
     for name, limit in (("list-plugins", 1.75), ("--help", 1.9)):
         ratio = least[name] / least["floor"]
@@ -252,109 +334,109 @@ def start(session: nox.Session) -> None:
             session.error(f"draftcore {name} takes {ratio:.2f} x floor, the limit is {limit}")
 
 
-@nox.session(**BARE)
-def core(session: nox.Session) -> None:
-    """The core's own tests, with the kit; that it needs no plugin, `thirdparty` shows."""
-    install_wheels(session, *KIT)
-    apart = [f"--ignore=tests/{name}" for name in ("together", "thirdparty", "faults", "soak")]
-    pytest(session, "tests", *apart, *session.posargs)
+@job(requires=["wheels"])
+def alone(session: nox.Session) -> None:
+    """Each dist imports and binds with nothing of ours but what it requires."""
+    folder = ROOT / ".nox" / "alone"
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in PLUGINS:
+        for dist in ours(name):
+            (wheel,) = DIST.glob(f"{dist.replace('-', '_')}-[0-9]*.whl")
+            zipfile.ZipFile(wheel).extractall(folder / name)
+    session.run(base_python(session), "tests/alone.py", str(folder))
 
 
-@nox.session(**BARE)
-@nox.parametrize("name", PLUGINS, ids=PLUGINS)
-def plugin(session: nox.Session, name: str) -> None:
-    """One plugin's wheel, the core's and those that it, or its tests, depend on; nothing else."""
-    data = nox.project.load_toml(ROOT / "plugins" / name / "pyproject.toml")
-    needs = data.get("dependency-groups", {}).get("test", [])
-    install_debian_packages(session, ROOT / "plugins" / name)
-    install_wheels(session, name, *(need for need in needs if need.startswith("draftcore")))
-    session.run("draftcore", "list-plugins", "--check")
-    pytest(session, f"plugins/{name}/tests", *session.posargs, workers=2 + (name in WAITING))
+@job(requires=["wheels"])
+def dists(session: nox.Session) -> None:
+    """The tests of the core and of every dist, and of all together: trained, killed, lied to.
+
+    `-- tests/kernel -k floors` runs some of them.
+    """
+    python = all_dists(session)
+    session.run(python, "-m", "draftcore", "list-plugins", "--check")
+    folders = [*map(str, ROOT.glob("plugins/*/tests")), "tests", "--ignore=tests/thirdparty"]
+    some = any(not argument.startswith("-") for argument in session.posargs[:1])
+    pytest(session, python, *([] if some else folders), *session.posargs)
 
 
-@nox.session(**BARE)
-def together(session: nox.Session) -> None:
-    """Every wheel in one environment: the tests that train, decode and export."""
-    install_wheels(session, *PLUGINS)
-    session.run("draftcore", "list-plugins", "--check")
-    pytest(session, "tests/together", "tests/soak", *session.posargs)
-
-
-@nox.session(**BARE)
-def faults(session: nox.Session) -> None:
-    """Processes of real runs are killed, frozen and lied to; the weights must count every use once."""
-    install_with_servers(session, "draftcore-sglang")
-    pytest(session, "tests/faults", *session.posargs)
-
-
-@nox.session(**BARE)
+@job(requires=["wheels"])
 def sglang(session: nox.Session) -> None:
     """sglang itself on the CPU, unmodified: its captures, and what it reads of our exports."""
-    install_sglang(session)
+    install_debian_packages(session, ROOT / "plugins" / "draftcore-mooncake")
+    needs, platform = SGLANG / "tests" / "sglang-cpu.txt", SGLANG / "tests" / "platform"
+    pins = hashlib.sha256(needs.read_bytes()).hexdigest()[:8]
+    over = packages(session, f"sglang-{pins}", f"--no-deps --no-compile -r {needs}")  # 1.4 GB
+    python = environment(session, "sglang", *PLUGINS, over=over)
+    session.run_install(*pip(python), "--no-deps", "--no-build-isolation", str(platform))
     # In one process, as each further one would import sglang anew; one by one, as it has globals.
     for name in (SGLANG.name, "draftcore-tools", "draftcore-data"):
         tests = (f"plugins/{name}/tests", "-n", "0")
-        pytest(session, *tests, *session.posargs, mark="sglang and smoke")
+        pytest(session, python, *tests, *session.posargs, mark="sglang and smoke")
 
 
-@nox.session(**BARE, reuse_venv=False)
-@nox.parametrize("kind", KINDS, ids=KINDS)
-def scaffold(session: nox.Session, kind: str) -> None:
-    """What `draftcore new-plugin` writes, as its author would have it: built, installed, tested."""
-    install_wheels(session, "draftcore-sdk", LIBRARY)
-    folder = Path(session.create_tmp()) / "written"
-    shutil.rmtree(folder, ignore_errors=True)
-    name, project = f"my-{kind}", folder / f"draftcore-my-{kind}"
-    session.run("draftcore", "new-plugin", name, "--kind", kind, "--out", str(folder))
-    build = (base_python(session), "-m", "build", "-q", "--no-isolation", str(project))
-    session.run_install(*build, external=True)
-    session.install("-q", "--no-deps", *map(str, project.glob("dist/*.whl")))
-    session.run("draftcore", "list-plugins", "--check")
-    # By the settings that it brings, with a safe path: the wheel is tested, not the folder.
-    command = ("python", "-P", "-m", "pytest", "-q", str(project), *session.posargs)
-    session.run(*command, env={"OMP_WAIT_POLICY": "PASSIVE"})
+@job(requires=["wheels"])
+def authors(session: nox.Session) -> None:
+    """What `draftcore new-plugin` writes and what others wrote, built and installed: its own tests.
 
-
-@nox.session(**BARE)
-def thirdparty(session: nox.Session) -> None:
-    """Plugins come and go by pip, one of them from a dist that nothing here knows; its own tests."""
-    install_wheels(session, "draftcore-sdk", LIBRARY)
-    examples = ROOT / ".nox" / "examples"
-    shutil.rmtree(examples, ignore_errors=True)
-    for project in EXAMPLES:
-        build = ("-m", "build", "-q", "--wheel", "--no-isolation", "--outdir", str(examples))
-        session.run_install(base_python(session), *build, str(project), external=True)
-    session.install("-q", "--no-deps", "--force-reinstall", *map(str, examples.glob("*.whl")))
-    session.env["DRAFTCORE_WHEELS"] = os.pathsep.join([str(DIST), str(examples)])
+    And plugins that come and go by pip.
+    """
+    python = environment(session, "authors", "draftcore-sdk", LIBRARY)
+    folder, built = ROOT / ".nox" / "written", ROOT / ".nox" / "examples"
+    for place in (folder, built):
+        shutil.rmtree(place, ignore_errors=True)
+    for kind in KINDS:
+        write = (
+            "-m",
+            "draftcore",
+            "new-plugin",
+            f"my-{kind}",
+            "--kind",
+            kind,
+            "--out",
+            str(folder),
+        )
+        session.run(python, *write, silent=True)
+    written = sorted(folder.iterdir())
+    for project in (*EXAMPLES, *written):
+        build = ("-m", "build", "-q", "--wheel", "--no-isolation", "--outdir", str(built))
+        session.run_install(base_python(session), *build, str(project))
+    fresh = ("--no-deps", "--force-reinstall")
+    session.run_install(*pip(python), *fresh, *map(str, built.glob("*.whl")))
+    session.run(python, "-m", "draftcore", "list-plugins", "--check")
+    for project in written:
+        # By the settings that it brings, with a safe path: the wheel is tested, not the folder.
+        command = (python, "-P", "-m", "pytest", "-q", str(project), *report_to(session))
+        session.run(*command, env={"OMP_WAIT_POLICY": "PASSIVE"})
+    session.env["DRAFTCORE_WHEELS"] = os.pathsep.join([str(DIST), str(built)])
     tests = [str(project / "tests") for project in EXAMPLES]
-    pytest(session, "tests/thirdparty", *tests, *session.posargs)
+    pytest(session, python, "tests/thirdparty", *tests, *session.posargs, workers=2)
 
 
 # ---------------------------------------------------------------- what CI does not run
 
 
-@nox.session(**BARE)
+@job(requires=["wheels"])
 def quickstart(session: nox.Session) -> None:
     """Capture, train, evaluate and export on this machine's CPU; prints the run's folder."""
-    install_wheels(session, *PLUGINS)
-    session.run("python", "examples/quickstart/quickstart.py", QUICKSTART, *session.posargs)
+    command = (all_dists(session), "examples/quickstart/quickstart.py", QUICKSTART)
+    session.run(*command, *session.posargs)
 
 
-@nox.session(**BARE)
+@job(requires=["wheels"])
 def soak(session: nox.Session) -> None:
     """Damage, lies, floods, kills and freezes at random, for an hour; writes docs/reliability.md's table.
 
     SOAK_CASES is how many of each kind are tried, DRAFTCORE_SOAK in how many runs processes are killed;
     DRAFTCORE_SEED=N repeats the moments that one of these printed.
     """
-    install_with_servers(session, *(name for name in PLUGINS if name not in SERVED))
+    python = all_dists(session)
     figures = Path(session.create_tmp()).resolve() / "figures.jsonl"
     figures.unlink(missing_ok=True)
     session.env["SOAK_FIGURES"] = str(figures)
     session.env.setdefault("SOAK_CASES", "300")
     session.env.setdefault("DRAFTCORE_SOAK", "200")
-    pytest(session, "tests/soak", *session.posargs)
-    pytest(session, "tests/faults", "-s", "-k", "random", *session.posargs, mark="long")
+    pytest(session, python, "tests/soak", *session.posargs)
+    pytest(session, python, "tests/faults", "-s", "-k", "random", *session.posargs, mark="long")
     rows: dict[str, tuple[int, str]] = {}
     for what, tried, found in map(json.loads, figures.read_text().splitlines()):
         rows[what] = rows.get(what, (0, ""))[0] + tried, found
@@ -364,21 +446,20 @@ def soak(session: nox.Session) -> None:
     page.write_text(head + bar + "".join(lines))
 
 
-@nox.session(**BARE, name="bench-transport")
+@job(name="bench-transport", requires=["wheels"])
 def bench_transport(session: nox.Session) -> None:
     """Measure stores against their aims; `-- --only shm,write` measures some."""
-    install_with_servers(session, "draftcore-eagle3")
     env = {"OMP_WAIT_POLICY": "PASSIVE"}
-    session.run("python", "benchmarks/transport.py", *session.posargs, env=env)
+    session.run(all_dists(session), "benchmarks/transport.py", *session.posargs, env=env)
 
 
-@nox.session(name="sglang-full", venv_backend="none")
+@job(name="sglang-full")
 def sglang_full(session: nox.Session) -> None:
     """The session `sglang` with every test that runs sglang on a CPU."""
     session.notify("sglang", posargs=("-m", "sglang and not gpu", *session.posargs))
 
 
-@nox.session(venv_backend="none")
+@job()
 def full(session: nox.Session) -> None:
     """Everything that runs without a GPU: the tests, another project's loader, the quickstart."""
     # First, as a session is queued once: `tests` asks for `sglang` with its smoke only.
@@ -386,42 +467,27 @@ def full(session: nox.Session) -> None:
         session.notify(name)
 
 
-@nox.session(**BARE)
+@job(requires=["wheels"])
 def long(session: nox.Session) -> None:
     """The tests that take too long for every change: drills, and a compiler's conformance."""
-    install_with_servers(session, *(name for name in PLUGINS if name not in SERVED))
-    plugins = (f"plugins/draftcore-{name}/tests" for name in ("graphs", "ray"))
-    pytest(
-        session,
-        "tests/faults",
-        "tests/together",
-        *plugins,
-        *session.posargs,
-        mark="long and not gpu",
-    )
+    folders = ["tests/faults", "tests/together"]
+    folders += (f"plugins/draftcore-{name}/tests" for name in ("graphs", "ray"))
+    python = all_dists(session)
+    pytest(session, python, *folders, *session.posargs, mark="long and not gpu")
 
 
-@nox.session(**BARE)
+@job(requires=["wheels"])
 def speculators(session: nox.Session) -> None:
     """Load exports in speculators 0.9.0, through its converters: our logits, and what `verify` says."""
-    install_wheels(session, *PLUGINS)
-    others = [
-        "pydantic-settings",
-        "loguru",
-        "typer",
-        "openai",
-        "httpx",
-        "psutil",
-        "protobuf",
-        "aiohttp",
-    ]
-    session.install("-q", "-c", "constraints.txt", "datasets", *others)
-    session.install("-q", "--no-deps", "speculators==0.9.0", "hs-connectors==0.9.0")
+    others = "datasets pydantic-settings loguru typer openai httpx psutil protobuf aiohttp"
+    theirs = "--no-deps speculators==0.9.0 hs-connectors==0.9.0"
+    over = packages(session, "speculators-0.9.0", f"-c constraints.txt {others}", theirs)
+    python = environment(session, "speculators", *PLUGINS, over=over)
     files = ("speculators_check.py", "speculators_verify_check.py")
-    pytest(session, *(f"tests/together/{file}" for file in files), *session.posargs)
+    pytest(session, python, *(f"tests/together/{file}" for file in files), *session.posargs)
 
 
-@nox.session(venv_backend="none")
+@job()
 def gpu(session: nox.Session) -> None:
     """The tests that need CUDA, with the interpreter nox runs in; installs nothing.
 
@@ -436,4 +502,4 @@ def gpu(session: nox.Session) -> None:
         if "pytest.mark.gpu" in file.read_text()
     ]
     command = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files)
-    session.run(*command, *session.posargs, env=env, external=True)
+    session.run(*command, *session.posargs, env=env)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
@@ -15,17 +13,7 @@ from typing import Any
 import torch
 
 from draftcore.launcher import MEETING
-
-sys.path.append(str(Path(__file__).parents[1]))  # which the children take over, to find `tests`
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "tests.ranks",
-        "draftcore.run",
-        "torch.distributed.fsdp",
-        "transformers.models.qwen3.modeling_qwen3",
-    ]
-)
+from tests.forks import CONTEXT, take_signals
 
 
 def start_rank(
@@ -40,6 +28,7 @@ def start_rank(
 
 
 def _be(env: dict[str, str], file: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    take_signals()
     os.environ.update(env)
     torch.set_num_threads(1)
     output = os.open(file, os.O_CREAT | os.O_WRONLY)

@@ -234,8 +234,6 @@ def test_ctrl_c_ends_a_verb_with_one_line_and_status_130(site: Site) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A job in the background of a shell inherits SIGINT ignored; a person's terminal does not.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,15 +77,10 @@ def test_a_run_whose_terminal_hangs_up_is_saved(
 ) -> None:
     project = new_project(tmp_path / "hung-up", samples=800)
     there, here = pty.openpty()
-
-    def own_terminal() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
     process = subprocess.Popen(
         [sys.executable, "-m", "draftcore", "train", str(project.yaml), *PRODUCERS[:producers]],
         stdin=here, stdout=here, stderr=here, start_new_session=True,
-        preexec_fn=own_terminal, text=True,
+        preexec_fn=partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0), text=True,
     )  # fmt: skip
     os.close(here)
     wait_for(lambda: bool(os.read(there, 1 << 16)) and steps(project) >= 5, process)

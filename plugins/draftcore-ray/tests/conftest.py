@@ -60,7 +60,6 @@ class Run:
         return [sys.executable, *loose, *overrides]
 
     def start(self, *overrides: str) -> subprocess.Popen[str]:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
         with self.log.open("a") as log:
             return subprocess.Popen(self.command(*overrides), stdout=log, stderr=log, text=True)
 

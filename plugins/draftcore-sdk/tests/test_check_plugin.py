@@ -380,8 +380,6 @@ def test_whoever_ends_the_check_ends_its_process(loose: Loose, tmp_path: Path, h
         stderr=subprocess.PIPE,
         text=True,
         env=child_environment(),
-        # A job in the background of a shell inherits SIGINT ignored; a person's terminal does not.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     until = time.monotonic() + 60
     while not (note.exists() and note.read_text()) and time.monotonic() < until:
