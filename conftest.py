@@ -29,7 +29,6 @@ def of_the_process() -> dict[str, Any]:
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     found: dict[str, Any] = {
         "the current folder": os.getcwd(),
-        "the variables": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
         "signal handlers": [signal.getsignal(number) for number in numbers],
     }
     if torch := sys.modules.get("torch"):

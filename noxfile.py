@@ -233,7 +233,10 @@ def pytest(
     # A safe path tests the wheels and not the source tree, which `python -m` would put first.
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
     command = (python, "-m", "pytest", "-q", "-n", str(workers), "--dist=worksteal", "-m", mark)
-    session.run(*command, *report_to(session), *args, env=env)
+    drills = (
+        ("--timeout=7200", "-o", "faulthandler_timeout=7300") if mark.startswith("long") else ()
+    )
+    session.run(*command, *report_to(session), *drills, *args, env=env)
 
 
 def describe_dists(folder: Path) -> Path:

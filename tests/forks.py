@@ -43,7 +43,7 @@ CONTEXT.set_forkserver_preload(
 EXECUTE = "TESTS_EXECUTE"
 FORKED = ("draftcore", "pytest")
 AT_START = ("PYTHON", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH", "LD_", "LC_", EXECUTE)
-PR_SET_MM, PR_SET_MM_MAP, PR_SET_CHILD_SUBREAPER = 35, 14, 36
+PR_SET_MM, PR_SET_MM_MAP, PR_SET_MM_MAP_SIZE, PR_SET_CHILD_SUBREAPER = 35, 14, 15, 36
 CLONE_NEWNET, NETWORK = 0x40000000, "/proc/thread-self/ns/net"
 # Of a private method, which has had these names since Python 3.11.
 ARGUMENTS = list(signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
@@ -99,8 +99,10 @@ class Popen(subprocess.Popen[Any]):
             }
 
         module = command[command.index("-m") + 1] if command[1:3].count("-m") else ""
+        size = ctypes.byref(ctypes.c_uint())
         return (
-            command[0] == sys.executable
+            ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_MAP_SIZE, size, 0, 0) == 0  # for `_show`
+            and command[:1] == [sys.executable]
             and module in (FORKED[:1] if self.direct else FORKED)
             and at_start(env) == at_start(os.environ)
             and EXECUTE not in env

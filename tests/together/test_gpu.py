@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from draftcore_sdk.targets import tiny_target
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.target import TransformersTarget
@@ -52,15 +53,16 @@ def test_a_run_begun_on_the_cpu_goes_on_on_cuda(project: Project) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=two_devices)])
-def test_features_on_cuda_are_those_of_the_cpu(target_folder: Path, devices: int) -> None:
+def test_features_on_cuda_are_those_of_the_cpu(tmp_path: Path, devices: int) -> None:
     """fp32 on both; the bound is that of sums of 48 products in another order."""
+    folder = tiny_target(tmp_path, vocab_size=260)  # which two devices can share
     tokens_BT = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
     lengths_B = torch.tensor([40, 17, 33])
     request = FeatureRequest((1, 4), True, "float32", topk=2, embeddings=True)
     found = {}
     for device in ("cpu", "cuda"):
         share = devices if device == "cuda" else 1
-        target = TransformersTarget(str(target_folder), device=device, tensor_parallel=share).model
+        target = TransformersTarget(str(folder), device=device, tensor_parallel=share).model
         place = target.device
         found[device] = target.features(tokens_BT.to(place), lengths_B.to(place), request)
     for name in request.names:

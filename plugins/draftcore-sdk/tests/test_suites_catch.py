@@ -7,18 +7,26 @@ import draftcore_sdk
 import pytest
 from mutants import Mutants
 
+KINDS = [*draftcore_sdk.SUITES, "observers"]
+PARTS = {"algorithms": 5, "stores": 2, "wrappers": 3}  # of what takes long: workers divide it
 
-@pytest.fixture(params=[*draftcore_sdk.SUITES, "observers"])
-def mutants(request: pytest.FixtureRequest) -> Mutants:
-    found: Mutants = import_module(f"mutants.{request.param}").MUTANTS
+
+def mutants_of(kind: str) -> Mutants:
+    found: Mutants = import_module(f"mutants.{kind}").MUTANTS
     return found
 
 
-def test_right_plugins_pass_and_wrong_ones_are_caught(mutants: Mutants, tmp_path: Path) -> None:
-    assert mutants.complaints(tmp_path) == []
+@pytest.mark.parametrize(
+    ("kind", "part"), [(kind, part) for kind in KINDS for part in range(PARTS.get(kind, 1))]
+)
+def test_right_plugins_pass_and_wrong_ones_are_caught(kind: str, part: int, tmp_path: Path) -> None:
+    share = slice(part, None, PARTS.get(kind, 1))
+    assert mutants_of(kind).complaints(tmp_path, share) == []
 
 
-def test_every_standard_test_has_caught_something(mutants: Mutants) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_standard_test_has_caught_something(kind: str) -> None:
+    mutants = mutants_of(kind)
     standard = {name for name in dir(mutants.suite) if name.startswith("test_")}
     caught = {mutant.caught_by.partition("[")[0] for mutant in mutants.wrong.values()} - {""}
     assert caught == standard if mutants.every_test else caught < standard

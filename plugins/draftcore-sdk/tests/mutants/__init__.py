@@ -70,12 +70,13 @@ class Mutants:
     body: str = 'plugin = "{name}"'  # what the subclass of the suite says
     every_test: bool = True  # each test of the suite catches a mutant
 
-    def complaints(self, folder: Path) -> list[str]:
+    def complaints(self, folder: Path, share: slice) -> list[str]:
         """Run the right plugin through the whole suite, and each wrong one through its test.
 
-        One process runs all. Returns what is not as it should be; of a test, pytest's line on it.
+        Of these, a share. One process runs all. Returns what is not as it should be; of a test,
+        pytest's line on it.
         """
-        plugins = {"is_right": Mutant(""), **self.wrong}
+        plugins = dict([("is_right", Mutant("")), *self.wrong.items()][share])
         tests = [self._write(name, mutant, folder) for name, mutant in plugins.items()]
         (folder / "pytest.ini").write_text("[pytest]\n")
         flags = ("-q", "--tb=no", "-rpfE", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp")
