@@ -358,8 +358,8 @@ def dists(session: nox.Session) -> None:
     python = all_dists(session)
     session.run(python, "-m", "draftcore", "list-plugins", "--check")
     folders = [*map(str, ROOT.glob("plugins/*/tests")), "tests", "--ignore=tests/thirdparty"]
-    some = any(not argument.startswith("-") for argument in session.posargs[:1])
-    pytest(session, python, *([] if some else folders), *session.posargs)
+    chosen = session.posargs and not session.posargs[0].startswith("-")
+    pytest(session, python, *([] if chosen else folders), *session.posargs)
 
 
 @job(requires=["wheels"])

@@ -1,6 +1,6 @@
 """Fresh environments, into which plugins come and from which they go by pip.
 
-Run by `nox -s thirdparty`, which builds the wheels and says where they lie. Nothing of this source
+Run by `nox -s authors`, which builds the wheels and says where they lie. Nothing of this source
 tree is on the path of what runs here, and every verb is a process of its own.
 """
 
@@ -111,7 +111,7 @@ NewRun = Callable[..., Run]
 def new_environment(tmp_path_factory: pytest.TempPathFactory) -> NewEnvironment:
     """Make an environment and install the wheels of these dists."""
     if WHEELS not in os.environ:
-        pytest.skip("needs wheels: nox -s thirdparty")
+        pytest.skip("needs wheels: nox -s authors")
 
     def make(*dists: str) -> Environment:
         environment = Environment(tmp_path_factory.mktemp("environment"))

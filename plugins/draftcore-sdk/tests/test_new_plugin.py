@@ -1,6 +1,6 @@
 """`draftcore new-plugin`: what it refuses, and that what it writes is tidy and typed.
 
-That a written plugin works is shown where it is built and installed: `nox -s scaffold`.
+That a written plugin works is shown where it is built and installed: `nox -s authors`.
 """
 
 from __future__ import annotations
