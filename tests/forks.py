@@ -230,13 +230,14 @@ def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
     _show.kept = text = ctypes.create_string_buffer(words + variables)  # type: ignore[attr-defined]
     # Of proc(5): what begins and ends where, from the 26th field on; three of them are together.
-    stat = [0, 0, 0, *Path("/proc/self/stat").read_text().rpartition(")")[2].split()]
-    code, (stack,), data = stat[26:28], stat[28:29], stat[45:48]
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]
+    stat = [0, 0, 0, 0, *map(int, fields)]
+    code, stack, data = stat[26:28], stat[28], stat[45:48]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sbrk.restype = ctypes.c_void_p
     start = ctypes.addressof(text)
     ends = [start, start + len(words), start + len(words), start + len(words + variables)]
-    values = [*map(int, (*code, *data)), libc.sbrk(0), int(stack), *ends, 0]
+    values = [*code, *data, libc.sbrk(0), stack, *ends, 0]
     new = _Map(*values, 0, 0xFFFFFFFF)
     if libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(new), ctypes.sizeof(new), 0):
         raise OSError(ctypes.get_errno(), "the kernel shows no other command of this process")

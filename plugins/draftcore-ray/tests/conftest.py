@@ -167,6 +167,14 @@ class Machines:
         self.there.remove(node)
 
 
+@pytest.fixture(autouse=True)
+def what_sigterm_does() -> Iterator[None]:
+    """Ray sets it, and leaves it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """The first machine, with four CPUs. That another is gone is known after 6 to 12 seconds."""

@@ -330,12 +330,15 @@ def test_a_test_in_which_the_process_dies_fails(loose: Loose) -> None:
     assert "the process ended here with exit status 3" in result.output
 
 
-def test_a_suite_that_cannot_be_loaded_is_a_failure(loose: Loose, tmp_path: Path) -> None:
+def test_a_suite_that_cannot_be_loaded_is_a_failure(
+    loose: Loose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where a package that only the suites need is broken."""
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "pydantic.py").write_text("raise ImportError('pydantic is broken')")
-    sys.path.insert(0, str(folder))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("TESTS_EXECUTE", "1")  # a fork has the right one
     checks = [check.Check("plugin", "", loose.name, str(loose.file), {}, "")]
     (found,) = check.run(checks)
     assert (found.outcome, found.words) == ("failed", "the suite can be loaded")
