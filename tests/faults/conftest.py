@@ -233,7 +233,7 @@ class Server:
         self.folder.mkdir(exist_ok=True)
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(self.command, stdout=quiet, stderr=quiet, cwd=self.folder)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while True:
             with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
                 return

@@ -105,7 +105,7 @@ def test_several_servers_share_the_work(cli: Cli, serve: Serve, source: Path, ou
     both = threading.Barrier(2)
 
     def wait(asked: Json) -> Json:
-        both.wait(60)
+        both.wait(300)
         return echo(asked)
 
     servers = serve(wait), serve(wait)
@@ -124,7 +124,7 @@ def test_killed_in_the_middle_it_goes_on_and_loses_and_doubles_no_row(
     def stall(asked: Json) -> Any:
         if answers.acquire(blocking=False):
             return echo(asked)
-        go_on.wait(60)
+        go_on.wait(300)
         return None
 
     server = serve(stall)
@@ -369,7 +369,7 @@ def test_two_processes_do_not_write_to_one_file(
     release = threading.Event()
 
     def wait(asked: Json) -> Json:
-        release.wait(60)
+        release.wait(300)
         return echo(asked)
 
     server = serve(wait)
@@ -390,7 +390,7 @@ def test_stopped_by_ctrl_c_it_says_so_and_keeps_what_it_has(
     def once(asked: Json) -> Any:
         if first.acquire(blocking=False):
             return echo(asked)
-        threading.Event().wait(60)
+        threading.Event().wait(300)
         return None
 
     server = serve(once)

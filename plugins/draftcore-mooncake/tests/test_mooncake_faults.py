@@ -51,7 +51,7 @@ def python(program: str, *arguments: str, **options: Any) -> "subprocess.Popen[s
     return subprocess.Popen(command, env=child_environment(), **pipes, **options)
 
 
-def finish(process: "subprocess.Popen[str]", seconds: float = 60) -> str:
+def finish(process: "subprocess.Popen[str]", seconds: float = 300) -> str:
     out, err = process.communicate(timeout=seconds)
     assert process.returncode == 0, err
     return out
@@ -122,7 +122,7 @@ def another_master() -> "Iterator[tuple[subprocess.Popen[bytes], str]]":
         port = probe.getsockname()[1]
     command = [engine.package_folder() / "mooncake_master", f"--rpc_port={port}", *FLAGS]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    address, limit = f"127.0.0.1:{port}", time.monotonic() + 30
+    address, limit = f"127.0.0.1:{port}", time.monotonic() + 300
     while not answers(address, seconds=1):
         assert time.monotonic() < limit
         time.sleep(0.05)

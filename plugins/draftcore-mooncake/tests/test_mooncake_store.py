@@ -98,7 +98,7 @@ def test_a_lender_reads_its_own_memory_in_place_and_notices_altered_bytes(
     writer = MooncakeStore.open(own.uri)
     ref = writer.put(StoreItem("a", BYTES, 1))
     key = key_of(ref)
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 300
     found = False
     while not found and time.monotonic() < limit:  # it has to find its memory first
         time.sleep(0.01)
@@ -152,7 +152,7 @@ def loopback_bytes() -> int:
 def test_lent_memory_is_touched_before_it_is_needed(lender: MooncakeStore) -> None:
     before = resident_bytes()
     store = MooncakeStore.open(f"{lender.uri.partition('?')[0]}?max_bytes=256MiB")
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 300
     while resident_bytes() < before + 250 * MiB and time.monotonic() < limit:
         time.sleep(0.05)
     assert resident_bytes() > before + 250 * MiB
@@ -230,7 +230,7 @@ def resident_uri(master: Master, store_uri: str) -> Iterator[str]:
         "--logtostderr=true",
     ]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + 300
         while not answers(f"127.0.0.1:{port}", seconds=0.2) and time.monotonic() < limit:
             time.sleep(0.05)
         yield f"{store_uri.partition('?')[0]}?resident={port}&buffers=16MiB"

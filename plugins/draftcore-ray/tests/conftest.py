@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for the address that others see
 OPTIONS = {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3}
-LONG = 150.0  # seconds on a busy machine
+LONG = 500.0  # seconds on a busy machine
 ROWS, EPOCHS = 24, 10
 STEPS = 6 * EPOCHS
 PACE = Path(__file__).with_name("pace.py")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 MakeRun = Callable[..., Any]
-LONG = 150.0
+LONG = 500.0
 ROUNDS = 3  # of faults in a run
 PACED = ("plugins=[pace]",)
 PATIENCE = 15.0  # seconds; a machine that is silent for longer counts as lost
