@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from draftcore.contracts.hooks import Specs
+from draftcore.errors import ExitStatus
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import FIRST, HOOKS, NEEDED, Registry
 
@@ -50,7 +51,7 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
         times = (f"{plugin.name} {plugin.import_ms:.0f}" for plugin in slow if plugin.import_ms)
         click.echo(f"imported in ms: {', '.join(times) or 'none'}")
     if check and (clashes or any(plugin.problem for plugin in registry.plugins)):
-        sys.exit(1)
+        sys.exit(ExitStatus.FAILED)
 
 
 @click.command()

@@ -21,7 +21,7 @@ import importlib_metadata
 from importlib_metadata import Distribution, PackageNotFoundError, distributions
 
 from draftcore.contracts.offers import Offer
-from draftcore.errors import UsageError, shown
+from draftcore.errors import UsageError, one_line
 
 BUILT_IN = "(built in)"  # how the dist draftcore itself is shown
 
@@ -67,9 +67,9 @@ def installed(path: Sequence[str]) -> list[Plugin]:
     for dist in cast(Iterable[Distribution], distributions(path=[*path])):
         if "[draftcore]" in (entries := _text(dist, "entry_points.txt")):
             # private, but without METADATA the folder's own name is all that is left
-            name, whole = shown(getattr(dist, "_path", "")), _text(dist, "METADATA")
+            name, whole = one_line(getattr(dist, "_path", "")), _text(dist, "METADATA")
             with contextlib.suppress(Exception):  # a name that is nowhere
-                name = shown(dist._normalized_name.replace("_", "-"), 60)
+                name = one_line(dist._normalized_name.replace("_", "-"), 60)
             if name not in dists or (whole and not dists[name][0]):
                 dists[name] = bool(whole), list(_plugins(dist, name, entries))
     return [plugin for _, plugins in dists.values() for plugin in plugins]
@@ -88,7 +88,7 @@ def _text(dist: Distribution, file: str) -> str:
 def _plugins(dist: Distribution, name: str, entries: str) -> Iterator[Plugin]:
     """Yield the plugins that a dist's entry points name; without a module if a line is damaged."""
     head = (_text(dist, "METADATA") or _text(dist, "PKG-INFO")).partition("\n\n")[0]
-    version = shown("".join(re.findall(r"^Version: (.*)", head, re.MULTILINE)[:1]), 30)
+    version = one_line("".join(re.findall(r"^Version: (.*)", head, re.MULTILINE)[:1]), 30)
     requires = tuple(re.findall(r"^Requires-Dist: (.*)", head, re.MULTILINE))
     which, origin, section = BUILT_IN if name == "draftcore" else name, _origin(dist), ""
     for line in filter(None, map(str.strip, entries.splitlines())):
@@ -96,7 +96,7 @@ def _plugins(dist: Distribution, name: str, entries: str) -> Iterator[Plugin]:
             section = line
         elif section == "[draftcore]" and line[0] not in "#;":
             key, _, module = map(str.strip, line.partition("="))
-            said = shown(key or line, 60)
+            said = one_line(key or line, 60)
             yield Plugin(
                 said, which, version, module * bool(key), origin, requires=requires, state="found"
             )
@@ -107,9 +107,9 @@ def _origin(dist: Distribution) -> str:
     with contextlib.suppress(Exception):  # a strange one
         url = dist.origin.url
         if vcs := getattr(dist.origin, "vcs_info", None):
-            return shown(f"{vcs.vcs}+{url}@{vcs.commit_id}")
+            return one_line(f"{vcs.vcs}+{url}@{vcs.commit_id}")
         editable = "editable: " if getattr(dist.origin.dir_info, "editable", False) else ""
-        return shown(editable + unquote(url.removeprefix("file://")))
+        return one_line(editable + unquote(url.removeprefix("file://")))
     return ""
 
 

@@ -26,7 +26,7 @@ from importlib_metadata import EntryPoint
 
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
-from draftcore.errors import UsageError, nearest, raised, shown
+from draftcore.errors import UsageError, nearest, one_line, raised
 from draftcore.plugins import catalog, dists
 from draftcore.plugins.dists import BUILT_IN, Plugin
 
@@ -194,7 +194,7 @@ def load(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Regis
     for plugin in (p for p in found if p.name in out & able and p.dist != BUILT_IN):
         plugin.state, plugin.problem, plugin.fix = "disabled", "left out", f"{DISABLE} names it"
     for name in sorted(out - able):
-        told = f"{DISABLE} names no plugin: {shown(name)}{nearest(name, able)}"
+        told = f"{DISABLE} names no plugin: {one_line(name)}{nearest(name, able)}"
         print(f"warning: {told}", file=sys.stderr)
     return Registry(sorted(found, key=lambda plugin: (plugin.name, plugin.dist)))
 
@@ -241,7 +241,7 @@ def _judge(plugin: Plugin, found: Iterable[Plugin]) -> None:
     except BaseException as error:  # the plugin's own code may raise anything, or exit
         plugin.problem, plugin.state = raised(error), "broken"
         plugin.fix = dists.remedy(error, plugin)
-    plugin.problem, plugin.fix = shown(plugin.problem, 999), shown(plugin.fix)
+    plugin.problem, plugin.fix = one_line(plugin.problem, 999), one_line(plugin.fix)
 
 
 @contextlib.contextmanager
@@ -331,7 +331,7 @@ def _answers(plugin: Plugin, hook: str, kind: type) -> tuple[Any, ...]:
         if len(found) <= MOST and all(isinstance(one, kind) and _sound(one) for one in found):
             return found
     fix = f"return a list of {kind.__name__}s; kinds of Offers: {', '.join(NEEDED)}"
-    raise _UnusableError(f"{hook}() returned {shown(found)}", fix)
+    raise _UnusableError(f"{hook}() returned {one_line(found)}", fix)
 
 
 def _sound(one: Any) -> bool:
@@ -339,7 +339,7 @@ def _sound(one: Any) -> bool:
     verb = isinstance(one, click.Command)
     more = [one.get_short_help_str()] if verb else [one.options, one.implementation]
     text = "".join([one.name, *more, *(() if verb else one.capabilities)])
-    return (verb or one.kind in NEEDED) and shown(text, 9999) == text
+    return (verb or one.kind in NEEDED) and one_line(text, 9999) == text
 
 
 def lacking(offer: Offer, hook: Any) -> list[str]:
