@@ -81,7 +81,7 @@ class Verbs(click.Group):
 
 def _registry(ctx: click.Context) -> Registry:
     ctx.obj = ctx.obj or load(ctx.params.get("plugin", ()))
-    ctx.obj.telling = ctx.params.get("traceback", False)
+    ctx.obj.verbose = ctx.params.get("traceback", False)
     return cast(Registry, ctx.obj)
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 from draftcore.contracts.launcher import Job, verdict
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore.files import unlinked
 
 MEETING = "DRAFTCORE_RANKS"  # in a rank's environment: the file where the ranks of one machine meet
 PR_SET_PDEATHSIG = 1
@@ -48,7 +47,7 @@ class Child:
             output: Any = None
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(open(self.log, "ab", opener=unlinked))
+                output = stack.enter_context(open(self.log, "ab"))
             self.process = subprocess.Popen(
                 self.command,
                 stdout=output,

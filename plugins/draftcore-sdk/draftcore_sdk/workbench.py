@@ -41,7 +41,7 @@ from draftcore.contracts.serving import Host, Round, ServedDraft
 from draftcore.contracts.target import TargetSpec
 from draftcore.evaluation.decode import EagerRunner, speculate
 from draftcore.evaluation.report import Decoded
-from draftcore.plugins.binding import misfit
+from draftcore.plugins.binding import type_error
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
 from draftcore_sdk.algorithm_fixtures import as_ratio, summed
 from draftcore_sdk.example import ANSWER, QUESTIONS, Example
@@ -261,8 +261,8 @@ class Bench:
         model = self.example.spec.model
         found = self.hook.drafter(draft=draft, target=model, options=self.options)
         for name, kind in {"num_drafts": int, "depth": int, "request": FeatureRequest}.items():
-            said = misfit(getattr(found, name, 1), kind, f"`{name}` of the drafter")
-            assert not said, said
+            mistake = type_error(getattr(found, name, 1), kind, f"`{name}` of the drafter")
+            assert not mistake, mistake
         return found
 
     def decode(
