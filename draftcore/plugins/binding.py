@@ -14,9 +14,10 @@ import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import islice
 from pkgutil import iter_modules
 from types import MappingProxyType, ModuleType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -193,45 +194,45 @@ def type_error(value: Any, hint: Any, where: str = "it") -> str:
     """
     parts = [(where, value, hint)]
     for place, part, asked in parts:  # grows as it is read
-        kinds = get_args(asked) if get_origin(asked) in (Union, UnionType) else (asked,)
-        kind = next((kind for kind in kinds if isinstance(part, _classes(kind))), None)
-        if kind is None:
-            return (
-                f"{place} is {_type_of(part)}, not {asked if get_args(asked) else asked.__name__}"
-            )
-        if lacking_members := [name for name in _members(kind) if not hasattr(part, name)]:
-            return f"{place} is no {kind.__name__}, as it lacks {', '.join(lacking_members)}"
-        inner = get_args(kind)
-        if dataclasses.is_dataclass(kind):
-            parts += [(f"its {n}", getattr(part, n), field) for n, field in _hints(kind).items()]
-        elif isinstance(part, tuple) and inner and inner[-1] is not ...:
+        classes, members, fields, inner = _parsed(asked)
+        if not isinstance(part, classes):
+            wanted = asked if get_args(asked) else asked.__name__
+            return f"{place} is {_type_of(part)}, not {wanted}"
+        if members and (absent := [name for name in members if not hasattr(part, name)]):
+            return f"{place} is no {asked.__name__}, as it lacks {', '.join(absent)}"
+        for name, field in fields if part is not None else ():
+            parts.append((f"its {name}", getattr(part, name), field))
+        if not inner:
+            continue
+        if isinstance(part, tuple) and inner[-1] is not ...:
             if len(part) != len(inner):
                 return f"{place} has {len(part)} parts, not {len(inner)}"
-            parts += [(f"{place}[{n}]", part[n], kind) for n, kind in enumerate(inner)]
-        elif isinstance(part, Collection) and inner and part:
-            keyed = isinstance(part, Mapping)
-            key, element = next(iter(part.items() if keyed else enumerate(part)))
-            parts.append((f"{place}[{key!r}]", element, inner[1 if keyed else 0]))
+            parts += (
+                (f"{place}[{n}]", *pair) for n, pair in enumerate(zip(part, inner, strict=True))
+            )
+        elif isinstance(part, Mapping):
+            parts += [(f"{place}[{key!r}]", part[key], inner[1]) for key in islice(part, 1)]
+        elif isinstance(part, Sequence):
+            parts += [(f"{place}[0]", element, inner[0]) for element in islice(part, 1)]
     return ""
 
 
 @functools.cache
-def _classes(hint: Any) -> Any:
-    """Return the class, or classes, by which `isinstance` knows a hint's values."""
-    if hint is Any or _members(hint):
-        return object
-    if get_origin(hint) is Literal:
-        return tuple(map(type, get_args(hint)))
-    return (int, float) if hint is float else get_origin(hint) or hint
+def _parsed(hint: Any) -> tuple[Any, Sequence[str], Iterable[tuple[str, Any]], tuple[Any, ...]]:
+    """Return what a value has to be: its classes, a protocol's members, a record's fields, what it holds.
 
-
-@functools.cache
-def _members(protocol: Any) -> list[str]:
-    """Name the public members of a protocol; of any other type, none."""
-    if not getattr(protocol, "_is_protocol", False):
-        return []
-    own = {n for base in protocol.__mro__[:-2] for n in (*vars(base), *base.__annotations__)}
-    return sorted(name for name in own if name[0] != "_")
+    Of a union, which is of a type and None, all but the classes are those of its first type.
+    """
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return tuple(_parsed(one)[0] for one in inner), *_parsed(inner[0])[1:]
+    if kind is Literal:
+        return tuple(map(type, inner)), (), (), ()
+    if getattr(kind, "_is_protocol", False):
+        names = {n for base in kind.__mro__[:-2] for n in (*vars(base), *base.__annotations__)}
+        return object, sorted(name for name in names if name[0] != "_"), (), ()
+    fields = _hints(kind).items() if dataclasses.is_dataclass(kind) else ()
+    return {Any: object, float: (int, float)}.get(kind, kind), (), fields, inner
 
 
 def _type_of(value: Any) -> str:
