@@ -66,14 +66,14 @@ class Verbs(click.Group):
         """Return all verbs. Of several with one name the core's is kept, otherwise none."""
         if VERBS not in ctx.meta:
             verbs = ctx.meta[VERBS] = self._core(ctx)
-            whose = dict.fromkeys(verbs, "draftcore")
+            owners = dict.fromkeys(verbs, "draftcore")
             foreign = (plugin for plugin in _registry(ctx).ready if plugin.dist != BUILT_IN)
-            for who, name, verb in _verbs_of(foreign):
-                first = whose.setdefault(name, who)
-                if first == who:
+            for plugin, name, verb in _verbs_of(foreign):
+                first = owners.setdefault(name, plugin)
+                if first == plugin:
                     verbs[name] = verb
                 else:
-                    click.echo(f"warning: {first} and {who} have a verb {name!r}", err=True)
+                    click.echo(f"warning: {first} and {plugin} have a verb {name!r}", err=True)
                     if first != "draftcore":
                         verbs.pop(name, None)
         return cast(dict[str, click.Command], ctx.meta[VERBS])

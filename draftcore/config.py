@@ -25,17 +25,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Named = Annotated[str, Field(min_length=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
 # What else lies in the run's folder, which no label may be.
-RESERVED = {
-    "checkpoints",
-    "data",
-    "eval",
-    "export",
-    "logs",
-    "metrics.jsonl",
-    "queue.json",
-    "run.json",
-}
-RESERVED |= {"secret", "scale.json", "comparison.png"}
+RESERVED = {"checkpoints", "data", "eval", "export", "logs", "metrics.jsonl", "queue.json"}
+RESERVED |= {"run.json", "secret", "scale.json", "comparison.png"}
 
 FREE = "free"
 T = TypeVar("T")

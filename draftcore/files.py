@@ -34,8 +34,8 @@ def write_atomic(file: Path, text: str) -> None:
 def write_sealed(file: Path, data: Mapping[str, Any]) -> None:
     """Write data as JSON whose last key, `digest`, is that of the file's name and the text before it."""
     text, _, _ = json.dumps({**data, "digest": ""}, indent=1).rpartition('"digest"')
-    own = xxhash.xxh3_128_hexdigest((file.name + text).encode())
-    write_atomic(file, json.dumps({**data, "digest": own}, indent=1))
+    seal = xxhash.xxh3_128_hexdigest((file.name + text).encode())
+    write_atomic(file, json.dumps({**data, "digest": seal}, indent=1))
 
 
 def read_sealed(file: Path) -> dict[str, Any]:

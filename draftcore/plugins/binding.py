@@ -207,9 +207,7 @@ def type_error(value: Any, hint: Any, where: str = "it") -> str:
         if isinstance(part, tuple) and inner[-1] is not ...:
             if len(part) != len(inner):
                 return f"{place} has {len(part)} parts, not {len(inner)}"
-            parts += (
-                (f"{place}[{n}]", *pair) for n, pair in enumerate(zip(part, inner, strict=True))
-            )
+            parts += [(f"{place}[{n}]", part[n], element) for n, element in enumerate(inner)]
         elif isinstance(part, Mapping):
             parts += [(f"{place}[{key!r}]", part[key], inner[1]) for key in islice(part, 1)]
         elif isinstance(part, Sequence):
@@ -225,7 +223,7 @@ def _parsed(hint: Any) -> tuple[Any, Sequence[str], Iterable[tuple[str, Any]], t
     """
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return tuple(_parsed(one)[0] for one in inner), *_parsed(inner[0])[1:]
+        return tuple(_parsed(part)[0] for part in inner), *_parsed(inner[0])[1:]
     if kind is Literal:
         return tuple(map(type, inner)), (), (), ()
     if getattr(kind, "_is_protocol", False):

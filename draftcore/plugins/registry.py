@@ -121,8 +121,8 @@ class Registry:
         """
         named = [self.named(name) for name in names]
         for plugin in named:
-            own = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
-            if not {*plugin.hooks} - {"describe", "commands"} - own:
+            of_offers = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
+            if not {*plugin.hooks} - {"describe", "commands"} - of_offers:
                 offers = ", ".join(map(str, plugin.offers)) or "verbs alone"
                 raise UsageError(
                     f"`plugins` names {plugin}, which has no observer and no wrapper\n"
@@ -334,6 +334,6 @@ def missing_hooks(offer: Offer, hook: Any) -> list[str]:
 
 def _unmarked(instance: Any, names: Iterable[str]) -> str:
     """Say which functions have a hook's name, as @hookimpl above them is easily forgotten."""
-    own = vars(instance if inspect.ismodule(instance) else type(instance))
-    forgotten = ", ".join(name for name in names if callable(own.get(name)))
+    members = vars(instance if inspect.ismodule(instance) else type(instance))
+    forgotten = ", ".join(name for name in names if callable(members.get(name)))
     return f"; put @hookimpl above {forgotten}" if forgotten else ""
