@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import islice
 from pkgutil import iter_modules
 from types import MappingProxyType, ModuleType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -194,30 +193,28 @@ def type_error(value: Any, hint: Any, where: str = "it") -> str:
     """
     parts = [(where, value, hint)]
     for place, part, asked in parts:  # grows as it is read
-        classes, members, fields, inner = _parsed(asked)
+        classes, members, fields, elements = _parsed(asked)
         if not isinstance(part, classes):
             wanted = asked if get_args(asked) else asked.__name__
             return f"{place} is {_type_of(part)}, not {wanted}"
         if members and (absent := [name for name in members if not hasattr(part, name)]):
             return f"{place} is no {asked.__name__}, as it lacks {', '.join(absent)}"
-        for name, field in fields if part is not None else ():
-            parts.append((f"its {name}", getattr(part, name), field))
-        if not inner:
+        if part is None:
             continue
-        if isinstance(part, tuple) and inner[-1] is not ...:
-            if len(part) != len(inner):
-                return f"{place} has {len(part)} parts, not {len(inner)}"
-            parts += [(f"{place}[{n}]", part[n], element) for n, element in enumerate(inner)]
-        elif isinstance(part, Mapping):
-            parts += [(f"{place}[{key!r}]", part[key], inner[1]) for key in islice(part, 1)]
-        elif isinstance(part, Sequence):
-            parts += [(f"{place}[0]", element, inner[0]) for element in islice(part, 1)]
+        for name, field in fields:
+            parts.append((f"its {name}", getattr(part, name), field))
+        if len(elements) > 1 and len(part) != len(elements):
+            return f"{place} has {len(part)} parts, not {len(elements)}"
+        if elements:
+            items = part.items() if isinstance(part, Mapping) else enumerate(part)
+            for (key, element), kind in zip(items, elements, strict=False):
+                parts.append((f"{place}[{key!r}]", element, kind))
     return ""
 
 
 @functools.cache
-def _parsed(hint: Any) -> tuple[Any, Sequence[str], Iterable[tuple[str, Any]], tuple[Any, ...]]:
-    """Return what a value has to be: its classes, a protocol's members, a record's fields, what it holds.
+def _parsed(hint: Any) -> tuple[Any, Sequence[str], Iterable[tuple[str, Any]], Sequence[Any]]:
+    """Return a hint's classes, a protocol's members, a record's fields, the types of first elements.
 
     Of a union, which is of a type and None, all but the classes are those of its first type.
     """
@@ -230,7 +227,8 @@ def _parsed(hint: Any) -> tuple[Any, Sequence[str], Iterable[tuple[str, Any]], t
         names = {n for base in kind.__mro__[:-2] for n in (*vars(base), *base.__annotations__)}
         return object, sorted(name for name in names if name[0] != "_"), (), ()
     fields = _hints(kind).items() if dataclasses.is_dataclass(kind) else ()
-    return {Any: object, float: (int, float)}.get(kind, kind), (), fields, inner
+    elements = inner[1:] if issubclass(kind, Mapping) else [t for t in inner if t is not ...]
+    return {Any: object, float: (int, float)}.get(kind, kind), (), fields, elements
 
 
 def _type_of(value: Any) -> str:
