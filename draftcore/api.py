@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from draftcore.errors import DraftcoreError, UsageError, raised
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError, raised
 from draftcore.plugins.registry import Registry, load
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def launch(
     settings: RunConfig, config: str | Path, overrides: Sequence[str], registry: Registry
 ) -> str:
     """Run the processes of a topology; returns how training ended."""
-    from draftcore.contracts.launcher import INTERRUPTED, SCALE, Job
+    from draftcore.contracts.launcher import SCALE, Job
     from draftcore.plugins.binding import bind
 
     topology = settings.topology
@@ -203,11 +203,11 @@ def launch(
     (settings.run / SCALE).unlink(missing_ok=True)  # of an earlier start
     devices = settings.target.tensor_parallel
     code = launcher.run(Job(command, settings.run, *counts, settings.channel, devices))
-    if code == INTERRUPTED:
+    if code == ExitStatus.INTERRUPTED:
         return "interrupted"
     if code:
         failed = DraftcoreError(f"the trainer ended with exit status {code}, for the reason above")
-        failed.exit_code = code
+        failed.exit_status = code
         raise failed
     require_done(settings)
     return "complete"

@@ -15,7 +15,7 @@ from typing import Any, cast
 import click
 
 from draftcore import listing
-from draftcore.errors import DraftcoreError
+from draftcore.errors import DraftcoreError, ExitStatus
 from draftcore.plugins import catalog
 from draftcore.plugins.dists import BUILT_IN, Plugin
 from draftcore.plugins.registry import Registry, load
@@ -23,7 +23,10 @@ from draftcore.plugins.registry import Registry, load
 FILE = click.Path(path_type=Path)
 SYSTEM = "check the path, its permissions and the space there; --traceback shows who asked for it"
 VERBS = "draftcore.verbs"  # where the context keeps the verbs of all plugins
-STATUS = "Exit status: 0 done, 1 failed, 2 wrongly asked, 130 stopped by Ctrl-C."
+STATUS = (
+    f"Exit status: {ExitStatus.DONE} done, {ExitStatus.FAILED} failed, {ExitStatus.REFUSED} wrongly asked, "
+    f"{ExitStatus.INTERRUPTED} stopped by Ctrl-C."
+)
 
 
 class Verbs(click.Group):
@@ -50,10 +53,10 @@ class Verbs(click.Group):
                 raise
             system = f"{type(error).__name__}: {error}\n  {SYSTEM}"
             click.echo(f"error: {system if isinstance(error, OSError) else error}", err=True)
-            ctx.exit(getattr(error, "exit_code", 1))
+            ctx.exit(getattr(error, "exit_status", ExitStatus.FAILED))
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
-            ctx.exit(130)
+            ctx.exit(ExitStatus.INTERRUPTED)
 
     def _core(self, ctx: click.Context) -> dict[str, click.Command]:
         built_in = _registry(ctx).judged(lambda plugin: plugin.dist == BUILT_IN)
@@ -63,14 +66,14 @@ class Verbs(click.Group):
         """Return all verbs. Of several with one name the core's is kept, otherwise none."""
         if VERBS not in ctx.meta:
             verbs = ctx.meta[VERBS] = self._core(ctx)
-            whose = dict.fromkeys(verbs, "draftcore")
+            owners = dict.fromkeys(verbs, "draftcore")
             foreign = (plugin for plugin in _registry(ctx).ready if plugin.dist != BUILT_IN)
-            for who, name, verb in _verbs_of(foreign):
-                first = whose.setdefault(name, who)
-                if first == who:
+            for plugin, name, verb in _verbs_of(foreign):
+                first = owners.setdefault(name, plugin)
+                if first == plugin:
                     verbs[name] = verb
                 else:
-                    click.echo(f"warning: {first} and {who} have a verb {name!r}", err=True)
+                    click.echo(f"warning: {first} and {plugin} have a verb {name!r}", err=True)
                     if first != "draftcore":
                         verbs.pop(name, None)
         return cast(dict[str, click.Command], ctx.meta[VERBS])
@@ -78,7 +81,7 @@ class Verbs(click.Group):
 
 def _registry(ctx: click.Context) -> Registry:
     ctx.obj = ctx.obj or load(ctx.params.get("plugin", ()))
-    ctx.obj.telling = ctx.params.get("traceback", False)
+    ctx.obj.verbose = ctx.params.get("traceback", False)
     return cast(Registry, ctx.obj)
 
 

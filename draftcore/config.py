@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from draftcore.options import apply_overrides, checked, read_yaml
+from draftcore.options import apply_overrides, read_yaml, validate_as
 from draftcore.uris import holds_secret
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -25,15 +25,8 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Named = Annotated[str, Field(min_length=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
 # What else lies in the run's folder, which no label may be.
-OWN = {"checkpoints", "data", "eval", "export", "logs", "metrics.jsonl", "queue.json", "run.json"}
-OWN |= {"secret", "scale.json", "comparison.png"}
-GONE = {  # keys of earlier versions, and what replaced them
-    "graphs": "now it is runner.prefill and runner.decode: {name: graphs, options: {backend: auto}}",
-    "capture.batch": "rows are captured and trained on in the same batches, of train.batch rows",
-    "train.window": "nothing replaces it: train.prefetch says how many batches are held",
-    "train.overlap": "nothing replaces it, but topology.producers captures beside training",
-}
-
+RESERVED = {"checkpoints", "data", "eval", "export", "logs", "metrics.jsonl", "queue.json"}
+RESERVED |= {"run.json", "secret", "scale.json", "comparison.png"}
 
 FREE = "free"
 T = TypeVar("T")
@@ -189,7 +182,7 @@ class RunConfig(Section):
     def _fits(self) -> Self:
         if (self.algorithm is None) == (not self.drafts):
             raise ValueError("set either algorithm, for one draft, or drafts, for several by label")
-        if taken := OWN & self.drafts.keys():
+        if taken := RESERVED & self.drafts.keys():
             raise ValueError(f"no draft can be labelled {taken.pop()!r}: the run's folder has it")
         if not self.run.name:
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
@@ -204,9 +197,9 @@ class RunConfig(Section):
         if self.train.eval_every and self.train.eval_prompts and self.target.tensor_parallel > 1:
             raise ValueError("target.tensor_parallel cannot decode: set train.eval_prompts=0")
         uris = [("store", self.store), ("channel", self.channel)]
-        for key, given in (("data.train", self.data.train), ("data.eval", self.data.eval)):
-            listed = (given,) if isinstance(given, str) else given or ()
-            uris += [(key, one if isinstance(one, str) else one.source) for one in listed]
+        for key, sources in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            listed = (sources,) if isinstance(sources, str) else sources or ()
+            uris += [(key, s if isinstance(s, str) else s.source) for s in listed]
         for key, uri in uris:
             if holds_secret(uri):  # not repeated: what is refused here is shown
                 problem = "its URI holds a user name or a password, and URIs are shown and stored"
@@ -223,5 +216,5 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     data = read_yaml(path)
     apply_overrides(data, overrides)
-    found: RunConfig = checked(RunConfig, data, str(path), GONE)
-    return found
+    config: RunConfig = validate_as(RunConfig, data, str(path))
+    return config

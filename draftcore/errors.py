@@ -1,27 +1,38 @@
-"""Errors written for the person who can act on them.
+"""Errors written for the person who can act on them, and the exit statuses of our processes.
 
-DraftcoreError          something went wrong that is not our bug; the CLI prints it, exit status 1
-└── UsageError          what was asked cannot be done as asked; exit status 2
+DraftcoreError          something went wrong that is not our bug; the CLI prints it and exits with FAILED
+└── UsageError          what was asked cannot be done as asked; the CLI exits with REFUSED
 
 An error says what was asked, what is there, what to do. The last line is the remedy.
 """
 
 from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """How a command ends, and each process of a run."""
+
+    DONE = 0
+    FAILED = 1
+    REFUSED = 2  # what was asked cannot be done, and would be refused again
+    RANK_LOST = 75  # of a rank that lost another: its own work is good, so all ranks start again
+    INTERRUPTED = 130  # by a signal, as Ctrl-C sends one
 
 
 class DraftcoreError(Exception):
     """A failure explained to the user; the CLI shows no traceback for it."""
 
-    exit_code = 1
+    exit_status: int = ExitStatus.FAILED
 
 
 class UsageError(DraftcoreError):
     """What the user asked for cannot be done as asked."""
 
-    exit_code = 2
+    exit_status = ExitStatus.REFUSED
 
 
-def shown(value: object, most: int = 500) -> str:
+def one_line(value: object, max_length: int = 500) -> str:
     """Return a text as one line that can be printed, whatever it holds and whoever wrote it.
 
     What controls a terminal, or would begin a line of its own, is escaped or a space; the rest is cut.
@@ -30,15 +41,17 @@ def shown(value: object, most: int = 500) -> str:
         text = str(value)
     except BaseException as error:
         text = f"(it has no text: that raises {type(error).__name__})"
-    if len(text) > most:
-        text = f"{text[:most]} ... ({len(text)} characters)"
+    if len(text) > max_length:
+        text = f"{text[:max_length]} ... ({len(text)} characters)"
     text = " ".join(map(str.strip, text.splitlines()))
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def raised(error: BaseException) -> str:
     """Return an exception's type and text on a line."""
-    return f"{shown(type(error).__name__)}: {shown(error)}"
+    return f"{one_line(type(error).__name__)}: {one_line(error)}"
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -26,8 +25,7 @@ def write_atomic(file: Path, text: str) -> None:
     """Write a file so that a reader sees the old content or the new, whatever crashes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    with open(partial, "w", encoding="utf-8", opener=unlinked) as stream:
-        stream.write(text)
+    partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.replace(file)
     sync(file.parent)
@@ -36,8 +34,8 @@ def write_atomic(file: Path, text: str) -> None:
 def write_sealed(file: Path, data: Mapping[str, Any]) -> None:
     """Write data as JSON whose last key, `digest`, is that of the file's name and the text before it."""
     text, _, _ = json.dumps({**data, "digest": ""}, indent=1).rpartition('"digest"')
-    own = xxhash.xxh3_128_hexdigest((file.name + text).encode())
-    write_atomic(file, json.dumps({**data, "digest": own}, indent=1))
+    seal = xxhash.xxh3_128_hexdigest((file.name + text).encode())
+    write_atomic(file, json.dumps({**data, "digest": seal}, indent=1))
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
@@ -53,17 +51,6 @@ def digest(file: Path) -> str:
     """Return the digest of a file's bytes; 10 GB/s from the page cache."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-
-def unlinked(path: str, flags: int) -> int:
-    """Open a file for `open(opener=...)`. Raises DraftcoreError for a link, be its target anybody's."""
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        text = f"{path} is a link, and what draftcore writes lies where it is\n  delete the link"
-        raise DraftcoreError(text) from None
 
 
 def altered(folder: Path, digests: Mapping[str, str]) -> list[str]:
@@ -101,7 +88,7 @@ def hold(file: Path, doing: str, remedy: str) -> int:
     Raises DraftcoreError, which says who is `doing` it, where another process holds the lock.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    fd = unlinked(str(file), os.O_RDWR | os.O_CREAT)
+    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftcore.contracts.launcher import LOST, Job, verdict
-from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import unlinked
+from draftcore.contracts.launcher import Job, verdict
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 
 MEETING = "DRAFTCORE_RANKS"  # in a rank's environment: the file where the ranks of one machine meet
 PR_SET_PDEATHSIG = 1
@@ -48,7 +47,7 @@ class Child:
             output: Any = None
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(open(self.log, "ab", opener=unlinked))
+                output = stack.enter_context(open(self.log, "ab"))
             self.process = subprocess.Popen(
                 self.command,
                 stdout=output,
@@ -155,8 +154,8 @@ class Family:
         """Return the trainer's exit status once it ended for good; restart ranks that were killed."""
         found = verdict([child.code for child in self.ranks], self.asked)
         if found:
-            end(self.ranks, 1.0 if found == LOST else GRACE)  # others hear of it
-        if found != LOST:
+            end(self.ranks, 1.0 if found == ExitStatus.RANK_LOST else GRACE)  # others hear of it
+        if found != ExitStatus.RANK_LOST:
             return found
         self._count(self.ranks[0], "the trainer was killed")
         self._start_ranks()
@@ -176,7 +175,7 @@ class Family:
             code = child.code
             if not code or self.asked:  # at work, or it heard that the run is over
                 continue
-            if code == UsageError.exit_code:  # it would be refused again
+            if code == ExitStatus.REFUSED:  # it would be refused again
                 raise UsageError(f"{child.name} cannot work for this run\n{child.tail()}")
             self._count(child, f"{child.name} ended with {code}")
             child.start()
@@ -207,7 +206,7 @@ def die_with_parent(parent: int) -> None:
     """Let the kernel ask this process to stop when its parent has died; for a `preexec_fn`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the kernel was told
-        os._exit(1)
+        os._exit(ExitStatus.FAILED)
 
 
 def devices(ranks: int, producers: int, each: int = 1) -> dict[str, dict[str, str]]:

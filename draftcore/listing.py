@@ -16,12 +16,13 @@ from typing import Any
 import click
 
 from draftcore.contracts.hooks import Specs
+from draftcore.errors import ExitStatus
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import FIRST, HOOKS, NEEDED, Registry
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
 ROOMS = ("algorithm", "capture", "store", "channel", "target", "runner", "serving", "offers")
-INNER = ("module", "loose", "requires", "instance", "dropped", "verbs")  # fields that are not shown
+NOT_SHOWN = ("module", "loose", "requires", "instance", "dropped", "verbs")  # fields of a plugin
 
 
 @click.command()
@@ -38,8 +39,10 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
         if count > 1
     ]
     if as_json:
-        shown = [{k: v for k, v in vars(p).items() if k not in INNER} for p in registry.plugins]
-        click.echo(json.dumps({"plugins": shown, "clashes": clashes}, indent=2, default=_plain))
+        plugins = [
+            {k: v for k, v in vars(p).items() if k not in NOT_SHOWN} for p in registry.plugins
+        ]
+        click.echo(json.dumps({"plugins": plugins, "clashes": clashes}, indent=2, default=_plain))
     else:
         rows = [HEADER, *(row for plugin in registry.plugins for row in _rows(plugin))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -50,7 +53,7 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
         times = (f"{plugin.name} {plugin.import_ms:.0f}" for plugin in slow if plugin.import_ms)
         click.echo(f"imported in ms: {', '.join(times) or 'none'}")
     if check and (clashes or any(plugin.problem for plugin in registry.plugins)):
-        sys.exit(1)
+        sys.exit(ExitStatus.FAILED)
 
 
 @click.command()

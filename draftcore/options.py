@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import yaml
 from yaml.error import MarkedYAMLError
@@ -18,62 +17,43 @@ from draftcore.errors import UsageError, nearest
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-LARGEST = 10_000  # values
-WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "yes": True}
-WORDS |= {"on": True, "false": False, "no": False, "off": False}
 
-
-class _Loader(yaml.BaseLoader):
-    """Reads of YAML what JSON has too: keys are texts, 3e-4 is a number, .inf and dates are texts.
-
-    Raises YAMLError for a tag, for a key that is given twice, for a character that cannot be printed
-    and for what is larger than any configuration, aliases written out.
-    """
-
-    values = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        alias, before = self.check_event(yaml.AliasEvent), self.values
-        node: Any = super().compose_node(parent, index)
-        self.values += getattr(node, "values", 0) if alias else 1
-        node.values = self.values - before
-        _refuse(self.values > LARGEST, "this is larger than any configuration", node)
-        _refuse(not node.tag.startswith("tag:yaml.org"), f"nobody knows the tag {node.tag}", node)
-        return node
-
-    def construct_scalar(self, node: Any) -> Any:
-        """Return a text, or what one without quotes stands for."""
-        text, plain = str(node.value), node.style is None
-        _refuse(self.NON_PRINTABLE.search(text), f"{text!r:.40} cannot be printed", node)
-        for kind in (int, float) if plain else ():
-            with suppress(ValueError, OverflowError):
-                if math.isfinite(number := kind(text)):
-                    return number
-        return WORDS.get(text.lower(), text) if plain else text
+class _Loader(yaml.SafeLoader):
+    """Reads YAML in which 3e-4 is a number, keys are texts, and none of them is given twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        found = dict[str, Any]()
-        for name, value in node.value:
-            _refuse(str(name.value) in found, f"the key {name.value!r} is given twice", name)
-            found[str(name.value)] = self.construct_object(value)
-        return found
+        names = [name.value for name, _ in node.value]
+        for name, _ in node.value:
+            if names.count(name.value) > 1:
+                problem = f"the key {name.value!r} is given twice"
+                raise MarkedYAMLError(problem=problem, problem_mark=name.start_mark)
+            name.tag = "tag:yaml.org,2002:str"
+        return super().construct_mapping(node, deep)
 
 
-def _refuse(wrong: object, problem: str, node: yaml.Node) -> None:
-    if wrong:
-        raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+# SafeLoader wants a dot and a sign: 3.0e-4, 1.0e+3.
+FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, [*"-+.0123456789"])
+
+
+def _parse(text: str | TextIO) -> Any:
+    """Read YAML as the JSON data that it stands for; raises ValueError for anything else."""
+    try:
+        return json.loads(json.dumps(yaml.load(text, _Loader), default=str))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a mapping. Raises UsageError for a file that is missing, unreadable or anything else."""
     try:
         with path.open(encoding="utf-8") as stream:
-            data = yaml.load(stream, _Loader)
+            data = _parse(stream)
     except (OSError, UnicodeDecodeError) as error:
         there = ", ".join(sorted(p.name for p in path.parent.glob("*.y*ml"))) or "none"
         text = f"cannot read {path}: {error}\n"
         raise UsageError(f"{text}  YAML files, to be in UTF-8, in {path.parent}: {there}") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path} is not YAML: {error}\n  correct it there") from None
     if not isinstance(data, dict):
         kind = "is empty" if data is None else f"holds a {type(data).__name__}, not a mapping"
@@ -90,26 +70,27 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
         *parents, last = key.split(".", 9)
         section = data
         for parent in parents:
-            child = {} if section.get(parent) is None else section[parent]
-            if not isinstance(child, dict):
+            if section.get(parent) is None:
+                section[parent] = {}
+            section = section[parent]
+            if not isinstance(section, dict):
                 raise UsageError(f"override {override!r}: {parent!r} is a value, not a section")
-            section[parent] = section = {**child}  # a copy, as an alias elsewhere may mean it too
         try:
-            section[last] = yaml.load(text, _Loader)
-        except (yaml.YAMLError, RecursionError) as error:
+            section[last] = _parse(text)
+        except ValueError as error:
             raise UsageError(f"cannot read the value {text!r:.80}: {error}") from None
 
 
 def validate(path: str, data: Mapping[str, Any], where: str) -> Any:
     """Validate options by the model at `module:Class`; None for data of '', which must be empty.
 
-    Raises UsageError as `checked` does, and for a model that cannot be imported.
+    Raises UsageError as `validate_as` does, and for a model that cannot be imported.
     """
     if not path:
         if data:
             raise UsageError(f"{where}: it has none\n  leave out {', '.join(data)}")
         return None
-    return checked(imported(path, where), data, where, {})
+    return validate_as(imported(path, where), data, where)
 
 
 def imported(path: str, where: str) -> Any:
@@ -121,13 +102,11 @@ def imported(path: str, where: str) -> Any:
         raise UsageError(f"{where}: {error}\n  python -c 'import {module}' tells more") from error
 
 
-def checked(
-    model: type[BaseModel], data: Mapping[str, Any], where: str, gone: Mapping[str, str]
-) -> Any:
+def validate_as(model: type[BaseModel], data: Mapping[str, Any], where: str) -> Any:
     """Validate data as JSON of just the types that a model names: "3" is no number, and 1 not true.
 
     Raises UsageError for values of other types, and for unknown keys, which the model may have meant
-    to ignore, naming the keys that there are, or what replaced those that are `gone`.
+    to ignore, naming the keys that there are.
     """
     from pydantic import ValidationError  # 70 ms: listing plugins needs none of it
 
@@ -141,8 +120,6 @@ def checked(
         path = ".".join(map(str, problem["loc"]))
         if not path:  # a rule about the whole
             lines.append(f"  {problem['msg'].removeprefix('Value error, ')}")
-        elif path in gone:
-            lines.append(f"  {path}: is gone; {gone[path]}")
         elif problem["type"] == "extra_forbidden":
             *parents, key = problem["loc"]
             known = _keys(model, parents)

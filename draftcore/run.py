@@ -374,7 +374,7 @@ def open_capture(run: Run, request: FeatureRequest) -> Capture:
     capture = run.capture.hook.capture(
         name=run.capture.offer.name, target=run.target, request=request, options=run.capture.options
     )
-    checked = CheckedCapture(capture, str(run.capture.plugin), request.forms(run.width))
+    checked = CheckedCapture(capture, str(run.capture.plugin), request.feature_specs(run.width))
     with ExitStack() as failed:
         failed.callback(checked.close)
         with suppress(BadRows):  # a target whose images it cannot capture is refused now
@@ -725,7 +725,7 @@ def _open_source(
 def _open_queue(run: Run, parts: TrainerParts, store: FeatureStore, at: int) -> Queue:
     features, plan = parts.features, parts.plan
     keeps, origin, request = features.keeps, features.provenance, features.request
-    forms, each = request.forms(run.width), request.token_bytes(run.width) + TEXT_BYTES
+    forms, each = request.feature_specs(run.width), request.token_bytes(run.width) + TEXT_BYTES
     limit, least = None, plan.largest(run.ranks.size) * each
     if not keeps and (room := store.stats().limit_bytes) is not None:
         if least > room:

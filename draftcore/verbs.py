@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from draftcore import api
+from draftcore.errors import ExitStatus
 
 if TYPE_CHECKING:
     from draftcore.plugins.registry import Registry
@@ -80,7 +81,7 @@ def train(
     """
     done = api.train(config, *overrides, role=role, registry=registry, say=click.echo)
     if done.reason == "interrupted":
-        raise click.exceptions.Exit(130)
+        raise click.exceptions.Exit(ExitStatus.INTERRUPTED)
 
 
 @click.command(name="eval", epilog=EXAMPLE.format("eval run.yaml eval.prompts=50"))

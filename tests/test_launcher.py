@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from draftcore_sdk.launchers import LauncherSuite
 
-from draftcore.contracts.launcher import INTERRUPTED
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore.launcher import Child, Family, devices
 
 Make = Callable[..., Child]
@@ -68,7 +67,7 @@ class Hasty(Child):
 
 def test_a_signal_that_comes_while_ranks_start_reaches_them(child: Make) -> None:
     rank = child("rank 0", "time.sleep(5)", Hasty)
-    assert Family([rank], [], restarts=0).run() == INTERRUPTED
+    assert Family([rank], [], restarts=0).run() == ExitStatus.INTERRUPTED
     assert rank.code == -signal.SIGTERM
 
 

@@ -54,7 +54,7 @@ class OnDevice:
 
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {name: moved(one) for name, one in value.items()}
+                return {name: moved(tensor) for name, tensor in value.items()}
             if cuda and getattr(value, "is_cpu", False):
                 value = value.pin_memory()
             return value.to(device, non_blocking=True) if hasattr(value, "to") else value

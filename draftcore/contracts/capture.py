@@ -38,11 +38,11 @@ class FeatureRequest:
     def names(self) -> tuple[str, ...]:
         hidden = tuple(f"hidden.{layer}" for layer in self.layers)
         last = ("last_hidden",) if self.last_hidden else ()
-        given = ("embeddings",) if self.embeddings else ()
-        return hidden + last + given + (("topk_logits", "topk_ids") if self.topk else ())
+        embeddings = ("embeddings",) if self.embeddings else ()
+        return hidden + last + embeddings + (("topk_logits", "topk_ids") if self.topk else ())
 
-    def forms(self, width: int) -> dict[str, tuple[int, str]]:
-        """What each feature is per token, of a target of this width: numbers, and their dtype."""
+    def feature_specs(self, width: int) -> dict[str, tuple[int, str]]:
+        """Say how many numbers each feature has per token, of a target of this width, and their dtype."""
         topk = {"topk_logits": (self.topk, self.dtype), "topk_ids": (self.topk, "int32")}
         return {name: topk.get(name, (width, self.dtype)) for name in self.names}
 
@@ -50,8 +50,8 @@ class FeatureRequest:
         """The bytes of one token's features."""
         import torch
 
-        forms = self.forms(width).values()
-        return sum(size * getattr(torch, dtype).itemsize for size, dtype in forms)
+        specs = self.feature_specs(width).values()
+        return sum(size * getattr(torch, dtype).itemsize for size, dtype in specs)
 
     def select(self, features: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
         """Take what this request asks for, in its dtypes, of what a wider one or a model gives."""
@@ -61,7 +61,7 @@ class FeatureRequest:
             name: (features[name][..., : self.topk] if "topk" in name else features[name]).to(
                 getattr(torch, dtype), copy=copy
             )
-            for name, (_, dtype) in self.forms(0).items()
+            for name, (_, dtype) in self.feature_specs(0).items()
         }
 
     def serves(self, other: FeatureRequest) -> bool:
@@ -74,8 +74,9 @@ class FeatureRequest:
         if self.dtype != other.dtype:
             raise ValueError(f"cannot join features of {self.dtype} with features of {other.dtype}")
         layers = tuple(sorted({*self.layers, *other.layers}))
-        last, given = self.last_hidden or other.last_hidden, self.embeddings or other.embeddings
-        return FeatureRequest(layers, last, self.dtype, max(self.topk, other.topk), given)
+        last, topk = self.last_hidden or other.last_hidden, max(self.topk, other.topk)
+        embeddings = self.embeddings or other.embeddings
+        return FeatureRequest(layers, last, self.dtype, topk, embeddings)
 
 
 class Image(NamedTuple):

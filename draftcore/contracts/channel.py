@@ -40,22 +40,22 @@ class Task:
             "nbytes": self.nbytes,
             "claim": self.claim,
             "batch": [self.batch.index, self.batch.rows, self.batch.ids],
-            "tokens": [base64.b64encode(one.tobytes()).decode() for one in tokens],
-            "masks": [base64.b64encode(one.tobytes()).decode() for one in masks],
+            "tokens": [base64.b64encode(ids.tobytes()).decode() for ids in tokens],
+            "masks": [base64.b64encode(bits.tobytes()).decode() for bits in masks],
             "images": self.batch.images,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Task:
-        tokens = [np.frombuffer(base64.b64decode(one), dtype="<i4") for one in data["tokens"]]
-        packed = [np.frombuffer(base64.b64decode(one), dtype=np.uint8) for one in data["masks"]]
+        tokens = [np.frombuffer(base64.b64decode(ids), dtype="<i4") for ids in data["tokens"]]
+        packed = [np.frombuffer(base64.b64decode(bits), dtype=np.uint8) for bits in data["masks"]]
         masks = [
             np.unpackbits(bits, count=len(ids)).astype(bool).tolist()
             for bits, ids in zip(packed, tokens, strict=True)
         ]
         index, rows, ids = data["batch"]
-        images = tuple(tuple(Image(*one) for one in row) for row in data["images"])
-        lists = tuple(one.tolist() for one in tokens)
+        images = tuple(tuple(Image(*image) for image in row) for row in data["images"])
+        lists = tuple(ids.tolist() for ids in tokens)
         batch = CaptureBatch(index, tuple(rows), tuple(ids), lists, images)
         return cls(data["position"], batch, tuple(masks), data["nbytes"], data["claim"])
 

@@ -39,13 +39,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.launcher import Launcher
     from draftcore.contracts.offers import Offer
     from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
-    from draftcore.contracts.serving import (
-        DisaggBatch,
-        DraftInput,
-        DraftShape,
-        RowField,
-        ServedDraft,
-    )
+    from draftcore.contracts.serving import DisaggBatch, DraftInput, DraftShape, RowField
     from draftcore.contracts.source import Source
     from draftcore.contracts.store import FeatureStore
     from draftcore.contracts.target import ImageProcessor, TargetModel, TargetSpec
@@ -182,7 +176,7 @@ class Specs:
         """Read a draft from a serving layout, our own exports or published ones."""
 
     @hookspec(firstresult=True)
-    def read_export(self, folder: Path, server: str, options: Any) -> ServedDraft:
+    def read_export(self, folder: Path, server: str, options: Any) -> Any:
         """Read an export by the conventions of `server`, sharing no code with `export_draft`."""
 
     # ------------------------------------------------------------ observers

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from draftcore.errors import ExitStatus
+
 SCALE = "scale.json"  # in a run's folder: {"producers": N}, written while the run goes on
 LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it trains
-INTERRUPTED = 130  # exit status of a run that a signal stopped
-LOST = 75  # exit status of a rank that lost another, which says nothing against its work
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Job:
 
     `command` starts any of them, `of` says which. A process that a signal kills, or that is lost with its
     machine, is started again, all ranks together and a producer alone, up to `restarts` times each; one
-    that says itself why it ended is not, unless it is a rank that ends with LOST, or a producer, which
-    may be tried anew but for exit status 2: that would be refused again. `folder` is the run's: rank 0
+    that says itself why it ended is not, unless it is a rank that ends with `RANK_LOST`, or a producer,
+    which may be tried anew but for `REFUSED`: that would be refused again. `folder` is the run's: rank 0
     writes there. `channel` is the run's way from producers to the trainer; `tcp` stands for one that the
     launcher may choose. A producer takes so many `devices`, and starts by itself what it runs on them.
     """
@@ -50,15 +50,16 @@ class Job:
 def verdict(codes: Sequence[int | None], asked: bool) -> int | None:
     """Return a run's exit status by those of its ranks, negative ones of signals; None: it goes on.
 
-    LOST says that all ranks are to start again. `asked` is whether a signal came for the run, which
-    then ends with INTERRUPTED unless its ranks had done their work.
+    `RANK_LOST` says that all ranks are to start again. `asked` is whether a signal came for the run,
+    which then ends with `INTERRUPTED` unless its ranks had done their work.
     """
     ended = [code for code in codes if code]
     if not ended:
-        return None if None in codes else 0
+        return None if None in codes else ExitStatus.DONE
     if asked:
-        return INTERRUPTED
-    return LOST if any(code < 0 or code == LOST for code in ended) else max(ended)
+        return ExitStatus.INTERRUPTED
+    lost = any(code < 0 or code == ExitStatus.RANK_LOST for code in ended)
+    return ExitStatus.RANK_LOST if lost else max(ended)
 
 
 class Launcher(Protocol):
@@ -72,6 +73,6 @@ class Launcher(Protocol):
         Producers are started, or asked by SIGTERM to go, as `job.wanted()` changes.
 
         SIGINT, SIGTERM or SIGHUP is passed on to the ranks, which save and stop, a second one ends all;
-        the status is then 130. Raises DraftcoreError where a process cannot be kept alive, UsageError
-        where what was asked for cannot be had or a producer was refused.
+        the status is then `INTERRUPTED`. Raises DraftcoreError where a process cannot be kept alive,
+        UsageError where what was asked for cannot be had or a producer was refused.
         """

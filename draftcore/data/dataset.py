@@ -35,7 +35,7 @@ from draftcore.data.rendering import Renderer
 from draftcore.data.samples import StoredSamples
 from draftcore.data.sources import Find, named, open_lines, open_source, read_conversations
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import digest, read_sealed, sync, unlinked, write_sealed
+from draftcore.files import digest, read_sealed, sync, write_sealed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -149,7 +149,7 @@ def build_dataset(
     opened = open_source(given, find)
     folder.mkdir(parents=True, exist_ok=True)
     marker, rows, partial = (folder / name for name in ("dataset.json", "rows.bin", "rows.partial"))
-    with open(folder / "lock", "a", opener=unlinked) as lock:
+    with open(folder / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         renderer = Renderer(tokenizer, options, date or date_of(folder), processor)
         chosen = options.model_dump_json(exclude={"train", "eval", "chat_template", "max_skipped"})
@@ -224,7 +224,7 @@ def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str
     hashes: list[bytes] = []
     images: list[tuple[int, tuple[Image, ...]]] = []
     counts: Counter[int] = Counter()
-    with open(file, "wb", opener=unlinked) as opened:
+    with open(file, "wb") as opened:
         for row in rows:
             tokens = np.empty(len(row.token_ids), TOKEN)
             tokens["id"], tokens["learned"] = row.token_ids, row.loss_mask

@@ -31,7 +31,7 @@ from draftcore.data.samples import Samples, batch_of
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features.queue import TTL, RemoteQueue
-from draftcore.plugins.binding import misfit
+from draftcore.plugins.binding import type_error
 from draftcore.tensors import all_finite
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class CheckedCapture:
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         asked, said = list(batches), f"the capture of {self.who} yielded"
         for batch, captured in itertools.zip_longest(asked, self.capture.features(asked)):
-            fits = batch and not misfit(captured, CapturedBatch, "it") and captured.batch == batch
+            fits = batch and not type_error(captured, CapturedBatch) and captured.batch == batch
             if not fits or len(captured.features) != len(batch.ids):
                 raise DraftcoreError(
                     f"{said} other batches or rows than were asked for\n  {AUTHORS}"

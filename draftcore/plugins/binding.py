@@ -17,12 +17,13 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pkgutil import iter_modules
 from types import MappingProxyType, ModuleType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import pluggy
 
-from draftcore import hookimpl
+from draftcore import contracts, hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
@@ -30,7 +31,7 @@ from draftcore.contracts.source import Source
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import FIRST, HOOKS, Registry, lacking, owners, register
+from draftcore.plugins.registry import FIRST, HOOKS, Registry, missing_hooks, owners, register
 
 MEANT = (DraftcoreError, KeyboardInterrupt, GeneratorExit)  # leave a hook as they are
 
@@ -79,7 +80,7 @@ def bind(
                 f"the hook {hook!r} has several owners: {' and '.join(rivals)}\n"
                 "  leave one, or make the others wrappers: @hookimpl(wrapper=True)"
             )
-    if missing := lacking(offer, manager.hook):
+    if missing := missing_hooks(offer, manager.hook):
         raise UsageError(f"{where} lacks {', '.join(missing)}\n  draftcore hooks {missing[0]}")
     return Binding(owner, offer, cast(Specs, manager.hook), checked)
 
@@ -100,19 +101,19 @@ def observers(registry: Registry, extras: Sequence[str] = ()) -> Specs:
 
 def _implementation(offer: Offer, where: str) -> Any:
     """Import an algorithm's class, whose methods then answer the hooks of their names."""
-    found = imported(offer.implementation, where)
-    if not (inspect.isclass(found) and issubclass(found, Algorithm)):
+    algorithm = imported(offer.implementation, where)
+    if not (inspect.isclass(algorithm) and issubclass(algorithm, Algorithm)):
         raise UsageError(
             f"{where}: {offer.implementation} is no subclass of Algorithm\n"
             "  derive it from draftcore.contracts.algorithm.Algorithm"
         )
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise UsageError(f"{where}: {found.__name__} lacks {missing}\n  write these methods")
-    for method in (getattr(found, name, None) for name in HOOKS):
+    if inspect.isabstract(algorithm):
+        missing = ", ".join(sorted(algorithm.__abstractmethods__))
+        raise UsageError(f"{where}: {algorithm.__name__} lacks {missing}\n  write these methods")
+    for method in (getattr(algorithm, name, None) for name in HOOKS):
         if method and not hasattr(method, "draftcore_impl"):
             hookimpl(method)
-    return found
+    return algorithm
 
 
 # ---------------------------------------------------------------- what a hook raises and returns
@@ -121,8 +122,8 @@ def _implementation(offer: Offer, where: str) -> Any:
 def _manager(plugins: Iterable[Plugin], owner: str = "") -> pluggy.PluginManager:
     """Register plugins, each once, in the order of their names; a hook that fails names its plugin."""
     manager = register(())
-    once = {id(plugin.instance): plugin for plugin in plugins}
-    for plugin in sorted(once.values(), key=lambda plugin: plugin.name):
+    by_instance = {id(plugin.instance): plugin for plugin in plugins}
+    for plugin in sorted(by_instance.values(), key=lambda plugin: plugin.name):
         guarded = ModuleType(plugin.name)
         for name in dir(plugin.instance):
             if opts := manager.parse_hookimpl_opts(plugin.instance, name):
@@ -141,84 +142,96 @@ def _guard(
 ) -> Callable[..., Any]:
     """Return a plugin's hook such that it names both where it fails, and is dropped if it observes."""
 
-    def settled(found: Any, error: BaseException | None = None) -> Any:
+    def checked_result(result: Any, error: BaseException | None = None) -> Any:
         if isinstance(error, MEANT):
             raise error
         if error is not None:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"raised {raised(error)}\n  at {last.filename}:{last.lineno}"
+            problem = f"raised {raised(error)}\n  at {last.filename}:{last.lineno}"
         elif "torch" in sys.modules and sys.modules["torch"].compiler.is_compiling():
-            return found
+            return result
         else:
-            kind = _hints(getattr(Specs, hook)).get("return")
-            said = misfit(found, list[kind] if wraps and hook not in FIRST else kind, "it")  # type: ignore[valid-type]
-            if not said:
-                stops = isinstance(found, Stop)
-                return dataclasses.replace(found, plugin=plugin.name) if stops else found
-            what = f"returned {_kind_of(found)}, and that does not fit: {said}\n  draftcore hooks {hook}"
-        failure = DraftcoreError(f"the hook {hook} of {plugin} {what}")
+            hint = _hints(getattr(Specs, hook)).get("return")
+            mistake = type_error(result, list[hint] if wraps and hook not in FIRST else hint)  # type: ignore[valid-type]
+            if not mistake:
+                stops = isinstance(result, Stop)
+                return dataclasses.replace(result, plugin=plugin.name) if stops else result
+            problem = f"returned {_type_of(result)}, and that does not fit: {mistake}"
+            problem += f"\n  draftcore hooks {hook}"
+        failure = DraftcoreError(f"the hook {hook} of {plugin} {problem}")
         if not observes:
             raise failure from error
         plugin.dropped = True
         print(f"warning: {failure}\n  the run goes on without {plugin.name}", file=sys.stderr)
 
     @functools.wraps(function)
-    def guarded(*given: Any) -> Any:
+    def guarded(*arguments: Any) -> Any:
         if observes and plugin.dropped:
             return None
         try:
-            found = function(*given)
+            result = function(*arguments)
         except BaseException as error:
-            return settled(None, error)
-        return settled(found)
+            return checked_result(None, error)
+        return checked_result(result)
 
     @functools.wraps(function)
-    def around(*given: Any) -> Any:
+    def around(*arguments: Any) -> Any:
         try:
-            found = yield from function(*given)
+            result = yield from function(*arguments)
         except BaseException as error:
-            return settled(None, error)
-        return settled(found)
+            return checked_result(None, error)
+        return checked_result(result)
 
     return around if wraps else guarded
 
 
-def misfit(value: Any, kind: Any, where: str) -> str:
-    """Say in which part a value is not of a type of the contract, records looked into; '' if it is."""
-    base, inner = get_origin(kind) or kind, get_args(kind)
-    if kind is Any:
-        return ""
-    if base in (Union, UnionType):
-        said = [misfit(value, one, where) for one in inner]
-        return "" if "" in said else said[0]
-    if base is Literal:
-        return "" if value in inner else f"{where} is {value!r}, not one of {inner}"
-    if getattr(base, "_is_protocol", False):
-        names = {
-            name for part in base.__mro__[:-2] for name in (*vars(part), *part.__annotations__)
-        }
-        absent = sorted(n for n in names if n[0] != "_" and not hasattr(value, n))
-        return f"{where} is no {base.__name__}, as it lacks {', '.join(absent)}" if absent else ""
-    if not isinstance(value, (int, float) if base is float else base):
-        wanted = kind if inner else getattr(base, "__name__", base)
-        return f"{where} is {_kind_of(value)}, not {wanted}"
-    parts: list[tuple[Any, Any, str]] = []
-    if isinstance(value, Mapping):
-        parts = [(one, inner[1], f"{where}[{key!r}]") for key, one in value.items()] * bool(inner)
-    elif dataclasses.is_dataclass(value):
-        hints = _hints(cast(Any, type(value))).items()
-        parts = [(getattr(value, name), hint, f"its {name}") for name, hint in hints]
-    elif inner and isinstance(value, Sequence | frozenset):
-        each = [inner[0]] * len(value) if base is not tuple or inner[-1] is ... else inner
-        if len(each) != len(value):
-            return f"{where} has {len(value)} parts, not {len(each)}"
-        parts = [
-            (one, k, f"{where}[{i}]") for i, (one, k) in enumerate(zip(value, each, strict=True))
-        ]
-    return next(filter(None, (misfit(*part) for part in parts)), "")
+def type_error(value: Any, hint: Any, where: str = "it") -> str:
+    """Say which part of what a hook returned is not of its type in the contract; '' if none is.
+
+    Records are checked by their fields, containers by their first element: a batch has thousands, and
+    the thread that trains waits for this.
+    """
+    parts = [(where, value, hint)]
+    for place, part, asked in parts:  # grows as it is read
+        classes, members, fields, elements = _parsed(asked)
+        if not isinstance(part, classes):
+            wanted = asked if get_args(asked) else asked.__name__
+            return f"{place} is {_type_of(part)}, not {wanted}"
+        if members and (absent := [name for name in members if not hasattr(part, name)]):
+            return f"{place} is no {asked.__name__}, as it lacks {', '.join(absent)}"
+        if part is None:
+            continue
+        for name, field in fields:
+            parts.append((f"its {name}", getattr(part, name), field))
+        if len(elements) > 1 and len(part) != len(elements):
+            return f"{place} has {len(part)} parts, not {len(elements)}"
+        if elements:
+            items = part.items() if isinstance(part, Mapping) else enumerate(part)
+            for (key, element), kind in zip(items, elements, strict=False):
+                parts.append((f"{place}[{key!r}]", element, kind))
+    return ""
 
 
-def _kind_of(value: Any) -> str:
+@functools.cache
+def _parsed(hint: Any) -> tuple[Any, Sequence[str], Iterable[tuple[str, Any]], Sequence[Any]]:
+    """Return a hint's classes, a protocol's members, a record's fields, the types of first elements.
+
+    Of a union, which is of a type and None, all but the classes are those of its first type.
+    """
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return tuple(_parsed(part)[0] for part in inner), *_parsed(inner[0])[1:]
+    if kind is Literal:
+        return tuple(map(type, inner)), (), (), ()
+    if getattr(kind, "_is_protocol", False):
+        names = {n for base in kind.__mro__[:-2] for n in (*vars(base), *base.__annotations__)}
+        return object, sorted(name for name in names if name[0] != "_"), (), ()
+    fields = _hints(kind).items() if dataclasses.is_dataclass(kind) else ()
+    elements = inner[1:] if issubclass(kind, Mapping) else [t for t in inner if t is not ...]
+    return {Any: object, float: (int, float)}.get(kind, kind), (), fields, elements
+
+
+def _type_of(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -228,16 +241,13 @@ def _hints(of: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _names(loaded: bool) -> dict[str, Any]:
+def _names(torch_loaded: bool) -> dict[str, Any]:
     """What the contract's annotations name; they are written for type checkers, which import it.
 
     Before torch is loaded nothing is a tensor: who starts a run's processes need not wait for it.
     """
-    rooms = ["store", "target", "capture", "source", "channel", "launcher", "runner", "serving"]
-    modules = (import_module(f"draftcore.contracts.{room}") for room in [*rooms, "algorithm"])
-    names = {name: value for module in modules for name, value in vars(module).items()}
-    if not loaded:
-        return {**names, "torch": object, "Tensor": object, "nn": object, "Path": object}
-    import torch
-
-    return {**names, "torch": torch, "Tensor": torch.Tensor, "nn": torch.nn, "Path": object}
+    paths = (f"draftcore.contracts.{file.name}" for file in iter_modules(contracts.__path__))
+    names = {name: value for path in paths for name, value in vars(import_module(path)).items()}
+    torch = sys.modules["torch"] if torch_loaded else None
+    tensor, nn = (torch.Tensor, torch.nn) if torch else (object, object)
+    return {**names, "torch": torch or object, "Tensor": tensor, "nn": nn, "Path": object}

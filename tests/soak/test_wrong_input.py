@@ -37,12 +37,10 @@ NUMBER = [
     "-.inf",
     ".nan",
     "1e999",
-    "0x10",
-    "1:30",
     "-1",
     "1e30",
 ]
-TEXT = ["[]", "{}", "3", "0.5", "true", "[a]", "{a: b}", '"\\0"', '"\\e[2J"']
+TEXT = ["[]", "{}", "3", "0.5", "true", "[a]", "{a: b}"]
 WRONG: dict[Any, list[str]] = {
     int: [*NUMBER, "1.5", "2.0", f"{10**12}", f"{10**30}", "!int 3"],
     float: [*NUMBER, "1.5.2", '"0.5"'],
@@ -123,14 +121,13 @@ def wrong_uris(project: Project, dice: random.Random) -> Lines:
 def wrong_files(project: Project, dice: random.Random) -> Lines:
     """Write what is no configuration, or one that no draft was trained by."""
     text = yaml.safe_dump(project.config)
-    lines, bomb = text.splitlines(keepends=True), "a0: &a0 [x]\n"
-    bomb += "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(99))
+    lines = text.splitlines(keepends=True)
     while True:
         at, one, deep = dice.randrange(len(text)), dice.randrange(len(lines)), dice.choice("[{-?")
         ways = [
             text[:at] + dice.choice(string.printable) + text[at + 1 :], text[:at], text[at:],
             text + dice.choice(lines), "".join(lines[:one] + lines[one + 1 :]), f"{text}---\n{text}",
-            f"{deep} a: " * dice.randrange(1, 9999), deep * 99999, bomb, text + bomb, text + "? {}\n",
+            f"{deep} a: " * dice.randrange(1, 9999), deep * 99999, text + "? {}\n",
             f"a: &a [*a]\n{text}", f"{text}x: !!python/name:os.system\n", f"{text}<<: {{run: b}}\n",
         ]  # fmt: skip
         made = dice.choice(ways).encode()

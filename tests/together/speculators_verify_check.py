@@ -29,6 +29,7 @@ from draftcore_dflash.algorithm import DFlash
 from draftcore_eagle3.algorithm import Eagle3
 from draftcore_sdk.exports import change, config_of
 from draftcore_sdk.targets import tiny_target
+from draftcore_tools.served import Host, Round, ServedDraft
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.convert import convert_model
 from speculators.losses import resolve_loss_config
@@ -36,7 +37,6 @@ from speculators.models.eagle3.data import shift_batch
 from torch import Tensor
 
 from draftcore.cli import main
-from draftcore.contracts.serving import Host, Round, ServedDraft
 from draftcore.contracts.target import TargetSpec
 from draftcore.target import TransformersTarget
 

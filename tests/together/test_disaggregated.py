@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from draftcore.config import OWN
+from draftcore.config import RESERVED
 from tests.ranks import listening
 from tests.together.conftest import BLOCKS
 
@@ -45,7 +45,7 @@ def run(tmp_path: Path, new_project: NewProject) -> Train:
         assert hosts <= {"127.0.0.1"}
         run_id = json.loads((project.run / "run.json").read_text())["run_id"]
         assert not [path for path in SHM.iterdir() if run_id in path.name]
-        assert {path.name for path in project.run.iterdir()} <= {*OWN, ".lock"}
+        assert {path.name for path in project.run.iterdir()} <= {*RESERVED, ".lock"}
         return project, output
 
     return train

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftcore.cli import main
-from draftcore.contracts.launcher import LOST
+from draftcore.errors import ExitStatus
 from tests.ranks import start_rank
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def test_a_stopped_or_killed_run_resumes_to_the_same_bits(
     ranks = start(broken, plugin=dropout)
     ranks.until(lambda: steps(broken) >= stopped + 4)
     ranks.send(1, signal.SIGKILL)
-    assert ranks.finish() == [LOST, -signal.SIGKILL], ranks.output(0)
+    assert ranks.finish() == [ExitStatus.RANK_LOST, -signal.SIGKILL], ranks.output(0)
     assert f"resuming from step {stopped} of 20" in ranks.output(0)
     assert "error: rank 1 failed\n  it gave no sign of life for 2 s" in ranks.output(0)
     assert steps(broken) < 20, "the run ended before it was killed"
@@ -319,12 +319,12 @@ def test_a_frozen_rank_is_given_up(tmp_path: Path, new_project: NewProject, star
     ranks.until(lambda: steps(project) >= 3)
     ranks.send(1, signal.SIGSTOP)
     ranks.processes[0].join(60)
-    assert ranks.processes[0].exitcode == LOST
+    assert ranks.processes[0].exitcode == ExitStatus.RANK_LOST
     # 2 s of a rank that did not come to an exchange of gradients: whoever waits looks more often then.
     gone = r"error: rank 1 failed\n  it gave no sign of life for [24] s"
     assert re.search(gone, ranks.output(0))
     ranks.send(1, signal.SIGCONT)
-    assert LOST in ranks.finish()
+    assert ExitStatus.RANK_LOST in ranks.finish()
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def be_a_rank(work: Callable[..., Any], folder: Path, settings: dict[str, Any]) 
             (folder / f"said.{ranks.rank}").write_text(json.dumps(said))
     except DraftcoreError as error:
         print(f"error: {error}", flush=True)
-        raise SystemExit(error.exit_code) from None
+        raise SystemExit(error.exit_status) from None
 
 
 def train(

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 
 from draftcore.data.conversations import Message, RowError
-from draftcore.errors import DraftcoreError, UsageError, raised, shown
+from draftcore.errors import DraftcoreError, UsageError, one_line, raised
 from draftcore.uris import holds_secret
 from draftcore_data.conversing import Answer, as_asked, tool_as_asked
 
@@ -72,7 +72,7 @@ class Endpoints:
         names = [str(one["id"]) for one in listed.get("data", ()) if "id" in one]
         if len(names) != 1:
             raise UsageError(
-                f"the servers have {len(names)} models: {shown(', '.join(names)) or 'none listed'}\n"
+                f"the servers have {len(names)} models: {one_line(', '.join(names)) or 'none listed'}\n"
                 "  name one with --model"
             )
         return names[0]
@@ -135,7 +135,7 @@ class Endpoints:
 
     def _text(self, response: httpx2.Response) -> str:
         """Return what a server says of an error; some repeat the key."""
-        text = shown(response.text, 300)
+        text = one_line(response.text, 300)
         return text.replace(self._key, "***") if self._key else text
 
 

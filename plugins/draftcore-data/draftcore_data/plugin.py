@@ -15,7 +15,7 @@ import click
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
-from draftcore.errors import UsageError
+from draftcore.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
     from draftcore.contracts.source import Source
@@ -99,7 +99,7 @@ def regenerate(
     for line in tally.summary(out):
         click.echo(line)
     if tally.failed:
-        ctx.exit(1)
+        ctx.exit(ExitStatus.FAILED)
 
 
 def on_run(function: Callable[..., None]) -> Callable[..., None]:
@@ -170,7 +170,7 @@ def check(run: Run, dataset: Dataset, rows: int, max_tokens: int, as_json: bool)
     lines = [json.dumps(verdict.to_json(), indent=1)] if as_json else verdict.lines()
     click.echo("\n".join(lines))
     if verdict.name == "foreign":
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(ExitStatus.FAILED)
 
 
 @hookimpl

@@ -30,7 +30,7 @@ from draftcore.data.conversations import (
 )
 from draftcore.data.sources import Find, named, read_conversations
 from draftcore.errors import UsageError
-from draftcore.files import hold, unlinked, write_atomic
+from draftcore.files import hold, write_atomic
 from draftcore.training.progress import Progress
 from draftcore_data.conversing import Answer, converse
 from draftcore_data.endpoints import Endpoints
@@ -91,10 +91,10 @@ def open_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFil
                 f"{path} holds answers that were made otherwise\n{''.join(told)}"
                 "  give the settings that are there, or name another file with --out"
             )
-        with open(path, "a+b", opener=unlinked) as stream:
+        with open(path, "a+b") as stream:
             ids = read_ids(path, stream)
             write_atomic(about, json.dumps(dict(settings), indent=1))
-            with open(failed, "wb", opener=unlinked) as failures:
+            with open(failed, "wb") as failures:
                 yield AnswersFile(ids, stream, failures)
             os.fsync(stream.fileno())
         if not failed.stat().st_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftcore_nn import batches
 from draftcore_nn import serving as files
@@ -25,12 +25,15 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.serving import DraftInput, ServedDraft, nothing_to_go_on
+from draftcore.contracts.serving import DraftInput, nothing_to_go_on
 from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore_dflash import serving
 from draftcore_dflash.config import DraftConfig, captured_layers
 from draftcore_dflash.drafter import DFlashDrafter
 from draftcore_dflash.model import Backbone, DFlashDraft
+
+if TYPE_CHECKING:
+    from draftcore_tools.served import ServedDraft
 
 
 class DFlash(Algorithm):

@@ -23,9 +23,8 @@ from typing import Any, Self
 
 import draftcore_tools.served as tools
 import torch
+from draftcore_tools.served import Host, Round, ServedDraft, Suspect, UnservableError
 from torch import Tensor
-
-from draftcore.contracts.serving import Host, Round, ServedDraft, Suspect, UnservableError
 
 SERVERS = ("sglang", "vllm")
 ARCHITECTURE = "DFlashDraftModel"

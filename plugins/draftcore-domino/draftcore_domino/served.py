@@ -17,9 +17,8 @@ from typing import Any
 import draftcore_tools.served as tools
 import torch
 from draftcore_dflash.served import ServedBackbone, backbone_shapes, read_backbone
+from draftcore_tools.served import Host, Round, ServedDraft, Suspect, UnservableError
 from torch import Tensor
-
-from draftcore.contracts.serving import Host, Round, ServedDraft, Suspect, UnservableError
 
 SERVERS = ("sglang",)
 FIELDS = ("shift_label", "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim")

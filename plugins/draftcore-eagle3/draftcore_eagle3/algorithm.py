@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftcore_nn import batches
 from draftcore_nn.serving import read_as_server
@@ -31,7 +31,6 @@ from draftcore.contracts.serving import (
     DraftInput,
     DraftShape,
     RowField,
-    ServedDraft,
     hidden_field,
     topk_fields,
 )
@@ -39,6 +38,9 @@ from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore_eagle3 import config, model, serving, vocabulary
 from draftcore_eagle3.drafter import Eagle3Drafter
 from draftcore_eagle3.options import Eagle3Options
+
+if TYPE_CHECKING:
+    from draftcore_tools.served import ServedDraft
 
 
 class Eagle3(Algorithm):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from draftcore.errors import DraftcoreError, UsageError, nearest
 
 if TYPE_CHECKING:
+    from draftcore_tools.served import ServedDraft
     from pydantic import BaseModel
 
-    from draftcore.contracts.serving import ServedDraft
     from draftcore.contracts.target import TargetSpec
 
 LAYOUT = "serving"

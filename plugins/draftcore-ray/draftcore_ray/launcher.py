@@ -32,8 +32,8 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from draftcore.contracts.launcher import INTERRUPTED, LOCK, LOST, Job, verdict
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.contracts.launcher import LOCK, Job, verdict
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore.files import hold, secret
 from draftcore_ray.host import Host
 from draftcore_ray.options import RayOptions, Request
@@ -98,7 +98,7 @@ class Driver:
             self.start_ranks()
             return self.watch()
         except KeyboardInterrupt:  # by us, while no rank was there to be told
-            return INTERRUPTED
+            return ExitStatus.INTERRUPTED
 
     def watch(self) -> int:
         passed = 0
@@ -110,7 +110,7 @@ class Driver:
             for number in self.asked[passed:]:
                 passed += 1
                 if passed > 1:
-                    return INTERRUPTED
+                    return ExitStatus.INTERRUPTED
                 for one in self.ranks:
                     one.host.send.remote(number)
             time.sleep(LOOK_EVERY)
@@ -275,10 +275,10 @@ class Driver:
     def judge_ranks(self) -> int | None:
         """Return the run's exit status once it ended for good; start ranks that were lost again."""
         found = self.verdict()
-        if found and found != LOST:  # one says itself why, unless another turns out to be lost
+        if found and found != ExitStatus.RANK_LOST:  # unless another turns out to be lost
             self.wait_for(self.ranks, GRACE + self.options.patience * (not self.asked))
             found = self.verdict()
-        if found != LOST:
+        if found != ExitStatus.RANK_LOST:
             return found
         self.restarts += 1
         self.count(self.restarts, "the trainer was killed, or lost its machine")
@@ -290,7 +290,10 @@ class Driver:
 
     def verdict(self) -> int | None:
         # A rank that we did not ask to stop was asked by its host.
-        codes = [LOST if one.code == INTERRUPTED else one.code for one in self.ranks]
+        codes = [
+            ExitStatus.RANK_LOST if one.code == ExitStatus.INTERRUPTED else one.code
+            for one in self.ranks
+        ]
         return verdict(codes, bool(self.asked))
 
     def wait_for_folder(self) -> None:
@@ -315,7 +318,7 @@ class Driver:
         for number, one in enumerate(self.producers):
             if not one.code or self.asked:  # at work, or it heard that the run is over
                 continue
-            if one.code == UsageError.exit_code:  # it would be refused again
+            if one.code == ExitStatus.REFUSED:  # it would be refused again
                 raise UsageError(f"{one.name} cannot work for this run, for the reason above")
             self.count(one.restarts + 1, f"{one.name} ended with {one.code}")
             self.drop([one])

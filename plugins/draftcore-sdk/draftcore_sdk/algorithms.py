@@ -20,14 +20,13 @@ from pathlib import Path
 import pytest
 import torch
 from draftcore_sglang.rows import HandedOver, RowError, first_draft_input, wire_row
-from draftcore_tools.served import gaps, leads
+from draftcore_tools.served import Host, ServedDraft, Suspect, gaps, leads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftcore.contracts.serving import Host, ServedDraft, Suspect
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation.proposals import depth_of
-from draftcore.plugins.binding import misfit
+from draftcore.plugins.binding import type_error
 from draftcore.training.checkpoint import trained_tensors
 from draftcore_sdk.algorithm_training import (
     require_same_bits,
@@ -264,8 +263,8 @@ def require_members(served: ServedDraft, host: Host, folder: Path, bench: Bench)
     assert not missing, f"it ignores what is not in the export: {', '.join(sorted(missing))}"
     for suspect in served.suspects(host, draft.config):
         assert isinstance(suspect, Suspect), f"suspects() gives a {type(suspect).__name__}"
-        misread = misfit(suspect.draft, ServedDraft, f"the draft of {suspect.cause!r}")
-        assert not misread, misread
+        mistake = type_error(suspect.draft, ServedDraft, f"the draft of {suspect.cause!r}")
+        assert not mistake, mistake
 
 
 def given(handed: HandedOver) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ class CaptureSuite(Suite):
         self, open_capture: OpenCapture, shape: str
     ) -> None:
         """Also where the batch is padded to its longest row, and where it is one row."""
-        request, forms = REQUESTS[shape], REQUESTS[shape].forms(WIDTH)
+        request, forms = REQUESTS[shape], REQUESTS[shape].feature_specs(WIDTH)
         capture = open_capture(request)
         for rows in ((0, 1, 2), (1, 0), (3,), (3, 4)):
             for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):

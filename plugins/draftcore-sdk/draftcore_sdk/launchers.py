@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from draftcore.contracts.launcher import INTERRUPTED, LOST, Job
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.contracts.launcher import Job
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore_sdk.suite import Suite
 
 SOON = 120.0  # seconds within which it comes on a busy machine
@@ -78,7 +78,7 @@ start = count("rank" + rank)
 if start < 3:
     until(lambda: count("rank0") == count("rank1") == start)
     if rank == "1":
-        die() if start == 1 else sys.exit({LOST})
+        die() if start == 1 else sys.exit({ExitStatus.RANK_LOST})
     until(lambda: False)
 """
         assert run(program, ranks=2) == 0
@@ -112,7 +112,8 @@ elif count("producer") == 2:
     def test_a_producer_that_is_refused_ends_the_run(
         self, run: Callable[..., int], tmp_path: Path
     ) -> None:
-        program = 'note(role)\nsys.exit(2) if role == "producer" else time.sleep(999)'
+        refused = f"sys.exit({ExitStatus.REFUSED})"
+        program = f'note(role)\n{refused} if role == "producer" else time.sleep(999)'
         with pytest.raises(UsageError, match="producer 0"):
             run(program, producers=1)
         assert len(self.left(tmp_path, "producer")) == 1
@@ -120,11 +121,11 @@ elif count("producer") == 2:
     def test_a_signal_reaches_the_ranks_which_end_as_they_like(
         self, run: Callable[..., int], tmp_path: Path
     ) -> None:
-        program = """
+        program = f"""
 def save(*_):
     time.sleep(0.5)
     note("saved")
-    sys.exit(130)
+    sys.exit({ExitStatus.INTERRUPTED})
 if role == "producer":
     time.sleep(999)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -143,17 +144,17 @@ time.sleep(999)
         for before, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
             thread = threading.Thread(target=ask, args=[number, before])
             thread.start()
-            assert run(program, producers=1) == INTERRUPTED
+            assert run(program, producers=1) == ExitStatus.INTERRUPTED
             thread.join()
             assert len(self.left(tmp_path, "saved")) == before + 1
 
     def test_producers_come_and_go_while_the_run_goes_on(
         self, run: Callable[..., int], tmp_path: Path
     ) -> None:
-        program = """
+        program = f"""
 def leave(*_):
     note("left")
-    sys.exit(130)
+    sys.exit({ExitStatus.INTERRUPTED})
 if role == "producer":
     signal.signal(signal.SIGTERM, leave)
     note("producer")
@@ -161,9 +162,9 @@ if role == "producer":
 scale = here / "run" / "scale.json"
 scale.parent.mkdir(exist_ok=True)
 until(lambda: count("producer") == 1)
-scale.write_text('{"producers": 3}')
+scale.write_text('{{"producers": 3}}')
 until(lambda: count("producer") == 3)
-scale.write_text('{"producers": 1}')
+scale.write_text('{{"producers": 1}}')
 until(lambda: count("left") == 2)
 time.sleep(0.5)
 sys.exit(count("left") - 2)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from draftcore.errors import ExitStatus
+
 if TYPE_CHECKING:
     from draftcore.plugins.registry import Registry
     from draftcore_sdk.check import Result
@@ -62,4 +64,4 @@ def check_plugin(
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     if report.failed or report.untried:
-        ctx.exit(1)
+        ctx.exit(ExitStatus.FAILED)

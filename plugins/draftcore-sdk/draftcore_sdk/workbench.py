@@ -20,6 +20,7 @@ import torch
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
+from draftcore_tools.served import Host, Round, ServedDraft
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,11 +38,10 @@ from draftcore.contracts.algorithm import (
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.serving import Host, Round, ServedDraft
 from draftcore.contracts.target import TargetSpec
 from draftcore.evaluation.decode import EagerRunner, speculate
 from draftcore.evaluation.report import Decoded
-from draftcore.plugins.binding import misfit
+from draftcore.plugins.binding import type_error
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
 from draftcore_sdk.algorithm_fixtures import as_ratio, summed
 from draftcore_sdk.example import ANSWER, QUESTIONS, Example
@@ -261,8 +261,8 @@ class Bench:
         model = self.example.spec.model
         found = self.hook.drafter(draft=draft, target=model, options=self.options)
         for name, kind in {"num_drafts": int, "depth": int, "request": FeatureRequest}.items():
-            said = misfit(getattr(found, name, 1), kind, f"`{name}` of the drafter")
-            assert not said, said
+            mistake = type_error(getattr(found, name, 1), kind, f"`{name}` of the drafter")
+            assert not mistake, mistake
         return found
 
     def decode(
@@ -296,7 +296,12 @@ class Bench:
         return folder
 
     def served(self, folder: Path, server: str) -> ServedDraft:
-        return self.hook.read_export(folder=folder, server=server, options=self.options)
+        served: ServedDraft = self.hook.read_export(
+            folder=folder, server=server, options=self.options
+        )
+        mistake = type_error(served, ServedDraft, "what read_export returned")
+        assert not mistake, mistake
+        return served
 
 
 # ---------------------------------------------------------------- small helpers

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, TypeVar
 
-from draftcore.errors import DraftcoreError, UsageError, raised, shown
+from draftcore.errors import DraftcoreError, UsageError, one_line, raised
 from draftcore_sglang.wire import REFUSED, Refusal
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Server:
                 self.links.remove(link)
 
     def _parsed(self, status: int, text: bytes) -> dict[str, Any]:
-        said = shown(text.decode(errors="replace"))
+        said = one_line(text.decode(errors="replace"))
         if status in (401, 403):
             raise UsageError(
                 f"sglang server {self.url} refuses the API key\n  set {KEY} in the environment"

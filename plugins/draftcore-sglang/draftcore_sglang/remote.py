@@ -38,7 +38,7 @@ from draftcore.contracts.channel import RunEnded
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreFull
 from draftcore.contracts.target import TargetSpec
 from draftcore.data.conversations import RowError
-from draftcore.errors import DraftcoreError, UsageError, shown
+from draftcore.errors import DraftcoreError, UsageError, one_line
 from draftcore.training.loop import asked_to_stop
 from draftcore_sglang import plain, selftest
 from draftcore_sglang.client import Server, ServerAway, Servers
@@ -264,8 +264,8 @@ class ServerCapture:
         if receipt is None:
             raise ServerAway(f"sglang server {server.url} answers without a receipt")
         if "error" in receipt:
-            why = f"{server.url}: {shown(receipt.get('reason', ''))}"
-            raise Refusal(shown(receipt["error"]), why)
+            why = f"{server.url}: {one_line(receipt.get('reason', ''))}"
+            raise Refusal(one_line(receipt["error"]), why)
         return ref_of(receipt, ask), answer
 
     def _ask_plain(self, tokens: Sequence[int], server: Server) -> dict[str, Tensor]:
@@ -339,14 +339,14 @@ class ServerCapture:
     def _require_fit(self, server: Server, about: Mapping[str, Any]) -> None:
         if about.get("version") != VERSION:
             raise UsageError(
-                f"sglang server {server.url} speaks version {shown(about.get('version'))} of the capture, "
+                f"sglang server {server.url} speaks version {one_line(about.get('version'))} of the capture, "
                 f"this side {VERSION}\n  use one version of draftcore-sglang on both sides"
             )
         if not about["sink"].isprintable():
             raise ValueError("the URI of a store that cannot be printed")
         if about["problem"]:
             raise UsageError(
-                f"sglang server {server.url} cannot capture: {shown(about['problem'])}\n"
+                f"sglang server {server.url} cannot capture: {one_line(about['problem'])}\n"
                 "  start it as the README of draftcore-sglang says"
             )
         text = self.target.text_config
@@ -354,7 +354,7 @@ class ServerCapture:
         theirs = tuple(int(about[name]) for name in ("layers", "width", "vocabulary"))
         if ours != theirs:
             raise UsageError(
-                f"sglang server {server.url} serves another target, {shown(about['model'])}\n"
+                f"sglang server {server.url} serves another target, {one_line(about['model'])}\n"
                 f"  (layers, width, vocabulary) there: {theirs}, of {self.target.path!r}: {ours}\n"
                 "  start it with the run's target, or correct capture.options.servers"
             )
@@ -362,7 +362,7 @@ class ServerCapture:
             layers = ",".join(map(str, self.request.layers))
             raise UsageError(
                 f"sglang server {server.url} does not capture {', '.join(lacking)}, only "
-                f"{shown(', '.join(about['names']))}\n  start it with DRAFTCORE_LAYERS={layers}"
+                f"{one_line(', '.join(about['names']))}\n  start it with DRAFTCORE_LAYERS={layers}"
             )
         self._require_alike(server, about)
 
@@ -375,8 +375,8 @@ class ServerCapture:
         )
         if here != there:
             raise UsageError(
-                f"sglang server {server.url} stores into {shown(here or 'nothing')}, another one into "
-                f"{shown(there or 'nothing')}\n"
+                f"sglang server {server.url} stores into {one_line(here or 'nothing')}, another one into "
+                f"{one_line(there or 'nothing')}\n"
                 "  set DRAFTCORE_SINK to one store on all servers, with draftcore-sglang beside each"
             )
 

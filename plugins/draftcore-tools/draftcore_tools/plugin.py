@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from draftcore import hookimpl
-from draftcore.errors import UsageError
+from draftcore.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
     from draftcore.plugins.registry import Registry
@@ -55,7 +55,7 @@ def verify(
 
         click.echo(json.dumps([verdict.to_json() for verdict in verdicts], indent=1))
     if any(verdict.divergence is not None for verdict in verdicts):
-        ctx.exit(1)
+        ctx.exit(ExitStatus.FAILED)
 
 
 @click.command()
@@ -97,7 +97,7 @@ def overfit(
         try:
             overfit_and_verify(draft.config, registry, row, Limits(steps, minutes, lr), click.echo)
         except Interrupted:
-            raise click.exceptions.Exit(130) from None
+            raise click.exceptions.Exit(ExitStatus.INTERRUPTED) from None
 
 
 @click.command()

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import Draft, Drafter
-from draftcore.contracts.serving import Host
 from draftcore.data.dataset import read_prompts
 from draftcore.data.rendering import Renderer
 from draftcore.drafts import find_checkpoint, load_checkpoint
@@ -29,6 +28,7 @@ from draftcore.files import EXPORT, read_sealed
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run
 from draftcore.training.checkpoint import MARK, Checkpoint, open_checkpoint
+from draftcore_tools.served import Host
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetModel, TargetSpec

@@ -1,10 +1,12 @@
 """What algorithms share that read an export as a server does, and what compares such a reading.
 
-The hook `read_export` returns a `ServedDraft` (`draftcore.contracts.serving`): the draft implemented a
-second time, in the plainest way and from the server's conventions alone, so that no mistake of
-training and export is repeated in it. Here are, in this order, the comparison with a trained draft
+The hook `read_export` returns a `ServedDraft`: the draft implemented a second time, in the plainest
+way and from the server's conventions alone, so that no mistake of training and export is repeated in
+it. Here are, in this order, that protocol and its records, the comparison with a trained draft
 (`proposals`, `leads`, `gaps`), what checks the folder that is read, and the small parts that every
 transformer has (norm, rotary positions, attention). Neither training nor export imports this module.
+
+Layer ids are 0-based outputs, as everywhere: output k is `hidden_states[k + 1]` of transformers.
 
 Shape letters: T tokens, S rows, H hidden, K drafted tokens, V vocabulary, A query heads, G key/value
 heads, D head width, F rotary frequencies.
@@ -15,20 +17,111 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.contracts.serving import Host, Round, ServedDraft, Suspect, UnservableError
-from draftcore.errors import UsageError, nearest
+from draftcore.contracts.target import TargetSpec
+from draftcore.errors import DraftcoreError, UsageError, nearest
 
 FLOOR = 1e-6  # probabilities below it are not told apart
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class UnservableError(DraftcoreError):
+    """A server would refuse the export, or compute with what nothing in it defines."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The target as a server holds it; a draft may borrow embedding and head, [V, H] in fp32."""
+
+    num_layers: int
+    vocab_size: int
+    hidden_size: int
+    rope: Mapping[str, Any]
+    tokenizer: Any
+    embedding_VH: Tensor
+    head_VH: Tensor
+
+    @classmethod
+    def of(cls, target: TargetSpec, device: torch.device | str = "cpu") -> Host:
+        text = target.text_config
+        rope = dict(getattr(text, "rope_parameters", None) or {})
+        return cls(
+            target.num_layers,
+            target.vocab_size,
+            int(text.hidden_size),
+            dict(rope.get("full_attention") or rope),
+            target.tokenizer,
+            target.embedding().to(device).float(),
+            target.head().to(device).float(),
+        )
+
+
+@dataclass(frozen=True)
+class Round:
+    """Where a server stands when it drafts.
+
+    tokens_T: what the target has read; last: the token it chose then; hidden: the outputs [T, H] of
+    the captured layers at these tokens, in the draft's order; last_hidden_TH: the states after the
+    final norm, for drafts that read them.
+    """
+
+    host: Host
+    tokens_T: Tensor
+    last: int
+    hidden: tuple[Tensor, ...]
+    last_hidden_TH: Tensor
+
+
+class ServedDraft(Protocol):
+    """An export read by one server's conventions: one sequence, no cache, fp32, a whole forward a question.
+
+    `facts` are what it says of itself, of these as many as it says: vocab_size, hidden_size,
+    num_target_layers, mask_token_id, rope_theta, dtype. `ignored` names tensors that the server
+    leaves unread. `most` is how many tokens a round can draft; None where any number.
+    """
+
+    @property
+    def server(self) -> str: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
+    @property
+    def most(self) -> int | None: ...
+
+    def captured(self, host: Host) -> tuple[int, ...]:
+        """The layers whose outputs the server would feed, in order. Raises UnservableError."""
+
+    def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
+        """Logits [K + 1, V] of the proposals 0..K, those before K being these drafts.
+
+        Tokens that the draft cannot propose have -inf. Raises UnservableError.
+        """
+
+    def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterable[Suspect]:
+        """What may be wrong where this draft is not the trained one, most frequent first.
+
+        `trained` is `Draft.config` of that one.
+        """
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A possible mistake: if `draft`, the export with it undone, matches, then `cause` is the reason."""
+
+    cause: str
+    draft: ServedDraft
+
+
+# ---------------------------------------------------------------- the comparison
 
 
 def proposals(draft: ServedDraft, at: Round, count: int) -> Tensor:

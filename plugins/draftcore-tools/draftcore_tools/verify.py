@@ -21,12 +21,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.contracts.serving import Round, ServedDraft, UnservableError
 from draftcore.data.rendering import Renderer
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import altered
+from draftcore.plugins.binding import type_error
 from draftcore_tools.reference import DraftedRound, Reference
-from draftcore_tools.served import gaps, leads, proposals
+from draftcore_tools.served import Round, ServedDraft, UnservableError, gaps, leads, proposals
 
 # Largest difference of log-probabilities, in nats (`served.gaps`). Both sides compute in fp32, in
 # other orders: at most 3e-5 was seen on tiny targets (2026-11-22). The mistakes that the tests make
@@ -100,6 +100,8 @@ def verify_export(reference: Reference, export: Path, server: str) -> Verdict:
     except UnservableError as error:
         verdict.divergence = Divergence("loading", str(error))
         return verdict
+    if mistake := type_error(served, ServedDraft):
+        raise DraftcoreError(f"the hook read_export of {draft.algorithm.plugin}: {mistake}")
     verdict.notes += notes(served, reference)
     found = (
         check_template(reference)

@@ -16,11 +16,10 @@ import pytest
 import torch
 from draftcore_sdk.exports import ROPES
 from draftcore_sdk.suite import bound
-from draftcore_tools.served import leads, proposals, rotate, served_rope
+from draftcore_tools.served import Host, Round, leads, proposals, rotate, served_rope
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.contracts.serving import Host, Round
 from draftcore.target import TransformersTarget
 
 if importlib.util.find_spec("sglang") is None:

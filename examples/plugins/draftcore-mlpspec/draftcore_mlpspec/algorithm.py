@@ -24,7 +24,8 @@ from draftcore_mlpspec.drafter import ChainDrafter, TreeDrafter
 from draftcore_mlpspec.model import MlpSpecDraft, Shape, build
 
 if TYPE_CHECKING:
-    from draftcore.contracts.serving import ServedDraft
+    from draftcore_tools.served import ServedDraft
+
     from draftcore.contracts.target import TargetModel, TargetSpec
     from draftcore_mlpspec.options import MlpSpecOptions, MlpSpecTreeOptions
 

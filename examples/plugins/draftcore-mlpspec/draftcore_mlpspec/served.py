@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from draftcore_tools import served as tools
+from draftcore_tools.served import Host, Round, Suspect
 from torch import Tensor
-
-from draftcore.contracts.serving import Host, Round, Suspect
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from draftcore_nn import losses
 from draftcore_nn.batches import collate
 from draftcore_sdk.exports import change_config, change_tensors
 from draftcore_sdk.targets import tiny_target
+from draftcore_tools.served import UnservableError
 from torch import Tensor
 from torch.nn.functional import gelu
 
 from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId
-from draftcore.contracts.serving import UnservableError
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore.target import TransformersTarget

@@ -72,14 +72,14 @@ class Launcher(Launcher):
         try:
             return super().run(job)
         except DraftcoreError as error:
-            return error.exit_code
+            return error.exit_status
 == hides_what_was_refused: test_a_producer_that_is_refused_ends_the_run
 class Launcher(Launcher):
     def run(self, job):
         try:
             return super().run(job)
         except UsageError as error:
-            return error.exit_code
+            return error.exit_status
 == kills_where_it_should_ask: test_a_signal_reaches_the_ranks_which_end_as_they_like
 class Family(Family):
     def _ask(self, number, frame):
