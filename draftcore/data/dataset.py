@@ -31,7 +31,7 @@ from draftcore.contracts.capture import Image
 from draftcore.contracts.target import ImageProcessor
 from draftcore.data.conversations import UNLOADED, UNREAD, BadRow, Rendered, RowError
 from draftcore.data.parallel import render_all, shown
-from draftcore.data.rendering import Renderer
+from draftcore.data.rendering import FORMAT, Renderer
 from draftcore.data.samples import StoredSamples
 from draftcore.data.sources import Find, named, open_lines, open_source, read_conversations
 from draftcore.errors import DraftcoreError, UsageError
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
-FORMAT = 6  # part of the key: raise it when rendering or the files change
+
 TOKEN = np.dtype([("id", "<i4"), ("learned", "?")])
 
 
@@ -302,7 +302,7 @@ def read_prompts(
                 if isinstance(row, Rendered):
                     token_ids = row.token_ids[: row.last_answer()].tolist()
                 else:
-                    token_ids = renderer.prompt(row.messages, row.tools)
+                    token_ids = renderer.prompt_ids(row.messages, row.tools)
                 if len(token_ids) <= longest:
                     prompts.append(token_ids)
                     continue

@@ -429,7 +429,7 @@ def test_the_target_in_this_process_answers_as_it_generates(
     renderer = Renderer(target.tokenizer)
     for row in rows_of(out):
         for at in range(1, len(row["messages"]), 2):
-            (tokens,) = target.model.generate([renderer.prompt(row["messages"][: at + 1])], 9)
+            (tokens,) = target.model.generate([renderer.prompt_ids(row["messages"][: at + 1])], 9)
             said = target.tokenizer.decode(tokens).removesuffix("<|im_end|>")
             assert row["messages"][at]["content"] == said
     assert len(rows_of(out)) == 7

@@ -51,6 +51,6 @@ def test_a_server_answers_every_turn_as_the_target_does(
     for row in rows_of(out):
         messages = row["messages"]
         for at in range(1, len(messages), 2):
-            (tokens,) = target.model.generate([renderer.prompt(messages[: at + 1])], TOKENS)
+            (tokens,) = target.model.generate([renderer.prompt_ids(messages[: at + 1])], TOKENS)
             text = target.tokenizer.decode(tokens, skip_special_tokens=True)
             assert messages[at]["content"] == text

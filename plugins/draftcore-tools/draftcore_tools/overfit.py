@@ -198,7 +198,7 @@ def make_sample(settings: RunConfig, registry: Registry, target: TargetSpec, row
     if isinstance(chosen, Rendered):
         prompt = chosen.token_ids[: chosen.last_answer()].tolist()
     else:
-        prompt = renderer.prompt(chosen.messages, chosen.tools)
+        prompt = renderer.prompt_ids(chosen.messages, chosen.tools)
     (answer,) = target.model.generate([prompt], ANSWER)
     if len(answer) < 3:
         raise UsageError(

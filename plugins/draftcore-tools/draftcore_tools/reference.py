@@ -160,7 +160,7 @@ def prompts_of(run: Run, source: str | None, date: str) -> list[list[int]]:
         return read_prompts(source, tokenizer, PROMPTS, data, find=run.find, date=date)
     renderer = Renderer(tokenizer, data, date)
     asked = [{"role": "user", "content": text} for text in QUESTIONS]
-    return [renderer.prompt([one, {"role": "assistant", "content": "."}]) for one in asked]
+    return [renderer.prompt_ids([one, {"role": "assistant", "content": "."}]) for one in asked]
 
 
 @torch.inference_mode()
