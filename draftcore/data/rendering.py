@@ -33,7 +33,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,7 +63,9 @@ if TYPE_CHECKING:
 
     from draftcore.contracts.target import ImageProcessor
 
-FORMAT = 7  # of rendered datasets: raise it when what is rendered, or what their files hold, changes
+FORMAT = (
+    7  # of rendered datasets: raise it when what is rendered, or what their files hold, changes
+)
 
 Span = tuple[int, int]
 Tools = Sequence[Mapping[str, Any]]
@@ -189,6 +190,17 @@ class Renderer:
             encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
             for row in chunk:
                 yield row.to_tokens(next(encodings)) if isinstance(row, Layout) else row
+
+    def prompt_of(self, row: Row) -> list[int] | BadRow:
+        """Return the token ids of all that is before a row's last answer, which ask for it again."""
+        if isinstance(row, BadRow):
+            return row
+        if isinstance(row, Rendered):
+            return list(row.token_ids[: row.last_answer()].tolist())
+        try:
+            return self.prompt_ids(row.messages, row.tools)
+        except RowError as error:
+            return BadRow(row.where, *error.args)
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Token ids that ask for the last assistant turn again, or for the first: with its header.
@@ -387,7 +399,8 @@ class Renderer:
         ignored = prompt == asked and before.startswith(prompt)
         header = before[len(prompt) :].rstrip(" ") if ignored else ""
         self._missing_header = header if header.strip() else ""
-        self.header = prompt[len(os.path.commonprefix([asked, prompt])) :] + self._missing_header
+        same = next((i for i, char in enumerate(prompt) if asked[i : i + 1] != char), len(prompt))
+        self.header = prompt[same:] + self._missing_header
         self.opening = before.rpartition(self.header)[2] if self.header else ""
         call = {"type": "function", "function": {"name": PROBE, "arguments": {PROBE: PROBE}}}
         called = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -69,5 +69,7 @@ def test_what_is_rendered_changes_with_the_format_number_alone(way: str) -> None
     assert rendered == {"format": golden["format"], way: golden["rows"].get(way)}, (
         f"{way}: rendering changed: raise FORMAT in draftcore/data/rendering.py and renew this golden, "
         f"{GOLDEN.name}, with\n"
-        + json.dumps({"format": FORMAT, "rows": {way: digest(*WAYS[way]) for way in WAYS}}, indent=2)
+        + json.dumps(
+            {"format": FORMAT, "rows": {way: digest(*WAYS[way]) for way in WAYS}}, indent=2
+        )
     )
