@@ -60,7 +60,9 @@ def test_features_on_cuda_are_those_of_the_cpu(target_folder: Path, devices: int
     found = {}
     for device in ("cpu", "cuda"):
         share = devices if device == "cuda" else 1
-        target = TransformersTarget(str(target_folder), device=device, tensor_parallel=share).model
+        target = TransformersTarget(
+            str(target_folder), device=device, tensor_parallel=share
+        ).load_model()
         place = target.device
         found[device] = target.features(tokens_BT.to(place), lengths_B.to(place), request)
     for name in request.names:

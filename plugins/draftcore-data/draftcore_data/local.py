@@ -58,7 +58,7 @@ class LocalModel:
     def _read(self, tokens: list[int], asked: int) -> Answer:
         """Return generated tokens as a message; what stands before `</think>` is its reasoning."""
         whole = tokens[-1] in self.model.end_tokens
-        tokenizer = self.model.spec.tokenizer
+        tokenizer = self.model.spec.load_tokenizer()
         text: str = tokenizer.decode(tokens[:-1] if whole else tokens)
         reasoning, closed, content = text.rpartition("</think>")
         message = {"role": "assistant", "content": content.lstrip("\n") if closed else content}

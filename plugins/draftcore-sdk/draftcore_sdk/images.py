@@ -98,7 +98,7 @@ class ImageSuite(Suite):
             "see <|image|> so <|image|>!", [(0, 3), (14, 16), (26, 27)], uris
         )
         assert [text[start:end] for start, end in spans] == ["see", "so", "!"]
-        assert ids == target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == target.load_tokenizer()(text, add_special_tokens=False)["input_ids"]
         assert ids.count(target.config.image_token_id) == 2 * target.config.mm_tokens_per_image
         assert [one.uri for one in images] == uris
 
@@ -109,7 +109,11 @@ class ImageSuite(Suite):
         for seed in (0, 1, 0):
             uri = str(picture(tmp_path / "a.png", seed))
             _, _, ids, images = reader.write("<|image|>?", [], [uri])
-            states.append(target.model.see(reader.inputs(ids, images), request)["last_hidden"][0])
+            states.append(
+                target.load_model().forward_images(reader.inputs(ids, images), request)[
+                    "last_hidden"
+                ][0]
+            )
             assert len(states[-1]) == len(ids)
         assert states[0].equal(states[2])
         assert not states[0].equal(states[1])

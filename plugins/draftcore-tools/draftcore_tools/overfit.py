@@ -194,12 +194,12 @@ def make_sample(settings: RunConfig, registry: Registry, target: TargetSpec, row
         )
     if isinstance(chosen := rows[row], BadRow):
         raise UsageError(f"{chosen}\n  choose another row with --row")
-    renderer = Renderer(target.tokenizer, settings.data)
+    renderer = Renderer(target.load_tokenizer(), settings.data)
     if isinstance(chosen, Rendered):
         prompt = chosen.token_ids[: chosen.last_answer()].tolist()
     else:
         prompt = renderer.prompt_ids(chosen.messages, chosen.tools)
-    (answer,) = target.model.generate([prompt], ANSWER)
+    (answer,) = target.load_model().generate([prompt], ANSWER)
     if len(answer) < 3:
         raise UsageError(
             f"the target answers row {row} with {len(answer)} tokens: too few to draft\n"
@@ -265,7 +265,7 @@ def decode(
     As many whole rounds are asked for as the answer has. Raises DraftcoreError where the output is
     not the target's own.
     """
-    model = draft.run.target.model
+    model = draft.run.target.load_model()
     built.module.to(model.device).eval()
     drafter = draft.drafter(built)
     block = depth_of(drafter) + 1

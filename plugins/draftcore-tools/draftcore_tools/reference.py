@@ -99,7 +99,7 @@ def open_reference(
     opened = Run(RunConfig.model_validate({**config, "target": place}), registry)
     draft, spec = opened.drafts[0], opened.target
     found = find_checkpoint(draft, folder)
-    built, model = load_checkpoint(draft, found), spec.model
+    built, model = load_checkpoint(draft, found), spec.load_model()
     built.module.to(model.device).eval()
     drafter = draft.drafter(built)
     asked = prompts_of(opened, prompts, found.state["data"].get("date", ""))
@@ -154,7 +154,7 @@ def prompts_of(run: Run, source: str | None, date: str) -> list[list[int]]:
     """Return the token ids of a few prompts: a file's first, or built-in questions."""
     data, tokenizer = (
         run.config.data.model_copy(update={"max_length": LONGEST}),
-        run.target.tokenizer,
+        run.target.load_tokenizer(),
     )
     if source is not None:
         return read_prompts(source, tokenizer, PROMPTS, data, find=run.find, date=date)
