@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from draftcore.config import DataConfig, Sources
 from draftcore.contracts.capture import Image
 from draftcore.contracts.target import ImageProcessor
-from draftcore.data.conversations import UNLOADED, UNREAD, BadRow, Rendered
+from draftcore.data.conversations import IMAGE_UNREAD, PROCESSOR_UNLOADED, BadRow, Rendered
 from draftcore.data.parallel import render_all, report_progress
 from draftcore.data.rendering import FORMAT, Renderer
 from draftcore.data.samples import StoredSamples
@@ -270,8 +270,8 @@ def images_key(
     An image that could not be read counts too: it may be there now.
     """
     uris = {image.uri for row in images.values() for image in row}
-    uris |= {bad.detail for bad in report.skipped if bad.reason == UNREAD}
-    unloaded = any(bad.reason.startswith(UNLOADED) for bad in report.skipped)
+    uris |= {bad.detail for bad in report.skipped if bad.reason == IMAGE_UNREAD}
+    unloaded = any(bad.reason.startswith(PROCESSOR_UNLOADED) for bad in report.skipped)
     if processor is None or not (uris or unloaded):
         return ""
     times = [os.stat(uri).st_mtime_ns if os.path.exists(uri) else 0 for uri in sorted(uris)]

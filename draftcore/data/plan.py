@@ -101,7 +101,8 @@ class Plan:
         epoch, at = divmod(index, self.steps_per_epoch)
         uses = epoch * len(self.feature_ids)
         if at:
-            uses += sum(len(self.batches[one]) for step in self._epoch(epoch)[:at] for one in step)
+            steps = self._epoch(epoch)[:at]
+            uses += sum(len(self.batches[batch]) for step in steps for batch in step)
         return uses
 
     def padded(self, rows: Sequence[int]) -> int:

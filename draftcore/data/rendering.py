@@ -178,18 +178,13 @@ class Renderer:
         """Render rows in their order; one that cannot be rendered comes out as a `BadRow`."""
         waiting = iter(rows)
         # One call of the tokenizer for many rows is several times faster than one for each.
-        while chunk := [
-            part
-            for row in itertools.islice(waiting, ROWS_PER_CALL)
-            for part in self._find_answers(row)
-        ]:
-            chunk = [
-                row.with_images(self.processor) if isinstance(row, Layout) else row for row in chunk
-            ]
-            texts = [row.text for row in chunk if isinstance(row, Layout)]
+        while chunk := list(itertools.islice(waiting, ROWS_PER_CALL)):
+            parts = [part for row in chunk for part in self._find_answers(row)]
+            parts = [p.with_images(self.processor) if isinstance(p, Layout) else p for p in parts]
+            texts = [part.text for part in parts if isinstance(part, Layout)]
             encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
-            for row in chunk:
-                yield row.to_tokens(next(encodings)) if isinstance(row, Layout) else row
+            for part in parts:
+                yield part.to_tokens(next(encodings)) if isinstance(part, Layout) else part
 
     def prompt_of(self, row: Row) -> list[int] | BadRow:
         """Return the token ids of all that is before a row's last answer, which ask for it again."""
@@ -226,9 +221,8 @@ class Renderer:
         chosen = [turn for turn in chosen if turn == turns[-1] or not self._last_turn_only]
         if not chosen:
             roles = ", ".join(message["role"] for message in row.messages)
-            return [
-                BadRow(row.where, "no assistant turn" + " to learn" * bool(turns), f"roles {roles}")
-            ]
+            reason = "no assistant turn" + " to learn" * bool(turns)
+            return [BadRow(row.where, reason, f"roles {roles}")]
         whole: Layout | BadRow
         try:
             whole = self._find_spans(row, chosen)
@@ -275,16 +269,14 @@ class Renderer:
         self, row: Conversation, turns: Sequence[int], text: str, marked: list[Span]
     ) -> list[Span]:
         """Used where the template has `{% generation %}` markers: take the spans of these turns."""
+
+        def count_before(turn: int) -> int:
+            return len(self.render_text(row.messages[:turn], row.tools)[1]) if turn else 0
+
         if list(turns) != _assistant_turns(row.messages):
-            ends = [
-                (self._count_marked(row, turn), self._count_marked(row, turn + 1)) for turn in turns
-            ]
+            ends = [(count_before(turn), count_before(turn + 1)) for turn in turns]
             marked = [span for start, end in ends for span in marked[start:end]]
         return [self._cut_trailing_space(text, *span) for span in marked]
-
-    def _count_marked(self, row: Conversation, turn: int) -> int:
-        """Return how many spans the template marks in the messages before a turn."""
-        return len(self.render_text(row.messages[:turn], row.tools)[1]) if turn else 0
 
     def _cut_trailing_space(self, text: str, start: int, end: int) -> Span:
         """Markers often close after the newline that follows the end-of-turn token."""
@@ -348,14 +340,14 @@ class Renderer:
         if thought := THOUGHT.match(content):
             reasoning, content = thought[1], content[thought.end() :]
         reasoning, content = reasoning.strip(), content.strip()
-        calls = [
-            str(call.get("function", call).get("name")) for call in message.get("tool_calls", ())
-        ]
+        calls = [call.get("function", call) for call in message.get("tool_calls", ())]
         at = written.rfind(content)
         before, after = written[:at], written[at + len(content) :]
         if reasoning and (no_reasoning := reasoning not in before):
             yield REASONING_LOST
-        if calls and (no_calls := any(name not in before + after for name in calls)):
+        if calls and (
+            no_calls := any(str(call.get("name")) not in before + after for call in calls)
+        ):
             yield CALLS_LOST
         if not (content or (reasoning and not no_reasoning) or (calls and not no_calls)):
             raise RowError("an answer is empty in the rendered text", f"message {turn + 1}")

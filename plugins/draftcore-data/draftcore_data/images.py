@@ -13,7 +13,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from draftcore.contracts.capture import Image
-from draftcore.data.conversations import UNLOADED, UNREAD, RowError
+from draftcore.data.conversations import IMAGE_UNREAD, PROCESSOR_UNLOADED, RowError
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class OwnProcessor:
     ) -> tuple[tuple[Image, ...], Any]:
         own, identity = self._loaded
         if own is None:
-            raise RowError(f"{UNLOADED}: {identity}")
+            raise RowError(f"{PROCESSOR_UNLOADED}: {identity}")
         import PIL.Image
         from transformers.image_utils import load_image
 
@@ -93,7 +93,7 @@ class OwnProcessor:
                 data = urlopen(uri).read() if uri.startswith("data:") else Path(uri).read_bytes()
                 pictures.append(load_image(PIL.Image.open(io.BytesIO(data))))
             except (OSError, ValueError, PIL.Image.DecompressionBombError) as error:
-                raise RowError(UNREAD, uri[:1000]) from error
+                raise RowError(IMAGE_UNREAD, uri[:1000]) from error
             digest = hashlib.blake2b(identity.encode() + b"\0" + data, digest_size=16)
             images.append(Image(uri, digest.hexdigest()))
         try:

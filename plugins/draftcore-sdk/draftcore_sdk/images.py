@@ -14,7 +14,7 @@ import pytest
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import ImageProcessor
-from draftcore.data.conversations import UNREAD, RowError
+from draftcore.data.conversations import IMAGE_UNREAD, RowError
 from draftcore.target import TransformersTarget
 from draftcore_sdk.suite import Suite, opened
 from draftcore_sdk.targets import byte_tokenizer, tiny_target
@@ -128,7 +128,7 @@ class ImageSuite(Suite):
         for name in ("torn.png", "none.png"):
             with pytest.raises(RowError) as caught:
                 reader.write("<|image|>", [], [str(tmp_path / name)])
-            assert caught.value.args == (UNREAD, str(tmp_path / name))
+            assert caught.value.args == (IMAGE_UNREAD, str(tmp_path / name))
 
     def test_another_process_reads_as_this_one(
         self, reader: ImageProcessor, tmp_path: Path
