@@ -56,7 +56,6 @@ HEADS = ["lm_head", "embed_out", "head"]
 CACHE_LAYERS = ["Dynamic", "DynamicSlidingWindow", "DynamicIndexed", "Dummy", "LinearAttention"]
 CACHE_LAYERS += ["LinearAttentionAndFullAttention"]
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-SHA_256 = "[0-9a-f]{64}"
 SLOW_DIGEST_BYTES = 1 << 28  # a file of more takes so long to read that a line says so
 LOGITS_AT_A_TIME = 1 << 24  # each takes some 20 bytes until the largest are found
 
@@ -238,14 +237,14 @@ def read_target(path: str, what: str) -> Iterator[None]:
 def file_digest(file: Path) -> str:
     """Return a file's SHA-256; that of a large file is cached by its path, size and time of change."""
     real = file.resolve()
-    if real.parent.name == "blobs" and re.fullmatch(SHA_256, real.name):
+    if real.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", real.name):
         return real.name
     status = real.stat()
     identity = f"{real} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     cached = cache / "draftcore" / "digests" / hashlib.sha256(identity.encode()).hexdigest()
-    if cached.exists() and re.fullmatch(SHA_256, text := cached.read_text(errors="replace")):
-        return text
+    if cached.exists():
+        return cached.read_text()
     if large := status.st_size > SLOW_DIGEST_BYTES:
         size = format_size(status.st_size)
         print(f"reading {real} once for its digest, {size}", file=sys.stderr, flush=True)
@@ -652,8 +651,7 @@ def slots_of(layer: Any) -> list[Tensor]:
     """Return what one of transformers' cache layers keeps by token: [B, heads, S, D] each."""
     keys_BSD = getattr(layer, "indexer_keys", None)  # of sparse attention; one head
     slots = [getattr(layer, "keys", None), getattr(layer, "values", None)]
-    slots.append(keys_BSD if keys_BSD is None else keys_BSD[:, None])
-    return [x for x in slots if x is not None]
+    return [x for x in slots if x is not None] + ([] if keys_BSD is None else [keys_BSD[:, None]])
 
 
 def states_of(layer: Any) -> list[Tensor]:

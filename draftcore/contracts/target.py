@@ -35,9 +35,8 @@ class ImageProcessor(Protocol):
     Its `repr` tells one way to do so from another.
     """
 
-    @property
     def identity(self) -> str:
-        """All that images are read by."""
+        """Return all that images are read by."""
 
     def write(
         self, text: str, spans: Sequence[tuple[int, int]], uris: Sequence[str]

@@ -8,7 +8,6 @@ place, so that the caller decides and nothing is lost silently.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ ROLES = {name: role for role, names in ROLE_NAMES.items() for name in names.spli
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by whoever wrote it
 IMAGE_TYPES = ("image", "image_url", "input_image")
 IMAGE_UNREAD = "an image cannot be read"  # with where it lies
-PROCESSOR_UNLOADED = "images need the target's processor, which cannot be loaded"
+NO_PROCESSOR = "images need the target's processor, which cannot be loaded"
 IGNORED_LABEL = -100  # a label that is not learned, as transformers marks it
 
 
@@ -52,9 +51,8 @@ class Conversation:
     @property
     def images(self) -> tuple[str, ...]:
         """Where its images lie, in their order: absolute paths, or data URIs."""
-        contents = [message["content"] for message in self.messages]
-        parts = itertools.chain(*(parts for parts in contents if isinstance(parts, list)))
-        return tuple(part["image"] for part in parts if "image" in part)
+        lists = [turn["content"] for turn in self.messages if isinstance(turn["content"], list)]
+        return tuple(part["image"] for parts in lists for part in parts if "image" in part)
 
 
 @dataclass(frozen=True)

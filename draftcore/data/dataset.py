@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from draftcore.config import DataConfig, Sources
 from draftcore.contracts.capture import Image
 from draftcore.contracts.target import ImageProcessor
-from draftcore.data.conversations import IMAGE_UNREAD, PROCESSOR_UNLOADED, BadRow, Rendered
+from draftcore.data.conversations import IMAGE_UNREAD, NO_PROCESSOR, BadRow, Rendered, RowError
 from draftcore.data.parallel import render_all, report_progress
 from draftcore.data.rendering import FORMAT, Renderer
 from draftcore.data.samples import StoredSamples
@@ -271,11 +271,11 @@ def images_key(
     """
     uris = {image.uri for row in images.values() for image in row}
     uris |= {bad.detail for bad in report.skipped if bad.reason == IMAGE_UNREAD}
-    unloaded = any(bad.reason.startswith(PROCESSOR_UNLOADED) for bad in report.skipped)
+    unloaded = any(bad.reason.startswith(NO_PROCESSOR) for bad in report.skipped)
     if processor is None or not (uris or unloaded):
         return ""
     times = [os.stat(uri).st_mtime_ns if os.path.exists(uri) else 0 for uri in sorted(uris)]
-    return _hash(repr((times, processor.identity)).encode()).hex()
+    return _hash(repr((times, processor.identity())).encode()).hex()
 
 
 def _feature_id(fingerprint: str, row: int, content: bytes) -> str:
@@ -305,14 +305,16 @@ def read_prompts(
     longest, report = options.max_length, report or DataReport(named(sources))
     renderer, prompts = Renderer(tokenizer, options, date), list[list[int]]()
     for row in read_conversations(sources, limit, find):
-        prompt = renderer.prompt_of(row)
-        if not isinstance(prompt, BadRow) and len(prompt) > longest:
-            reason = f"the prompt is longer than {longest} tokens"
-            prompt = BadRow(row.where, reason, f"{len(prompt)} tokens")
-        if isinstance(prompt, BadRow):
-            report.skipped.append(prompt)
-        else:
+        try:
+            if isinstance(row, BadRow):
+                raise RowError(row.reason, row.detail)
+            prompt = renderer.prompt_ids(row)
+            if len(prompt) > longest:
+                reason = f"the prompt is longer than {longest} tokens"
+                raise RowError(reason, f"{len(prompt)} tokens")
             prompts.append(prompt)
+        except RowError as error:
+            report.skipped.append(BadRow(row.where, *error.args))
     report.kept = len(prompts)
     report.require_rows()
     if report.skipped:

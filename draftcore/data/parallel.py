@@ -25,8 +25,8 @@ SourceRow = tuple[str, Any]  # its place, and the row as its source has it
 ROWS_RENDERED_HERE = 4096  # and those after them by other processes, which take seconds to start
 ROWS_PER_TASK = 512
 MAX_PROCESSES = 16  # of a few hundred megabytes each
-WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-WORKER_ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": ""}
 SECONDS_BETWEEN_LINES = 10.0  # about progress, where there is no terminal
 
 
@@ -40,9 +40,7 @@ def render_all(renderer: Renderer, rows: Iterable[SourceRow]) -> Iterator[Render
     from loky import ProcessPoolExecutor  # 0.1 s
 
     count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-    pool = ProcessPoolExecutor(
-        count, env=WORKER_ENVIRONMENT, initializer=_begin, initargs=(renderer,)
-    )
+    pool = ProcessPoolExecutor(count, env=ENVIRONMENT, initializer=_begin, initargs=(renderer,))
     under_way = deque[Future[list[Rendered | BadRow]]]()
     try:
         for task in itertools.chain([first], tasks):

@@ -128,7 +128,9 @@ class NoImages:
     """An image processor for runs that can read no images: it refuses rows with some, and says why."""
 
     reason: str
-    identity: str = ""
+
+    def identity(self) -> str:
+        return ""
 
     def write(self, *unread: Any) -> Any:
         raise UsageError(
@@ -186,26 +188,18 @@ class Renderer:
             for part in parts:
                 yield part.to_tokens(next(encodings)) if isinstance(part, Layout) else part
 
-    def prompt_of(self, row: Row) -> list[int] | BadRow:
-        """Return the token ids of all that is before a row's last answer, which ask for it again."""
-        if isinstance(row, BadRow):
-            return row
-        if isinstance(row, Rendered):
-            return list(row.token_ids[: row.last_answer()].tolist())
-        try:
-            return self.prompt_ids(row.messages, row.tools)
-        except RowError as error:
-            return BadRow(row.where, *error.args)
-
-    def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+    def prompt_ids(self, row: Conversation | Rendered) -> list[int]:
         """Token ids that ask for the last assistant turn again, or for the first: with its header.
 
-        Raises `RowError` where the template refuses, and for messages with images.
+        Raises `RowError` where the template refuses, and for a conversation with images.
         """
-        if any(isinstance(message["content"], list) for message in messages):
+        if isinstance(row, Rendered):
+            return list(row.token_ids[: row.last_answer()].tolist())
+        if row.images:
             raise RowError("it asks about images, and here text alone is asked")
-        turns = _assistant_turns(messages)
-        text = self.render_prompt(messages[: turns[-1]] if turns else messages, tools)
+        turns = _assistant_turns(row.messages)
+        before = row.messages[: turns[-1]] if turns else row.messages
+        text = self.render_prompt(before, row.tools)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     # ------------------------------------------------------------ the strategies

@@ -121,9 +121,7 @@ def read_conversations(
 
 def named(sources: Sources) -> str:
     """Return the names of sources, for a message."""
-    if isinstance(sources, str):
-        return sources
-    return ", ".join(name for name, _ in map(_weighted, sources))
+    return sources if isinstance(sources, str) else ", ".join(_weighted(s)[0] for s in sources)
 
 
 def open_source(sources: Sources, find: Find = open_lines) -> Source:

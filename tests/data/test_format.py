@@ -15,7 +15,7 @@ import pytest
 from draftcore_sdk.targets import byte_tokenizer
 
 from draftcore.config import DataConfig
-from draftcore.data.conversations import Rendered, parse_row
+from draftcore.data.conversations import Conversation, Rendered, parse_row
 from draftcore.data.rendering import FORMAT, Renderer
 from tests.data import test_rendering as one_text
 from tests.data import test_served as served
@@ -58,7 +58,7 @@ def digest(template: str, row: Any, options: dict[str, Any]) -> str:
         if isinstance(row, Rendered)
     ]
     if row is not TOKENS:
-        data.append(renderer.prompt_ids(row))
+        data.append(renderer.prompt_ids(Conversation("x", tuple(row))))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -33,7 +33,8 @@ class LocalModel:
                 asked = next(talk) if answer is None else talk.send(answer)
                 if row.tools:
                     raise RowError("it has tools", "their calls are read by servers: --endpoint")
-                prompt = self.renderer.prompt_ids([*asked, {"role": "assistant", "content": ""}])
+                messages = (*asked, {"role": "assistant", "content": ""})
+                prompt = self.renderer.prompt_ids(Conversation(row.where, messages))
                 open_talks.append((row, talk, prompt))
             except StopIteration as end:
                 ended(row, end.value)

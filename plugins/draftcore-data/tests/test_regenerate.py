@@ -430,7 +430,7 @@ def test_the_target_in_this_process_answers_as_it_generates(
     for row in rows_of(out):
         for at in range(1, len(row["messages"]), 2):
             (tokens,) = target.load_model().generate(
-                [renderer.prompt_ids(row["messages"][: at + 1])], 9
+                [renderer.prompt_ids(Conversation("x", tuple(row["messages"][: at + 1])))], 9
             )
             said = target.load_tokenizer().decode(tokens).removesuffix("<|im_end|>")
             assert row["messages"][at]["content"] == said

@@ -13,6 +13,7 @@ from click.testing import Result
 from draftcore_sdk.serving import Serving
 from talking import chat, rows_of, write_rows
 
+from draftcore.data.conversations import Conversation
 from draftcore.data.rendering import Renderer
 from draftcore.target import TransformersTarget
 
@@ -52,7 +53,7 @@ def test_a_server_answers_every_turn_as_the_target_does(
         messages = row["messages"]
         for at in range(1, len(messages), 2):
             (tokens,) = target.load_model().generate(
-                [renderer.prompt_ids(messages[: at + 1])], TOKENS
+                [renderer.prompt_ids(Conversation("x", tuple(messages[: at + 1])))], TOKENS
             )
             text = target.load_tokenizer().decode(tokens, skip_special_tokens=True)
             assert messages[at]["content"] == text

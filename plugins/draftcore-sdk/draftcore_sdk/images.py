@@ -106,14 +106,12 @@ class ImageSuite(Suite):
         self, reader: ImageProcessor, target: TransformersTarget, tmp_path: Path
     ) -> None:
         request, states = FeatureRequest((), True, "float32"), []
+        model = target.load_model()
         for seed in (0, 1, 0):
             uri = str(picture(tmp_path / "a.png", seed))
             _, _, ids, images = reader.write("<|image|>?", [], [uri])
-            states.append(
-                target.load_model().forward_images(reader.inputs(ids, images), request)[
-                    "last_hidden"
-                ][0]
-            )
+            seen = model.forward_images(reader.inputs(ids, images), request)
+            states.append(seen["last_hidden"][0])
             assert len(states[-1]) == len(ids)
         assert states[0].equal(states[2])
         assert not states[0].equal(states[1])
@@ -136,4 +134,4 @@ class ImageSuite(Suite):
         given: Any = "<|image|>", [], [str(picture(tmp_path / "a.png", 0))]
         other = pickle.loads(pickle.dumps(reader))
         assert other.write(*given) == reader.write(*given)
-        assert (repr(other), other.identity) == (repr(reader), reader.identity)
+        assert (repr(other), other.identity()) == (repr(reader), reader.identity())

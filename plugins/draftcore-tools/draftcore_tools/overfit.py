@@ -29,7 +29,7 @@ from draftcore.config import EvalConfig, RunConfig, TopologyConfig
 from draftcore.contracts.algorithm import DataSummary, Draft
 from draftcore.contracts.capture import Image
 from draftcore.contracts.target import TargetSpec
-from draftcore.data.conversations import BadRow, Rendered
+from draftcore.data.conversations import BadRow
 from draftcore.data.rendering import Renderer
 from draftcore.data.sources import named, read_conversations
 from draftcore.drafts import export, find_checkpoint, load_checkpoint, load_export
@@ -195,10 +195,7 @@ def make_sample(settings: RunConfig, registry: Registry, target: TargetSpec, row
     if isinstance(chosen := rows[row], BadRow):
         raise UsageError(f"{chosen}\n  choose another row with --row")
     renderer = Renderer(target.load_tokenizer(), settings.data)
-    if isinstance(chosen, Rendered):
-        prompt = chosen.token_ids[: chosen.last_answer()].tolist()
-    else:
-        prompt = renderer.prompt_ids(chosen.messages, chosen.tools)
+    prompt = renderer.prompt_ids(chosen)
     (answer,) = target.load_model().generate([prompt], ANSWER)
     if len(answer) < 3:
         raise UsageError(
