@@ -252,12 +252,12 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
 
 def decoding_rate(run: Run, batch: int) -> tuple[float, float, str]:
     """Tokens per second, milliseconds of a round, and the memory that decoding took."""
-    (draft,), config, target = run.drafts, run.config.eval, run.target.model
+    (draft,), config, target = run.drafts, run.config.eval, run.target.load_model()
     built = load_checkpoint(draft, find_checkpoint(draft, None))
     built.module.to(target.device).eval()
     assert run.config.data.eval is not None
     data = run.config.data.model_copy(update={"max_length": 512})
-    prompts = read_prompts(run.config.data.eval, run.target.tokenizer, max(batch, 8), data)
+    prompts = read_prompts(run.config.data.eval, run.target.load_tokenizer(), max(batch, 8), data)
     batches = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
     before = memory()
     runner = draft.decoder(built)

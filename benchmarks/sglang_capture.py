@@ -165,7 +165,7 @@ def largest_difference(
     capture: ServerCapture, store: ShmStore, target: TargetSpec, prompt: list[int]
 ) -> dict[str, float]:
     """By feature, the largest difference to transformers over the largest value."""
-    model, request = target.model, capture.request
+    model, request = target.load_model(), capture.request
     tokens_1T = torch.tensor([prompt], device=model.device)
     lengths = torch.tensor([len(prompt)], device=model.device)
     ours = model.features(tokens_1T, lengths, request)

@@ -34,10 +34,10 @@ def find_checkpoint(draft: DraftRun, folder: Path | None) -> Checkpoint:
             f"configuration says {ours!r}\n"
             "  set algorithm.name and its options as in the run that wrote it"
         )
-    if found.state["target"] != target.fingerprint:
+    if found.state["target"] != target.fingerprint():
         raise UsageError(
             f"{found.folder} was trained for another target than {target.path!r}\n"
-            f"  fingerprint {found.state['target']} then, {target.fingerprint} now\n"
+            f"  fingerprint {found.state['target']} then, {target.fingerprint()} now\n"
             f"  it was {theirs['target']['path']!r}: set target.path to that model"
         )
     return found
@@ -101,7 +101,7 @@ def export(
     origin = {
         **{key: found.state[key] for key in ("step", "samples_seen", "plugins")},
         "target": target.path,
-        "target_fingerprint": target.fingerprint,
+        "target_fingerprint": target.fingerprint(),
         "algorithm": found.state["config"]["algorithm"],
         "chat_template": found.state["data"].get("chat_template", ""),
     }

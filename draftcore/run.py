@@ -37,7 +37,7 @@ from draftcore.contracts.store import DurableStore, FeatureStore, StoreAway
 from draftcore.contracts.target import ImageProcessor
 from draftcore.data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
 from draftcore.data.plan import Plan, PlannedBatch
-from draftcore.data.rendering import Blind
+from draftcore.data.rendering import NoImages
 from draftcore.data.samples import (
     Samples,
     StoredSamples,
@@ -102,7 +102,7 @@ class Run:
         if config.store != "auto":
             registry.find("store", config.store.partition(":")[0])
         phases: tuple[PhaseName, ...] = ("prefill", "decode")
-        if self.target.sees:
+        if self.target.is_multimodal:
             self.target.images = self._images()
         self.runners = {phase: self._open_runner(phase) for phase in phases}
         self.drafts = tuple(DraftRun(self, label) for label in config.drafts or [""])
@@ -115,11 +115,11 @@ class Run:
         try:
             reader = self.bind("images", "processor").hook
         except UsageError as error:
-            return Blind(str(error))
+            return NoImages(str(error))
         if "images" not in self.capture.capabilities:
             others = ", ".join(self.registry.offering("capture", "images"))
             given = self.config.capture.name
-            return Blind(f"the capture {given!r} reads text alone\n  set capture.name={others}")
+            return NoImages(f"the capture {given!r} reads text alone\n  set capture.name={others}")
         return reader.image_processor(name="processor", target=self.target)
 
     def _open_runner(self, phase: PhaseName) -> Runner:
@@ -173,7 +173,7 @@ class Run:
     ) -> Dataset:
         """Render data with the chat template, which is told `date`; kept in the run's folder."""
         options = self.config.data.model_copy(update={"limit": limit})
-        folder, tokenizer = self.folder / "data" / name, self.target.tokenizer
+        folder, tokenizer = self.folder / "data" / name, self.target.load_tokenizer()
         dataset = build_dataset(
             given, tokenizer, options, folder,
             find=self.find, date=date, processor=self.target.images,
@@ -191,7 +191,7 @@ class Run:
         if data.eval is None:
             raise UsageError("data.eval is not set\n  set it to held-out conversations in JSONL")
         date = date_of(folder / "train") or date_of(folder / "eval")
-        told, tokenizer = DataReport(named(data.eval)), self.target.tokenizer
+        told, tokenizer = DataReport(named(data.eval)), self.target.load_tokenizer()
         prompts = read_prompts(
             data.eval, tokenizer, limit, data, find=self.find, date=date, report=told
         )
@@ -267,12 +267,12 @@ class DraftRun:
 
     def drafter(self, draft: Draft) -> Drafter:
         return self.algorithm.hook.drafter(
-            draft=draft, target=self.run.target.model, options=self.options
+            draft=draft, target=self.run.target.load_model(), options=self.options
         )
 
     def decoder(self, draft: Draft) -> DecodeRunner:
         """What decodes with the draft, whose weights may be updated in place meanwhile."""
-        target, drafter = self.run.target.model, self.drafter(draft)
+        target, drafter = self.run.target.load_model(), self.drafter(draft)
         return self.run.runners["decode"].decode(target, drafter, draft.module)
 
 
@@ -596,7 +596,7 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
         held_out = HeldOut(config, data, capture, prompts)
     about = {
         "run_id": run_id,
-        "target": run.target.fingerprint,
+        "target": run.target.fingerprint(),
         "features": features.provenance,
         "width": run.width,
     }
@@ -806,7 +806,7 @@ def _require_memory(run: Run, parts: TrainerParts) -> None:
     trained = sum(p.numel() for t in parts.trainers for p in t.parameters)
     features = parts.plan.largest(1) * parts.features.request.token_bytes(run.width)
     here = parts.features.store is None and resolve_device(run.config.target.device) == device
-    target = run.target.weight_bytes // run.target.tensor_parallel if here else 0
+    target = run.target.weight_bytes() // run.target.tensor_parallel if here else 0
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if (need := target + 16 * trained + features) > free:
         raise UsageError(
@@ -856,7 +856,7 @@ def changes(now: BaseModel, then: Mapping[str, Any], path: str = "") -> Iterator
 
 def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan: Plan) -> None:
     """Refuse to go on from a checkpoint of other plugins, target, data or schedule."""
-    then, target = last.state, draft.run.target.fingerprint
+    then, target = last.state, draft.run.target.fingerprint()
     changed = list(changes(draft.config, then["config"]))
     if then["target"] != target:
         changed.append(f"target: weights {then['target']} then, {target} now")
@@ -914,7 +914,7 @@ def evaluate_draft(draft: DraftRun, built: Draft, step: int) -> Report:
     run, config = draft.run, draft.config
     run.runners["decode"].check(run.target)
     prompts, given = run.prompts(config.eval.prompts), config.data.eval or ()
-    built.module.to(run.target.model.device).eval()
+    built.module.to(run.target.load_model().device).eval()
     with Progress(len(prompts), verb="decoding", every=config.eval.batch) as progress:
         report = evaluate_prompts(draft.decoder(built), prompts, config.eval, progress.show)
     about = {
@@ -922,12 +922,12 @@ def evaluate_draft(draft: DraftRun, built: Draft, step: int) -> Report:
         "algorithm": draft.choice.name,
         "step": step,
         "target": run.target.path,
-        "target_fingerprint": run.target.fingerprint,
+        "target_fingerprint": run.target.fingerprint(),
         "data": named(given),
         "data_digest": open_source(given, run.find).key(),
         "left_out": run.left_out,
         "eval": config.eval.model_dump(mode="json"),
-        "device": str(run.target.model.device),
+        "device": str(run.target.load_model().device),
         "dtype": str(run.target.dtype).removeprefix("torch."),
         "plugins": run.manifest([draft]),
         "versions": {one: version(one) for one in ("draftcore", "torch", "transformers")},

@@ -3,9 +3,9 @@
 `TransformersTarget` is what algorithms and training see: config, tokenizer and lazily read tensors, so
 a trainer on another host never loads the target. `TransformersModel` runs it, for capture and decoding
 only. Both implement `contracts.target`. `SharedModel` runs one that no single device holds, for capture
-alone. The KV cache is indexed by position, one slot per token of a row,
-so a rejected draft token is overwritten by the next round and rows of different lengths need no
-padding, cropping or compaction.
+alone. What is loaded or computed is asked for by a method, which keeps it. The KV cache is indexed by
+position, one slot per token of a row, so a rejected draft token is overwritten by the next round and rows
+of different lengths need no padding, cropping or compaction.
 
 Shape letters: B batch, T tokens, S cache slots, H hidden, V vocabulary.
 """
@@ -23,10 +23,10 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.multiprocessing
 from safetensors import safe_open
@@ -52,13 +52,12 @@ from draftcore.uris import format_size
 
 EMBEDDINGS = ["embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings"]
 HEADS = ["lm_head", "embed_out", "head"]
-# What transformers keeps of the tokens it has read, by layer, that decoding here can take back.
-KEPT = ["Dynamic", "DynamicSlidingWindow", "DynamicIndexed", "Dummy", "LinearAttention"]
-KEPT += ["LinearAttentionAndFullAttention"]
+# Kinds of transformers' cache layers that decoding here can take tokens back from.
+CACHE_LAYERS = ["Dynamic", "DynamicSlidingWindow", "DynamicIndexed", "Dummy", "LinearAttention"]
+CACHE_LAYERS += ["LinearAttentionAndFullAttention"]
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-SHA_256 = "[0-9a-f]{64}"
-SAID = 1 << 28  # bytes of a file whose reading takes so long that one is told
-LOGITS = 1 << 24  # that are held at a time; each takes some 20 bytes until the largest are found
+SLOW_DIGEST_BYTES = 1 << 28  # a file of more takes so long to read that a line says so
+LOGITS_AT_A_TIME = 1 << 24  # each takes some 20 bytes until the largest are found
 
 
 class TransformersTarget:
@@ -80,7 +79,8 @@ class TransformersTarget:
         with read_target(path, "config"):
             self.config: Any = AutoConfig.from_pretrained(path, **self.source)
             self.text_config: Any = self.config.get_text_config()
-            self.sees = type(self.config) in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            with_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            self.is_multimodal = type(self.config) in with_images
             self.num_layers = int(self.text_config.num_hidden_layers)
             self.vocab_size = int(self.text_config.vocab_size)
             self.logit_scale = logit_scale(self.text_config)
@@ -88,9 +88,13 @@ class TransformersTarget:
             self.logit_softcap = float(cap) if cap else None
             if min(self.num_layers, self.vocab_size, int(self.text_config.hidden_size)) < 1:
                 raise ValueError("its layers, tokens or width are below 1")
-            said = self.config.dtype or self.text_config.dtype or "float32"
-            name = dtype if dtype != "auto" else str(said)
+            stored = self.config.dtype or self.text_config.dtype or "float32"
+            name = dtype if dtype != "auto" else str(stored)
             self.dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+        self._tokenizer: Any = None
+        self._model: TargetModel | None = None
+        self._fingerprint = ""
+        self._files = dict[str, str]()
 
     def require_layers(self, request: FeatureRequest) -> None:
         beyond = [layer for layer in request.layers if not 0 <= layer < self.num_layers]
@@ -105,17 +109,18 @@ class TransformersTarget:
                 f"{self.vocab_size} tokens"
             )
 
-    @functools.cached_property
-    def tokenizer(self) -> Any:
-        with read_target(self.path, "tokenizer"):
-            found = AutoTokenizer.from_pretrained(self.path, **self.source)
-            found("a")  # some of what it was given is first read here
-            return found
+    def load_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            with read_target(self.path, "tokenizer"):
+                self._tokenizer = AutoTokenizer.from_pretrained(self.path, **self.source)
+                self._tokenizer("a")  # some of its files are first read here
+        return self._tokenizer
 
-    @functools.cached_property
-    def model(self) -> TargetModel:
-        shared = self.tensor_parallel > 1
-        return cast(TargetModel, SharedModel(self)) if shared else TransformersModel(self)
+    def load_model(self) -> TargetModel:
+        if self._model is None:
+            kind: Any = SharedModel if self.tensor_parallel > 1 else TransformersModel
+            self._model = kind(self)
+        return self._model
 
     def embedding(self) -> Tensor:
         return self._read(EMBEDDINGS + HEADS)
@@ -132,60 +137,60 @@ class TransformersTarget:
             logits = cap * torch.tanh(logits / cap)
         return logits
 
-    @functools.cached_property
     def fingerprint(self) -> str:
-        """A digest of all that is computed with: every weight file, the config, the tokenizer.
-
-        The chat template is the data's: it is kept with a run's summary, and its rows differ.
+        """Digest of weights, config and tokenizer. The chat template is left out: it belongs to the data.
 
         Files of a Hub cache are known by their blobs' names, which are SHA-256 digests. Any other
         file is read once, and its digest kept in the user's cache folder while the file is the same.
         """
-        files = [str(fetch(self, "config.json")), *sorted(set(self._weight_files.values()))]
-        told = [file_digest(Path(file)) for file in files]
-        told.append(self.tokenizer.backend_tokenizer.to_str())
-        return hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
+        if not self._fingerprint:
+            files = [str(fetch(self, "config.json")), *sorted({*self._weight_files().values()})]
+            parts = [file_digest(Path(file)) for file in files]
+            parts.append(self.load_tokenizer().backend_tokenizer.to_str())
+            text = json.dumps(parts).encode()
+            self._fingerprint = hashlib.blake2b(text, digest_size=12).hexdigest()
+        return self._fingerprint
 
-    @functools.cached_property
     def weight_bytes(self) -> int:
-        return sum(Path(file).stat().st_size for file in set(self._weight_files.values()))
+        return sum(Path(file).stat().st_size for file in set(self._weight_files().values()))
 
-    def _read(self, modules: Sequence[str]) -> Tensor:
-        """Read the weight of the first of these; of several, the outermost: MTP layers have their own."""
-        for module in modules:
-            ending = f".{module}.weight"
-            named = [name for name in self._weight_files if f".{name}".endswith(ending)]
-            for name in sorted(named, key=lambda name: name.count("."))[:1]:
-                file = self._weight_files[name]
-                with read_target(self.path, file), safe_open(file, framework="pt") as tensors:
-                    return self._of_vocabulary(name, tensors.get_tensor(name))
-        raise DraftcoreError(
-            f"target {self.path!r} holds no weight of {' or '.join(modules)}\n"
-            f"  tensors there: {', '.join(list(self._weight_files)[:6])}, ...\n"
-            "  draftcore reads the embedding and the head from the model's safetensors files"
-        )
-
-    def _of_vocabulary(self, name: str, tensor: Tensor) -> Tensor:
-        wanted = self.vocab_size, int(self.text_config.hidden_size)
-        if tensor.shape != wanted:
-            raise ValueError(f"{name} has the shape {(*tensor.shape,)}, config.json says {wanted}")
-        return tensor
-
-    @functools.cached_property
     def _weight_files(self) -> dict[str, str]:
-        """Map tensor name to safetensors file."""
+        """Map the names of tensors to their safetensors files, downloaded if they have to be."""
+        if self._files:
+            return self._files
         with read_target(self.path, "weights"):
             if index := fetch(self, "model.safetensors.index.json"):
                 names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
                 local = {file: str(fetch(self, file)) for file in set(names.values())}
-                return {name: local[file] for name, file in names.items()}
-            if single := fetch(self, "model.safetensors"):
+                self._files = {name: local[file] for name, file in names.items()}
+            elif single := fetch(self, "model.safetensors"):
                 with safe_open(single, framework="pt") as tensors:
-                    return dict.fromkeys(tensors.keys(), single)
-        raise DraftcoreError(
-            f"target {self.path!r} has no model.safetensors\n"
-            "  draftcore reads safetensors only; convert the weights with save_pretrained"
-        )
+                    self._files = dict.fromkeys(tensors.keys(), single)
+        if not self._files:
+            raise DraftcoreError(
+                f"target {self.path!r} has no model.safetensors\n"
+                "  draftcore reads safetensors only; convert the weights with save_pretrained"
+            )
+        return self._files
+
+    def _read(self, modules: Sequence[str]) -> Tensor:
+        """Read the weight of the first of these; of several, the outermost: MTP layers have their own."""
+        files, shape = self._weight_files(), (self.vocab_size, int(self.text_config.hidden_size))
+        outermost = sorted(files, key=lambda name: name.count("."))
+        names = [n for m in modules for n in outermost if f".{n}".endswith(f".{m}.weight")]
+        if not names:
+            raise DraftcoreError(
+                f"target {self.path!r} holds no weight of {' or '.join(modules)}\n"
+                f"  tensors there: {', '.join(list(files)[:6])}, ...\n"
+                "  draftcore reads the embedding and the head from the model's safetensors files"
+            )
+        name, file = names[0], files[names[0]]
+        with read_target(self.path, file), safe_open(file, framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(name)
+            if tensor.shape != shape:
+                stored = (*tensor.shape,)
+                raise ValueError(f"{name} has the shape {stored}, config.json says {shape}")
+        return tensor
 
 
 def logit_scale(text: Any) -> float:
@@ -230,25 +235,55 @@ def read_target(path: str, what: str) -> Iterator[None]:
 
 
 def file_digest(file: Path) -> str:
-    """Return a file's SHA-256; one of a large file is kept by its path, size and time of change."""
+    """Return a file's SHA-256; that of a large file is cached by its path, size and time of change."""
     real = file.resolve()
-    if real.parent.name == "blobs" and re.fullmatch(SHA_256, real.name):
+    if real.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", real.name):
         return real.name
     status = real.stat()
     identity = f"{real} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    kept = cache / "draftcore" / "digests" / hashlib.sha256(identity.encode()).hexdigest()
-    if kept.exists() and re.fullmatch(SHA_256, text := kept.read_text(errors="replace")):
-        return text
-    if large := status.st_size > SAID:
+    cached = cache / "draftcore" / "digests" / hashlib.sha256(identity.encode()).hexdigest()
+    if cached.exists():
+        return cached.read_text()
+    if large := status.st_size > SLOW_DIGEST_BYTES:
         size = format_size(status.st_size)
         print(f"reading {real} once for its digest, {size}", file=sys.stderr, flush=True)
     with real.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if large:
         with contextlib.suppress(OSError):  # a home that cannot be written costs time alone
-            write_atomic(kept, digest)
+            write_atomic(cached, digest)
     return digest
+
+
+def load_weights(spec: TargetSpec, parts: int) -> Any:
+    """Load a target by transformers, or the part of it that this process has of several.
+
+    Raises UsageError where transformers would go on with weights that are not the target's.
+    """
+    transformers_logging.disable_progress_bar()  # loading has no place beside our own bar
+    method = (getattr(spec.config, "quantization_config", None) or {}).get("quant_method")
+    what = f"weights, quantised by {method}," if method else "weights"
+    what = f"weights, shared by {parts} devices," if parts > 1 else what
+    kind = "AutoModelForImageTextToText" if spec.is_multimodal else "AutoModelForCausalLM"
+    with read_target(spec.path, what):
+        if (heads := getattr(spec.text_config, "num_key_value_heads", 0) or 0) % parts:
+            raise ValueError(f"it has {heads} heads of keys, no multiple of {parts}")
+        model, report = getattr(modeling_auto, kind).from_pretrained(
+            spec.path, dtype=spec.dtype, output_loading_info=True,
+            distributed_config={"tp_size": parts} if parts > 1 else None, **spec.source,
+        )  # fmt: skip
+        split = [name for name, p in model.named_parameters() if hasattr(p, "placements")]
+        if parts > 1 and not any("layers." in name for name in split):
+            raise ValueError(f"{type(model).__name__} has no tp_plan for its layers")
+        if missing := sorted(report["missing_keys"]):  # transformers makes random ones
+            raise ValueError(
+                f"they lack {', '.join(missing[:4])}, which config.json says are there"
+            )
+        quantised = getattr(model.config, "quantization_config", None)
+        if quantised and not getattr(model, "hf_quantizer", None):
+            raise ValueError("transformers knows no such quantisation")
+    return model
 
 
 class TransformersModel:
@@ -256,29 +291,7 @@ class TransformersModel:
 
     def __init__(self, spec: TargetSpec, parts: int = 1) -> None:
         self.spec, self.device, self.dtype = spec, resolve_device(spec.device), spec.dtype
-        transformers_logging.disable_progress_bar()  # loading has no place beside our own bar
-        how = getattr(spec.config, "quantization_config", None) or {}
-        what = f"weights, quantised by {how.get('quant_method')}," if how else "weights"
-        shared, text = {"tp_size": parts} if parts > 1 else None, spec.text_config
-        with read_target(spec.path, f"weights, shared by {parts} devices," if shared else what):
-            self.model: Any
-            name = "AutoModelForImageTextToText" if spec.sees else "AutoModelForCausalLM"
-            if (heads := getattr(text, "num_key_value_heads", 0) or 0) % parts:
-                raise ValueError(f"it has {heads} heads of keys, no multiple of {parts}")
-            self.model, found = getattr(modeling_auto, name).from_pretrained(
-                spec.path, dtype=spec.dtype, output_loading_info=True, distributed_config=shared,
-                **spec.source,
-            )  # fmt: skip
-            split = [n for n, p in self.model.named_parameters() if hasattr(p, "placements")]
-            if shared and not any("layers." in name for name in split):
-                raise ValueError(f"{type(self.model).__name__} has no tp_plan for its layers")
-            if lacking := sorted(found["missing_keys"]):  # transformers makes random ones
-                raise ValueError(
-                    f"they lack {', '.join(lacking[:4])}, which config.json says are there"
-                )
-            kept = getattr(self.model.config, "quantization_config", None)
-            if kept and not getattr(self.model, "hf_quantizer", None):
-                raise ValueError("transformers knows no such quantisation")
+        self.model: Any = load_weights(spec, parts)
         with read_target(spec.path, "generation_config.json"):
             if file := fetch(spec, "generation_config.json"):
                 json.loads(Path(file).read_text())  # transformers takes one that is torn for none
@@ -299,6 +312,8 @@ class TransformersModel:
                 "  draftcore captures from decoder-only transformers models"
             )
         self.decoder, self.layers = stacks[0]
+        self._empty_cache = list[Any]()  # what transformers keeps of a single token, by layer
+        self._wider: Any = None
 
     @torch.inference_mode()
     def features(
@@ -310,11 +325,11 @@ class TransformersModel:
         return request.select(taken)
 
     @torch.inference_mode()
-    def see(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
-        whole, given = self.model.base_model, inputs.to(self.device, self.dtype)
-        taken = self.run(request, whole, **given, use_cache=False)
-        if hasattr(whole, "rope_deltas"):
-            whole.rope_deltas = None  # else it goes on from here when it generates
+    def forward_images(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
+        model, inputs = self.model.base_model, inputs.to(self.device, self.dtype)
+        taken = self.run(request, model, **inputs, use_cache=False)
+        if hasattr(model, "rope_deltas"):
+            model.rope_deltas = None  # else it goes on from here when it generates
         return request.select(taken)
 
     @torch.inference_mode()
@@ -322,28 +337,28 @@ class TransformersModel:
         """Run the decoder, or a model around it, and take what the request names."""
         taken: dict[str, Any] = {}
 
-        def take(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        def take_output(name: str, _: nn.Module, __: Any, output: Any) -> None:
             taken[name] = output[0] if isinstance(output, tuple) else output
 
-        def given(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def take_input(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             taken[name] = args[0] if args else kwargs["hidden_states"]
 
+        outputs = [(f"hidden.{layer}", self.layers[layer]) for layer in request.layers]
+        inputs_of = [("embeddings", 0)] * request.embeddings  # with what is done to them before
+        if model is not None:  # which need not end with the decoder
+            outputs.append(("last_hidden", self.decoder))
+            # What some models see is added between layers, too (Qwen3-VL's deep stack): servers
+            # capture what the next layer is given, and so does this.
+            last = len(self.layers) - 1
+            inputs_of += [(f"hidden.{k}", k + 1) for k in request.layers if k < last]
         with contextlib.ExitStack() as hooks:
-            for layer in request.layers:
-                hook = functools.partial(take, f"hidden.{layer}")
-                hooks.enter_context(self.layers[layer].register_forward_hook(hook))
-            read = [("embeddings", 0)] * request.embeddings  # with what is done to them before
-            if model is not None:  # which need not end with the decoder
-                end = functools.partial(take, "last_hidden")
-                hooks.enter_context(self.decoder.register_forward_hook(end))
-                # What some models see is added between layers, too (Qwen3-VL's deep stack): servers
-                # capture what the next layer is given, and so does this.
-                read += [(f"hidden.{k}", k + 1) for k in request.layers if k + 1 < len(self.layers)]
-            for name, layer in read:
-                hook = functools.partial(given, name)
-                hooks.enter_context(
-                    self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
-                )
+            for name, module in outputs:
+                take = functools.partial(take_output, name)
+                hooks.enter_context(module.register_forward_hook(take))
+            for name, layer in inputs_of:
+                take = functools.partial(take_input, name)
+                before = self.layers[layer].register_forward_pre_hook(take, with_kwargs=True)
+                hooks.enter_context(before)
             output = (model or self.decoder)(**inputs)
         taken["last_hidden"] = taken.get("last_hidden", output).last_hidden_state
         if request.topk:
@@ -352,10 +367,10 @@ class TransformersModel:
 
     def _largest(self, hidden_BTH: Tensor, k: int) -> dict[str, Tensor]:
         """Return the k largest logits and their ids, of a slice of the tokens at a time."""
-        rows = max(1, LOGITS // self.spec.vocab_size)
+        rows = max(1, LOGITS_AT_A_TIME // self.spec.vocab_size)
         slices = torch.split(hidden_BTH.flatten(0, -2), rows)
-        found = [largest_logits(self.logits(part_RH), k) for part_RH in slices]
-        logits_RK, ids_RK = (torch.cat(parts) for parts in zip(*found, strict=True))
+        largest = [largest_logits(self.logits(part_RH), k) for part_RH in slices]
+        logits_RK, ids_RK = (torch.cat(parts) for parts in zip(*largest, strict=True))
         shape = (*hidden_BTH.shape[:-1], k)
         return {"topk_logits": logits_RK.view(shape), "topk_ids": ids_RK.view(shape)}
 
@@ -363,25 +378,31 @@ class TransformersModel:
         return self.spec.capped(self.model.get_output_embeddings()(hidden))
 
     def allocate(self, batch: int, max_len: int) -> TargetCache:
-        cache = []
-        for layer in self._blank:
+        layers, cache = self.empty_cache(), []
+        for layer in layers:
             slots = [x.new_zeros(batch, max_len, *x[0, :, 0].shape) for x in slots_of(layer)]
             cache.append(slots + [x.new_zeros(batch, *x.shape[1:]) for x in states_of(layer)])
-        if any(map(states_of, self._blank)):  # tokens by slot, and how many the states have read
+        if any(map(states_of, layers)):  # tokens by slot, and how many the states have read
             read_BS = torch.zeros(batch, max_len, dtype=torch.long, device=self.device)
             cache.append([read_BS, torch.zeros_like(read_BS[:, 0])])
         return cache
 
-    @functools.cached_property
     @torch.inference_mode()
-    def _blank(self) -> list[Any]:
-        """What transformers keeps of a single token, by layer: only a model knows its kinds and shapes."""
+    def empty_cache(self) -> list[Any]:
+        """What transformers keeps of a single token, by layer: only a model knows its kinds and shapes.
+
+        Raises UsageError for a target that cannot take tokens back. A forward, the first time.
+        """
+        if self._empty_cache:
+            return self._empty_cache
         token_1T = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         output = self.decoder(input_ids=token_1T, use_cache=True)
         layers: list[Any] = getattr(getattr(output, "past_key_values", None), "layers", [output])
-        kept = [getattr(cache_utils, f"{kind}Layer", None) for kind in KEPT]  # some are new
+        known = [
+            getattr(cache_utils, f"{kind}Layer", None) for kind in CACHE_LAYERS
+        ]  # some are new
         unread = {x for x in layers if isinstance(x, cache_utils.DynamicLayer) and x.keys is None}
-        strange = [x for x in layers if type(x) not in kept or x in unread]
+        strange = [x for x in layers if type(x) not in known or x in unread]
         # The first kind of Mamba begins anew where it reads several tokens; ALiBi takes no such masks.
         strange += [x for x in self.decoder.modules() if hasattr(x, "use_mambapy")]
         strange += [self.decoder] * ("alibi_tensor" in " ".join(dir(self.decoder)))
@@ -391,6 +412,7 @@ class TransformersModel:
                 f"{type(strange[0]).__name__}, which does not read on from tokens that were taken back\n"
                 "  train, export, and measure the acceptance length on your server"
             )
+        self._empty_cache = layers
         return layers
 
     @torch.inference_mode()
@@ -403,7 +425,8 @@ class TransformersModel:
         request: FeatureRequest,
         seen_BTT: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        if len(cache) > len(self._blank):
+        empty = self.empty_cache()
+        if len(cache) > len(empty):
             if seen_BTT is not None:
                 raise UsageError(
                     f"the algorithm drafts trees, and target {self.spec.path!r} has recurrent layers, "
@@ -415,8 +438,8 @@ class TransformersModel:
         if seen_BTT is not None:
             positions_BT = starts_B[:, None] + seen_BTT.sum(-1) - 1
         at = torch.arange(B, device=self.device)[:, None], slots_BT
-        held = zip(self._blank, cache, strict=True)
-        layers = [layer_of(blank, tensors, at, span) for blank, tensors in held]
+        pairs = zip(empty, cache, strict=True)
+        layers = [layer_of(layer, tensors, at, span) for layer, tensors in pairs]
         return self.run(
             request,
             input_ids=tokens_BT,
@@ -452,11 +475,12 @@ class TransformersModel:
         self, positions_BT: Tensor, span: int, seen_BTT: Tensor | None = None
     ) -> Tensor | dict[str, Tensor | None]:
         slots_S = torch.arange(span, device=positions_BT.device)
-        held, seen_BTS = slots_S, slots_S <= positions_BT[..., None]  # held: the slots' positions
+        slot_positions, seen_BTS = slots_S, slots_S <= positions_BT[..., None]
         if seen_BTT is not None:
             B, T = positions_BT.shape
             slots_BT = positions_BT[:, :1] + slots_S[:T]
-            held = slots_S.repeat(B, 1).scatter(1, slots_BT, positions_BT)[:, None]
+            positions_BS = slots_S.repeat(B, 1).scatter(1, slots_BT, positions_BT)
+            slot_positions = positions_BS[:, None]
             past_BTS = (slots_S < positions_BT[:, :1, None]).repeat(1, T, 1)
             seen_BTS = past_BTS.scatter(2, slots_BT[:, None].expand(-1, T, -1), seen_BTT)
         config = self.spec.text_config
@@ -467,7 +491,7 @@ class TransformersModel:
         if not (window or chunk) or kinds == {"full_attention"}:
             return full
         first_BT1 = at_BT1 - at_BT1 % chunk if chunk else at_BT1 - window + 1
-        near = self._additive(seen_BTS & (held >= first_BT1))
+        near = self._additive(seen_BTS & (slot_positions >= first_BT1))
         if not kinds:
             return near
         return dict.fromkeys(kinds) | {
@@ -494,17 +518,13 @@ class TransformersModel:
 
     @torch.inference_mode()
     def top2_gap(self, tokens: Sequence[int]) -> float:
+        if self._wider is None:  # made at the first tie that has to be judged
+            dtype = torch.float64 if self.dtype == torch.float32 else torch.float32
+            self._wider = copy.deepcopy(self.model).to(dtype)
+            self._wider.set_experts_implementation("eager")  # others know no fp64
         tokens_1T = torch.tensor([list(tokens)], device=self.device)
         best, second = self._wider(input_ids=tokens_1T).logits[0, -1].topk(2).values.tolist()
         return float(best - second)
-
-    @functools.cached_property
-    def _wider(self) -> Any:
-        """A copy in fp64 (of an fp32 model) or fp32, made at the first tie that has to be judged."""
-        dtype = torch.float64 if self.dtype == torch.float32 else torch.float32
-        wider = copy.deepcopy(self.model).to(dtype)
-        wider.set_experts_implementation("eager")  # others know no fp64
-        return wider
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -548,59 +568,69 @@ class TransformersModel:
 class SharedModel:
     """The target on several devices, a process for each, by transformers' own plan: for capture alone.
 
-    None of them is this process: one that dies while others wait for it would take a trainer along, and
-    torch.distributed's default group is that of the ranks. Their end is RuntimeError: no batch is at
-    fault, and only a process begun anew has the target again.
+    The parts run in child processes, which start with the first call. If one dies, RuntimeError is raised
+    and the process must be restarted. None of them is this process: it would be lost with the others, and
+    torch.distributed's default group is that of the ranks.
     """
 
     def __init__(self, spec: TransformersTarget) -> None:
         self.spec, self.dtype = spec, spec.dtype
-        self.device = torch.device("cpu")  # where it is given tokens
+        self.device = torch.device("cpu")  # where it takes tokens
+        self.parts = dict[int, ProcessPoolExecutor]()  # by process id
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("features", "see", "check"):
-            return functools.partial(self._all, self.parts, on_part, name)
         raise UsageError(
             f"{self.spec.tensor_parallel} devices share target {self.spec.path!r}, to capture and no more: "
             f"{name!r} needs it on one\n  set target.tensor_parallel=1 to decode, or for graphs"
         )
 
-    @functools.cached_property
-    def parts(self) -> dict[int, ProcessPoolExecutor]:
-        """The processes by their ids, each with its part of the target."""
-        spec, spawn = self.spec, torch.multiprocessing.get_context("spawn")
-        pools = [ProcessPoolExecutor(1, spawn) for _ in range(spec.tensor_parallel)]
-        parts = {pool.submit(os.getpid).result(): pool for pool in pools}
-        self.memory = os.memfd_create("draftcore-parts")  # where they meet, and nobody else can
+    def _run(self, method: str, *arguments: Any) -> dict[str, Tensor]:
+        """Let all parts run a method of the model; returns the tensors that the first of them does."""
+        spec, count = self.spec, self.spec.tensor_parallel
+        if not self.parts:
+            spawn = torch.multiprocessing.get_context("spawn")
+            pools = [ProcessPoolExecutor(1, spawn) for _ in range(count)]
+            self.parts = {pool.submit(os.getpid).result(): pool for pool in pools}
+            self.memory = os.memfd_create("draftcore-parts")  # where they meet, and nobody else can
         meeting, device = f"/proc/{os.getpid()}/fd/{self.memory}", resolve_device(spec.device)
-        given = {"path": spec.path, "dtype": str(spec.dtype), **spec.source}
-        self._all(parts, load_part, len(parts), meeting, device, given)
-        return parts
-
-    def _all(self, parts: Mapping[int, ProcessPoolExecutor], work: Any, *given: Any) -> Any:
-        """Let all parts work; returns the tensors that the first of them does."""
+        target = {"path": spec.path, "dtype": str(spec.dtype), **spec.source}
         try:
-            asked = [pool.submit(work, part, *given) for part, pool in enumerate(parts.values())]
-            wait(asked, return_when=FIRST_EXCEPTION)
-            found, *_ = [one.result() or {} for one in asked if one.done()]
+            tasks = [
+                pool.submit(run_part, (part, count, meeting, device, target), method, *arguments)
+                for part, pool in enumerate(self.parts.values())
+            ]
+            wait(tasks, return_when=FIRST_EXCEPTION)
+            first, *_ = [task.result() for task in tasks if task.done()]
             # A copy: what was handed over is the part's memory, and goes when it goes.
-            return {name: value.clone() for name, value in found.items()}
+            return {name: value.clone() for name, value in first.items()}
         except BaseException as error:
-            for pid in parts:  # who is left may wait for who is gone
+            for pid in self.parts:  # who is left may wait for who is gone
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if not isinstance(error, RuntimeError):
                 raise
-            what = f"target {self.spec.path!r}, which {len(parts)} devices share, has ended"
+            what = f"target {spec.path!r}, which {count} devices share, has ended"
             raise RuntimeError(f"{what}: {error}") from None
 
+    features = functools.partialmethod(_run, "features")
+    forward_images = functools.partialmethod(_run, "forward_images")
+    check = functools.partialmethod(_run, "check")
 
-PARTS = list[TransformersModel]()  # in a process of SharedModel: the part that it holds
+
+part_of_process = list[TransformersModel]()  # in a process of SharedModel: its part of the target
+
+
+def run_part(loading: tuple[Any, ...], method: str, *arguments: Any) -> dict[str, Tensor]:
+    """Call a method of this process' part, which is loaded first; the first part returns tensors."""
+    if not part_of_process:
+        part_of_process.append(load_part(*loading))
+    result = getattr(part_of_process[0], method)(*arguments)
+    return {} if loading[0] else result or {}
 
 
 def load_part(
-    part: int, count: int, meeting: str, device: torch.device, given: dict[str, Any]
-) -> None:
+    part: int, count: int, meeting: str, device: torch.device, target: dict[str, Any]
+) -> TransformersModel:
     """Load what one of `count` devices holds of a target, where the others load theirs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the run decides on it
     parent: Any = multiprocessing.parent_process()  # which may be killed
@@ -614,20 +644,14 @@ def load_part(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # which transformers would take
     store = dist.FileStore(meeting, count)  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=part, world_size=count)
-    PARTS.append(TransformersModel(TransformersTarget(**given, device=str(device)), count))
-
-
-def on_part(part: int, method: str, *given: Any) -> Any:
-    """Call a method of this process's part; what it returns the first one passes on."""
-    found = getattr(PARTS[0], method)(*given)
-    return None if part else found
+    return TransformersModel(TransformersTarget(**target, device=str(device)), count)
 
 
 def slots_of(layer: Any) -> list[Tensor]:
     """Return what one of transformers' cache layers keeps by token: [B, heads, S, D] each."""
-    found = getattr(layer, "indexer_keys", None)  # of sparse attention; one head
-    kept = [getattr(layer, "keys", None), getattr(layer, "values", None)]
-    return [x for x in (*kept, found if found is None else found[:, None]) if x is not None]
+    keys_BSD = getattr(layer, "indexer_keys", None)  # of sparse attention; one head
+    slots = [getattr(layer, "keys", None), getattr(layer, "values", None)]
+    return [x for x in slots if x is not None] + ([] if keys_BSD is None else [keys_BSD[:, None]])
 
 
 def states_of(layer: Any) -> list[Tensor]:
@@ -636,18 +660,18 @@ def states_of(layer: Any) -> list[Tensor]:
     return [x for states in kinds for x in states.values() if x is not None]
 
 
-def layer_of(blank: Any, tensors: Sequence[Tensor], at: tuple[Tensor, Tensor], span: int) -> Any:
-    """Return a cache layer like `blank` that reads and writes these slots and states."""
-    by_token = len(slots_of(blank))
+def layer_of(empty: Any, tensors: Sequence[Tensor], at: tuple[Tensor, Tensor], span: int) -> Any:
+    """Return a cache layer like `empty` that reads and writes these slots and states."""
+    by_token = len(slots_of(empty))
     slots, states = _Slots(tensors[:by_token], at, span), iter(tensors[by_token:])
-    if not states_of(blank):
+    if not states_of(empty):
         return slots
-    layer = copy.copy(blank)
+    layer = copy.copy(empty)
     if by_token:
         layer.update = slots.update
     for name in ("conv_states", "recurrent_states"):
-        held = getattr(blank, name).items()
-        setattr(layer, name, {i: None if x is None else next(states) for i, x in held})
+        kept = getattr(empty, name).items()
+        setattr(layer, name, {i: None if x is None else next(states) for i, x in kept})
     return layer
 
 

@@ -55,7 +55,7 @@ def test_the_largest_logits_are_the_models_own(
     """Of equal ones, which are many in bfloat16, the lower id comes first, however many are asked."""
     target = TransformersModel(TransformersTarget(str(target_folder), dtype=dtype, device="cpu"))
     tokens_BT = torch.randint(0, 256, (2, 10), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr("draftcore.target.LOGITS", 20 // slices * target.spec.vocab_size)
+    monkeypatch.setattr("draftcore.target.LOGITS_AT_A_TIME", 20 // slices * target.spec.vocab_size)
     own_BTV = target.model(input_ids=tokens_BT).logits.float()
     right_BTV = own_BTV.sort(descending=True, stable=True)
     for k in (1, 7, target.spec.vocab_size):
@@ -287,7 +287,7 @@ def test_code_that_comes_with_a_model_is_not_run_whoever_says_yes(
     (tmp_path / "own.py").write_text(f"{code}\nclass Own(Qwen3Config):\n    model_type = 'own'\n")
     own = {"AutoTokenizer": ["own.Own", None]}
     say(tmp_path / "tokenizer_config.json", tokenizer_class="Own", auto_map=own)
-    assert TransformersTarget(str(tmp_path)).tokenizer.vocab_size
+    assert TransformersTarget(str(tmp_path)).load_tokenizer().vocab_size
     say(tmp_path / "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"})
     with pytest.raises(UsageError, match=r"the config of .*\n  set target.trust_remote_code=true"):
         TransformersTarget(str(tmp_path))
@@ -300,4 +300,4 @@ def test_an_absent_device_is_refused(target_folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
     with pytest.raises(UsageError, match="sees 0 CUDA devices"):
-        _ = TransformersTarget(str(target_folder), device="cuda").model
+        _ = TransformersTarget(str(target_folder), device="cuda").load_model()

@@ -35,9 +35,8 @@ class ImageProcessor(Protocol):
     Its `repr` tells one way to do so from another.
     """
 
-    @property
     def identity(self) -> str:
-        """All that images are read by."""
+        """Return all that images are read by."""
 
     def write(
         self, text: str, spans: Sequence[tuple[int, int]], uris: Sequence[str]
@@ -55,7 +54,7 @@ class ImageProcessor(Protocol):
 
 
 class TargetSpec(Protocol):
-    """A target's config, tokenizer and tensors; all but the config is read when first needed.
+    """A target's config, tokenizer and tensors; all but the config is read by methods, once.
 
     `text_config` is the language model's part of `config`, the same for a text-only model.
     Its logits are the last hidden state x `head()` x `logit_scale`; where there is a `logit_softcap` c,
@@ -76,23 +75,21 @@ class TargetSpec(Protocol):
     vocab_size: int
     logit_scale: float
     logit_softcap: float | None
-    sees: bool  # it takes images, too
+    is_multimodal: bool  # it takes images, too
     images: ImageProcessor | None
     prefill_with: Callable[[TargetModel], PrefillRunner]
 
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
+    def load_tokenizer(self) -> Any:
+        """Return the tokenizer."""
+
+    def load_model(self) -> TargetModel:
+        """Return the running target, which capture and decoding share."""
+
     def fingerprint(self) -> str:
-        """A digest that tells this target from another."""
+        """Return a digest that tells this target from another; it reads all weights."""
 
-    @property
     def weight_bytes(self) -> int:
-        """The size of the stored weights."""
-
-    @property
-    def model(self) -> TargetModel:
-        """The running target, loaded once and shared by capture and decoding."""
+        """Return the size of the stored weights."""
 
     def require_layers(self, request: FeatureRequest) -> None:
         """Raise UsageError for a layer, or a number of logits, that the target does not have."""
@@ -128,8 +125,8 @@ class TargetModel(PrefillRunner, Protocol):
         States are in the model's dtype, logits in fp32.
         """
 
-    def see(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
-        """Run a row with images by the whole model, whose positions it gets; return as `features`.
+    def forward_images(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
+        """Run the full multimodal model on one row; returns the same features as `features()`.
 
         `inputs` are a BatchFeature of the target's processor. Of a layer it takes what the next is given.
         """

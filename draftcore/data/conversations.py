@@ -24,8 +24,8 @@ Message = Mapping[str, Any]
 
 LIST_KEYS = ("messages", "conversations")
 # All that is read of a row.
-KEYS: tuple[str, ...] = (*LIST_KEYS, "tools", "prompt", "completion", "instruction", "input")
-KEYS += ("output", "input_ids", "loss_mask", "labels")
+ROW_KEYS: tuple[str, ...] = (*LIST_KEYS, "tools", "prompt", "completion", "instruction", "input")
+ROW_KEYS += ("output", "input_ids", "loss_mask", "labels")
 ROLE_NAMES = {
     "system": "system developer",
     "user": "user human",
@@ -34,10 +34,10 @@ ROLE_NAMES = {
 }
 ROLES = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by whoever wrote it
-IMAGES = ("image", "image_url", "input_image")
-UNREAD = "an image cannot be read"  # with where it lies
-UNLOADED = "images need the target's processor, which cannot be loaded"
-UNLEARNED = -100  # a label that is not learned, as transformers marks it
+IMAGE_TYPES = ("image", "image_url", "input_image")
+IMAGE_UNREAD = "an image cannot be read"  # with where it lies
+NO_PROCESSOR = "images need the target's processor, which cannot be loaded"
+IGNORED_LABEL = -100  # a label that is not learned, as transformers marks it
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Conversation:
     @property
     def images(self) -> tuple[str, ...]:
         """Where its images lie, in their order: absolute paths, or data URIs."""
-        lists = (one["content"] for one in self.messages if isinstance(one["content"], list))
+        lists = [turn["content"] for turn in self.messages if isinstance(turn["content"], list)]
         return tuple(part["image"] for parts in lists for part in parts if "image" in part)
 
 
@@ -109,10 +109,10 @@ def parse_row(where: str, row: Any) -> Row:
         _require(isinstance(row, Mapping), "the row is not an object", type(row).__name__)
         if row.get("input_ids") is not None:
             return _tokens(where, row)
-        given = _turns(row)
-        _require(given, "the conversation is empty")
+        turns = _turns(row)
+        _require(turns, "the conversation is empty")
         messages = tuple(
-            _message(f"message {at}", one, folder) for at, one in enumerate(given, start=1)
+            _message(f"message {number}", turn, folder) for number, turn in enumerate(turns, 1)
         )
         tools = row.get("tools") or []
         if isinstance(tools, str):  # as columnar files keep them
@@ -126,11 +126,11 @@ def parse_row(where: str, row: Any) -> Row:
 
 def _turns(row: Mapping[str, Any]) -> list[Any]:
     """Return the messages of a row in any shape, as they stand there."""
-    there = {key for key, value in row.items() if value is not None}
-    if key := next((key for key in LIST_KEYS if key in there), ""):
+    keys = {key for key, value in row.items() if value is not None}
+    if key := next((key for key in LIST_KEYS if key in keys), ""):
         _require(isinstance(row[key], list), f"{key} is not a list", type(row[key]).__name__)
         return list(row[key])
-    if "instruction" in there:
+    if "instruction" in keys:
         question = "\n\n".join(map(str, filter(None, (row["instruction"], row.get("input")))))
         row = {"prompt": question, "completion": row.get("output")}
     prompt, answer = row.get("prompt"), row.get("completion")
@@ -139,33 +139,33 @@ def _turns(row: Mapping[str, Any]) -> list[Any]:
     answered = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
     answered = [] if answer is None else answered  # a question that is to be answered
     before = [
-        {**one, "train": False}
-        if isinstance(one, Mapping) and one.get("role") == "assistant"
-        else one
-        for one in asked
+        {**turn, "train": False}
+        if isinstance(turn, Mapping) and turn.get("role") == "assistant"
+        else turn
+        for turn in asked
     ]
     return [*before, *answered]
 
 
 def _tokens(where: str, row: Mapping[str, Any]) -> Rendered:
     """Read a row that was rendered elsewhere, by its `loss_mask`, or by its `labels`."""
-    known = next((key for key in ("loss_mask", "labels") if row.get(key) is not None), "")
-    _require(known, "input_ids without loss_mask or labels")
-    ids, mask = _integers("input_ids", row["input_ids"]), _integers(known, row[known])
+    key = next((key for key in ("loss_mask", "labels") if row.get(key) is not None), "")
+    _require(key, "input_ids without loss_mask or labels")
+    ids, mask = _integers("input_ids", row["input_ids"]), _integers(key, row[key])
     lengths = f"{len(ids)} and {len(mask)}"
     _require(len(ids) == len(mask), "input_ids and its mask are not of one length", lengths)
-    mask = mask != (0 if known == "loss_mask" else UNLEARNED)
+    mask = mask != (0 if key == "loss_mask" else IGNORED_LABEL)
     return Rendered(where, ids.astype(np.int32), mask)
 
 
 def _integers(key: str, values: Any) -> NDArray[np.int64]:
     try:
-        found = np.array(values)
+        numbers = np.array(values)
     except ValueError:  # a list of lists of several lengths
-        found = np.array("")
-    fits = found.dtype.kind in "iub" and (np.abs(found) < 2**31).all()
-    _require(fits and found.ndim == 1, "a row of tokens is not a list of integers", key)
-    return found.astype(np.int64)
+        numbers = np.array("")
+    fits = numbers.dtype.kind in "iub" and (np.abs(numbers) < 2**31).all()
+    _require(fits and numbers.ndim == 1, "a row of tokens is not a list of integers", key)
+    return numbers.astype(np.int64)
 
 
 def _message(name: str, message: Any, folder: str) -> Message:
@@ -183,10 +183,10 @@ def _message(name: str, message: Any, folder: str) -> Message:
         call, content = _parse_json(str(content), "a function_call is not valid JSON"), None
     if call is not None:
         calls = call if isinstance(call, list) else [call]
-        fields["tool_calls"] = [{"type": "function", "function": one} for one in calls]
+        fields["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     if "tool_calls" in fields:
         _require(isinstance(fields["tool_calls"], list), "tool_calls is not a list", name)
-        fields["tool_calls"] = [_call(name, one) for one in fields["tool_calls"]]
+        fields["tool_calls"] = [_call(name, call) for call in fields["tool_calls"]]
     if reasoning := next(filter(None, (fields.pop(key, None) for key in REASONING)), None):
         _require(isinstance(reasoning, str), "reasoning is not text", name)
         fields["reasoning_content"] = reasoning
@@ -196,18 +196,17 @@ def _message(name: str, message: Any, folder: str) -> Message:
         content = ""  # an assistant that only calls tools has null content in OpenAI's shape
     _require(content is not None, "a message has no content", name)
     content = _content(name, content, folder)
-    told = isinstance(content, str) or ROLES[role] != "assistant"
-    _require(told, "an answer holds images, and text alone is learned", name)
+    allowed = isinstance(content, str) or ROLES[role] != "assistant"
+    _require(allowed, "an answer holds images, and text alone is learned", name)
     return {"role": ROLES[role], "content": content, **fields}
 
 
 def _content(name: str, content: Any, folder: str) -> str | list[Message]:
     """Return content as one text, or where some of it are images as the parts that templates know."""
-    given = content if isinstance(content, list) else [content]
     parts: list[Message] = []
-    for one in given:
-        part = one if isinstance(one, Mapping) else {"text": one}
-        if part.get("type") in IMAGES:
+    for part in content if isinstance(content, list) else [content]:
+        part = part if isinstance(part, Mapping) else {"text": part}
+        if part.get("type") in IMAGE_TYPES:
             parts.append({"type": "image", "image": _image(name, part, folder)})
             continue
         kind = type(part.get("text")).__name__
@@ -220,8 +219,8 @@ def _content(name: str, content: Any, folder: str) -> str | list[Message]:
 
 def _image(name: str, part: Message, folder: str) -> str:
     """Return where an image lies: its path, which may be relative to `folder`, or a data URI."""
-    found = next(filter(None, map(part.get, (*IMAGES, "url", "path"))), None)
-    uri = found.get("url") if isinstance(found, Mapping) else found
+    uri = next(filter(None, map(part.get, (*IMAGE_TYPES, "url", "path"))), None)
+    uri = uri.get("url") if isinstance(uri, Mapping) else uri
     if not isinstance(uri, str):
         raise RowError("an image is neither a path nor a URI", name)
     if uri.startswith("data:"):

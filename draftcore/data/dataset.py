@@ -5,13 +5,14 @@ A folder holds `rows.bin` (a `TOKEN` for each token, row after row) and, written
 every row left out, and why. One process builds at a time, under a lock that dies with it; the others
 wait and find what it built, which is reused while its key (content of the source, tokenizer and
 template, options) is the same and both files are as they were written. The date that a template was
-told is kept and told again, so that tomorrow's rows are today's. A row's id is a digest of its content,
-its images' too, compared at every read; rows are rendered anew when a file of an image has changed.
+given is kept and given again, so that tomorrow's rows are today's. A row's id is a digest of its content,
+its images' too, compared whenever it is read; rows are rendered anew when a file of an image has changed.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import itertools
 import logging
@@ -29,9 +30,9 @@ from numpy.typing import NDArray
 from draftcore.config import DataConfig, Sources
 from draftcore.contracts.capture import Image
 from draftcore.contracts.target import ImageProcessor
-from draftcore.data.conversations import UNLOADED, UNREAD, BadRow, Rendered, RowError
-from draftcore.data.parallel import render_all, shown
-from draftcore.data.rendering import Renderer
+from draftcore.data.conversations import IMAGE_UNREAD, NO_PROCESSOR, BadRow, Rendered, RowError
+from draftcore.data.parallel import render_all, report_progress
+from draftcore.data.rendering import FORMAT, Renderer
 from draftcore.data.samples import StoredSamples
 from draftcore.data.sources import Find, named, open_lines, open_source, read_conversations
 from draftcore.errors import DraftcoreError, UsageError
@@ -41,8 +42,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
-FORMAT = 6  # part of the key: raise it when rendering or the files change
+
 TOKEN = np.dtype([("id", "<i4"), ("learned", "?")])
+CACHED_ROWS = 256  # that were checked: a row's tokens are asked for shortly before its mask is
 
 
 @dataclass
@@ -99,11 +101,12 @@ class Dataset(StoredSamples):
             **{**report, "skipped": skipped, "notes": Counter(report["notes"])}
         )
         self.all_images = {
-            int(row): tuple(Image(*one) for one in images) for row, images in meta["images"]
+            int(row): tuple(Image(*fields) for fields in images) for row, images in meta["images"]
         }
-        self.looked_at = str(meta["looked_at"])
-        self._rows = np.memmap(self.file, TOKEN, "r", shape=(self.summary.tokens,))
+        self.images_key = str(meta["images_key"])
+        self._tokens = np.memmap(self.file, TOKEN, "r", shape=(self.summary.tokens,))
         self._ends = np.cumsum(self.lengths)
+        self._row = functools.lru_cache(maxsize=CACHED_ROWS)(self._read_row)
 
     def tokens(self, row: int) -> NDArray[np.int64]:
         """A row's token ids, [T]."""
@@ -117,20 +120,21 @@ class Dataset(StoredSamples):
         """A row's images, in their order."""
         return self.all_images.get(row, ())
 
-    def _row(self, row: int) -> NDArray[Any]:
+    def _read_row(self, row: int) -> NDArray[Any]:
+        """Copy a row out of the file, and raise DraftcoreError if it is not what was written there."""
         end = int(self._ends[row])
-        found = np.array(self._rows[end - int(self.lengths[row]) : end])
-        content = _content(found, self.images(row))
+        tokens = np.array(self._tokens[end - int(self.lengths[row]) : end])
+        content = _content(tokens, self.images(row))
         if _feature_id(self.fingerprint, row, content) != self.feature_ids[row]:
             raise DraftcoreError(
                 f"row {row} in {self.file} was altered while it was in use\n"
                 "  start the same command again: the file is rendered anew"
             )
-        return found
+        return tokens
 
 
 def build_dataset(
-    given: Sources,
+    sources: Sources,
     tokenizer: PreTrainedTokenizerFast,
     options: DataConfig,
     folder: Path,
@@ -141,35 +145,36 @@ def build_dataset(
 ) -> Dataset:
     """Render sources into `folder`, or reuse what is there if nothing it depends on changed.
 
-    A template that asks for the date is told `date`; without one, that of the rows which are there.
+    A template that asks for the date gets `date`; without one, that of the rows which are there.
     `processor` is for rows with images, which are left out without it.
     Raises `UsageError` for a source that cannot be read, a tokenizer that cannot render, a row that
     a `refuse` policy meets (naming file, line and reason), and when no row is left.
     """
-    opened = open_source(given, find)
+    source = open_source(sources, find)
     folder.mkdir(parents=True, exist_ok=True)
     marker, rows, partial = (folder / name for name in ("dataset.json", "rows.bin", "rows.partial"))
     with open(folder / "lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         renderer = Renderer(tokenizer, options, date or date_of(folder), processor)
-        chosen = options.model_dump_json(exclude={"train", "eval", "chat_template", "max_skipped"})
-        parts = (str(FORMAT), opened.key(), renderer.identity, chosen, repr(processor))
+        settings = options.model_dump_json(
+            exclude={"train", "eval", "chat_template", "max_skipped"}
+        )
+        parts = (str(FORMAT), source.key(), renderer.identity, settings, repr(processor))
         key = _hash("\0".join(parts).encode()).hex()
         try:
-            found = Dataset(folder)
-            looked_at = _looked_at(found.all_images, found.report, processor)
-            if (found.key, found.summary.date, found.looked_at) == (key, renderer.date, looked_at):
-                return found
+            old = Dataset(folder)
+            images = images_key(old.all_images, old.report, processor)
+            if (old.key, old.summary.date, old.images_key) == (key, renderer.date, images):
+                return old
         except (ValueError, KeyError, OSError) as error:
             if marker.exists():
                 logger.warning("%s is not what was written there: %s; rendered anew", marker, error)
-        report = DataReport(named(given))
-        numbered = itertools.islice(opened.rows(), options.limit)
-        kept = _keep(shown(render_all(renderer, numbered)), options, report)
-        samples = _write(partial, kept, renderer)
+        report = DataReport(named(sources))
+        rendered = render_all(renderer, itertools.islice(source.rows(), options.limit))
+        samples = _write(partial, _keep(report_progress(rendered), options, report), renderer)
         report.require_rows()
         meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
-        meta["looked_at"] = _looked_at(dict(samples["images"]), report, processor)
+        meta["images_key"] = images_key(dict(samples["images"]), report, processor)
         marker.unlink(missing_ok=True)
         partial.replace(rows)
         write_sealed(marker, meta)
@@ -177,7 +182,7 @@ def build_dataset(
 
 
 def date_of(folder: Path) -> str:
-    """The date that the template was told for the rows in a folder; '' if it asked for none."""
+    """The date that the template got for the rows in a folder; '' if it asked for none."""
     try:
         return str(read_sealed(folder / "dataset.json")["summary"]["date"])
     except (ValueError, KeyError, OSError):
@@ -197,10 +202,10 @@ def _keep(
         policy, remedy = options.bad_rows, "correct it, or leave such rows out: data.bad_rows=skip"
         if isinstance(row, Rendered):
             where, length, answered = row.where, len(row.token_ids), row.loss_mask.any()
-            if answered and length > longest:
+            overlong = answered and length > longest
+            if overlong:
                 report.overlong.append(length)
-            whole = row.images or options.overlong != "truncate"
-            if answered and length > longest and whole:
+            if overlong and (row.images or options.overlong != "truncate"):
                 policy = "refuse" if options.overlong == "refuse" else "skip"
                 remedy = "raise data.max_length, or set data.overlong=truncate or skip"
                 row = BadRow(where, f"longer than {longest} tokens", f"{length} tokens")
@@ -224,11 +229,11 @@ def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str
     hashes: list[bytes] = []
     images: list[tuple[int, tuple[Image, ...]]] = []
     counts: Counter[int] = Counter()
-    with open(file, "wb") as opened:
+    with open(file, "wb") as output:
         for row in rows:
             tokens = np.empty(len(row.token_ids), TOKEN)
             tokens["id"], tokens["learned"] = row.token_ids, row.loss_mask
-            opened.write(tokens.tobytes())
+            output.write(tokens.tobytes())
             if row.images:
                 images.append((len(lengths), row.images))
             lengths.append(len(tokens))
@@ -236,7 +241,7 @@ def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str
             counts.update(row.token_ids[row.loss_mask].tolist())
     sync(file)
     fingerprint = _hash(*hashes).hex()
-    ids = [_feature_id(fingerprint, at, one) for at, one in enumerate(hashes)]
+    ids = [_feature_id(fingerprint, row, content) for row, content in enumerate(hashes)]
     summary = {
         "fingerprint": fingerprint,
         "samples": len(lengths),
@@ -253,21 +258,24 @@ def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str
 def _content(tokens: NDArray[Any], images: Iterable[Image]) -> bytes:
     """Return the digest of a row: of its tokens, and of what its images are."""
     columns = (tokens["id"].tobytes(), tokens["learned"].tobytes())
-    seen = (one.digest.encode() for one in images)
-    return _hash(len(tokens).to_bytes(8, "little"), *columns, *seen)
+    digests = (image.digest.encode() for image in images)
+    return _hash(len(tokens).to_bytes(8, "little"), *columns, *digests)
 
 
-def _looked_at(
+def images_key(
     images: Mapping[int, Iterable[Image]], report: DataReport, processor: ImageProcessor | None
 ) -> str:
-    """Return what changes when an image's file does, a missing one's too, or how all of them are read."""
-    found = {one.uri for row in images.values() for one in row}
-    found |= {bad.detail for bad in report.skipped if bad.reason == UNREAD}
-    unloaded = any(bad.reason.startswith(UNLOADED) for bad in report.skipped)
-    if processor is None or not (found or unloaded):
+    """Key of the image files and of the processor's settings; rows are rendered again when it changes.
+
+    An image that could not be read counts too: it may be there now.
+    """
+    uris = {image.uri for row in images.values() for image in row}
+    uris |= {bad.detail for bad in report.skipped if bad.reason == IMAGE_UNREAD}
+    unloaded = any(bad.reason.startswith(NO_PROCESSOR) for bad in report.skipped)
+    if processor is None or not (uris or unloaded):
         return ""
-    times = [os.stat(one).st_mtime_ns if os.path.exists(one) else 0 for one in sorted(found)]
-    return _hash(repr((times, processor.identity)).encode()).hex()
+    times = [os.stat(uri).st_mtime_ns if os.path.exists(uri) else 0 for uri in sorted(uris)]
+    return _hash(repr((times, processor.identity())).encode()).hex()
 
 
 def _feature_id(fingerprint: str, row: int, content: bytes) -> str:
@@ -279,7 +287,7 @@ def _hash(*parts: bytes, size: int = 16) -> bytes:
 
 
 def read_prompts(
-    given: Sources,
+    sources: Sources,
     tokenizer: PreTrainedTokenizerFast,
     limit: int | None,
     options: DataConfig,
@@ -291,26 +299,22 @@ def read_prompts(
     """Read what at most `limit` conversations ask of the model in their last assistant turn.
 
     A prompt over `max_length` tokens is left out, never cut: a cut one asks something else. What is
-    left out is told on stderr, and in `report`. Raises `UsageError` as `build_dataset` does, and when no
-    prompt is left.
+    left out is printed on stderr, and is in `report`. Raises `UsageError` as `build_dataset` does, and
+    when no prompt is left.
     """
-    longest, report = options.max_length, report or DataReport(named(given))
+    longest, report = options.max_length, report or DataReport(named(sources))
     renderer, prompts = Renderer(tokenizer, options, date), list[list[int]]()
-    for row in read_conversations(given, limit, find):
-        if not isinstance(row, BadRow):
-            try:
-                if isinstance(row, Rendered):
-                    token_ids = row.token_ids[: row.last_answer()].tolist()
-                else:
-                    token_ids = renderer.prompt(row.messages, row.tools)
-                if len(token_ids) <= longest:
-                    prompts.append(token_ids)
-                    continue
+    for row in read_conversations(sources, limit, find):
+        try:
+            if isinstance(row, BadRow):
+                raise RowError(row.reason, row.detail)
+            prompt = renderer.prompt_ids(row)
+            if len(prompt) > longest:
                 reason = f"the prompt is longer than {longest} tokens"
-                row = BadRow(row.where, reason, f"{len(token_ids)} tokens")
-            except RowError as error:
-                row = BadRow(row.where, *error.args)
-        report.skipped.append(row)
+                raise RowError(reason, f"{len(prompt)} tokens")
+            prompts.append(prompt)
+        except RowError as error:
+            report.skipped.append(BadRow(row.where, *error.args))
     report.kept = len(prompts)
     report.require_rows()
     if report.skipped:

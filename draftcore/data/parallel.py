@@ -20,31 +20,31 @@ from draftcore.data.conversations import BadRow, Rendered, parse_row
 from draftcore.data.rendering import Renderer
 from draftcore.errors import DraftcoreError
 
-Place = tuple[str, Any]  # a row as its source has it
-Made = list[Rendered | BadRow]
+SourceRow = tuple[str, Any]  # its place, and the row as its source has it
 
-FEW = 4096  # rows that are rendered here: other processes take seconds to start
-CHUNK = 512
-MOST = 16  # processes, of a few hundred megabytes each
-ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-SECONDS = 10.0  # between two lines about progress, where there is no terminal
+ROWS_RENDERED_HERE = 4096  # and those after them by other processes, which take seconds to start
+ROWS_PER_TASK = 512
+MAX_PROCESSES = 16  # of a few hundred megabytes each
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": ""}
+SECONDS_BETWEEN_LINES = 10.0  # about progress, where there is no terminal
 
 
-def render_all(renderer: Renderer, rows: Iterable[Place]) -> Iterator[Rendered | BadRow]:
+def render_all(renderer: Renderer, rows: Iterable[SourceRow]) -> Iterator[Rendered | BadRow]:
     """Render rows in their order, and the same whatever number of processes does it."""
     waiting = iter(rows)
-    yield from _render(renderer, itertools.islice(waiting, FEW))
-    chunks = iter(lambda: list(itertools.islice(waiting, CHUNK)), [])
-    if (first := next(chunks, None)) is None:
+    yield from _render(renderer, itertools.islice(waiting, ROWS_RENDERED_HERE))
+    tasks = iter(lambda: list(itertools.islice(waiting, ROWS_PER_TASK)), [])
+    if (first := next(tasks, None)) is None:
         return
     from loky import ProcessPoolExecutor  # 0.1 s
 
-    count = min(len(os.sched_getaffinity(0)), MOST)
-    pool = ProcessPoolExecutor(count, env=ALONE, initializer=_begin, initargs=(renderer,))
-    under_way = deque[Future[Made]]()
+    count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+    pool = ProcessPoolExecutor(count, env=ENVIRONMENT, initializer=_begin, initargs=(renderer,))
+    under_way = deque[Future[list[Rendered | BadRow]]]()
     try:
-        for chunk in itertools.chain([first], chunks):
-            under_way.append(pool.submit(_work, chunk))
+        for task in itertools.chain([first], tasks):
+            under_way.append(pool.submit(_render_task, task))
             if len(under_way) > 2 * count:
                 yield from under_way.popleft().result()
         while under_way:
@@ -58,28 +58,28 @@ def render_all(renderer: Renderer, rows: Iterable[Place]) -> Iterator[Rendered |
         pool.shutdown(kill_workers=True)
 
 
-_own: list[Renderer] = []  # of a process that renders
+_process_renderer: list[Renderer] = []  # the one of a process that renders
 
 
 def _begin(renderer: Renderer) -> None:
-    _own.append(renderer)
+    _process_renderer.append(renderer)
 
 
-def _work(chunk: list[Place]) -> Made:
-    return list(_render(_own[0], chunk))
+def _render_task(rows: list[SourceRow]) -> list[Rendered | BadRow]:
+    return list(_render(_process_renderer[0], rows))
 
 
-def _render(renderer: Renderer, rows: Iterable[Place]) -> Iterator[Rendered | BadRow]:
+def _render(renderer: Renderer, rows: Iterable[SourceRow]) -> Iterator[Rendered | BadRow]:
     return renderer.render(itertools.starmap(parse_row, rows))
 
 
-def shown(rows: Iterable[Rendered | BadRow]) -> Iterator[Rendered | BadRow]:
-    """Say on stderr how many rows are rendered and how fast: live, or a line every few seconds."""
+def report_progress(rows: Iterable[Rendered | BadRow]) -> Iterator[Rendered | BadRow]:
+    """Print on stderr how many rows are rendered and how fast: live, or a line every few seconds."""
     live = sys.stderr.isatty()
-    began = told = time.monotonic()
+    began = printed = time.monotonic()
     for done, row in enumerate(rows, start=1):
         now = time.monotonic()
-        if now - told >= (0.2 if live else SECONDS):
-            line, told = f"rendered {done:,} rows, {done / (now - began):,.0f} a second", now
+        if now - printed >= (0.2 if live else SECONDS_BETWEEN_LINES):
+            line, printed = f"rendered {done:,} rows, {done / (now - began):,.0f} a second", now
             print(line, end="   \r" if live else "\n", file=sys.stderr, flush=True)
         yield row

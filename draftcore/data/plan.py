@@ -101,7 +101,7 @@ class Plan:
         epoch, at = divmod(index, self.steps_per_epoch)
         uses = epoch * len(self.feature_ids)
         if at:
-            uses += sum(len(self.batches[one]) for step in self._epoch(epoch)[:at] for one in step)
+            uses += sum(len(self.batches[i]) for step in self._epoch(epoch)[:at] for i in step)
         return uses
 
     def padded(self, rows: Sequence[int]) -> int:

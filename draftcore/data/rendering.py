@@ -20,6 +20,11 @@ Images are written into the text by the target's processor, whose tokens have to
 What cannot be placed like this is a `BadRow`; no mask is ever guessed. The text is tokenized once,
 as a whole, as `apply_chat_template(tokenize=True)` does, and a token belongs to an answer when its
 first character does.
+
+In the code, `Renderer._find_answers` chooses: `_find_spans` writes one text and finds all answers in
+it, by `_marked_spans` or by a `_Turn` for each; where that loses or cannot place one,
+`_split_per_answer` writes a text for each, by `_join_prompt_and_answer` where no text has both.
+Whoever changes what is rendered raises `FORMAT`.
 """
 
 from __future__ import annotations
@@ -58,6 +63,10 @@ if TYPE_CHECKING:
 
     from draftcore.contracts.target import ImageProcessor
 
+FORMAT = (
+    7  # of rendered datasets: raise it when what is rendered, or what their files hold, changes
+)
+
 Span = tuple[int, int]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -65,7 +74,8 @@ Tools = Sequence[Mapping[str, Any]]
 PROBE = "\ue0d7\ue0d8\ue0d9"
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-CHUNK = 256  # rows tokenized in one call
+ROWS_PER_CALL = 256  # of the tokenizer
+NOT_PLACED = "an assistant turn cannot be placed exactly in the rendered text"
 # What a row's notes say.
 REASONING_LOST = "reasoning of {:,} answers is not in the rendered text"
 CALLS_LOST = "tool calls of {:,} answers are not in the rendered text"
@@ -101,7 +111,7 @@ class Layout:
             return BadRow(self.where, *error.args)
         return replace(self, text=text, spans=spans, token_ids=ids, images=images)
 
-    def mask(self, encoding: Encoding) -> Rendered | BadRow:
+    def to_tokens(self, encoding: Encoding) -> Rendered | BadRow:
         """Return the text's tokens; those are the assistant's whose first character is."""
         if self.token_ids not in (None, encoding.ids):
             return BadRow(self.where, "the target's processor makes other tokens of the text")
@@ -114,13 +124,15 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Blind:
-    """Refuses rows with images, in the place of what would read them, and says why."""
+class NoImages:
+    """An image processor for runs that can read no images: it refuses rows with some, and says why."""
 
     reason: str
-    identity: str = ""
 
-    def write(self, *given: Any) -> Any:
+    def identity(self) -> str:
+        return ""
+
+    def write(self, *unread: Any) -> Any:
         raise UsageError(
             f"the data has rows with images, and here they cannot be read: {self.reason}\n"
             "  or leave such rows out of the data"
@@ -132,8 +144,8 @@ class Blind:
 class Renderer:
     """Renders conversations for one tokenizer by `data.chat_template` and `data.template_options`.
 
-    `date` is the time that a template is told, if it asks: without one, now. Rows with images are left
-    out without the target's `processor`. Raises `UsageError` when made, if there is no chat template,
+    `date` is what a template gets that asks for the time; without one, it is now. Rows with images are
+    left out without the target's `processor`. Raises `UsageError` when made, if there is no chat template,
     the tokenizer is not a fast one, or the template cannot render a question and its answer.
     """
 
@@ -149,10 +161,10 @@ class Renderer:
         self._template = _chat_template(tokenizer, config.chat_template)
         self._specials, self._vocabulary = tokenizer.special_tokens_map, len(tokenizer)
         self._backend = _exact_offsets(tokenizer)
-        self._marked = GENERATION_MARKER.search(self._template) is not None
+        self._has_markers = GENERATION_MARKER.search(self._template) is not None
         now = datetime.now().isoformat(timespec="seconds")
         self.date = (date or now) if "strftime_now" in self._template else ""
-        self._dating = _dating(self._template, self.date) if self.date else ""
+        self._date_macro = _date_macro(self._template, self.date) if self.date else ""
         self.template_hash = hashlib.blake2b(self._template.encode(), digest_size=16).hexdigest()
         self.added_tokens = tuple(filter(str.strip, tokenizer.get_added_vocab()))
         self._missing_header, self._text_arguments = "", False
@@ -168,57 +180,58 @@ class Renderer:
         """Render rows in their order; one that cannot be rendered comes out as a `BadRow`."""
         waiting = iter(rows)
         # One call of the tokenizer for many rows is several times faster than one for each.
-        while chunk := [
-            one for row in itertools.islice(waiting, CHUNK) for one in self._lay_out(row)
-        ]:
-            chunk = [
-                row.with_images(self.processor) if isinstance(row, Layout) else row for row in chunk
-            ]
-            texts = [row.text for row in chunk if isinstance(row, Layout)]
+        while chunk := list(itertools.islice(waiting, ROWS_PER_CALL)):
+            parts = [part for row in chunk for part in self._find_answers(row)]
+            parts = [p.with_images(self.processor) if isinstance(p, Layout) else p for p in parts]
+            texts = [part.text for part in parts if isinstance(part, Layout)]
             encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
-            for row in chunk:
-                yield row.mask(next(encodings)) if isinstance(row, Layout) else row
+            for part in parts:
+                yield part.to_tokens(next(encodings)) if isinstance(part, Layout) else part
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+    def prompt_ids(self, row: Conversation | Rendered) -> list[int]:
         """Token ids that ask for the last assistant turn again, or for the first: with its header.
 
-        Raises `RowError` where the template refuses, and for messages with images.
+        Raises `RowError` where the template refuses, and for a conversation with images.
         """
-        if any(isinstance(message["content"], list) for message in messages):
+        if isinstance(row, Rendered):
+            return list(row.token_ids[: row.last_answer()].tolist())
+        if row.images:
             raise RowError("it asks about images, and here text alone is asked")
-        turns = _assistant_turns(messages)
-        text = self.ask(messages[: turns[-1]] if turns else messages, tools)
+        turns = _assistant_turns(row.messages)
+        before = row.messages[: turns[-1]] if turns else row.messages
+        text = self.render_prompt(before, row.tools)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def _lay_out(self, row: Row) -> Sequence[Layout | Rendered | BadRow]:
-        """Write a conversation's text, or texts, and find the assistant's spans in them."""
+    # ------------------------------------------------------------ the strategies
+
+    def _find_answers(self, row: Row) -> Sequence[Layout | Rendered | BadRow]:
+        """Choose the strategy for a row: one text with all answers, or several with fewer each."""
         if isinstance(row, BadRow):
             return [row]
         if isinstance(row, Rendered):
-            return [self._checked(row)]
+            return [self._check_tokens(row)]
         turns = _assistant_turns(row.messages)
         chosen = [turn for turn in turns if is_learned(row.messages[turn])]
         chosen = [turn for turn in chosen if turn == turns[-1] or not self._last_turn_only]
         if not chosen:
             roles = ", ".join(message["role"] for message in row.messages)
-            return [
-                BadRow(row.where, "no assistant turn" + " to learn" * bool(turns), f"roles {roles}")
-            ]
-        found: list[Layout | BadRow]
+            reason = "no assistant turn" + " to learn" * bool(turns)
+            return [BadRow(row.where, reason, f"roles {roles}")]
+        whole: Layout | BadRow
         try:
-            whole = self._place(row, chosen)
-            found, lost = [whole], sum(whole.notes.values())
+            whole = self._find_spans(row, chosen)
+            lost = sum(whole.notes.values())
         except RowError as error:
-            found, lost = [BadRow(row.where, *error.args)], len(row.messages) * 2
-        # Where this fails too, the conversation as a whole says more of what is wrong.
+            whole, lost = BadRow(row.where, *error.args), len(row.messages) * 2
+        # Where splitting fails too, the conversation as a whole says more of what is wrong.
         with contextlib.suppress(RowError):
             if lost:
-                served, still = self._as_served(row, chosen)
-                return served if still < lost else found
-        return found
+                split, lost_by_split = self._split_per_answer(row, chosen)
+                return split if lost_by_split < lost else [whole]
+        return [whole]
 
-    def _checked(self, row: Rendered) -> Rendered | BadRow:
-        """Take a row that came as tokens, if the tokens are the target's."""
+    def _check_tokens(self, row: Rendered) -> Rendered | BadRow:
+        """Used for a row that came as tokens: they are taken if they are the target's."""
         ids, size = row.token_ids, self._vocabulary
         if len(ids) and not 0 <= ids.min() <= ids.max() < size:
             return BadRow(row.where, f"a token id is not below {size}, as the target's are")
@@ -226,47 +239,114 @@ class Renderer:
         mask[: row.last_answer() * self._last_turn_only] = False
         return replace(row, loss_mask=mask)
 
-    def _as_served(self, row: Conversation, turns: Sequence[int]) -> tuple[list[Layout], int]:
-        """Write the fewest texts in which each turn stands as when it was given, and count what is lost."""
-        found: list[Layout] = []
+    def _find_spans(self, row: Conversation, turns: Sequence[int]) -> Layout:
+        """Used first, for every conversation: write it as one text, and find these turns in it.
+
+        Raises `RowError` for a turn that cannot be found.
+        """
+        text, marked = self.render_text(row.messages, row.tools)
+        if self._has_markers:
+            spans = self._marked_spans(row, turns, text, marked)
+        else:
+            spans = [_Turn(self, text, row, turn).span() for turn in turns]
+        written = [text[start:end] for start, end in spans]
+        if len(written) != len(turns):  # markers need not enclose each turn once
+            written = ["".join(written)] * len(turns)
+        lost = Counter(
+            note
+            for turn, answer in zip(turns, written, strict=True)
+            for note in self._lost_parts(turn, row.messages[turn], answer)
+        )
+        return Layout(row.where, text, spans, lost, row.images)
+
+    def _marked_spans(
+        self, row: Conversation, turns: Sequence[int], text: str, marked: list[Span]
+    ) -> list[Span]:
+        """Used where the template has `{% generation %}` markers: take the spans of these turns."""
+
+        def count_before(turn: int) -> int:
+            return len(self.render_text(row.messages[:turn], row.tools)[1]) if turn else 0
+
+        if list(turns) != _assistant_turns(row.messages):
+            ends = [(count_before(turn), count_before(turn + 1)) for turn in turns]
+            marked = [span for start, end in ends for span in marked[start:end]]
+        return [self._cut_trailing_space(text, *span) for span in marked]
+
+    def _cut_trailing_space(self, text: str, start: int, end: int) -> Span:
+        """Markers often close after the newline that follows the end-of-turn token."""
+        answer = text[start:end].rstrip()
+        whole = self.end_of_turn and answer.endswith(self.end_of_turn)
+        return (start, start + len(answer)) if whole else (start, end)
+
+    def _split_per_answer(
+        self, row: Conversation, turns: Sequence[int]
+    ) -> tuple[list[Layout], int]:
+        """Used where the text of all turns changes earlier answers: write a text for each of them.
+
+        Returns the fewest texts in which each turn stands as when it was given, and how many parts of
+        answers are lost all the same.
+        """
+        texts: list[Layout] = []  # the last answer's first
         lost = 0
         for turn in reversed(turns):
-            part = replace(row, messages=row.messages[: turn + 1])
+            until_turn = replace(row, messages=row.messages[: turn + 1])
             try:
-                one = self._place(part, [turn])
+                text = self._find_spans(until_turn, [turn])
             except RowError:
-                one = self._put_together(part)
-            lost += sum(one.notes.values())
-            end = max((end for _, end in one.spans), default=0)
-            if found and found[-1].text.startswith(one.text[:end]):
-                notes = Counter(found[-1].notes) + Counter(one.notes)
-                found[-1] = replace(found[-1], spans=[*one.spans, *found[-1].spans], notes=notes)
+                text = self._join_prompt_and_answer(until_turn)
+            lost += sum(text.notes.values())
+            end = max((end for _, end in text.spans), default=0)
+            if texts and texts[-1].text.startswith(text.text[:end]):
+                notes = Counter(texts[-1].notes) + Counter(text.notes)
+                texts[-1] = replace(texts[-1], spans=[*text.spans, *texts[-1].spans], notes=notes)
             else:
-                found.append(one)
-        more = {SPLIT: len(found) - 1} if len(found) > 1 else {}
-        found[0] = replace(found[0], notes={**found[0].notes, **more})
-        return found[::-1], lost
+                texts.append(text)
+        more = {SPLIT: len(texts) - 1} if len(texts) > 1 else {}
+        texts[0] = replace(texts[0], notes={**texts[0].notes, **more})
+        return texts[::-1], lost
 
-    def _put_together(self, row: Conversation) -> Layout:
-        """Put the last answer after its prompt, where the template never writes both in one text.
+    def _join_prompt_and_answer(self, row: Conversation) -> Layout:
+        """Used where the template never writes a prompt and its answer in one text: join the two.
 
-        What is before the answer is what is before another one, up to the header: the rest is it.
+        The answer is what the template writes of the last message, without what it writes before the
+        probe of another one: up to the header both are the same.
         """
         *before, message = row.messages
-        prompt, shown = self.ask(before, row.tools), self.write(row.messages, row.tools)[0]
-        other, _ = self.write([*before, {"role": "assistant", "content": PROBE}], row.tools)
-        head, shown = other.partition(PROBE)[0].removesuffix(self.opening), self.closed(shown)
+        prompt = self.render_prompt(before, row.tools)
+        shown = self.cut_after_end_of_turn(self.render_text(row.messages, row.tools)[0])
+        probe = {"role": "assistant", "content": PROBE}
+        head, _, _ = self.render_text([*before, probe], row.tools)[0].partition(PROBE)
+        head = head.removesuffix(self.opening)
         ends = THOUGHT.sub("", message["content"]).strip() + self.end_of_turn
         known = self.header.strip() and head.endswith(self.header) and prompt.endswith(self.header)
         whole = shown.startswith(head) and (message.get("tool_calls") or shown.endswith(ends))
-        if self._marked or not (known and whole):
-            raise RowError("an assistant turn cannot be placed exactly in the rendered text")
+        if self._has_markers or not (known and whole):
+            raise RowError(NOT_PLACED)
         answer = shown.removeprefix(head)
-        lost = Counter(_lost(len(before), message, answer.removesuffix(self.end_of_turn)))
+        lost = Counter(self._lost_parts(len(before), message, answer))
         span = (len(prompt), len(prompt) + len(answer))
         return Layout(row.where, prompt + answer, [span], lost, row.images)
 
-    def closed(self, text: str) -> str:
+    def _lost_parts(self, turn: int, message: Message, answer: str) -> Iterator[str]:
+        """Yield a note for what of a message its answer lacks. Raises `RowError` if it is all."""
+        written = answer.removesuffix(self.end_of_turn)
+        reasoning, content = message.get("reasoning_content", ""), message["content"]
+        if thought := THOUGHT.match(content):
+            reasoning, content = thought[1], content[thought.end() :]
+        reasoning, content = reasoning.strip(), content.strip()
+        calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+        at = written.rfind(content)
+        before, after = written[:at], written[at + len(content) :]
+        if reasoning and (no_reasoning := reasoning not in before):
+            yield REASONING_LOST
+        if calls and (
+            no_calls := any(str(call.get("name")) not in before + after for call in calls)
+        ):
+            yield CALLS_LOST
+        if not (content or (reasoning and not no_reasoning) or (calls and not no_calls)):
+            raise RowError("an answer is empty in the rendered text", f"message {turn + 1}")
+
+    def cut_after_end_of_turn(self, text: str) -> str:
         """Cut off what the template writes after the end-of-turn token of a last answer."""
         if text.endswith(self.tail):
             return text.removesuffix(self.tail) + self.end_of_turn
@@ -275,50 +355,24 @@ class Renderer:
             raise RowError("an answer has no end-of-turn token")
         return text
 
-    def _place(self, row: Conversation, turns: Sequence[int]) -> Layout:
-        """Write a conversation's text and find these turns in it. Raises `RowError`."""
-        text, marked = self.write(row.messages, row.tools)
-        if not self._marked:
-            spans = [_Turn(self, text, row, turn).span() for turn in turns]
-        else:
-            if list(turns) != _assistant_turns(row.messages):
-                ends = [(self._count(row, turn), self._count(row, turn + 1)) for turn in turns]
-                marked = [span for start, end in ends for span in marked[start:end]]
-            spans = [self._without_trailing_space(text, *span) for span in marked]
-        written = [text[start:end] for start, end in spans]
-        if len(written) != len(turns):  # markers need not enclose each turn once
-            written = ["".join(written)] * len(turns)
-        lost = Counter(
-            note
-            for turn, answer in zip(turns, written, strict=True)
-            for note in _lost(turn, row.messages[turn], answer.removesuffix(self.end_of_turn))
-        )
-        return Layout(row.where, text, spans, lost, row.images)
-
-    def _count(self, row: Conversation, turn: int) -> int:
-        """How many spans the template marks in the messages before a turn."""
-        return len(self.write(row.messages[:turn], row.tools)[1]) if turn else 0
-
-    def _without_trailing_space(self, text: str, start: int, end: int) -> Span:
-        """Markers often close after the newline that follows the end-of-turn token."""
-        answer = text[start:end].rstrip()
-        whole = self.end_of_turn and answer.endswith(self.end_of_turn)
-        return (start, start + len(answer)) if whole else (start, end)
-
     # ------------------------------------------------------------ the template
 
-    def _learn_template(self, whose: str) -> None:
-        """Learn from one exchange what the template writes before and after an answer."""
+    def _learn_template(self, name: str) -> None:
+        """Learn from one exchange what the template writes before and after an answer.
+
+        `header` is what it writes to ask for one, `opening` what it puts between that and an answer's
+        content, `tail` what comes after the content: the `end_of_turn` token, and perhaps a newline.
+        """
         question: list[Message] = [{"role": "user", "content": "Hello"}]
         try:
-            exchange, _ = self.write([*question, {"role": "assistant", "content": PROBE}])
-            prompt, asked = self.ask(question), self.write(question)[0]
+            exchange, _ = self.render_text([*question, {"role": "assistant", "content": PROBE}])
+            prompt, asked = self.render_prompt(question), self.render_text(question)[0]
             if exchange.count(PROBE) != 1:
                 shown = repr(exchange.replace(PROBE, "<content>")[:200])
                 raise RowError("it does not write an assistant's content as it stands, once", shown)
         except RowError as error:
             raise UsageError(
-                f"the chat template of {whose} cannot render a question and its answer\n"
+                f"the chat template of {name} cannot render a question and its answer\n"
                 f"  {error}\n"
                 "  use the tokenizer of a chat model, or name a template that can: data.chat_template"
             ) from error
@@ -331,20 +385,18 @@ class Renderer:
         ignored = prompt == asked and before.startswith(prompt)
         header = before[len(prompt) :].rstrip(" ") if ignored else ""
         self._missing_header = header if header.strip() else ""
-        same = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(asked, prompt, strict=False)
-        )
+        same = next((i for i, char in enumerate(prompt) if asked[i : i + 1] != char), len(prompt))
+        self.header = prompt[same:] + self._missing_header
+        self.opening = before.rpartition(self.header)[2] if self.header else ""
         call = {"type": "function", "function": {"name": PROBE, "arguments": {PROBE: PROBE}}}
         called = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
-            self.write(called)
+            self.render_text(called)
         except RowError:  # it may refuse all tools, too
             self._text_arguments = True
-        self.header = prompt[len(list(same)) :] + self._missing_header
-        self.opening = before.rpartition(self.header)[2] if self.header else ""
 
-    def write(
-        self, messages: Sequence[Message], tools: Tools = (), ask: bool = False
+    def render_text(
+        self, messages: Sequence[Message], tools: Tools = (), prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """Return the text that the template writes, and the spans that its markers enclose.
 
@@ -357,21 +409,21 @@ class Renderer:
 
         if not messages:
             raise RowError("the chat template refuses it", "no message comes before the answer")
-        given = [  # reasoning by each name that templates know it by
-            {**dict.fromkeys(REASONING, reasoning), **one}
-            if (reasoning := one.get("reasoning_content"))
-            else one
-            for one in messages
+        messages = [  # reasoning by each name that templates know it by
+            {**dict.fromkeys(REASONING, reasoning), **message}
+            if (reasoning := message.get("reasoning_content"))
+            else message
+            for message in messages
         ]
         if self._text_arguments:
-            given = [_with_text_arguments(one) for one in given]
+            messages = [_with_text_arguments(message) for message in messages]
         try:
-            (text,), found = render_jinja_template(
-                conversations=[given],
+            (text,), marked = render_jinja_template(
+                conversations=[messages],
                 tools=list(tools) or None,
-                chat_template=self._dating + self._template,
-                return_assistant_tokens_mask=self._marked,
-                add_generation_prompt=ask,
+                chat_template=self._date_macro + self._template,
+                return_assistant_tokens_mask=self._has_markers,
+                add_generation_prompt=prompt,
                 **{**self._specials, **self._options},
             )
             text.encode()  # JSON can hold half of a surrogate pair, which no tokenizer takes
@@ -380,15 +432,18 @@ class Renderer:
         except Exception as error:
             detail = str(error) or type(error).__name__
             raise RowError("the chat template refuses it", detail) from error
-        return text, [span for spans in found for span in spans if span[0] < span[1]]
+        return text, [span for spans in marked for span in spans if span[0] < span[1]]
 
-    def ask(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+    def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """Return the text that asks for an answer to `messages`. Raises `RowError`."""
-        return self.write(messages, tools, ask=True)[0] + self._missing_header
+        return self.render_text(messages, tools, prompt=True)[0] + self._missing_header
 
 
 class _Turn:
-    """One assistant turn inside the rendered `text`; finds its span of characters."""
+    """Used where the template has no markers: finds the span of one assistant turn in a text.
+
+    It begins where its prompt ends, or else where a probe comes out that is put into its content.
+    """
 
     def __init__(self, renderer: Renderer, text: str, row: Conversation, index: int) -> None:
         self.renderer, self.text, self.row, self.index = renderer, text, row, index
@@ -397,11 +452,11 @@ class _Turn:
         self.tail, self.end_of_turn = renderer.tail, renderer.end_of_turn
 
     def span(self) -> Span:
-        start = self._start()
-        find_end = self._tool_call_end if self.message.get("tool_calls") else self._end
-        return start, find_end(start)
+        start = self._find_start()
+        calls = self.message.get("tool_calls")
+        return start, self._find_end_of_calls(start) if calls else self._find_end(start)
 
-    def _start(self) -> int:
+    def _find_start(self) -> int:
         """Where the prompt ends, or else the content starts, if only a header stands before it.
 
         The header is what the template writes before a content that is only the probe. It is part
@@ -410,20 +465,20 @@ class _Turn:
         """
         prompt, usual = "", self.renderer.header
         try:
-            prompt = self.renderer.ask(self.before, self.row.tools)
+            prompt = self.renderer.render_prompt(self.before, self.row.tools)
             if self.text.startswith(prompt):
                 return len(prompt)
         except RowError:
             pass  # nothing to prompt with: the turn comes first, or follows a system turn
-        head, found, _ = self._text_with(PROBE).partition(PROBE)
+        head, probe, _ = self._text_with(PROBE).partition(PROBE)
         visible, end = self._visible_content()
         known = prompt.startswith(head) or (usual.strip() and head.endswith(usual))
         verbatim = self.text.startswith(head) and visible.endswith(self.text[len(head) : end])
-        if not (found and known and verbatim):
+        if not (probe and known and verbatim):
             raise self._error("the text before it is not the generation prompt")
         return len(head)
 
-    def _end(self, start: int) -> int:
+    def _find_end(self, start: int) -> int:
         """The end of the end-of-turn token, or of the content where the template writes none."""
         is_last = self.index == len(self.row.messages) - 1
         for content in (self.content, self.content.strip()):  # the quick way, nearly always
@@ -435,10 +490,10 @@ class _Turn:
         # Some templates end a turn in history otherwise than the model does; that end is theirs.
         return end + len(self.end_of_turn) if self.text.startswith(self.end_of_turn, end) else end
 
-    def _tool_call_end(self, start: int) -> int:
+    def _find_end_of_calls(self, start: int) -> int:
         """The end of a turn whose calls follow its content, in the template's own notation."""
-        shown, _ = self.renderer.write([*self.before, self.message], self.row.tools)
-        shown = self.renderer.closed(shown)
+        shown, _ = self.renderer.render_text([*self.before, self.message], self.row.tools)
+        shown = self.renderer.cut_after_end_of_turn(shown)
         if len(shown) < start or not self.text.startswith(shown):
             raise self._error("later turns change how its tool calls are written")
         return len(shown)
@@ -446,21 +501,19 @@ class _Turn:
     def _visible_content(self) -> tuple[str, int]:
         """The content up to the last character that is rendered, and where that is in the text."""
         for content in (self.content, self.content.rstrip()):
-            before, found, after = self._text_with(content + PROBE).partition(PROBE)
-            if found and before + after == self.text:
+            before, probe, after = self._text_with(content + PROBE).partition(PROBE)
+            if probe and before + after == self.text:
                 return content, len(before)
         raise self._error("the template rewrites its content")
 
     def _text_with(self, content: str) -> str:
+        """Return the text of the conversation with another content of this turn."""
         messages = list(self.row.messages)
         messages[self.index] = {**self.message, "content": content}
-        return self.renderer.write(messages, self.row.tools)[0]
+        return self.renderer.render_text(messages, self.row.tools)[0]
 
     def _error(self, reason: str) -> RowError:
-        return RowError(
-            "an assistant turn cannot be placed exactly in the rendered text",
-            f"message {self.index + 1}: {reason}",
-        )
+        return RowError(NOT_PLACED, f"message {self.index + 1}: {reason}")
 
 
 def _with_text_arguments(message: Message) -> Message:
@@ -479,23 +532,6 @@ def _assistant_turns(messages: Sequence[Message]) -> list[int]:
     return [at for at, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _lost(turn: int, message: Message, written: str) -> Iterator[str]:
-    """Say what of an answer is not in what the template wrote. Raises `RowError` if nothing is."""
-    reasoning, said = message.get("reasoning_content", ""), message["content"]
-    if thought := THOUGHT.match(said):
-        reasoning, said = thought[1], said[thought.end() :]
-    reasoning, said = reasoning.strip(), said.strip()
-    calls = [str(call.get("function", call).get("name")) for call in message.get("tool_calls", ())]
-    at = written.rfind(said)
-    before, after = written[:at], written[at + len(said) :]
-    if reasoning and (lost := reasoning not in before):
-        yield REASONING_LOST
-    if calls and (gone := any(name not in before + after for name in calls)):
-        yield CALLS_LOST
-    if not (said or (reasoning and not lost) or (calls and not gone)):
-        raise RowError("an answer is empty in the rendered text", f"message {turn + 1}")
-
-
 # ---------------------------------------------------------------- the tokenizer
 
 
@@ -508,24 +544,24 @@ def _chat_template(tokenizer: PreTrainedTokenizerFast, file: str | None) -> str:
     try:
         return str(tokenizer.get_chat_template())
     except ValueError as error:
-        named = ", ".join(sorted(tokenizer.chat_template or ()))
+        names = ", ".join(sorted(tokenizer.chat_template or ()))
         raise UsageError(
             f"the tokenizer of {tokenizer.name_or_path or 'the target'} has no chat template"
-            f"{named and f' that is called default, but {named}'}\n"
+            f"{names and f' that is called default, but {names}'}\n"
             "  use a chat (instruct) model as the target, or name a file with the format that the\n"
             "  model was trained on: data.chat_template"
         ) from error
 
 
-def _dating(template: str, date: str) -> str:
-    """Return a macro to put before a template, which tells it this date in the place of today's.
+def _date_macro(template: str, date: str) -> str:
+    """Return a macro to put before a template, which gives it this date in the place of today's.
 
     A template is given plain data only, so what it calls is written in its own language.
     """
-    told, given = "", datetime.fromisoformat(date)
+    replacements, time = "", datetime.fromisoformat(date)
     for directive in sorted({*re.findall(r"%-?[a-zA-Z]", template)}):
-        told += f".replace({directive!r}, {given.strftime(directive)!r})"
-    return f"{{% macro strftime_now(format) %}}{{{{ format{told} }}}}{{% endmacro %}}\n"
+        replacements += f".replace({directive!r}, {time.strftime(directive)!r})"
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replacements} }}}}{{% endmacro %}}\n"
 
 
 def _exact_offsets(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:

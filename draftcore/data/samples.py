@@ -63,8 +63,8 @@ def batch_of(
     rows = tuple(row for row in planned.rows if row not in skipped)
     token_ids = tuple(samples.tokens(row).tolist() for row in rows)
     images = tuple(samples.images(row) for row in rows)
-    named = tuple(ids[row] for row in rows)
-    return CaptureBatch(planned.index, rows, named, token_ids, images if any(images) else ())
+    feature_ids = tuple(ids[row] for row in rows)
+    return CaptureBatch(planned.index, rows, feature_ids, token_ids, images if any(images) else ())
 
 
 def image_inputs(batch: CaptureBatch, processor: ImageProcessor | None) -> dict[int, Any]:
@@ -73,17 +73,17 @@ def image_inputs(batch: CaptureBatch, processor: ImageProcessor | None) -> dict[
     Raises BadRows for rows whose images cannot be read, or are others than when they were rendered.
     """
     assert processor is not None  # or no row would have any
-    found: dict[int, Any] = {}
+    inputs: dict[int, Any] = {}
     bad: dict[int, str] = {}
-    for at, images in enumerate(batch.images):
+    for number, images in enumerate(batch.images):
         try:
             if images:
-                found[at] = processor.inputs(batch.token_ids[at], images)
+                inputs[number] = processor.inputs(batch.token_ids[number], images)
         except RowError as error:
-            bad[at] = f"dataset row {batch.rows[at]}: {error}"
+            bad[number] = f"dataset row {batch.rows[number]}: {error}"
     if bad:
         raise BadRows(bad)
-    return found
+    return inputs
 
 
 def samples_data(samples: Samples) -> dict[str, Any]:

@@ -16,8 +16,8 @@ class Skipped(dict[int, str]):
     `share` of `rows` may be skipped, and one row always.
     """
 
-    def __init__(self, found: Mapping[int, str], *, rows: int, share: float) -> None:
-        super().__init__(found)
+    def __init__(self, reasons: Mapping[int, str], *, rows: int, share: float) -> None:
+        super().__init__(reasons)
         self.most = max(1, int(share * rows))
 
     def add(self, reasons: Mapping[int, str]) -> None:
@@ -29,8 +29,8 @@ class Skipped(dict[int, str]):
                 logger.warning("row %s is skipped: %s", row, reason)
         self.update(reasons)
         if len(self) > self.most:
-            named = "\n".join(f"  row {row}: {why}" for row, why in list(self.items())[:8])
+            first = "\n".join(f"  row {row}: {reason}" for row, reason in list(self.items())[:8])
             raise DraftcoreError(
-                f"{len(self)} rows cannot be trained on, and {self.most} may be skipped\n{named}\n"
+                f"{len(self)} rows cannot be trained on, and {self.most} may be skipped\n{first}\n"
                 "  mend the cause, leave the rows out of the data, or raise data.max_skipped"
             )

@@ -23,9 +23,9 @@ from draftcore.contracts.source import Source
 from draftcore.data.conversations import Row, parse_row
 from draftcore.errors import UsageError, nearest
 
-PLUGINS = re.compile(r"([a-z][\w+.-]+):(?!//|:)")
-TABLES = (".arrow", ".parquet")
-OTHERS = (*TABLES, ".bz2", ".gz", ".xz", ".zip", ".zst")
+PLUGIN_SCHEME = re.compile(r"([a-z][\w+.-]+):(?!//|:)")
+TABLE_SUFFIXES = (".arrow", ".parquet")
+OTHER_SUFFIXES = (*TABLE_SUFFIXES, ".bz2", ".gz", ".xz", ".zip", ".zst")
 
 Find = Callable[[str], Source]  # opens the URI of a plugin's source
 
@@ -56,8 +56,8 @@ def content_key(files: Iterable[str | Path]) -> str:
     """Return what changes when the content of a file on this machine does."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        with open(file, "rb") as opened:
-            digest.update(hashlib.file_digest(opened, "blake2b").digest())
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "blake2b").digest())
     return digest.hexdigest()
 
 
@@ -74,13 +74,12 @@ def lines_of(file: str, above: str, lines: Iterable[bytes]) -> Iterator[tuple[st
 def _files(name: str) -> list[Path]:
     """Return the files that a path, a folder or a glob names, in the order of their names."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        found = [one for one in path.rglob("*") if ".jsonl" in one.name or one.suffix in TABLES]
-    elif path.is_file():
-        found = [path]
-    else:
-        found = [Path(one) for one in glob.glob(str(path), recursive=True)]
-    return sorted(found)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        return sorted(map(Path, glob.glob(str(path), recursive=True)))
+    files = path.rglob("*")
+    return sorted(file for file in files if ".jsonl" in file.name or file.suffix in TABLE_SUFFIXES)
 
 
 def open_lines(uri: str) -> JsonLines:
@@ -94,8 +93,8 @@ def open_lines(uri: str) -> JsonLines:
             "  hf:org/name?split=train"
         )
     try:
-        with files[0].open("rb") as opened:
-            require_lines(str(files[0]), opened.read(64))
+        with files[0].open("rb") as stream:
+            require_lines(str(files[0]), stream.read(64))
     except OSError as error:
         raise UsageError(f"cannot open {name}\n  {error}") from error
     return JsonLines(files)
@@ -114,25 +113,25 @@ def require_lines(file: str, head: bytes) -> None:
 
 
 def read_conversations(
-    given: Sources, limit: int | None = None, find: Find = open_lines
+    sources: Sources, limit: int | None = None, find: Find = open_lines
 ) -> Iterator[Row]:
     """Stream the rows of sources, at most `limit` of them; for errors see `open_source`."""
-    return itertools.starmap(parse_row, itertools.islice(open_source(given, find).rows(), limit))
+    return itertools.starmap(parse_row, itertools.islice(open_source(sources, find).rows(), limit))
 
 
-def named(given: Sources) -> str:
+def named(sources: Sources) -> str:
     """Return the names of sources, for a message."""
-    return given if isinstance(given, str) else ", ".join(_weighted(one)[0] for one in given)
+    return sources if isinstance(sources, str) else ", ".join(_weighted(s)[0] for s in sources)
 
 
-def open_source(given: Sources, find: Find = open_lines) -> Source:
-    """Open all that `given` names, as one source.
+def open_source(sources: Sources, find: Find = open_lines) -> Source:
+    """Open all that a run names as its data, as one source.
 
     Raises `UsageError` for what cannot be opened, before its first row.
     """
-    if isinstance(given, str):
-        return _open(given, find)
-    return Mixture([(weight, _open(source, find)) for source, weight in map(_weighted, given)])
+    if isinstance(sources, str):
+        return _open(sources, find)
+    return Mixture([(weight, _open(name, find)) for name, weight in map(_weighted, sources)])
 
 
 @dataclass(frozen=True)
@@ -154,13 +153,13 @@ class Mixture:
                 yield from itertools.repeat(row, int(weight + dice.random()))
 
 
-def _weighted(one: Any) -> tuple[str, float]:
-    return (one, 1.0) if isinstance(one, str) else (one.source, one.weight)
+def _weighted(source: Any) -> tuple[str, float]:
+    return (source, 1.0) if isinstance(source, str) else (source.source, source.weight)
 
 
 def _open(source: str, find: Find) -> Source:
-    if PLUGINS.match(source):
+    if PLUGIN_SCHEME.match(source):
         return find(source)
     name, _, query = source.partition("?")
-    others = "://" in name or query or any(file.suffix in OTHERS for file in _files(name))
+    others = "://" in name or query or any(file.suffix in OTHER_SUFFIXES for file in _files(name))
     return find(f"{'files' if others else 'jsonl'}:{source}")

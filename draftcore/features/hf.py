@@ -18,9 +18,9 @@ class LocalCapture:
 
     def __init__(self, target: TargetSpec, request: FeatureRequest) -> None:
         target.require_layers(request)
-        self.model, self.request = target.model, request
+        self.model, self.request = target.load_model(), request
         self.images = target.images
-        self.runner = target.prefill_with(target.model)
+        self.runner = target.prefill_with(target.load_model())
         self.model.check()
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
@@ -32,7 +32,7 @@ class LocalCapture:
         for batch in batches:
             found: dict[int, dict[str, Tensor]] = {}
             for at, inputs in image_inputs(batch, self.images).items() if batch.images else ():
-                taken = self.model.see(inputs, self.request)
+                taken = self.model.forward_images(inputs, self.request)
                 found[at] = {name: value_1TH[0] for name, value_1TH in taken.items()}
             text = [at for at in range(len(batch.rows)) if at not in found]
             if text:

@@ -28,7 +28,7 @@ def provenance(
 ) -> str:
     """Describe features of this request, made by the configured capture with these options."""
     made: dict[str, Any] = {
-        "target": target.fingerprint,
+        "target": target.fingerprint(),
         "target.dtype": str(target.dtype).removeprefix("torch."),
         "features": request.names,
         "capture.dtype": request.dtype,

@@ -268,8 +268,8 @@ def test_many_rows_are_rendered_by_other_processes_to_the_same_bytes(
     def counted(renderer: Renderer, rows: Any) -> Any:
         return render(renderer, (here.append(row.where) or row for row in rows))  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(parallel, "FEW", 50)
-    monkeypatch.setattr(parallel, "CHUNK", 30)
+    monkeypatch.setattr(parallel, "ROWS_RENDERED_HERE", 50)
+    monkeypatch.setattr(parallel, "ROWS_PER_TASK", 30)
     monkeypatch.setattr(Renderer, "render", counted)
     together = build(source, name="together")
     assert here == [f"train.jsonl:{line}" for line in range(1, 51)]
@@ -283,8 +283,8 @@ def test_many_rows_are_rendered_by_other_processes_to_the_same_bytes(
 def test_a_renderer_that_dies_ends_the_build_with_an_error_and_a_refused_row_with_its_line(
     jsonl: Jsonl, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "FEW", 5)
-    monkeypatch.setattr(parallel, "CHUNK", 5)
+    monkeypatch.setattr(parallel, "ROWS_RENDERED_HERE", 5)
+    monkeypatch.setattr(parallel, "ROWS_PER_TASK", 5)
     source = jsonl(*[chat("Hi", "a")] * 60, "{")
     with pytest.raises(UsageError, match=r"train\.jsonl:61: not valid JSON"):
         build(source, bad_rows="refuse")
@@ -298,6 +298,6 @@ def test_what_is_rendered_is_told_while_it_takes_long(
 ) -> None:
     build(source, name="quick")
     assert "rendered" not in capsys.readouterr().err
-    monkeypatch.setattr(parallel, "SECONDS", 0.0)
+    monkeypatch.setattr(parallel, "SECONDS_BETWEEN_LINES", 0.0)
     build(source)
     assert re.search(r"^rendered 2 rows, [\d,]+ a second$", capsys.readouterr().err, re.MULTILINE)

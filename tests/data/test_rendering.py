@@ -273,7 +273,7 @@ def test_a_prompt_ends_where_the_last_answer_would_begin(
     make_tokenizer: MakeTokenizer, template: str, expected: str
 ) -> None:
     tokenizer = make_tokenizer(template, bos_token="<s>", eos_token="</s>")
-    ids = Renderer(tokenizer).prompt([*TWO_TURNS, *talk("never seen")])
+    ids = Renderer(tokenizer).prompt_ids(Conversation("x", (*TWO_TURNS, *talk("never seen"))))
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 

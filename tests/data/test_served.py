@@ -202,7 +202,7 @@ def test_each_answer_is_learned_as_it_was_served(
     tokenizer = make_tokenizer(template)
     rows = render(tokenizer, messages, **options)
     assert [learned(tokenizer, row) for row in rows] == expected
-    prompt = Renderer(tokenizer, DataConfig(**options)).prompt(parsed(messages).messages)
+    prompt = Renderer(tokenizer, DataConfig(**options)).prompt_ids(parsed(messages))
     whole = tokenizer.decode(rows[-1].token_ids)
     assert whole.startswith(tokenizer.decode(prompt))
 

@@ -114,7 +114,9 @@ class Capture(Around):
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         for captured in self.inner.features(batches):
-            texts = [self.target.tokenizer.decode(tokens) for tokens in captured.batch.token_ids]
+            texts = [
+                self.target.load_tokenizer().decode(tokens) for tokens in captured.batch.token_ids
+            ]
             for text, features in zip(texts, captured.features, strict=True):
                 if hits("raise", text):
                     raise RuntimeError(f"no capture of {word('raise')}")

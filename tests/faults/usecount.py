@@ -74,7 +74,7 @@ def feature_request(target: TargetSpec) -> FeatureRequest:
 
 @hookimpl
 def build_draft(target: TargetSpec) -> Draft:
-    module = use_counts(target.tokenizer)
+    module = use_counts(target.load_tokenizer())
     return Draft(
         module=module,
         config={},

@@ -21,7 +21,7 @@ class TestLocalCapture(CaptureSuite):
         self, target_folder: Path
     ) -> None:
         target = TransformersTarget(str(target_folder), device="cpu")
-        model = target.model.model
+        model = target.load_model().model
         true = model.forward
 
         def scaled(*given: Any, **named: Any) -> Any:
@@ -58,7 +58,7 @@ class TestSharedByTwoDevices(CaptureSuite):
 
     def test_decoding_is_refused_with_a_remedy(self, target: TransformersTarget) -> None:
         with pytest.raises(UsageError, match=r"'allocate' needs it on one\n.*tensor_parallel=1"):
-            target.model.allocate(1, 8)
+            target.load_model().allocate(1, 8)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def project_of(make: NewProject, folder: Path, family: str, **changes: Any) -> P
 
 
 def dataset_of(folder: Path, target: TransformersTarget, **options: Any) -> Dataset:
-    given = str(folder / "train.jsonl"), target.tokenizer, DataConfig(**options)
+    given = str(folder / "train.jsonl"), target.load_tokenizer(), DataConfig(**options)
     return build_dataset(*given, folder / "data", processor=target.images)
 
 
@@ -133,7 +133,7 @@ def test_answers_alone_are_learned(tmp_path: Path, sees: TransformersTarget) -> 
     assert [len(dataset.images(row)) for row in range(5)] == [1, 1, 1, 1, 0]
     for row, thing in enumerate(ANSWERS):
         learned = dataset.tokens(row)[dataset.loss_mask(row)].tolist()
-        assert sees.tokenizer.decode(learned) == f"hi there<|im_end|>{thing}<|im_end|>"
+        assert sees.load_tokenizer().decode(learned) == f"hi there<|im_end|>{thing}<|im_end|>"
 
 
 def test_features_are_the_models_own(tmp_path: Path, sees: TransformersTarget) -> None:
@@ -141,9 +141,9 @@ def test_features_are_the_models_own(tmp_path: Path, sees: TransformersTarget) -
     dataset, request = dataset_of(tmp_path, sees), FeatureRequest((0, 2), True, "float32", 0, True)
     batch = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0, 1, 4)), dataset, dataset.feature_ids, {})
     capture, prompt = LocalCapture(sees, request), [dataset.tokens(4)[:30].tolist()]
-    text_alone = sees.model.generate(prompt, 8)
+    text_alone = sees.load_model().generate(prompt, 8)
     (captured,) = capture.features([batch])
-    assert sees.model.generate(prompt, 8) == text_alone, "images leave no positions behind"
+    assert sees.load_model().generate(prompt, 8) == text_alone, "images leave no positions behind"
     own = AutoModelForImageTextToText.from_pretrained(sees.path, dtype=torch.float32).eval()
     processor, given = AutoProcessor.from_pretrained(sees.path), dict[int, torch.Tensor]()
     for at, layer in enumerate(own.get_decoder().layers):
@@ -269,7 +269,7 @@ def test_a_target_of_text_and_one_without_processor_leave_images_out_and_say_so(
         ("processor_config.json", qwen.images),
     ):
         (tmp_path / "target" / gone).unlink() if gone else None
-        given = str(tmp_path / "train.jsonl"), qwen.tokenizer, DataConfig()
+        given = str(tmp_path / "train.jsonl"), qwen.load_tokenizer(), DataConfig()
         dataset = build_dataset(*given, tmp_path / f"data{gone}", processor=processor)
         said = (
             "images need the target's processor, which cannot be loaded: " if gone else "text alone"

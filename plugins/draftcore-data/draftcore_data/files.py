@@ -13,7 +13,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from draftcore.contracts.source import Source
-from draftcore.data.sources import TABLES, content_key, lines_of, require_lines
+from draftcore.data.sources import TABLE_SUFFIXES, content_key, lines_of, require_lines
 from draftcore.errors import UsageError
 from draftcore.uris import parse_options
 from draftcore_data.sources import open_table
@@ -49,7 +49,9 @@ def open_files(uri: str) -> Source:
     source = uri.removeprefix("files:")
     name, _, query = source.partition("?")
     path = Path(name).expanduser()
-    if path.suffix in TABLES or any(file.suffix in TABLES for file in path.rglob("*")):
+    if path.suffix in TABLE_SUFFIXES or any(
+        file.suffix in TABLE_SUFFIXES for file in path.rglob("*")
+    ):
         return open_table(f"hf:{source}")
     if "://" in source:
         name = source

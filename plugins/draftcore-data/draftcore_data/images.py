@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 from draftcore.contracts.capture import Image
-from draftcore.data.conversations import UNLOADED, UNREAD, RowError
+from draftcore.data.conversations import IMAGE_UNREAD, NO_PROCESSOR, RowError
 
 
 @dataclass(frozen=True)
@@ -22,26 +21,27 @@ class OwnProcessor:
 
     path: str
     source: Mapping[str, Any]  # as `from_pretrained` takes it
+    _loaded: list[tuple[Any, str]] = field(default_factory=list, init=False, repr=False)
 
     def __reduce__(self) -> Any:  # another process loads it by itself
         return OwnProcessor, (self.path, self.source)
 
-    @functools.cached_property
-    def _loaded(self) -> tuple[Any, str]:
-        """The processor, and all that it reads images by; or None, and why it cannot be loaded."""
+    def load(self) -> tuple[Any, str]:
+        """Return the processor, and all that it reads images by; or None, and why it cannot be loaded."""
         from transformers import AutoProcessor  # 1 s: with torch
 
-        try:
-            found = AutoProcessor.from_pretrained(self.path, **self.source)
-            return found, str(found.image_processor.to_json_string())
-        except Exception as error:  # of a library that it lacks, or of the model's own code
-            lacks = [name for name in ("PIL", "torchvision") if find_spec(name) is None]
-            hint = f"not installed is {' and '.join(lacks)}; " if lacks else ""
-            return None, hint + shown(error)
+        if not self._loaded:
+            try:
+                processor = AutoProcessor.from_pretrained(self.path, **self.source)
+                self._loaded.append((processor, str(processor.image_processor.to_json_string())))
+            except Exception as error:  # of a library that it lacks, or of the model's own code
+                lacks = [name for name in ("PIL", "torchvision") if find_spec(name) is None]
+                hint = f"not installed is {' and '.join(lacks)}; " if lacks else ""
+                self._loaded.append((None, hint + shown(error)))
+        return self._loaded[0]
 
-    @property
     def identity(self) -> str:
-        return self._loaded[1]
+        return self.load()[1]
 
     def write(
         self, text: str, spans: Sequence[tuple[int, int]], uris: Sequence[str]
@@ -65,7 +65,7 @@ class OwnProcessor:
         """
         import torch
 
-        text = getattr(self._loaded[0], "image_token", "") * len(images)
+        text = getattr(self.load()[0], "image_token", "") * len(images)
         found, given = self._call(text, [one.uri for one in images], return_tensors="pt")
         for now, then in zip(found, images, strict=True):
             if now != then:
@@ -81,9 +81,9 @@ class OwnProcessor:
     def _call(
         self, text: str, uris: Sequence[str], **options: Any
     ) -> tuple[tuple[Image, ...], Any]:
-        own, identity = self._loaded
+        own, identity = self.load()
         if own is None:
-            raise RowError(f"{UNLOADED}: {identity}")
+            raise RowError(f"{NO_PROCESSOR}: {identity}")
         import PIL.Image
         from transformers.image_utils import load_image
 
@@ -93,7 +93,7 @@ class OwnProcessor:
                 data = urlopen(uri).read() if uri.startswith("data:") else Path(uri).read_bytes()
                 pictures.append(load_image(PIL.Image.open(io.BytesIO(data))))
             except (OSError, ValueError, PIL.Image.DecompressionBombError) as error:
-                raise RowError(UNREAD, uri[:1000]) from error
+                raise RowError(IMAGE_UNREAD, uri[:1000]) from error
             digest = hashlib.blake2b(identity.encode() + b"\0" + data, digest_size=16)
             images.append(Image(uri, digest.hexdigest()))
         try:

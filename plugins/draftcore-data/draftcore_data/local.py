@@ -33,7 +33,8 @@ class LocalModel:
                 asked = next(talk) if answer is None else talk.send(answer)
                 if row.tools:
                     raise RowError("it has tools", "their calls are read by servers: --endpoint")
-                prompt = self.renderer.prompt([*asked, {"role": "assistant", "content": ""}])
+                messages = (*asked, {"role": "assistant", "content": ""})
+                prompt = self.renderer.prompt_ids(Conversation(row.where, messages))
                 open_talks.append((row, talk, prompt))
             except StopIteration as end:
                 ended(row, end.value)
@@ -58,7 +59,7 @@ class LocalModel:
     def _read(self, tokens: list[int], asked: int) -> Answer:
         """Return generated tokens as a message; what stands before `</think>` is its reasoning."""
         whole = tokens[-1] in self.model.end_tokens
-        tokenizer = self.model.spec.tokenizer
+        tokenizer = self.model.spec.load_tokenizer()
         text: str = tokenizer.decode(tokens[:-1] if whole else tokens)
         reasoning, closed, content = text.rpartition("</think>")
         message = {"role": "assistant", "content": content.lstrip("\n") if closed else content}

@@ -136,7 +136,7 @@ def show(run: Run, dataset: Dataset, rows: int, as_json: bool) -> None:
     from draftcore_data.show import figures, rows_of
 
     found = figures(run, dataset)
-    shown = list(rows_of(dataset, run.target.tokenizer, range(min(rows, found.kept))))
+    shown = list(rows_of(dataset, run.target.load_tokenizer(), range(min(rows, found.kept))))
     if as_json:
         rows_shown = [asdict(row) for row in shown]
         click.echo(json.dumps({**found.to_json(), "rows": rows_shown}, indent=1))
@@ -166,7 +166,7 @@ def check(run: Run, dataset: Dataset, rows: int, max_tokens: int, as_json: bool)
     """
     from draftcore_data.check import check_answers
 
-    verdict = check_answers(dataset, run.target.model, rows, max_tokens)
+    verdict = check_answers(dataset, run.target.load_model(), rows, max_tokens)
     lines = [json.dumps(verdict.to_json(), indent=1)] if as_json else verdict.lines()
     click.echo("\n".join(lines))
     if verdict.name == "foreign":

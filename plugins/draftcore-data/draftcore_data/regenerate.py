@@ -320,10 +320,10 @@ def from_target(questions: Questions, out: Path, batch: int) -> Tally:
         )
     given = questions.settings.target
     target = TransformersTarget(**given.model_dump())
-    renderer = Renderer(target.tokenizer, questions.settings.data)
+    renderer = Renderer(target.load_tokenizer(), questions.settings.data)
     with questions.open(out, {"model": given.path, "in_process": True}) as job:
         longest = questions.sampling["max_tokens"]
-        LocalModel(target.model, renderer, batch, longest).run(
+        LocalModel(target.load_model(), renderer, batch, longest).run(
             job.rows(), job.tally.count, job.ended
         )
     return job.tally

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftcore.data.conversations import KEYS
+from draftcore.data.conversations import ROW_KEYS
 from draftcore.data.sources import content_key
 from draftcore.errors import UsageError, nearest
 from draftcore.uris import parse_options
@@ -86,10 +86,10 @@ def _load(uri: str, name: str, files: Sequence[Path], options: Mapping[str, Any]
             "  check the name, ?split= and &config=; a private one needs `hf auth login`"
         ) from error
     columns = table.column_names
-    wanted = [column for column in columns if column in KEYS]
+    wanted = [column for column in columns if column in ROW_KEYS]
     if not wanted:
         raise UsageError(
             f"{name} has no column of conversations\n  columns: {', '.join(columns)}\n"
-            f"  known are: {', '.join(KEYS)}"
+            f"  known are: {', '.join(ROW_KEYS)}"
         )
     return Table(name, files, table.select_columns(wanted))

@@ -426,11 +426,13 @@ def test_the_target_in_this_process_answers_as_it_generates(
     asked = (*VERB, tmp_path / "run.yaml", "--out", out, "--in-process", "--max-tokens", 9)
     cli(*asked, "--concurrency", 3)
     target = TransformersTarget(str(target_folder), device="cpu")
-    renderer = Renderer(target.tokenizer)
+    renderer = Renderer(target.load_tokenizer())
     for row in rows_of(out):
         for at in range(1, len(row["messages"]), 2):
-            (tokens,) = target.model.generate([renderer.prompt(row["messages"][: at + 1])], 9)
-            said = target.tokenizer.decode(tokens).removesuffix("<|im_end|>")
+            (tokens,) = target.load_model().generate(
+                [renderer.prompt_ids(Conversation("x", tuple(row["messages"][: at + 1])))], 9
+            )
+            said = target.load_tokenizer().decode(tokens).removesuffix("<|im_end|>")
             assert row["messages"][at]["content"] == said
     assert len(rows_of(out)) == 7
     assert "greedy" in cli(*asked, "--top-p", 0.5, status=2).stderr

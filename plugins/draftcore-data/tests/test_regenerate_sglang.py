@@ -13,6 +13,7 @@ from click.testing import Result
 from draftcore_sdk.serving import Serving
 from talking import chat, rows_of, write_rows
 
+from draftcore.data.conversations import Conversation
 from draftcore.data.rendering import Renderer
 from draftcore.target import TransformersTarget
 
@@ -47,10 +48,12 @@ def test_a_server_answers_every_turn_as_the_target_does(
         result = cli(*asked, "--temperature", 0, "--max-tokens", TOKENS)
     assert "answers to 8 of 8 rows" in result.stdout
     target = TransformersTarget(str(target_folder), device="cpu")
-    renderer = Renderer(target.tokenizer)
+    renderer = Renderer(target.load_tokenizer())
     for row in rows_of(out):
         messages = row["messages"]
         for at in range(1, len(messages), 2):
-            (tokens,) = target.model.generate([renderer.prompt(messages[: at + 1])], TOKENS)
-            text = target.tokenizer.decode(tokens, skip_special_tokens=True)
+            (tokens,) = target.load_model().generate(
+                [renderer.prompt_ids(Conversation("x", tuple(messages[: at + 1])))], TOKENS
+            )
+            text = target.load_tokenizer().decode(tokens, skip_special_tokens=True)
             assert messages[at]["content"] == text

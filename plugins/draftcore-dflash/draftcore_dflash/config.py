@@ -117,7 +117,7 @@ def mask_token(target: TargetSpec, asked: int | None) -> int:
     """
     if asked is not None:
         return asked
-    tokenizer, embedding_VH = target.tokenizer, target.embedding()
+    tokenizer, embedding_VH = target.load_tokenizer(), target.embedding()
     used = set(tokenizer.get_vocab().values())
     unused = (token for token in range(target.vocab_size) if token not in used)
     special = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)

@@ -87,13 +87,13 @@ def test_layers_that_cannot_be_captured(
 
 def test_the_mask_token_is_found_in_this_order(make_target: MakeTarget) -> None:
     target, full = make_target(), make_target(vocab_size=259)
-    tokenizer = target.tokenizer
+    tokenizer = target.load_tokenizer()
     assert mask_token(target, 7) == 7
     assert mask_token(target, None) == 259 == len(tokenizer)  # the first unused row
-    assert mask_token(full, None) == full.tokenizer.pad_token_id
-    full.tokenizer.pad_token = None
-    assert mask_token(full, None) == full.tokenizer.eos_token_id
-    full.tokenizer.eos_token = None
+    assert mask_token(full, None) == full.load_tokenizer().pad_token_id
+    full.load_tokenizer().pad_token = None
+    assert mask_token(full, None) == full.load_tokenizer().eos_token_id
+    full.load_tokenizer().eos_token = None
     with pytest.raises(UsageError, match=r"no mask, unused, pad, end or unknown(.|\n)*set mask"):
         mask_token(full, None)
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
@@ -105,10 +105,10 @@ def test_a_mask_token_of_zeros_is_passed_over(make_target: MakeTarget) -> None:
     full = make_target(vocab_size=259)
 
     def blank(_: Any, tensors: dict[str, Tensor]) -> None:
-        tensors["model.embed_tokens.weight"][full.tokenizer.pad_token_id] = 0
+        tensors["model.embed_tokens.weight"][full.load_tokenizer().pad_token_id] = 0
 
     change(Path(full.path), blank)
-    assert mask_token(full, None) == full.tokenizer.eos_token_id
+    assert mask_token(full, None) == full.load_tokenizer().eos_token_id
 
 
 # ------------------------------------------------------------ options

@@ -46,7 +46,7 @@ def test_proposals_equal_training_over_ragged_rounds(
     options: dict[str, Any], make_draft: MakeDraft, target: TargetSpec
 ) -> None:
     draft = make_draft(**options)
-    drafter = DFlash(DFlashOptions(block_size=4)).drafter(draft, target.model)
+    drafter = DFlash(DFlashOptions(block_size=4)).drafter(draft, target.load_model())
     for tokens_T, features, greedy_K, _, probs_KV in ragged_rounds(drafter, VOCAB, 1.0):
         logits_KV = trained(draft, tokens_T, features)[1:]
         assert greedy_K.tolist() == logits_KV.argmax(-1).tolist()
@@ -55,4 +55,4 @@ def test_proposals_equal_training_over_ragged_rounds(
 
 def test_a_block_drafts_no_more_than_it_holds(make_draft: MakeDraft, target: TargetSpec) -> None:
     with pytest.raises(UsageError, match="a block of 4 drafts 3 tokens"):
-        DFlash(DFlashOptions(block_size=4, num_drafts=4)).drafter(make_draft(), target.model)
+        DFlash(DFlashOptions(block_size=4, num_drafts=4)).drafter(make_draft(), target.load_model())

@@ -39,7 +39,7 @@ def test_proposals_equal_one_teacher_forced_pass_over_ragged_rounds(
     shift: bool, make_draft: MakeDraft, target: TargetSpec
 ) -> None:
     draft = make_draft(shift_label=shift)
-    drafter = Domino(DominoOptions(block_size=4)).drafter(draft, target.model)
+    drafter = Domino(DominoOptions(block_size=4)).drafter(draft, target.load_model())
     assert drafter.num_drafts == 3
     for tokens_T, features, greedy_K, drawn_K, probs_KV in ragged_rounds(drafter, 250, 0.5):
         logits_KV = teacher_forced(draft, tokens_T, features, greedy_K)

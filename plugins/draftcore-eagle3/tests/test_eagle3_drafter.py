@@ -48,7 +48,7 @@ def test_proposals_equal_training_over_ragged_rounds(
     options: dict[str, Any], make_draft: MakeDraft, target: TargetSpec
 ) -> None:
     draft = make_draft(ttt_length=DRAFTS, **options)
-    drafter = Eagle3(Eagle3Options(num_drafts=DRAFTS)).drafter(draft, target.model)
+    drafter = Eagle3(Eagle3Options(num_drafts=DRAFTS)).drafter(draft, target.load_model())
     for tokens_T, features, greedy_K, drawn_K, probs_KV in ragged_rounds(drafter, VOCAB, 0.7):
         greedy_KV = teacher_forced(draft, tokens_T, features, greedy_K)
         assert greedy_K.tolist() == greedy_KV.argmax(-1).tolist()

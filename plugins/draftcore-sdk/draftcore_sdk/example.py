@@ -62,13 +62,15 @@ class Example:
         stopper.write_text(STOPPER)
         spec = TransformersTarget(str(folder / "target"), device="cpu")
         prompts = [prompt(spec, text) for text in QUESTIONS]
-        answers = spec.model.generate(prompts, ANSWER)
+        answers = spec.load_model().generate(prompts, ANSWER)
         vocabulary = spec.vocab_size
         everything = FeatureRequest(tuple(range(LAYERS)), True, "float32", vocabulary, True)
         features = []
         for asked, answered in zip(prompts, answers, strict=True):
             tokens_1T = torch.tensor([asked + answered])
-            found = spec.model.features(tokens_1T, torch.tensor([tokens_1T.shape[1]]), everything)
+            found = spec.load_model().features(
+                tokens_1T, torch.tensor([tokens_1T.shape[1]]), everything
+            )
             # Out of inference mode: autograd may save what a capture would have stored.
             features.append({name: value[0].clone() for name, value in found.items()})
         return cls(stopper, spec, prompts, answers, features)
@@ -77,7 +79,7 @@ class Example:
 def prompt(spec: TargetSpec, text: str) -> list[int]:
     """Token ids of a question, up to where the answer begins."""
     messages = [{"role": "user", "content": text}]
-    encoded = spec.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    encoded = spec.load_tokenizer().apply_chat_template(messages, add_generation_prompt=True)
     return list(encoded["input_ids"])
 
 

@@ -118,7 +118,7 @@ def largest_gap(
     tokens_T = torch.randint(250, (LENGTH,), generator=generator)
     layers, last = served.captured(host), 99
     hidden = [torch.randn(LENGTH, host.hidden_size, generator=generator) for _ in layers]
-    drafter = hooks.drafter(draft=draft, target=target.model, options=checked)
+    drafter = hooks.drafter(draft=draft, target=target.load_model(), options=checked)
     state = drafter.allocate(1, LENGTH + 4)
     features = {f"hidden.{k}": x[None] for k, x in zip(layers, hidden, strict=True)}
     lengths_1, last_1 = torch.tensor([LENGTH]), torch.tensor([last])

@@ -14,7 +14,7 @@ import pytest
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import ImageProcessor
-from draftcore.data.conversations import UNREAD, RowError
+from draftcore.data.conversations import IMAGE_UNREAD, RowError
 from draftcore.target import TransformersTarget
 from draftcore_sdk.suite import Suite, opened
 from draftcore_sdk.targets import byte_tokenizer, tiny_target
@@ -98,7 +98,7 @@ class ImageSuite(Suite):
             "see <|image|> so <|image|>!", [(0, 3), (14, 16), (26, 27)], uris
         )
         assert [text[start:end] for start, end in spans] == ["see", "so", "!"]
-        assert ids == target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == target.load_tokenizer()(text, add_special_tokens=False)["input_ids"]
         assert ids.count(target.config.image_token_id) == 2 * target.config.mm_tokens_per_image
         assert [one.uri for one in images] == uris
 
@@ -106,10 +106,12 @@ class ImageSuite(Suite):
         self, reader: ImageProcessor, target: TransformersTarget, tmp_path: Path
     ) -> None:
         request, states = FeatureRequest((), True, "float32"), []
+        model = target.load_model()
         for seed in (0, 1, 0):
             uri = str(picture(tmp_path / "a.png", seed))
             _, _, ids, images = reader.write("<|image|>?", [], [uri])
-            states.append(target.model.see(reader.inputs(ids, images), request)["last_hidden"][0])
+            seen = model.forward_images(reader.inputs(ids, images), request)
+            states.append(seen["last_hidden"][0])
             assert len(states[-1]) == len(ids)
         assert states[0].equal(states[2])
         assert not states[0].equal(states[1])
@@ -124,7 +126,7 @@ class ImageSuite(Suite):
         for name in ("torn.png", "none.png"):
             with pytest.raises(RowError) as caught:
                 reader.write("<|image|>", [], [str(tmp_path / name)])
-            assert caught.value.args == (UNREAD, str(tmp_path / name))
+            assert caught.value.args == (IMAGE_UNREAD, str(tmp_path / name))
 
     def test_another_process_reads_as_this_one(
         self, reader: ImageProcessor, tmp_path: Path
@@ -132,4 +134,4 @@ class ImageSuite(Suite):
         given: Any = "<|image|>", [], [str(picture(tmp_path / "a.png", 0))]
         other = pickle.loads(pickle.dumps(reader))
         assert other.write(*given) == reader.write(*given)
-        assert (repr(other), other.identity) == (repr(reader), reader.identity)
+        assert (repr(other), other.identity()) == (repr(reader), reader.identity())

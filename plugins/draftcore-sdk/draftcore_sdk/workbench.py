@@ -258,7 +258,7 @@ class Bench:
 
     def drafter(self, draft: Draft) -> Drafter:
         draft.module.eval()
-        model = self.example.spec.model
+        model = self.example.spec.load_model()
         found = self.hook.drafter(draft=draft, target=model, options=self.options)
         for name, kind in {"num_drafts": int, "depth": int, "request": FeatureRequest}.items():
             mistake = type_error(getattr(found, name, 1), kind, f"`{name}` of the drafter")
@@ -269,12 +269,12 @@ class Bench:
         self, draft: Draft, prompts: Sequence[Sequence[int]], drafter: Drafter | None = None
     ) -> list[Decoded]:
         """Decode prompts together, greedily, as long as the learned answers are."""
-        runner = EagerRunner(self.example.spec.model, drafter or self.drafter(draft))
+        runner = EagerRunner(self.example.spec.load_model(), drafter or self.drafter(draft))
         return speculate(runner, prompts, GREEDY)
 
     def decode_recorded(self, draft: Draft, prompts: Sequence[Sequence[int]]) -> list[Decoded]:
         """The same, in rounds that are recorded and replayed, with a row of padding."""
-        model, drafter = self.example.spec.model, self.drafter(draft)
+        model, drafter = self.example.spec.load_model(), self.drafter(draft)
         most = max(map(len, prompts)) + ANSWER + drafter.num_drafts + 1
         phase = Phase("decode", "recording", rows=(len(prompts) + 1,), lengths=(most,))
         runner = DecodeGraphRunner(model, drafter, draft.module, phase, RecordingBackend())

@@ -64,7 +64,9 @@ def reference(
     lengths_B = torch.tensor([len(prompt)], device=model.device)
     own = dataclasses.replace(request, dtype=str(model.dtype).removeprefix("torch."))
     taken = (
-        model.see(BatchFeature(made), own) if made else model.features(tokens_BT, lengths_B, own)
+        model.forward_images(BatchFeature(made), own)
+        if made
+        else model.features(tokens_BT, lengths_B, own)
     )
     found = {name: taken[name][0].cpu() for name in request.names}
     del model, taken
@@ -81,7 +83,7 @@ def fits(target: TargetSpec) -> bool:
     else:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    return FITS * target.weight_bytes <= free
+    return FITS * target.weight_bytes() <= free
 
 
 def require_same(

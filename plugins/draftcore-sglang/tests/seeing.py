@@ -71,6 +71,6 @@ def batch_about(folder: Path, target: TransformersTarget) -> CaptureBatch:
     rows.append((f"see {PLACE}", [str(folder / "turned.jpg")]))
     assert target.images is not None
     written = [target.images.write(text, [], uris)[2:] for text, uris in rows if uris]
-    written.insert(1, (target.tokenizer(rows[1][0])["input_ids"], ()))
+    written.insert(1, (target.load_tokenizer()(rows[1][0])["input_ids"], ()))
     ids, images = zip(*written, strict=True)
     return CaptureBatch(0, (4, 7, 9), tuple("abc"[at] * 24 for at in range(3)), ids, images)

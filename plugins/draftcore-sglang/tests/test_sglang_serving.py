@@ -142,7 +142,7 @@ def test_a_server_accepts_as_many_tokens_as_eval_says(
     """The first token of an answer comes from the prompt's forward; a round is one verification."""
     target = TransformersTarget(str(QUICKSTART / "target"))
     file, data = str(QUICKSTART / "data" / "eval.jsonl"), DataConfig(max_length=512)
-    prompts = read_prompts(file, target.tokenizer, PROMPTS, data)
+    prompts = read_prompts(file, target.load_tokenizer(), PROMPTS, data)
     answers = generate(serve(label), prompts)
     tokens = sum(answer["completion_tokens"] - 1 for answer in answers)
     rounds = sum(answer["spec_verify_ct"] for answer in answers)

@@ -29,7 +29,7 @@ from draftcore.config import EvalConfig, RunConfig, TopologyConfig
 from draftcore.contracts.algorithm import DataSummary, Draft
 from draftcore.contracts.capture import Image
 from draftcore.contracts.target import TargetSpec
-from draftcore.data.conversations import BadRow, Rendered
+from draftcore.data.conversations import BadRow
 from draftcore.data.rendering import Renderer
 from draftcore.data.sources import named, read_conversations
 from draftcore.drafts import export, find_checkpoint, load_checkpoint, load_export
@@ -194,12 +194,9 @@ def make_sample(settings: RunConfig, registry: Registry, target: TargetSpec, row
         )
     if isinstance(chosen := rows[row], BadRow):
         raise UsageError(f"{chosen}\n  choose another row with --row")
-    renderer = Renderer(target.tokenizer, settings.data)
-    if isinstance(chosen, Rendered):
-        prompt = chosen.token_ids[: chosen.last_answer()].tolist()
-    else:
-        prompt = renderer.prompt(chosen.messages, chosen.tools)
-    (answer,) = target.model.generate([prompt], ANSWER)
+    renderer = Renderer(target.load_tokenizer(), settings.data)
+    prompt = renderer.prompt_ids(chosen)
+    (answer,) = target.load_model().generate([prompt], ANSWER)
     if len(answer) < 3:
         raise UsageError(
             f"the target answers row {row} with {len(answer)} tokens: too few to draft\n"
@@ -265,7 +262,7 @@ def decode(
     As many whole rounds are asked for as the answer has. Raises DraftcoreError where the output is
     not the target's own.
     """
-    model = draft.run.target.model
+    model = draft.run.target.load_model()
     built.module.to(model.device).eval()
     drafter = draft.drafter(built)
     block = depth_of(drafter) + 1

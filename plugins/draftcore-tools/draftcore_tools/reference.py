@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import Draft, Drafter
+from draftcore.data.conversations import Conversation
 from draftcore.data.dataset import read_prompts
 from draftcore.data.rendering import Renderer
 from draftcore.drafts import find_checkpoint, load_checkpoint
@@ -99,7 +100,7 @@ def open_reference(
     opened = Run(RunConfig.model_validate({**config, "target": place}), registry)
     draft, spec = opened.drafts[0], opened.target
     found = find_checkpoint(draft, folder)
-    built, model = load_checkpoint(draft, found), spec.model
+    built, model = load_checkpoint(draft, found), spec.load_model()
     built.module.to(model.device).eval()
     drafter = draft.drafter(built)
     asked = prompts_of(opened, prompts, found.state["data"].get("date", ""))
@@ -152,15 +153,13 @@ def find_folder(export: Path, manifest: Mapping[str, Any], run: Path | None) -> 
 
 def prompts_of(run: Run, source: str | None, date: str) -> list[list[int]]:
     """Return the token ids of a few prompts: a file's first, or built-in questions."""
-    data, tokenizer = (
-        run.config.data.model_copy(update={"max_length": LONGEST}),
-        run.target.tokenizer,
-    )
+    data = run.config.data.model_copy(update={"max_length": LONGEST})
+    tokenizer = run.target.load_tokenizer()
     if source is not None:
         return read_prompts(source, tokenizer, PROMPTS, data, find=run.find, date=date)
     renderer = Renderer(tokenizer, data, date)
     asked = [{"role": "user", "content": text} for text in QUESTIONS]
-    return [renderer.prompt([one, {"role": "assistant", "content": "."}]) for one in asked]
+    return [renderer.prompt_ids(Conversation("", (message,))) for message in asked]
 
 
 @torch.inference_mode()

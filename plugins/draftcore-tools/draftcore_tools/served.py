@@ -58,7 +58,7 @@ class Host:
             target.vocab_size,
             int(text.hidden_size),
             dict(rope.get("full_attention") or rope),
-            target.tokenizer,
+            target.load_tokenizer(),
             target.embedding().to(device).float(),
             target.head().to(device).float(),
         )

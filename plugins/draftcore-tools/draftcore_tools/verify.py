@@ -127,7 +127,10 @@ def check_template(reference: Reference) -> Divergence | None:
     """Compare the chat template of training with the one that the server would use."""
     state, target = reference.checkpoint.state, reference.target
     then = reference.manifest.get("chat_template") or state["data"].get("chat_template")
-    if not then or then == Renderer(target.tokenizer, reference.run.config.data).template_hash:
+    if (
+        not then
+        or then == Renderer(target.load_tokenizer(), reference.run.config.data).template_hash
+    ):
         return None
     return Divergence(
         "chat template",

@@ -100,8 +100,8 @@ def test_loss_and_gradients_are_the_published_formula_in_slices_of_rows_too(
 def test_the_best_children_of_a_tree_are_the_chain_and_siblings_differ(target: TargetSpec) -> None:
     options = MlpSpecTreeOptions(branches=(3, 2), num_heads=3)
     draft = random_draft(target, options)
-    chain = MlpSpec(options).drafter(draft, target.model)
-    tree = MlpSpecTree(options).drafter(draft, target.model)
+    chain = MlpSpec(options).drafter(draft, target.load_model())
+    tree = MlpSpecTree(options).drafter(draft, target.load_model())
     hidden_BTH = torch.randn(2, 1, WIDTH)
     given = torch.zeros(2, 1).long(), torch.ones(2).long(), {"last_hidden": hidden_BTH}
     states = [drafter.allocate(2, 9) for drafter in (chain, tree)]

@@ -30,7 +30,7 @@ class TestTree(AlgorithmSuite):
         """With a draft that has learned a little."""
         draft, rounds = bench.build(), []
         bench.train(draft, steps=10)
-        chain = MlpSpec(bench.options).drafter(draft, bench.example.spec.model)
+        chain = MlpSpec(bench.options).drafter(draft, bench.example.spec.load_model())
         for drafter in (chain, bench.drafter(draft)):
             found = bench.decode(draft, bench.example.prompts, drafter)
             rounds.append([len(one.accepted) for one in found])

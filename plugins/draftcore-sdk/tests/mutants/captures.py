@@ -71,7 +71,7 @@ class Capture(LocalCapture):
     def __init__(self, target, request):
         super().__init__(target, request)
         louder = lambda module, inputs, output: output * 1.01
-        target.model.model.lm_head.register_forward_hook(louder)
+        target.load_model().model.lm_head.register_forward_hook(louder)
 == mixes_neighbours: test_a_rows_features_do_not_depend_on_its_neighbours
 class Capture(LocalCapture):
     def features(self, batches):
