@@ -60,11 +60,11 @@ def ratios(parts: Iterable[Sums]) -> dict[str, float]:
     sums: Sums = {}
     for part in parts:
         for name, (top, bottom) in part.items():
-            have = sums.get(name, [0.0, 0.0])
-            sums[name] = [have[0] + top, have[1] + bottom]
-    found = {name: top / bottom for name, (top, bottom) in sums.items() if bottom}
-    named = {name: value for name, value in found.items() if isinstance(name, str)}
-    if terms := [value for name, value in found.items() if isinstance(name, int)]:
+            so_far = sums.get(name, [0.0, 0.0])
+            sums[name] = [so_far[0] + top, so_far[1] + bottom]
+    divided = {name: top / bottom for name, (top, bottom) in sums.items() if bottom}
+    named = {name: value for name, value in divided.items() if isinstance(name, str)}
+    if terms := [value for name, value in divided.items() if isinstance(name, int)]:
         named["loss"] = sum(terms)
     return dict(sorted(named.items()))
 

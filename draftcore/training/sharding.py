@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.training.checkpoint import trained_tensors
-from draftcore.training.distributed import Ranks
 from draftcore.training.metrics import weighted
+from draftcore.training.ranks import Ranks
 
 
 class Sharded(nn.Module):
@@ -43,7 +43,7 @@ class Sharded(nn.Module):
         names = {parameter: name for name, parameter in before.items()}
         frozen = {before[name] for name in draft.frozen if name in before}
         device = next(iter(names)).device
-        mesh = DeviceMesh.from_group(ranks.work, device.type)  # type: ignore[arg-type]
+        mesh = DeviceMesh.from_group(ranks.device_group, device.type)  # type: ignore[arg-type]
         for part in (*map(module.get_submodule, draft.wrap_units), self):
             sharded = fully_shard(part, mesh=mesh, ignored_params=frozen)
             sharded.set_gradient_divide_factor(1.0)
@@ -55,8 +55,9 @@ class Sharded(nn.Module):
         ]
 
     def forward(self, batch: DraftBatch, context: StepContext) -> tuple[Any, ...]:
-        given = {"draft": self.draft, "batch": batch, "context": context}
-        output = self.hook.forward_loss(**given, options=self.options)
+        output = self.hook.forward_loss(
+            draft=self.draft, batch=batch, context=context, options=self.options
+        )
         if len(output.terms) > 1:
             raise UsageError(
                 f"the loss of this algorithm has {len(output.terms)} terms, which would each need the "

@@ -214,7 +214,7 @@ def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(project: Projec
             ["draft.safetensors", "digest"],
         ),
         ("COMPLETE", lambda data: data[:20], 1, ["COMPLETE", "damaged"]),
-        ("COMPLETE", lambda data: b"", 2, ["format of the first edition", "another run folder"]),
+        ("COMPLETE", lambda data: b"", 1, ["COMPLETE", "damaged"]),
         ("COMPLETE", lambda data: data.replace(b": 2,", b": 3,"), 2, ["the format 3", "reads 2"]),
     ],
 )

@@ -183,7 +183,7 @@ def test_a_stopped_or_killed_run_resumes_to_the_same_bits(
     ranks.send(1, signal.SIGKILL)
     assert ranks.finish() == [LOST, -signal.SIGKILL], ranks.output(0)
     assert f"resuming from step {stopped} of 20" in ranks.output(0)
-    assert "error: rank 1 failed\n  it gave no sign of life for 2 s" in ranks.output(0)
+    assert "error: another rank failed\n  it was killed" in ranks.output(0)
     assert steps(broken) < 20, "the run ended before it was killed"
 
     ranks = start(broken, plugin=dropout)
@@ -320,8 +320,7 @@ def test_a_frozen_rank_is_given_up(tmp_path: Path, new_project: NewProject, star
     ranks.send(1, signal.SIGSTOP)
     ranks.processes[0].join(60)
     assert ranks.processes[0].exitcode == LOST
-    # 2 s of a rank that did not come to an exchange of gradients: whoever waits looks more often then.
-    gone = r"error: rank 1 failed\n  it gave no sign of life for [24] s"
+    gone = r"error: another rank failed\n  it was .* frozen.*: .*Rank 1 failed to pass .* 4000 ms"
     assert re.search(gone, ranks.output(0))
     ranks.send(1, signal.SIGCONT)
     assert LOST in ranks.finish()

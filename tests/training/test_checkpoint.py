@@ -117,16 +117,13 @@ def test_an_altered_file_is_named_with_a_remedy(
     assert new_run(dropout=0.5).build().trainers[0].step == 3
 
 
-@pytest.mark.parametrize(("mark", "said"), [('{"format": 99}', "99"), ("", "first edition")])
-def test_a_checkpoint_of_another_format_is_refused_with_a_remedy(
-    run: Run, mark: str, said: str
-) -> None:
-    (folder(run, 4) / MARK).write_text(mark)
-    with pytest.raises(UsageError, match=rf"has the format .*{said}.*\n  go on with the version"):
+def test_a_checkpoint_of_another_format_is_refused_with_a_remedy(run: Run) -> None:
+    (folder(run, 4) / MARK).write_text('{"format": 99}')
+    with pytest.raises(UsageError, match=r"has the format 99.*\n  go on with the version"):
         latest(run.folder / "checkpoints")
 
 
-@pytest.mark.parametrize("mark", ["[]", "7", '{"form', "null"])
+@pytest.mark.parametrize("mark", ["", "[]", "7", '{"form', "null"])
 def test_a_mark_that_is_none_is_named(run: Run, mark: str) -> None:
     (folder(run, 4) / MARK).write_text(mark)
     with pytest.raises(DraftcoreError, match=MARK):
