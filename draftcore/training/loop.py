@@ -126,37 +126,39 @@ def train(
 ) -> tuple[str, dict[str, Exception], dict[str, Stop]]:
     """Train until the plan ends, `stop` says so or observers have stopped every draft.
 
-    Returns `complete`, `stopped`, `interrupted` or `failed`, and by label the errors of drafts that
-    failed and what stopped a draft. `release_batch` ends the use of the batch that was yielded last;
-    `finished` is told of each position up to which no rank needs a batch any more.
+    Returns `complete`, `stopped`, `interrupted` or `failed`, and by label drafts' errors and stops.
+    `release_batch` ends the use of the batch that was yielded last; `finished` is told of each
+    position up to which no rank needs a batch any more.
     """
-    at, total, every = min(t.step for t in trainers), plan.total_steps, trainers[0].config.log_every
-    progress = Progress(total, at, every=every, shown=ranks.rank == 0, status_line=status_line)
+    done, total = min(t.step for t in trainers), plan.total_steps
+    every, shown = trainers[0].config.log_every, ranks.rank == 0
+    progress = Progress(total, done, every=every, shown=shown, status_line=status_line)
     drafts = Drafts(list(trainers), ranks, total, progress)
     timing, stopping = dict[str, float](), False  # timing: of the step before
     with ExitStack() as stack, progress:
         for trainer in trainers:
             stack.enter_context(trainer.writer)  # which is waited for, however training ends
         while drafts.active:
-            wait = at == total or stopping or any(t.previous_step.due for t in drafts.active)
+            wait = done == total or stopping or any(t.previous_step.due for t in drafts.active)
             if wait and not any(t.previous_step.metrics for t in drafts.active):
                 break
-            step = () if wait else plan.step(at)
-            stepping = [t for t in drafts.active if step and t.step == at]
-            began, known = time.perf_counter(), len(skipped)
+            step = () if wait else plan.step(done)
+            stepping = [t for t in drafts.active if step and t.step == done]
+            began, skipped_before = time.perf_counter(), len(skipped)
             missing, waited = drafts.forward_backward(stepping, step, batches)
-            newly_skipped = dict(list(skipped.items())[known:])
+
+            skips = dict(list(skipped.items())[skipped_before:])
             sums = {t.label: t.previous_step.read() for t in drafts.active}
             terms = {t.label: len(t.gradients.buffers) for t in drafts.active}
             saved = [t.label for t in drafts.active if t.writing and t.writing.done()]
-            status = StepStatus(missing, stop(), newly_skipped, sums, terms, saved)
-            statuses = ranks.all_gather(status)
+            statuses = ranks.all_gather(StepStatus(missing, stop(), skips, sums, terms, saved))
             for rows in [status.skipped for status in statuses if status.skipped]:
                 skipped.add(rows)
             stopping = stopping or any(status.stop for status in statuses)
             if wait:
                 timing["seconds"] += time.perf_counter() - began
-            drafts.report(at, statuses, timing)
+            drafts.report(done, statuses, timing)
+
             if any(status.missing for status in statuses) or not drafts.active:
                 break  # and the step is taken by nobody
             for trainer in [t for t in stepping if t in drafts.active]:
@@ -165,12 +167,11 @@ def train(
             if step:
                 release_batch()
                 finished(step[-1].position + 1)
-                at += 1
+                done += 1
                 timing = {"fetch_seconds": waited, "seconds": time.perf_counter() - began}
                 timing["tokens"] = sum(int(plan.lengths[list(b.rows)].sum()) for b in step)
         drafts.save()  # the last step
-    reason = "interrupted" if at < total and drafts.active else drafts.ended
-    return reason, drafts.failed, drafts.stopped
+    return drafts.reason(done), drafts.failed, drafts.stopped
 
 
 @dataclasses.dataclass
@@ -184,8 +185,10 @@ class Drafts:
     failed: dict[str, Exception] = dataclasses.field(default_factory=dict)
     stopped: dict[str, Stop] = dataclasses.field(default_factory=dict)
 
-    @property
-    def ended(self) -> str:
+    def reason(self, done: int) -> str:
+        """Say how training ended after so many steps."""
+        if self.active and done < self.total_steps:
+            return "interrupted"
         return "failed" if self.failed else "stopped" if self.stopped else "complete"
 
     @contextmanager
@@ -221,7 +224,9 @@ class Drafts:
                 trainer.accumulate(batch, last=place == passes - 1)
         return missing, waited
 
-    def report(self, at: int, statuses: Sequence[StepStatus], timing: Mapping[str, float]) -> None:
+    def report(
+        self, done: int, statuses: Sequence[StepStatus], timing: Mapping[str, float]
+    ) -> None:
         """Report the step before, and checkpoints that were written; an observer may stop a draft."""
         for trainer in [t for t in self.active if t.label in statuses[0].saved]:
             with self.isolate_failure(trainer):
@@ -230,15 +235,17 @@ class Drafts:
         for trainer in reporting:
             with self.isolate_failure(trainer):
                 answer = trainer.report([status.sums[trainer.label] for status in statuses], timing)
-                if answer is not None and at < self.total_steps:
+                if answer is not None and done < self.total_steps:
                     trainer.save(answer)
                     trainer.finish_pending_save()
                     self.active.remove(trainer)
                     self.stopped[trainer.label] = answer
                 if trainer.evaluation:
-                    self.progress.tell(f"{trainer.label} step {at}: {trainer.evaluation}".lstrip())
+                    self.progress.tell(
+                        f"{trainer.label} step {done}: {trainer.evaluation}".lstrip()
+                    )
         if reporting:
-            self.progress.show(at, {t.label: t.metrics for t in self.active if t.metrics})
+            self.progress.show(done, {t.label: t.metrics for t in self.active if t.metrics})
 
     def save(self) -> None:
         """Write the checkpoints of the last step, and wait for them."""
@@ -387,7 +394,7 @@ class Trainer:
         Uncompiled where the compiler fails.
         """
         plan, epoch = self.plan, self.step // self.plan.steps_per_epoch + 1
-        context = StepContext(self.step + 1, plan.total_steps, self.config.seed, True, epoch)
+        context = StepContext(self.step + 1, plan.total_steps, self.config.seed, epoch=epoch)
         half = torch.autocast(self.device.type, torch.bfloat16, self.config.precision == "bf16")
         hook, draft, options = self.setup.hook, self.built, self.setup.options
         try:
@@ -546,11 +553,11 @@ class Trainer:
         self.require_sane_weights()
         rank = self.ranks.rank
         weights = checkpoint.trained_tensors(self.built, rank)
-        kept, numbers = checkpoint.optimizer_state(
+        tensors, numbers = checkpoint.optimizer_state(
             self.built.module, self.optimizer, self.fresh_groups, rank
         )
         for other, states in enumerate(self.ranks.all_gather(self.rng_after_step)):
-            kept |= {f"{name}.{other}" if other else name: t for name, t in states.items()}
+            tensors |= {f"{name}.{other}" if other else name: t for name, t in states.items()}
         state = {
             **self.setup.about,
             "step": self.step,
@@ -568,7 +575,7 @@ class Trainer:
         if rank == 0:
             keep = self.config.keep_checkpoints
             self.writing = self.writer.submit(
-                checkpoint.save, self.checkpoints, weights, kept, state, keep
+                checkpoint.save, self.checkpoints, weights, tensors, state, keep
             )
 
     def require_sane_weights(self) -> None:

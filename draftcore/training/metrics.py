@@ -75,13 +75,13 @@ class MetricsLog:
     def __init__(self, file: Path, step: int) -> None:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
+        lines = []
         for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn, or not ours
                 if json.loads(line)["step"] <= step:
-                    kept.append(f"{line}\n")
+                    lines.append(f"{line}\n")
         with open(file, "w", opener=unlinked) as stream:
-            stream.writelines(kept)
+            stream.writelines(lines)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line. Raises DraftcoreError where the disk is full."""

@@ -71,16 +71,17 @@ class Ranks:
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
         """Raise a DraftcoreError of any rank on all, where the block ends."""
-        own = None
+        own_error = None
         try:
             yield
         except DraftcoreError as error:
-            own = error
-        errors = self.all_gather((str(own), own.exit_code) if own else None)
+            own_error = error
+        errors = self.all_gather((str(own_error), own_error.exit_code) if own_error else None)
         for rank, raised in enumerate(errors):
             if raised is not None:
                 kind = UsageError if raised[1] == UsageError.exit_code else DraftcoreError
-                self.last_common_error = own if own and rank == self.rank else kind(raised[0])
+                mine = own_error if rank == self.rank else None
+                self.last_common_error = mine or kind(raised[0])
                 raise self.last_common_error
 
     def on_rank0(self, work: Callable[[], T]) -> T:
@@ -173,23 +174,24 @@ class Group(Ranks):
             dist.init_process_group(
                 "gloo", store=store, rank=self.rank, world_size=size, timeout=timeout
             )
-            self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
-            for group in (self.cpu_group, dist.group.WORLD):
+            cpu_group = cast(dist.ProcessGroup, dist.group.WORLD)
+            beat_group = dist.new_group(backend="gloo", timeout=timeout)
+            for group in (cpu_group, beat_group):
                 self._prove(group, store.get("key"))
-            self.cpu_group.set_timeout(NO_TIMEOUT)
+            cpu_group.set_timeout(NO_TIMEOUT)
         except RuntimeError as error:
             raise DraftcoreError(
                 f"{size} ranks did not come together within {config.rank_timeout:g} s: {error}\n"
                 "  start as many as WORLD_SIZE says, with one MASTER_ADDR that all of them reach"
             ) from None
-        self.heartbeat = Heartbeat(self, dist.group.WORLD, timeout)
+        self.heartbeat = Heartbeat(self, beat_group, timeout)
         self.heartbeat.start()
-        self.device_group = self.cpu_group
+        self.cpu_group = self.device_group = cpu_group
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self.device_group = dist.new_group(backend="nccl", timeout=timeout)
 
-    def _prove(self, group: dist.ProcessGroup | None, key: bytes) -> None:
+    def _prove(self, group: dist.ProcessGroup, key: bytes) -> None:
         """Show each rank that this one knows the key. Raises DraftcoreError where another does not."""
         pairs = [(a, b) for a in range(self.size) for b in range(self.size)]
         made = [list(hmac.digest(key, b"%d to %d" % pair, "sha256")) for pair in pairs]
@@ -221,9 +223,9 @@ class Group(Ranks):
         if not isinstance(error, DraftcoreError):
             text = f"{type(error).__name__}: {error}"
         heartbeat = self.heartbeat
-        heartbeat.own = Failure(self.rank, text, getattr(error, "exit_code", 1))
+        heartbeat.own_failure = Failure(self.rank, text, getattr(error, "exit_code", 1))
         heartbeat.ending.set()
-        heartbeat.known.wait(UNWIND)
+        heartbeat.failure_known.wait(UNWIND)
         if heartbeat.failure is not None and heartbeat.failure.rank != self.rank:
             raise SystemExit(heartbeat.failure.code)
 
@@ -244,11 +246,12 @@ class Heartbeat(threading.Thread):
     collective, where it cannot be woken, is ended with its process.
     """
 
-    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, timeout: timedelta) -> None:
         super().__init__(name="draftcore-heartbeat", daemon=True)
-        self.rank, self.size, self.group, self.timeout = ranks.rank, ranks.size, group, timeout
-        self.ending, self.known = threading.Event(), threading.Event()
-        self.own: Failure | None = None  # this rank's
+        self.rank, self.size, self.timeout = ranks.rank, ranks.size, timeout
+        self.group: dist.ProcessGroup | None = group
+        self.ending, self.failure_known = threading.Event(), threading.Event()
+        self.own_failure: Failure | None = None  # this rank's
         self.failure: Failure | None = None  # the run's, once it is known
 
     def run(self) -> None:
@@ -257,7 +260,7 @@ class Heartbeat(threading.Thread):
             self.ending.wait(min(BEAT_EVERY, self.timeout.total_seconds() / 4))
             try:
                 dist.monitored_barrier(self.group, self.timeout)  # which names who did not come
-                answer = self.ending.is_set(), self.own
+                answer = self.ending.is_set(), self.own_failure
                 dist.all_gather_object(answers, answer, group=self.group)
             except RuntimeError as error:
                 (cause, *_) = str(error).splitlines()
@@ -275,6 +278,6 @@ class Heartbeat(threading.Thread):
             name = "another rank" if failure.rank is None else f"rank {failure.rank}"
             text = failure.text.replace("\n", "\n  ")
             print(f"error: {name} failed\n  {text}", file=sys.stderr, flush=True)
-        self.known.set()
+        self.failure_known.set()
         time.sleep(UNWIND)
         os._exit(failure.code)

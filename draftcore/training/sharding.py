@@ -39,18 +39,18 @@ class Sharded(nn.Module):
             shared: dict[int, object] = {id(buffer): buffer for buffer in module.buffers()}
             self.copied = copy.deepcopy(draft, shared)
         require_shardable(draft)
-        before = dict(module.named_parameters(remove_duplicate=False))
-        names = {parameter: name for name, parameter in before.items()}
-        frozen = {before[name] for name in draft.frozen if name in before}
+        weights = dict(module.named_parameters(remove_duplicate=False))
+        names = {parameter: name for name, parameter in weights.items()}
+        frozen = {weights[name] for name in draft.frozen if name in weights}
         device = next(iter(names)).device
         mesh = DeviceMesh.from_group(ranks.device_group, device.type)  # type: ignore[arg-type]
         for part in (*map(module.get_submodule, draft.wrap_units), self):
             sharded = fully_shard(part, mesh=mesh, ignored_params=frozen)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-        now = dict(module.named_parameters(remove_duplicate=False))
+        shards = dict(module.named_parameters(remove_duplicate=False))
         draft.parameter_groups = [
-            {**group, "params": [now[names[p]] for p in group["params"]]}
+            {**group, "params": [shards[names[p]] for p in group["params"]]}
             for group in draft.parameter_groups
         ]
 
