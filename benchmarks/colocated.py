@@ -84,8 +84,8 @@ def measure(run: Run) -> tuple[list[float], list[float], list[float]]:
 
 def step(trainer: Trainer, batch: Loaded) -> None:
     trainer.accumulate(batch, last=True)
-    trainer.update(len(trainer.flats))
-    trainer.taken = Step()
+    trainer.update(len(trainer.gradients.buffers))
+    trainer.previous_step = Step()
 
 
 def settings(folder: Path, epochs: int) -> RunConfig:

@@ -173,7 +173,7 @@ def open_run(
         "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "draftcore/inductor")
     )
     from draftcore.run import Run
-    from draftcore.training.distributed import join
+    from draftcore.training.ranks import join
 
     with join(settings.train, alone=role in (None, "producer")) as ranks:
         run = Run(settings, registry or load(), ranks)

@@ -26,8 +26,8 @@ from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 
 MEETING = "DRAFTCORE_RANKS"  # in a rank's environment: the file where the ranks of one machine meet
 PR_SET_PDEATHSIG = 1
-LOOK_EVERY = 0.1  # seconds between two looks at the children
-GRACE = 30.0  # seconds in which a child may end by itself after it was asked to
+POLL_EVERY = 0.1  # seconds between two polls of the children
+STOP_TIMEOUT = 30.0  # seconds in which a child may end by itself after it was asked to
 
 
 @dataclass
@@ -80,56 +80,51 @@ class LocalLauncher:
     """The built-in launcher, `local`: all processes on this machine."""
 
     def run(self, job: Job) -> int:
-        where = devices(job.ranks, job.producers, job.devices)
-        ranks = [
-            Child(f"rank {rank}", job.of("trainer"), env=where.get(f"rank {rank}", {}))
-            for rank in range(job.ranks)
-        ]
+        env = devices(job.ranks, job.producers, job.devices)
+        names = [f"rank {rank}" for rank in range(job.ranks)]
+        ranks = [Child(name, job.of("trainer"), env=env.get(name, {})) for name in names]
 
         def producer(number: int) -> Child:
-            place = where.get(f"producer {number % job.producers}", {})
+            gpus = env.get(f"producer {number % job.producers}", {})
             log = job.folder / "logs" / f"producer-{number}.log"
-            return Child(f"producer {number}", job.of("producer"), log, env=place)
+            return Child(f"producer {number}", job.of("producer"), log, env=gpus)
 
         producers = list(map(producer, range(job.producers)))
-        return Family(ranks, producers, job.restarts, producer, job.wanted).run()
+        return Processes(ranks, producers, job.restarts, producer, job.wanted).run()
 
 
-class Family:
+@dataclass
+class Processes:
     """Starts the children of a run, keeps them alive, and returns the trainer's exit status."""
 
-    def __init__(
-        self,
-        ranks: Sequence[Child],
-        producers: Sequence[Child],
-        restarts: int,
-        make: Callable[[int], Child] | None = None,  # a producer of this number
-        wanted: Callable[[], int] | None = None,  # how many of them there should be
-    ) -> None:
-        self.ranks, self.producers, self.restarts = ranks, list(producers), restarts
-        self.make, self.wanted, self.going = make, wanted, list[Child]()
-        self.asked = False  # by a signal, to stop
+    ranks: Sequence[Child]
+    producers: list[Child]
+    restarts: int  # of each child
+    make_producer: Callable[[int], Child] | None = None  # of this number
+    target_count: Callable[[], int] | None = None  # how many producers there should be now
+    stopping: list[Child] = field(default_factory=list)  # producers that were asked to go
+    asked: bool = False  # by a signal, to stop
 
     def run(self) -> int:
         """Run until the trainer ends. Raises DraftcoreError where a child cannot be kept alive."""
         code: int | None = None
-        with contextlib.ExitStack() as before:
+        with contextlib.ExitStack() as handlers:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                     continue  # by nohup
-                before.callback(signal.signal, number, signal.signal(number, self._ask))
+                handlers.callback(signal.signal, number, signal.signal(number, self._ask))
             try:
                 self._start_ranks()
                 for child in self.producers:
                     child.start()
                 while (code := self._watch_ranks()) is None:
                     self._watch_producers()
-                    time.sleep(LOOK_EVERY)
+                    time.sleep(POLL_EVERY)
                 return code
             finally:
-                end(self.ranks, 1.0, GRACE)  # a trainer that is asked to end saves first
+                end(self.ranks, 1.0, STOP_TIMEOUT)  # a trainer that is asked to end saves first
                 # They hear of an end that is well; who came too late for that has to be asked.
-                end(self.producers + self.going, 5.0 if code == 0 else 0.0, 5.0)
+                end(self.producers + self.stopping, 5.0 if code == 0 else 0.0, 5.0)
 
     def _ask(self, number: int, _: object) -> None:
         """Pass a first signal on to the trainer, which saves and stops; a second ends all."""
@@ -152,22 +147,22 @@ class Family:
 
     def _watch_ranks(self) -> int | None:
         """Return the trainer's exit status once it ended for good; restart ranks that were killed."""
-        found = verdict([child.code for child in self.ranks], self.asked)
-        if found:
-            end(self.ranks, 1.0 if found == ExitStatus.RANK_LOST else GRACE)  # others hear of it
-        if found != ExitStatus.RANK_LOST:
-            return found
+        code = verdict([child.code for child in self.ranks], self.asked)
+        if code:
+            end(self.ranks, 1.0 if code == ExitStatus.RANK_LOST else STOP_TIMEOUT)  # others hear of it
+        if code != ExitStatus.RANK_LOST:
+            return code
         self._count(self.ranks[0], "the trainer was killed")
         self._start_ranks()
         return None
 
     def _watch_producers(self) -> None:
-        if self.make is not None and self.wanted is not None and self.producers:
-            count = max(1, self.wanted())
+        if self.make_producer is not None and self.target_count is not None and self.producers:
+            count = max(1, self.target_count())
             for child in self.producers[count:]:
                 child.send(signal.SIGTERM)
-            self.going += self.producers[count:]
-            new = [self.make(number) for number in range(len(self.producers), count)]
+            self.stopping += self.producers[count:]
+            new = list(map(self.make_producer, range(len(self.producers), count)))
             self.producers = self.producers[:count] + new
             for child in new:
                 child.start()
@@ -192,7 +187,7 @@ class Family:
 def end(children: Sequence[Child], seconds: float, asked: float = 1.0) -> None:
     """Wait so long until all have ended, ask for it and wait for `asked` seconds, then force it."""
     processes = [child.process for child in children if child.process is not None]
-    for number, wait in ((None, seconds), (signal.SIGTERM, asked), (signal.SIGKILL, GRACE)):
+    for number, wait in ((None, seconds), (signal.SIGTERM, asked), (signal.SIGKILL, STOP_TIMEOUT)):
         if number is not None:
             for child in children:
                 child.send(number)
@@ -210,7 +205,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def devices(ranks: int, producers: int, each: int = 1) -> dict[str, dict[str, str]]:
-    """Assign GPUs: ranks first, one each, producers, which take `each`, to what is left; said in a line.
+    """Assign GPUs, and print it: ranks first, one each; producers, which take `each`, get what is left.
 
     Returns environments by process. With no GPU, or a single process's worth, there is nothing to say.
     """
@@ -224,7 +219,7 @@ def devices(ranks: int, producers: int, each: int = 1) -> dict[str, dict[str, st
     left = gpus[ranks:] if len(gpus) >= ranks + each else gpus[-each:]
     ends = range(each, max(len(left), each) + 1, each)
     spare = [",".join(left[end - each : end]) for end in ends]
-    found = {f"rank {rank}": ",".join(gpus[:ranks]) for rank in range(ranks)}
-    found |= {f"producer {number}": spare[number % len(spare)] for number in range(producers)}
-    print("GPUs: " + ", ".join(f"{name} on {gpu}" for name, gpu in found.items()), flush=True)
-    return {name: {"CUDA_VISIBLE_DEVICES": gpu} for name, gpu in found.items()}
+    assigned = {f"rank {rank}": ",".join(gpus[:ranks]) for rank in range(ranks)}
+    assigned |= {f"producer {number}": spare[number % len(spare)] for number in range(producers)}
+    print("GPUs: " + ", ".join(f"{name} on {gpu}" for name, gpu in assigned.items()), flush=True)
+    return {name: {"CUDA_VISIBLE_DEVICES": gpu} for name, gpu in assigned.items()}

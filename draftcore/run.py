@@ -62,10 +62,10 @@ from draftcore.plugins.registry import Registry
 from draftcore.target import TransformersTarget
 from draftcore.tensors import resolve_device
 from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
-from draftcore.training.distributed import ALONE, Ranks
 from draftcore.training.loop import DraftSetup, Trainer, stop_on_signal
 from draftcore.training.loop import train as train_loop
 from draftcore.training.progress import Progress
+from draftcore.training.ranks import SINGLE_RANK, Ranks
 from draftcore.uris import format_size
 
 Role = Literal["both", "trainer", "producer"]
@@ -81,7 +81,7 @@ class Run:
     Raises UsageError for a plugin that the run names and that is not here, before any work.
     """
 
-    def __init__(self, config: RunConfig, registry: Registry, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: RunConfig, registry: Registry, ranks: Ranks = SINGLE_RANK) -> None:
         self.config, self.registry, self.folder, self.ranks = config, registry, config.run, ranks
         self.target = TransformersTarget(**config.target.model_dump())
         self.target.prefill_with = lambda model: self.runners["prefill"].prefill(model)
@@ -234,8 +234,9 @@ class DraftRun:
         Raises UsageError where a plugin that took part in its run is not here.
         """
         ranks = self.run.ranks
-        found = open_checkpoint(folder) if folder else latest(self.folder / "checkpoints", ranks)
-        with ranks.together():
+        root = self.folder / "checkpoints"
+        found = open_checkpoint(folder) if folder else ranks.on_rank0(lambda: latest(root))
+        with ranks.raise_on_all():
             if found and (missing := self.run.registry.missing(found.state["plugins"])):
                 raise UsageError(f"{found.folder}: {missing}")
         return found
@@ -360,9 +361,9 @@ def open_store(run: Run, uri: str) -> tuple[Binding, FeatureStore]:
     if "durable" in binding.capabilities:
         store = open_at(uri)
     else:
-        with run.ranks.together():
+        with run.ranks.raise_on_all():
             first = None if run.ranks.rank else open_at(uri)
-        (there, *_) = run.ranks.agree(first.uri if first else "")
+        (there, *_) = run.ranks.all_gather(first.uri if first else "")
         store = first or open_at(there)
     run.closing.callback(store.close)
     return binding, store
@@ -405,9 +406,9 @@ def open_samples(run: Run, features: Features) -> Samples:
         summary = run.dataset(source, "train", limit, date).summary
         return summary.fingerprint, summary.date
 
-    fingerprint, told = run.ranks.first(rendered)
+    fingerprint, told = run.ranks.on_rank0(rendered)
     dataset = run.dataset(source, "train", limit, told)
-    with run.ranks.together():
+    with run.ranks.raise_on_all():
         if dataset.fingerprint != fingerprint:
             raise UsageError(
                 f"rank {run.ranks.rank} has other data in {named(source)} than rank 0\n"
@@ -505,11 +506,11 @@ def fill_store(
         describe(complete=False)
         return missing
 
-    missing, before = ranks.first(look), set(skipped)
+    missing, before = ranks.on_rank0(look), set(skipped)
     share = [
         PlannedBatch(at, 0, 0, 0, at, plan.batches[at]) for at in missing[ranks.rank :: ranks.size]
     ]
-    with ranks.together(), ExitStack() as stack:
+    with ranks.raise_on_all(), ExitStack() as stack:
         total, there = len(wanted), len(wanted) - len(share)
         progress = stack.enter_context(Progress(total, there, "capturing", shown=not ranks.rank))
         if share:
@@ -518,10 +519,10 @@ def fill_store(
             for done, _ in enumerate(work, there + 1):
                 progress.show(done)
     own = {row: why for row, why in skipped.items() if row not in before}
-    for theirs in filter(None, ranks.agree(own)):
+    for theirs in filter(None, ranks.all_gather(own)):
         skipped.add(theirs)
     if len(wanted) == len(plan.batches):
-        ranks.first(lambda: describe(complete=True))
+        ranks.on_rank0(lambda: describe(complete=True))
     return sum(len(one.rows) for one in share) - len(own)
 
 
@@ -550,12 +551,12 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
     Raises UsageError for a checkpoint of another run, and for more ranks than a step has batches.
     """
     config, ranks, device = run.config, run.ranks, run.ranks.device(run.config.train.device)
-    run_id, features = ranks.first(lambda: _run_id(run.folder)), open_features(run)
+    run_id, features = ranks.on_rank0(lambda: _run_id(run.folder)), open_features(run)
     samples = open_samples(run, features)
     last = [draft.checkpoint() for draft in run.drafts]
     found = [one for one in last if one is not None]
     accumulate = found[0].state["accumulate"] if found else config.train.accumulate or ranks.size
-    with ranks.together():
+    with ranks.raise_on_all():
         if config.train.accumulate not in (None, accumulate):
             raise UsageError(
                 f"a step of this run has {accumulate} batches, and train.accumulate is now "
@@ -573,7 +574,7 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
     if role != "both" and features.store is None:
         uri = _auto_uri(run, run_id, plan, features, held)
         features.binding, features.store = open_store(run, uri)
-    with ranks.together():
+    with ranks.raise_on_all():
         _require_topology(run, role, features)
         for draft, one in zip(run.drafts, last, strict=True):
             if one is not None:
@@ -622,7 +623,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     ranks = run.ranks
     with ExitStack() as stack:
-        with ranks.together():
+        with ranks.raise_on_all():
             if not ranks.rank:
                 remedy = "wait for it to end, or set another run folder: two would undo each other"
                 lock = hold(run.folder / LOCK, f"trains in {run.folder}", remedy)
@@ -643,7 +644,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         say(f"a step: {plan.accumulate} batches, {plan.accumulate * plan.batch} rows")
         caught = stack.enter_context(stop_on_signal())
         stop = lambda: bool(caught)  # noqa: E731
-        with ranks.together():
+        with ranks.raise_on_all():
             queue, source = stack.enter_context(_open_source(run, role, parts, at))
         uses, device = plan.uses(at, ranks.rank, ranks.size), ranks.device(run.config.train.device)
         loader = Loader(uses, source, ahead=parts.prefetch, device=device, stop=stop)
@@ -654,8 +655,9 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         try:
             reason, failed, ended = train_loop(
                 plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
-                let_go=loader.let_go, finished=queue.advance if queue else lambda position: None,
-                beside=(lambda: str(queue.status())) if queue else str,
+                release_batch=loader.let_go,
+                finished=queue.advance if queue else lambda position: None,
+                status_line=(lambda: str(queue.status())) if queue else str,
             )  # fmt: skip
             if queue is not None:
                 queue.end("finished" if reason in ("complete", "stopped") else "failed")
@@ -676,7 +678,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         say(f"{draft.of}stopped by the plugin {stop_of.plugin}: {stop_of.reason}")
     if failed:
         causes = "\n".join(f"{label}: {error}" for label, error in failed.items())
-        with ranks.together():
+        with ranks.raise_on_all():
             raise DraftcoreError(f"{len(failed)} of {len(run.drafts)} drafts failed\n{causes}")
     return reason
 
@@ -707,7 +709,7 @@ def _open_source(
         return address
 
     try:
-        address = run.ranks.first(serve)
+        address = run.ranks.on_rank0(serve)
         local = queue or RemoteQueue(channel.connect(lambda: address))
         yield queue, Queued(local, store, plan, names, 0.0 if queue else PATIENCE)
     finally:
@@ -836,7 +838,7 @@ def _run_id(folder: Path) -> str:
 
 def open_channel(run: Run) -> Channel:
     """Open the run's channel, with what its processes know and nobody else: the secret."""
-    known = run.ranks.first(lambda: secret(run.folder)).encode()
+    known = run.ranks.on_rank0(lambda: secret(run.folder)).encode()
     name, uri = run.channel.offer.name, run.config.channel
     return run.channel.hook.channel(name=name, uri=uri, secret=known)
 

@@ -10,7 +10,7 @@ import pytest
 from draftcore_sdk.launchers import LauncherSuite
 
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore.launcher import Child, Family, devices
+from draftcore.launcher import Child, Processes, devices
 
 Make = Callable[..., Child]
 TOOLS = """
@@ -21,7 +21,7 @@ def note(name):
 def count(name):
     return len(list(here.glob(f"{name}-*")))
 def until(holds):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not holds():
         if time.monotonic() > deadline:
             sys.exit(3)
@@ -52,7 +52,7 @@ if count("rank") == 1:
 """,
     )
     producer = child("producer 0", 'note("producer")')
-    assert Family([rank], [producer], restarts=1).run() == 0
+    assert Processes([rank], [producer], restarts=1).run() == 0
     assert len(list(tmp_path.glob("producer-*"))) == 1
     assert (rank.restarts, producer.restarts) == (1, 0)
 
@@ -67,7 +67,7 @@ class Hasty(Child):
 
 def test_a_signal_that_comes_while_ranks_start_reaches_them(child: Make) -> None:
     rank = child("rank 0", "time.sleep(5)", Hasty)
-    assert Family([rank], [], restarts=0).run() == ExitStatus.INTERRUPTED
+    assert Processes([rank], [], restarts=0).run() == ExitStatus.INTERRUPTED
     assert rank.code == -signal.SIGTERM
 
 
@@ -88,7 +88,7 @@ until(lambda: False)
     )
     producer = child("producer 0", 'until(lambda: count("ready")); sys.exit(1)')
     with pytest.raises(DraftcoreError, match="producer 0 ended with 1, 1 times by now"):
-        Family([rank], [producer], restarts=0).run()
+        Processes([rank], [producer], restarts=0).run()
     assert list(tmp_path.glob("saved-*"))
 
 
@@ -109,7 +109,7 @@ def test_a_producer_that_was_refused_is_not_started_again(child: Make, tmp_path:
     rank = child("rank 0", "note('rank'); until(lambda: False)")
     producer = child("producer 0", "note('producer'); sys.exit(2)")
     with pytest.raises(UsageError, match="producer 0 cannot work for this run"):
-        Family([rank], [producer], restarts=3).run()
+        Processes([rank], [producer], restarts=3).run()
     assert len(list(tmp_path.glob("producer-*"))) == 1
 
 

@@ -9,11 +9,10 @@ read. Tensors are safetensors, the rest JSON: no pickle.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 from draftcore.contracts.algorithm import Draft
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import digest, sync, write_atomic
-from draftcore.training.distributed import ALONE, Ranks
-from draftcore.training.optimizer import full
+from draftcore.training.optimizer import full, shard_like
+from draftcore.training.ranks import SINGLE_RANK, Ranks
 
 logger = logging.getLogger(__name__)
 MARK = "COMPLETE"
@@ -38,73 +37,74 @@ DRAFT, OPTIMIZER, STATE = "draft.safetensors", "optimizer.safetensors", "state.j
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A durable checkpoint; `state` is what `save` was given. Rank 0 reads it for all `ranks`."""
+    """A durable checkpoint; `state` is what `save` was given."""
 
     folder: Path
     state: Mapping[str, Any]
-    ranks: Ranks = ALONE
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
 
-    def load_draft(self, draft: Draft) -> None:
-        """Load the trained tensors; raises DraftcoreError where they do not fit the draft."""
-        tensors = self._read(DRAFT)
-        theirs = {name: tensor.shape for name, tensor in tensors.items()}
+    def load_draft(self, draft: Draft, ranks: Ranks = SINGLE_RANK) -> None:
+        """Load the trained tensors on all ranks; raises UsageError where they do not fit the draft."""
+        tensors = self._read(DRAFT, ranks)
+        saved = {name: tensor.shape for name, tensor in tensors.items()}
         state = draft.module.state_dict().items()
-        ours = {name: tensor.shape for name, tensor in state if name not in draft.frozen}
-        if differing := sorted({name for name, _ in ours.items() ^ theirs.items()}):
+        wanted = {name: tensor.shape for name, tensor in state if name not in draft.frozen}
+        if differing := sorted({name for name, _ in wanted.items() ^ saved.items()}):
             raise UsageError(
                 f"checkpoint {self.folder} does not fit the configured draft: {', '.join(differing[:4])}"
                 "\n  use the algorithm options it was trained with (its state.json holds them)"
             )
         draft.module.load_state_dict(tensors, strict=False)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> Tensors:
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, module: nn.Module, ranks: Ranks
+    ) -> Tensors:
         """Restore what the optimizer kept, to the bit, each tensor placed and sharded as its weight is.
 
         Returns the random states of this rank; none if the run that saved had fewer ranks.
         """
-        kept: dict[str, Any] = {**self._read(OPTIMIZER), **self.state.get("optimizer", {})}
+        saved: dict[str, Any] = {**self._read(OPTIMIZER, ranks), **self.state.get("optimizer", {})}
         weights: dict[str, Any] = dict(module.named_parameters())
-        groups = {f"groups/{at}": group for at, group in enumerate(optimizer.param_groups)}
+        groups = {f"groups/{index}": group for index, group in enumerate(optimizer.param_groups)}
         counted = {  # as in torch's own load_state_dict, any other `step` stays on the CPU
             p for g in groups.values() if g.get("fused") or g.get("capturable") for p in g["params"]
         }
-        for (name, _, key), value in ((path.rpartition("/"), kept[path]) for path in kept):
+        for path, value in saved.items():
+            name, _, key = path.rpartition("/")
             if name in groups:
                 groups[name][key] = value
-            if (weight := weights.get(name)) is None:
-                continue
-            if isinstance(value, Tensor) and (key != "step" or weight in counted):
-                value = value.to(weight.device)
-            if hasattr(weight, "placements") and getattr(value, "shape", None) == weight.shape:
-                from torch.distributed.tensor import distribute_tensor
+            elif (weight := weights.get(name)) is not None:
+                if isinstance(value, Tensor) and (key != "step" or weight in counted):
+                    value = value.to(weight.device)
+                optimizer.state[weight][key] = shard_like(weight, value)
+        tail = f".{ranks.rank}" if ranks.rank else ""
+        return {
+            name: saved[name + tail] for name in ("rng.cpu", "rng.cuda") if name + tail in saved
+        }
 
-                mesh, placements = weight.device_mesh, weight.placements
-                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-            optimizer.state[weight][key] = value
-        tail = f".{self.ranks.rank}" if self.ranks.rank else ""
-        return {name: kept[name + tail] for name in ("rng.cpu", "rng.cuda") if name + tail in kept}
-
-    def _read(self, name: str) -> Tensors:
-        held: Tensors = {}
+    def _read(self, name: str, ranks: Ranks) -> Tensors:
+        """Read a file on rank 0, and give its tensors to all."""
+        tensors: Tensors = {}
 
         def read() -> Tensors:
             _require_whole(self.folder / name)
-            held.update(load_file(self.folder / name))
-            return {name: tensor.to("meta") for name, tensor in held.items()}
+            tensors.update(load_file(self.folder / name))
+            return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
-        for key, like in self.ranks.first(read).items():
-            self.ranks.broadcast(held.setdefault(key, torch.empty_like(like, device="cpu")))
-        return held
+        for key, like in ranks.on_rank0(read).items():
+            ranks.broadcast(tensors.setdefault(key, torch.empty_like(like, device="cpu")))
+        return tensors
 
 
-def save(root: Path, weights: Tensors, kept: Tensors, state: Mapping[str, Any], keep: int) -> Path:
+def save(
+    root: Path, weights: Tensors, optimizer: Tensors, state: Mapping[str, Any], keep: int
+) -> Path:
     """Write the checkpoint of `state['step']` and drop all but the newest `keep`.
 
-    `weights` are the draft's, `kept` the optimizer's moments and the random states. Raises
+    `weights` are the draft's, `optimizer` its optimizer's moments and the random states. Raises
     DraftcoreError where they cannot be written.
     """
     folder = root / f"step-{state['step']:08d}"
@@ -113,7 +113,7 @@ def save(root: Path, weights: Tensors, kept: Tensors, state: Mapping[str, Any], 
     try:
         partial.mkdir(parents=True)
         save_file(weights, partial / DRAFT)
-        save_file(kept, partial / OPTIMIZER)
+        save_file(optimizer, partial / OPTIMIZER)
         (partial / STATE).write_text(json.dumps(state, indent=1))
         files = sorted(partial.iterdir())
         for file in files:  # safetensors' own are for the user alone
@@ -135,18 +135,13 @@ def save(root: Path, weights: Tensors, kept: Tensors, state: Mapping[str, Any], 
     return folder
 
 
-def latest(root: Path, ranks: Ranks = ALONE) -> Checkpoint | None:
-    """Return the newest complete checkpoint under `root`, which rank 0 finds for all, or None."""
-
-    def newest() -> Checkpoint | None:
-        for folder in sorted(root.glob("step-*"), reverse=True):
-            if (folder / MARK).exists():
-                return open_checkpoint(folder)
-            logger.warning("%s has no %s and is left out: it was not finished", folder, MARK)
-        return None
-
-    found = ranks.first(newest)
-    return dataclasses.replace(found, ranks=ranks) if found else None
+def latest(root: Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint under `root`, if any."""
+    for folder in sorted(root.glob("step-*"), reverse=True):
+        if (folder / MARK).exists():
+            return open_checkpoint(folder)
+        logger.warning("%s has no %s and is left out: it was not finished", folder, MARK)
+    return None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -161,7 +156,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def trained_tensors(draft: Draft, rank: int = 0) -> Tensors:
     """The draft's state without what it copied from the target, whole, on the CPU of rank 0."""
     state = draft.module.state_dict()
-    return _whole(((name, t) for name, t in state.items() if name not in draft.frozen), rank)
+    return _whole({name: t for name, t in state.items() if name not in draft.frozen}, rank)
 
 
 def optimizer_state(
@@ -171,32 +166,34 @@ def optimizer_state(
 
     Tensors, whole, on the CPU of rank 0, and the rest. Raises DraftcoreError for what is neither.
     """
-    found: dict[str, Any] = {
+    state: dict[str, Any] = {
         f"{name}/{key}": value
         for name, parameter in module.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-    for at, (group, was) in enumerate(zip(optimizer.param_groups, fresh, strict=True)):
-        own = {key: value for key, value in group.items() if key not in ("params", "lr")}
-        found |= {f"groups/{at}/{k}": v for k, v in own.items() if k not in was or v != was[k]}
-    rest = {name: value for name, value in found.items() if not isinstance(value, Tensor)}
+    for index, (group, was) in enumerate(zip(optimizer.param_groups, fresh, strict=True)):
+        for key, value in group.items():
+            if key not in ("params", "lr") and (key not in was or value != was[key]):
+                state[f"groups/{index}/{key}"] = value
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    rest = {name: value for name, value in state.items() if name not in tensors}
     if odd := [name for name, v in rest.items() if not isinstance(v, int | float | str | None)]:
         kind = type(optimizer).__name__
         raise DraftcoreError(f"{kind} keeps {odd[0]}, which is no tensor, number or text")
-    return _whole(((name, found[name]) for name in found if name not in rest), rank), rest
+    return _whole(tensors, rank), rest
 
 
-def _whole(tensors: Iterable[tuple[str, Tensor]], rank: int) -> Tensors:
+def _whole(tensors: Tensors, rank: int) -> Tensors:
     """Copy tensors whole to the CPU of rank 0; all ranks put the shards together.
 
     A weight of two names is copied twice, as safetensors refuses shared memory.
     """
-    found = {}
-    for name, tensor in tensors:
+    copies = {}
+    for name, tensor in tensors.items():
         whole = full(tensor)
         if rank == 0:
-            found[name] = whole.detach().to("cpu", copy=True).contiguous()
-    return found
+            copies[name] = whole.detach().to("cpu", copy=True).contiguous()
+    return copies
 
 
 def _require_whole(file: Path) -> None:
@@ -209,8 +206,8 @@ def _require_whole(file: Path) -> None:
                 f"{damaged} has the format {found}, and this draftcore reads {FORMAT}\n"
                 "  go on with the version that wrote it, or set another run folder to start anew"
             )
-        wanted, damaged = manifest["files"].get(file.name), file
-        if wanted != digest(file):
+        expected, damaged = manifest["files"].get(file.name), file
+        if expected != digest(file):
             raise ValueError(f"its digest is not that in {MARK}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DraftcoreError(

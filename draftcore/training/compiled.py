@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-WORTH = 1000  # steps: compiling takes a minute or two, and saves a quarter of a step at 8B shapes
-VERSIONS = 64  # of one forward, before torch would run it uncompiled: several drafts share its code
+# Compiling takes a minute or two, and saves a quarter of a step at 8B shapes.
+MIN_STEPS_TO_COMPILE = 1000
+# Of one forward, before torch would run it uncompiled: several drafts share its code.
+MAX_VERSIONS = 64
 
 
 class Compiled:
@@ -17,7 +19,7 @@ class Compiled:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.compilations = module, 0
-        torch._dynamo.config.recompile_limit = VERSIONS
+        torch._dynamo.config.recompile_limit = MAX_VERSIONS
         # Else it compiles twice, to find out that eps is no input.
         torch._dynamo.config.specialize_float = True
         module.forward = torch.compile(module.forward, dynamic=True, backend=self._compile)
@@ -30,15 +32,15 @@ class Compiled:
         """Go on without a compiler where an error is the compiler's; says whether it was."""
         from torch._dynamo.exc import TorchDynamoException  # 1.5 s, where nothing is compiled
 
-        found: BaseException | None = error
-        while found is not None and not isinstance(found, TorchDynamoException):
-            found = found.__cause__
-        if found is None or "forward" not in vars(self.module):
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, TorchDynamoException):
+            cause = cause.__cause__
+        if cause is None or "forward" not in vars(self.module):
             return False
         del self.module.forward
-        said = str(found).strip().splitlines()
+        lines = str(cause).strip().splitlines()
         print(
-            f"warning: torch.compile failed: {said[0] if said else type(found).__name__}\n"
+            f"warning: torch.compile failed: {lines[0] if lines else type(cause).__name__}\n"
             "  the draft trains without it; train.compile=off says nothing",
             file=sys.stderr,
         )

@@ -5,11 +5,11 @@ outside and drafts inside: each batch is held until the last draft's backward. S
 side by side, each as if it were alone: what a step of one depends on, its own random state included,
 lies in its `Trainer`. A loss is one numerator and one denominator, or several such terms: both are
 summed over the batches of a step and over the ranks, and the gradients divided once, so accumulation
-and ranks do not change the update. Of several terms each has a buffer of gradients.
+and ranks do not change the update.
 
-The host runs a step ahead of the device: it reads the numbers of a step, and tells of it, when the
-forward and backward of the next one are launched and its update is not. So weights are then those that
-are told of, and what was launched is thrown away where training ends there.
+The host runs a step ahead of the device: the metrics of step n are read after forward and backward of
+step n+1 were launched, before its update. So observers see the weights of step n, and what was
+launched is thrown away where training ends there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import (
@@ -45,10 +44,10 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore.tensors import all_finite, largest_magnitude
+from draftcore.tensors import largest_magnitude
 from draftcore.training import checkpoint
-from draftcore.training.compiled import WORTH, Compiled
-from draftcore.training.distributed import Ranks, lay_gradients
+from draftcore.training.compiled import MIN_STEPS_TO_COMPILE, Compiled
+from draftcore.training.gradients import Gradients
 from draftcore.training.metrics import MetricsLog, Sums, fetch, ratios, totals, weighted
 from draftcore.training.optimizer import (
     build_optimizer,
@@ -58,9 +57,10 @@ from draftcore.training.optimizer import (
     scale_and_clip,
 )
 from draftcore.training.progress import Progress
+from draftcore.training.ranks import Ranks
 
-ONCE = 0.5  # seconds in which signals that ask to stop are one
-MOST = 1e6  # magnitude of a weight: what learns stays orders below, and a step from beyond may fail
+SIGNAL_WINDOW = 0.5  # seconds in which signals that ask to stop are one
+MAX_WEIGHT = 1e6  # magnitude: what learns stays orders below, and a step from beyond may fail
 
 
 class Batch(Protocol):
@@ -91,13 +91,25 @@ class DraftSetup:
 
         They are moved before they are padded: a host took an eighth of a GPU's step for that.
         """
-        own = []
+        moved = []
         for sample in samples:
-            asked = self.request.select(sample.features).items()
-            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in asked}
-            own.append(dataclasses.replace(sample, features=moved))
-        batch: DraftBatch = self.hook.collate(samples=own, options=self.options)
+            requested = self.request.select(sample.features).items()
+            features = {name: t.to(device, non_blocking=True) for name, t in requested}
+            moved.append(dataclasses.replace(sample, features=features))
+        batch: DraftBatch = self.hook.collate(samples=moved, options=self.options)
         return dataclasses.replace(batch.to(device), host_mask_BT=batch.loss_mask_BT)
+
+
+@dataclasses.dataclass
+class StepStatus:
+    """What a rank tells the others before a step is taken: of its share of it, and of the step before."""
+
+    missing: bool  # a batch of its share did not come, as the run is to stop
+    stop: bool  # it was asked to stop
+    skipped: dict[int, str]  # rows that it left out, with reasons
+    sums: dict[str, Sums]  # of the step before, by draft
+    terms: dict[str, int]  # buffers of gradients, by draft
+    saved: list[str]  # drafts whose checkpoint was written meanwhile, on rank 0
 
 
 def train(
@@ -108,107 +120,148 @@ def train(
     ranks: Ranks,
     skipped: Skipped,
     stop: Callable[[], bool],
-    let_go: Callable[[], None],
+    release_batch: Callable[[], None],
     finished: Callable[[int], None],
-    beside: Callable[[], str],
+    status_line: Callable[[], str],
 ) -> tuple[str, dict[str, Exception], dict[str, Stop]]:
     """Train until the plan ends, `stop` says so or observers have stopped every draft.
 
-    Returns `complete`, `stopped`, `interrupted` or `failed`, and by label the errors of drafts that
-    failed and what stopped a draft: one of several that ends leaves the others alone. `let_go` ends
-    the use of the batch that was yielded last; `finished` is told of each position up to which no rank
-    needs a batch any more; `skipped` takes in the rows that other ranks skip.
+    Returns `complete`, `stopped`, `interrupted` or `failed`, and by label drafts' errors and stops.
+    `release_batch` ends the use of the batch that was yielded last; `finished` is told of each
+    position up to which no rank needs a batch any more.
     """
-    active, failed, ended = list(trainers), dict[str, Exception](), dict[str, Stop]()
-    at, total, stopped = min(trainer.step for trainer in active), plan.total_steps, False
+    done, total = min(t.step for t in trainers), plan.total_steps
+    every, shown = trainers[0].config.log_every, ranks.rank == 0
+    progress = Progress(total, done, every=every, shown=shown, status_line=status_line)
+    drafts = Drafts(list(trainers), ranks, total, progress)
+    timing, stopping = dict[str, float](), False  # timing: of the step before
+    with ExitStack() as stack, progress:
+        for trainer in trainers:
+            stack.enter_context(trainer.writer)  # which is waited for, however training ends
+        while drafts.active:
+            wait = done == total or stopping or any(t.previous_step.due for t in drafts.active)
+            if wait and not any(t.previous_step.metrics for t in drafts.active):
+                break
+            step = () if wait else plan.step(done)
+            stepping = [t for t in drafts.active if step and t.step == done]
+            began, skipped_before = time.perf_counter(), len(skipped)
+            missing, waited = drafts.forward_backward(stepping, step, batches)
+
+            skips = dict(list(skipped.items())[skipped_before:])
+            sums = {t.label: t.previous_step.read() for t in drafts.active}
+            terms = {t.label: len(t.gradients.buffers) for t in drafts.active}
+            saved = [t.label for t in drafts.active if t.writing and t.writing.done()]
+            statuses = ranks.all_gather(StepStatus(missing, stop(), skips, sums, terms, saved))
+            for rows in [status.skipped for status in statuses if status.skipped]:
+                skipped.add(rows)
+            stopping = stopping or any(status.stop for status in statuses)
+            if wait:
+                timing["seconds"] += time.perf_counter() - began
+            drafts.report(done, statuses, timing)
+
+            if any(status.missing for status in statuses) or not drafts.active:
+                break  # and the step is taken by nobody
+            for trainer in [t for t in stepping if t in drafts.active]:
+                with drafts.isolate_failure(trainer):
+                    trainer.update(max(status.terms[trainer.label] for status in statuses))
+            if step:
+                release_batch()
+                finished(step[-1].position + 1)
+                done += 1
+                timing = {"fetch_seconds": waited, "seconds": time.perf_counter() - began}
+                timing["tokens"] = sum(int(plan.lengths[list(b.rows)].sum()) for b in step)
+        drafts.save()  # the last step
+    return drafts.reason(done), drafts.failed, drafts.stopped
+
+
+@dataclasses.dataclass
+class Drafts:
+    """The drafts in training: one of several that fails, or is stopped, leaves the others alone."""
+
+    active: list[Trainer]
+    ranks: Ranks
+    total_steps: int
+    progress: Progress
+    failed: dict[str, Exception] = dataclasses.field(default_factory=dict)
+    stopped: dict[str, Stop] = dataclasses.field(default_factory=dict)
+
+    def reason(self, done: int) -> str:
+        """Say how training ended after so many steps."""
+        if self.active and done < self.total_steps:
+            return "interrupted"
+        return "failed" if self.failed else "stopped" if self.stopped else "complete"
 
     @contextmanager
-    def apart(trainer: Trainer) -> Iterator[None]:
-        """Let one of several drafts fail alone."""
+    def isolate_failure(self, trainer: Trainer) -> Iterator[None]:
+        """Let one of several drafts fail alone, where all ranks raise its error."""
         try:
             yield
         except DraftcoreError as error:
-            if not trainer.label or error is not ranks.met:
+            if not trainer.label or error is not self.ranks.last_common_error:
                 raise
-            active.remove(trainer)
-            failed[trainer.label] = error
-            trainer.settle()
+            self.active.remove(trainer)
+            self.failed[trainer.label] = error
+            trainer.finish_pending_save()
 
-    spent = dict[str, float]()  # on the step before
-    every = active[0].config.log_every
-    shown = Progress(total, at, every=every, shown=ranks.rank == 0, beside=beside)
-    with ExitStack() as stack, shown as progress:
-        for trainer in trainers:
-            stack.enter_context(trainer.writer)  # which is waited for, however training ends
-        while any(t.taken.metrics for t in active) or (at < total and active and not stopped):
-            ahead = at < total and not stopped and not any(t.taken.due for t in active)
-            step = plan.step(at) if ahead else ()
-            stepping = [trainer for trainer in active if step and trainer.step == at]
-            known, began, waited, missing = len(skipped), time.perf_counter(), 0.0, False
-            own, passes = step[ranks.rank :: ranks.size], -(-len(step) // ranks.size)
-            for place in range(passes):
-                batch = None
-                if place < len(own) and not missing:
-                    asked = time.perf_counter()
-                    batch = next(batches, None)
-                    waited += time.perf_counter() - asked
-                    missing = batch is None  # asked to stop while it waited for features
-                for trainer in stepping:
-                    trainer.accumulate(batch, last=place == passes - 1)
-            new = dict(list(skipped.items())[known:])
-            sums = {t.label: (len(t.flats), t.taken.read()) for t in active}  # of the step before
-            written = [t.label for t in active if t.writing is not None and t.writing.done()]
-            said = ranks.agree((missing, stop(), new, sums, written))
-            lacking, stops, reasons, told, (written, *_) = zip(*said, strict=True)
-            for theirs in filter(None, reasons):
-                skipped.add(theirs)
-            if not step:  # that was a wait alone
-                spent["seconds"] += time.perf_counter() - began
-            for trainer in [t for t in active if t.label in written]:
-                with apart(trainer):
-                    trainer.settle()
-            reporting = [t for t in active if t.taken.metrics]
-            for trainer in reporting:
-                with apart(trainer):
-                    answer = trainer.report([theirs[trainer.label][1] for theirs in told], spent)
-                    if answer is not None and at < total:
-                        trainer.save(answer)
-                        trainer.settle()
-                        active.remove(trainer)
-                        ended[trainer.label] = answer
-                    if trainer.evaluation:
-                        progress.tell(f"{trainer.label} step {at}: {trainer.evaluation}".lstrip())
-            if reporting:
-                progress.show(at, {t.label: t.metrics for t in active if t.metrics})
-            stopped = stopped or any(stops)
-            if any(lacking) or not active:
-                break  # and the step is taken by nobody
-            for trainer in [t for t in stepping if t in active]:
-                with apart(trainer):
-                    trainer.update(max(theirs[trainer.label][0] for theirs in told))
-            if step:
-                let_go()
-                finished(step[-1].position + 1)
-                at += 1
-                tokens = sum(int(plan.lengths[list(batch.rows)].sum()) for batch in step)
-                spent = {"fetch_seconds": waited, "seconds": time.perf_counter() - began}
-                spent["tokens"] = tokens
-        for trainer in list(active):
-            with apart(trainer):
+    def forward_backward(
+        self, trainers: Sequence[Trainer], step: Sequence[PlannedBatch], batches: Iterator[Batch]
+    ) -> tuple[bool, float]:
+        """Add up the gradients of this rank's batches of a step; all ranks take as many passes.
+
+        Returns whether a batch did not come, as the run was asked to stop while it waited for
+        features, and the seconds waited.
+        """
+        share, passes = step[self.ranks.rank :: self.ranks.size], -(-len(step) // self.ranks.size)
+        missing, waited = False, 0.0
+        for place in range(passes):
+            batch = None
+            if place < len(share) and not missing:
+                asked = time.perf_counter()
+                batch = next(batches, None)
+                waited += time.perf_counter() - asked
+                missing = batch is None
+            for trainer in trainers:
+                trainer.accumulate(batch, last=place == passes - 1)
+        return missing, waited
+
+    def report(
+        self, done: int, statuses: Sequence[StepStatus], timing: Mapping[str, float]
+    ) -> None:
+        """Report the step before, and checkpoints that were written; an observer may stop a draft."""
+        for trainer in [t for t in self.active if t.label in statuses[0].saved]:
+            with self.isolate_failure(trainer):
+                trainer.finish_pending_save()
+        reporting = [trainer for trainer in self.active if trainer.previous_step.metrics]
+        for trainer in reporting:
+            with self.isolate_failure(trainer):
+                answer = trainer.report([status.sums[trainer.label] for status in statuses], timing)
+                if answer is not None and done < self.total_steps:
+                    trainer.save(answer)
+                    trainer.finish_pending_save()
+                    self.active.remove(trainer)
+                    self.stopped[trainer.label] = answer
+                if trainer.evaluation:
+                    self.progress.tell(
+                        f"{trainer.label} step {done}: {trainer.evaluation}".lstrip()
+                    )
+        if reporting:
+            self.progress.show(done, {t.label: t.metrics for t in self.active if t.metrics})
+
+    def save(self) -> None:
+        """Write the checkpoints of the last step, and wait for them."""
+        for trainer in list(self.active):
+            with self.isolate_failure(trainer):
                 trainer.save()
-                trainer.settle()
-    if at < total and active:
-        return "interrupted", failed, ended
-    return "failed" if failed else "stopped" if ended else "complete", failed, ended
+                trainer.finish_pending_save()
 
 
 @dataclasses.dataclass
 class Step:
-    """What this rank had of a step, until observers are told of it; a step that was taken has metrics."""
+    """This rank's share of one step, kept until its metrics are reported."""
 
-    done: list[tuple[PlannedBatch, StepOutput]] = dataclasses.field(default_factory=list)
+    outputs: list[tuple[PlannedBatch, StepOutput]] = dataclasses.field(default_factory=list)
     samples: Sequence[Sample] = ()  # of the last batch, to be named where they do harm
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # known without a wait
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # none before its update
     read: Callable[[], Sums] = dict  # waits for the sums
     due: bool = False  # it is saved or evaluated, before the next one is launched
 
@@ -237,7 +290,7 @@ class RandomState:
 
 @dataclasses.dataclass(eq=False)
 class Trainer:
-    """One draft in training, from its `last` checkpoint on."""
+    """One draft in training, from its `last` checkpoint on; all ranks call its methods alike."""
 
     setup: DraftSetup
     built: Draft
@@ -249,113 +302,126 @@ class Trainer:
     last: dataclasses.InitVar[checkpoint.Checkpoint | None]
 
     def __post_init__(self, last: checkpoint.Checkpoint | None) -> None:
-        setup, built, ranks = self.setup, self.built, self.ranks
-        self.label, self.config = setup.label, setup.config.train
-        self.checkpoints = setup.folder / "checkpoints"
-        self.device = ranks.device(self.config.device)
-        built.module.to(self.device)
+        self.label, self.config = self.setup.label, self.setup.config.train
+        self.checkpoints = self.setup.folder / "checkpoints"
+        self.step = self.saved_step = last.step if last is not None else 0
+        self.current_step, self.previous_step = Step(), Step()
+        self.metrics, self.evaluation = dict[str, float](), ""  # as last reported
+        self.device = self.ranks.device(self.config.device)
+        self.built.module.to(self.device)
         if last is not None:
-            last.load_draft(built)
+            last.load_draft(self.built, self.ranks)
+        self.shard()
+        self.make_optimizer()
+        saved = last.load_optimizer(self.optimizer, self.built.module, self.ranks) if last else {}
+        self.seed(saved)
+        self.compile()
+        self.open_log()
+        hooks = ("gradients_ready", "step_finished", "evaluated")
+        self.hooks_to_ask = self.ranks.on_rank0(  # where observers are
+            lambda: [name for name in hooks if getattr(self.observers, name).get_hookimpls()]
+        )
+
+    def shard(self) -> None:
+        """Shard the draft over the ranks where that is asked for."""
         self.sharded = None
-        if self.config.shard and ranks.size > 1:
+        if self.config.shard and self.ranks.size > 1:
             from draftcore.training.sharding import Sharded  # 1.6 s that others do not pay
 
-            self.sharded = Sharded(setup.hook, built, setup.options, ranks, bool(self.evaluate))
-        defaults, warmup = built.defaults, self.config.warmup_ratio
-        self.lr = self.config.lr or defaults.lr
-        self.clip = self.config.clip or defaults.clip
-        self.warmup = defaults.warmup_ratio if warmup is None else warmup
-        given: Any = {"weight_decay": self.config.weight_decay, "betas": self.config.betas}
-        own = setup.hook.optimizer(draft=built, lr=self.lr, options=setup.options, **given)
+            setup, evaluated = self.setup, self.evaluate is not None
+            self.sharded = Sharded(setup.hook, self.built, setup.options, self.ranks, evaluated)
+
+    def make_optimizer(self) -> None:
+        """Make the algorithm's optimizer, or AdamW, and the gradients that it reads."""
+        config, built, options = self.config, self.built, self.setup.options
+        self.lr = config.lr or built.defaults.lr
+        self.clip = config.clip or built.defaults.clip
+        warmup = config.warmup_ratio
+        self.warmup_ratio = built.defaults.warmup_ratio if warmup is None else warmup
+        settings: Any = {"weight_decay": config.weight_decay, "betas": config.betas}
         groups = [{"lr": self.lr, **group} for group in built.parameter_groups]
-        self.optimizer = own or build_optimizer(groups, **given)
-        self.fresh = [dict(group) for group in self.optimizer.param_groups]
-        self.parameters = [p for group in self.fresh for p in group["params"]]
+        made = self.setup.hook.optimizer(draft=built, lr=self.lr, options=options, **settings)
+        self.optimizer = made or build_optimizer(groups, **settings)
+        self.fresh_groups = [dict(group) for group in self.optimizer.param_groups]
+        self.parameters = [p for group in self.fresh_groups for p in group["params"]]
         if odd := {p for group in groups for p in group["params"]} ^ set(self.parameters):
             names = (name for name, p in built.module.named_parameters() if p in odd)
             raise DraftcoreError(f"optimizer and parameter groups differ in {', '.join(names)}")
-        self.flats = list[Tensor]()  # the gradients of each term, of replicas or of several terms
-        if ranks.size > 1 and not self.sharded:
-            lay_gradients(self.parameters, self.flats)
-        answering = ("gradients_ready", "step_finished", "evaluated")
-        self.heard = ranks.first(
-            lambda: [name for name in answering if getattr(self.observers, name).get_hookimpls()]
-        )
-        self.step, self.metrics, states = 0, dict[str, float](), dict[str, Tensor]()
-        self.evaluation = ""  # what is said of the one that the last report made
-        if last is not None:
-            states = last.load_optimizer(self.optimizer, built.module)
-            self.step = last.step
-        if ranks.rank:  # rank 0 keeps the random state that it has
-            mixed = f"{self.config.seed} {ranks.rank} {self.step}".encode()
+        flat = self.ranks.size > 1 and not self.sharded
+        self.gradients = Gradients(self.parameters, flat=flat)
+
+    def seed(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over the random state that was saved; else each rank has one of its own."""
+        if self.ranks.rank:  # rank 0 keeps the random state that it has
+            mixed = f"{self.config.seed} {self.ranks.rank} {self.step}".encode()
             torch.manual_seed(int.from_bytes(hashlib.sha256(mixed).digest()[:4], "little"))
-        self.compiled, asked = None, self.config.compile
-        repays = self.device.type == "cuda" and self.plan.total_steps - self.step >= WORTH
-        if self.setup.compiles and (repays if asked == "auto" else asked):
-            self.compiled = Compiled(built.module)
-        self.random = RandomState(self.device, states)
-        self.settled = self.random.tensors  # as the last finished step left it
-        self.saved_step = self.step
+        self.random = RandomState(self.device, saved)
+        self.rng_after_step = self.random.tensors
+
+    def compile(self) -> None:
+        """Compile the draft where its algorithm can be and that is asked for, or repays."""
+        steps, asked = self.plan.total_steps - self.step, self.config.compile
+        repays = self.device.type == "cuda" and steps >= MIN_STEPS_TO_COMPILE
+        wanted = self.setup.compiles and (repays if asked == "auto" else asked)
+        self.compiled = Compiled(self.built.module) if wanted else None
+
+    def open_log(self) -> None:
+        """Open metrics.jsonl, on rank 0, and what writes checkpoints."""
         self.writer = ThreadPoolExecutor(1)
         self.writing: Future[Path] | None = None  # of a checkpoint; by rank 0
-        self.now, self.taken = Step(), Step()  # the step so far; the one before
-        for left in self.checkpoints.glob("*step-*") if not ranks.rank else ():
-            if not (left / checkpoint.MARK).exists():  # of a process that was killed as it wrote
-                shutil.rmtree(left)
-        log = Path(os.devnull) if ranks.rank else setup.folder / "metrics.jsonl"
+        if self.ranks.rank == 0:
+            for folder in self.checkpoints.glob("*step-*"):
+                if not (folder / checkpoint.MARK).exists():  # its process was killed as it wrote
+                    shutil.rmtree(folder)
+        log = Path(os.devnull) if self.ranks.rank else self.setup.folder / "metrics.jsonl"
         self.log = MetricsLog(log, self.step)
-
-    def context(self, step: int, *, training: bool) -> StepContext:
-        """Say where a step stands, counted from 1."""
-        epoch = (step - 1) // self.plan.steps_per_epoch + 1
-        return StepContext(step, self.plan.total_steps, self.config.seed, training, epoch)
 
     def accumulate(self, batch: Batch | None, *, last: bool) -> None:
         """Add a batch's gradient to the step's; none, or one whose rows were all skipped, adds nothing."""
-        self.now.samples = batch.samples if batch is not None else ()
+        self.current_step.samples = batch.samples if batch is not None else ()
         if batch is not None and batch.samples:
-            self.now.done.append((batch.planned, self.backward(batch.samples, last=last)))
+            output = self.forward_backward(batch.samples, last=last)
+            self.current_step.outputs.append((batch.planned, output))
         elif self.sharded:  # all ranks call FSDP alike: here on a row without loss
             forms = self.setup.request.feature_specs(self.setup.about["width"]).items()
             features = {n: torch.zeros(8, s, dtype=getattr(torch, d)) for n, (s, d) in forms}
             tokens, mask = torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.bool)
-            self.backward([Sample(SampleId("", 1), tokens, mask, features)], last=last)
+            self.forward_backward([Sample(SampleId("", 1), tokens, mask, features)], last=last)
 
-    def backward(self, samples: Sequence[Sample], *, last: bool) -> StepOutput:
-        """Compute a batch's loss and gradient, uncompiled where the compiler fails."""
+    def forward_backward(self, samples: Sequence[Sample], *, last: bool) -> StepOutput:
+        """Compute a batch's loss and gradient: bf16 compute over fp32 masters, or fp32.
+
+        Uncompiled where the compiler fails.
+        """
+        plan, epoch = self.plan, self.step // self.plan.steps_per_epoch + 1
+        context = StepContext(self.step + 1, plan.total_steps, self.config.seed, epoch=epoch)
+        half = torch.autocast(self.device.type, torch.bfloat16, self.config.precision == "bf16")
+        hook, draft, options = self.setup.hook, self.built, self.setup.options
         try:
-            return self.compute(samples, last=last)
+            with self.random:
+                batch = self.setup.collate(samples, self.device)
+                with half:
+                    if self.sharded:
+                        output = self.sharded.loss(batch, context, last=last)
+                    else:
+                        output = hook.forward_loss(
+                            draft=draft, batch=batch, context=context, options=options
+                        )
+                terms = weighted(output)
+                for term, (numerator, _) in enumerate(terms):
+                    if term:
+                        self.gradients.view_in_buffer(term)
+                    if numerator.requires_grad:
+                        more = term + 1 < len(terms)
+                        numerator.backward(retain_graph=more)  # type: ignore[no-untyped-call]
+                if len(terms) > 1:
+                    self.gradients.view_in_buffer(0)
         except Exception as error:  # no gradient was added: the whole forward is one graph
             if self.compiled is None or not self.compiled.give_up(error):
                 raise
-        return self.compute(samples, last=last)
-
-    def compute(self, samples: Sequence[Sample], *, last: bool) -> StepOutput:
-        """Compute a batch's loss and gradient: bf16 compute over fp32 masters, or fp32."""
-        context = self.context(self.step + 1, training=True)
-        half = torch.autocast(self.device.type, torch.bfloat16, self.config.precision == "bf16")
-        with self.random:
-            batch = self.setup.collate(samples, self.device)
-            with half:
-                if self.sharded:
-                    output = self.sharded.loss(batch, context, last=last)
-                else:
-                    hook, draft = self.setup.hook, self.built
-                    output = hook.forward_loss(
-                        draft=draft, batch=batch, context=context, options=self.setup.options
-                    )
-            terms = weighted(output)
-            for at, (numerator, _) in enumerate(terms):
-                if at:
-                    lay_gradients(self.parameters, self.flats, at)
-                if numerator.requires_grad:
-                    more = at + 1 < len(terms)
-                    numerator.backward(retain_graph=more)  # type: ignore[no-untyped-call]
-            if len(terms) > 1:
-                lay_gradients(self.parameters, self.flats)
-        return dataclasses.replace(
-            output, terms=[(top.detach(), bottom, 1) for top, bottom in terms]
-        )
+            return self.forward_backward(samples, last=last)
+        detached = [(numerator.detach(), denominator, 1) for numerator, denominator in terms]
+        return dataclasses.replace(output, terms=detached)
 
     def update(self, terms: int) -> None:
         """Take the step on the device; on some rank the loss has so many terms, if it has several.
@@ -363,51 +429,35 @@ class Trainer:
         One that has nothing to learn from, or a gradient that is not finite, changes nothing there. An
         optimizer that cannot leave out a step by itself is waited for, and raises what `report` would.
         """
-        sums = totals(output for _, output in self.now.done)
-        divisor = self.join_gradients(sums, terms)
-        lr, *rates = self.rates()
-        seen = self.show_gradients(divisor) if "gradients_ready" in self.heard else {}
+        step, self.current_step = self.current_step, Step()
+        self.previous_step, self.rng_after_step = step, self.random.tensors
+        sums = totals(output for _, output in step.outputs)
+        nothing = torch.zeros(2, dtype=torch.double, device=self.device)
+        below = torch.stack([sums.get(term, nothing)[1] for term in range(max(1, terms))])
+        divisor = self.gradients.all_reduce(below, self.ranks)
+        lr, *group_rates = self.rates()
+        shown = self.show_gradients(divisor) if "gradients_ready" in self.hooks_to_ask else {}
         norm = scale_and_clip(self.parameters, divisor, self.clip)
         sums["grad_norm"] = torch.stack([norm.double(), (divisor > 0).double()])
-        self.taken, self.now, self.settled = self.now, Step(), self.random.tensors
-        self.taken.read = fetch(sums)
-        self.taken.metrics = {**seen, "loss": 0.0, "grad_norm": 0.0, "lr": lr}
+        step.read = fetch(sums)
+        step.metrics = {**shown, "loss": 0.0, "grad_norm": 0.0, "lr": lr}
         if self.compiled is not None:
-            self.taken.metrics["compilations"] = self.compiled.compilations
+            step.metrics["compilations"] = self.compiled.compilations
         self.step += 1
         every = self.config.checkpoint_every, self.config.eval_every
-        self.taken.due = any(n and self.step % n == 0 for n in every)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        step.due = any(n and self.step % n == 0 for n in every)
+        for group, rate in zip(self.optimizer.param_groups, group_rates, strict=True):
             group["lr"] = rate
         good = norm.isfinite() & (divisor > 0)
-        skips = getattr(self.optimizer, "_step_supports_amp_scaling", False)  # as GradScaler asks
-        if skips:
+        # As torch's GradScaler asks: it leaves out a step by itself, where it is told to.
+        leaves_out = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        if leaves_out:
             vars(self.optimizer).update(grad_scale=None, found_inf=(~good).float())
-        if skips or good:
+        if leaves_out or good:
             self.optimizer.step()
         elif divisor > 0:
             self.refuse()
-        self.clear_gradients()
-
-    def join_gradients(self, sums: Mapping[str | int, Tensor], terms: int) -> Tensor:
-        """Add up the gradients of all ranks and of all terms; returns what still divides them.
-
-        That is 0 where no term has a denominator; one that has none adds nothing.
-        """
-        nothing = torch.zeros(2, dtype=torch.double, device=self.device)
-        belows = torch.stack([sums.get(at, nothing)[1] for at in range(max(1, terms))])
-        if terms > max(1, len(self.flats)):  # terms of other ranks alone
-            lay_gradients(self.parameters, self.flats, terms - 1)
-            lay_gradients(self.parameters, self.flats)
-        for summed in (belows, *self.flats) if self.ranks.size > 1 else ():
-            dist.all_reduce(summed, group=self.ranks.work)
-        if len(self.flats) < 2:
-            return belows.sum().float()
-        for at, (flat, below) in enumerate(zip(self.flats, belows, strict=False)):
-            flat.div_(below).masked_fill_(below <= 0, 0.0)
-            if at:
-                self.flats[0].add_(flat)
-        return (belows > 0).any().float()
+        self.gradients.clear(self.optimizer)
 
     def show_gradients(self, divisor: Tensor) -> dict[str, float]:
         """Let observers see copies of the gradients, divided; returns the metrics they make of them."""
@@ -415,13 +465,13 @@ class Trainer:
             return {}
         named = self.built.module.named_parameters()
         copies = {name: full(p.grad / below) for name, p in named if p.grad is not None}
-        told = {"step": self.step + 1, "draft": self.label}
-        found = self.observers.gradients_ready(gradients=copies, **told)
-        return {name: float(value) for made in found for name, value in made.items()}
+        where = {"step": self.step + 1, "draft": self.label}
+        answers = self.observers.gradients_ready(gradients=copies, **where)
+        return {name: float(value) for metrics in answers for name, value in metrics.items()}
 
     def rates(self) -> list[float]:
         """Return the step's learning rate: the run's, and that of each group of the optimizer."""
-        steps, schedule, ratio = self.plan.total_steps, self.config.schedule, self.warmup
+        steps, schedule, ratio = self.plan.total_steps, self.config.schedule, self.warmup_ratio
         factor = self.setup.hook.schedule(
             step=self.step + 1, total_steps=steps, warmup_ratio=ratio, options=self.setup.options
         )
@@ -429,65 +479,62 @@ class Trainer:
             learning_rate(self.step, steps, peak=peak, warmup_ratio=ratio, schedule=schedule)
             if factor is None
             else factor * peak
-            for peak in (self.lr, *(float(group["lr"]) for group in self.fresh))
+            for peak in (self.lr, *(float(group["lr"]) for group in self.fresh_groups))
         ]
 
-    def clear_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=not self.flats)
-        for flat in self.flats[1:]:
-            flat.zero_()
-
-    def report(self, sums: Sequence[Sums], spent: Mapping[str, float]) -> Stop | None:
-        """Write the metrics of the step that was taken; save and evaluate where it is time to.
+    def report(self, sums: Sequence[Sums], timing: Mapping[str, float]) -> Stop | None:
+        """Write the metrics of the step before; save and evaluate where it is time to.
 
         Returns what an observer answered to stop the draft, on all ranks. Raises DraftcoreError where
         the gradient was not finite; the weights are as before.
         """
-        self.metrics, self.evaluation = {**self.taken.metrics, **ratios(sums), **spent}, ""
-        self.metrics["epoch"] = self.context(self.step, training=True).epoch
-        self.metrics["tokens_per_second"] = spent["tokens"] / spent["seconds"]
+        self.metrics, self.evaluation = {**self.previous_step.metrics, **ratios(sums), **timing}, ""
+        epoch = self.metrics["epoch"] = (self.step - 1) // self.plan.steps_per_epoch + 1
+        self.metrics["tokens_per_second"] = timing["tokens"] / timing["seconds"]
         if self.device.type == "cuda":
             self.metrics["memory_bytes"] = torch.cuda.max_memory_allocated(self.device)
         if not math.isfinite(self.metrics["grad_norm"]):
             self.refuse()
-        self.taken = Step()
+        self.previous_step = Step()
         if self.step % self.config.log_every == 0 or self.step == 1:
             self.log.write({"step": self.step, "time": time.time(), **self.metrics})
-        told = {"step": self.step, "draft": self.label}
-        answers = self.observers.step_finished(metrics=self.metrics, **told)
+        where = {"step": self.step, "draft": self.label}
+        answers = self.observers.step_finished(metrics=self.metrics, **where)
         if self.step % self.config.checkpoint_every == 0:
             self.save()
-        evaluate = self.evaluate
-        if evaluate is not None and self.step % (self.config.eval_every or 1) == 0:
+        evaluate, every = self.evaluate, self.config.eval_every or 1
+        if evaluate is not None and self.step % every == 0:
             whole = self.sharded.whole() if self.sharded else self.built
-            context = self.context(self.step, training=False)
-            report = self.ranks.first(lambda: evaluate(whole, context))
+            total, seed = self.plan.total_steps, self.config.seed
+            context = StepContext(self.step, total, seed, training=False, epoch=epoch)
+            report = self.ranks.on_rank0(lambda: evaluate(whole, context))
             self.log.write({"step": self.step, "time": time.time(), "evaluation": report})
             self.evaluation = "  ".join(f"{name} {value:.4g}" for name, value in report.items())
-            answers = answers + self.observers.evaluated(report=report, **told)
-        if self.heard:  # by rank 0, where observers are
-            (answers, *_) = self.ranks.agree(answers)
+            answers = answers + self.observers.evaluated(report=report, **where)
+        if self.hooks_to_ask:  # by rank 0, where observers are
+            (answers, *_) = self.ranks.all_gather(answers)
         return next(iter(answers), None)
 
     def refuse(self) -> None:
         """Raise for a gradient that is not finite, naming the rows at fault.
 
-        Of the batch that is still held single rows are found, of any other the batch.
+        Of the batch that is still in memory single rows are found, of any other the batch.
         """
         self.step -= 1
-        guilty, held, done = [], () if self.sharded else self.taken.samples, self.taken.done
-        for planned, output in done[:-1] if held else done:
+        step = self.previous_step
+        samples = () if self.sharded else step.samples
+        guilty = []
+        for planned, output in step.outputs[:-1] if samples else step.outputs:
             if not all(bool(numerator.isfinite()) for numerator, *_ in output.terms):
                 guilty.append(f"one of the rows {list(planned.rows)}")
-        for sample in held:
-            self.clear_gradients()
-            self.backward([sample], last=True)
-            grads = self.flats or [p.grad for p in self.parameters if p.grad is not None]
-            if not all_finite(grads):
+        for sample in samples:
+            self.gradients.clear(self.optimizer)
+            self.forward_backward([sample], last=True)
+            if not self.gradients.finite():
                 row = self.plan.feature_ids.index(sample.id.feature_id)
                 guilty.append(f"row {row} (sample {sample.id.feature_id})")
-        named = [one for said in self.ranks.agree(guilty) for one in said]
-        with self.ranks.together():
+        named = [name for names in self.ranks.all_gather(guilty) for name in names]
+        with self.ranks.raise_on_all():
             raise DraftcoreError(
                 f"the gradient of step {self.step + 1} is not finite; the weights were not changed\n"
                 f"  from: {', '.join(named) or 'no single row; the step as a whole'}\n"
@@ -502,21 +549,15 @@ class Trainer:
         """
         if self.saved_step == self.step and stopped is None:
             return
-        self.settle()
-        with self.ranks.together():
-            parts = [local(p.detach()) for p in self.parameters]  # of a shard it may be empty
-            most = float(largest_magnitude([part for part in parts if part.numel()]))
-            if not most <= MOST:
-                raise DraftcoreError(
-                    f"a weight at step {self.step} is {most:g}: the draft is lost and is not saved\n"
-                    "  earlier checkpoints are intact; lower train.lr and start the same command"
-                )
-        weights = checkpoint.trained_tensors(self.built, self.ranks.rank)
-        kept, numbers = checkpoint.optimizer_state(
-            self.built.module, self.optimizer, self.fresh, self.ranks.rank
+        self.finish_pending_save()
+        self.require_sane_weights()
+        rank = self.ranks.rank
+        weights = checkpoint.trained_tensors(self.built, rank)
+        tensors, numbers = checkpoint.optimizer_state(
+            self.built.module, self.optimizer, self.fresh_groups, rank
         )
-        for rank, states in enumerate(self.ranks.agree(self.settled)):
-            kept |= {f"{name}.{rank}" if rank else name: t for name, t in states.items()}
+        for other, states in enumerate(self.ranks.all_gather(self.rng_after_step)):
+            tensors |= {f"{name}.{other}" if other else name: t for name, t in states.items()}
         state = {
             **self.setup.about,
             "step": self.step,
@@ -531,20 +572,33 @@ class Trainer:
             "stopped": stopped and stopped.reason,
         }
         self.saved_step, self.writing = self.step, Future()
-        if not self.ranks.rank:
-            given = weights, kept, state, self.config.keep_checkpoints
-            self.writing = self.writer.submit(checkpoint.save, self.checkpoints, *given)
+        if rank == 0:
+            keep = self.config.keep_checkpoints
+            self.writing = self.writer.submit(
+                checkpoint.save, self.checkpoints, weights, tensors, state, keep
+            )
 
-    def settle(self) -> None:
-        """Wait until the checkpoint is whole that is being written, if one is, and tell of it.
+    def require_sane_weights(self) -> None:
+        """Raise DraftcoreError, on all ranks, for weights that are not finite or absurdly large."""
+        with self.ranks.raise_on_all():
+            parts = [local(p.detach()) for p in self.parameters]  # of a shard it may be empty
+            largest = float(largest_magnitude([part for part in parts if part.numel()]))
+            if not largest <= MAX_WEIGHT:
+                raise DraftcoreError(
+                    f"a weight at step {self.step} is {largest:g}: the weights have diverged, and this "
+                    "step is not saved\n"
+                    "  earlier checkpoints are intact; lower train.lr and start the same command"
+                )
+
+    def finish_pending_save(self) -> None:
+        """Wait until the checkpoint is whole that is being written, if one is, and tell observers.
 
         Raises DraftcoreError where it cannot be written.
         """
         writing, self.writing = self.writing, None
         if writing is not None:
-            folder = self.ranks.first(writing.result)
-            told = {"step": self.saved_step, "draft": self.label}
-            self.observers.checkpoint_saved(folder=folder, **told)
+            folder = self.ranks.on_rank0(writing.result)
+            self.observers.checkpoint_saved(folder=folder, step=self.saved_step, draft=self.label)
 
 
 asked_to_stop: list[float] = []  # when, by these signals, for whoever waits for something else
@@ -558,21 +612,21 @@ def stop_on_signal() -> Iterator[list[float]]:
     the death of a parent once for each of its threads.
     """
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
-    heard = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
-        heard.remove(signal.SIGHUP)
-    with ExitStack() as before:
+        numbers.remove(signal.SIGHUP)
+    with ExitStack() as handlers:
 
         def note(number: int, _: object) -> None:
             asked_to_stop.append(time.monotonic())
-            if asked_to_stop[-1] - asked_to_stop[0] > ONCE:
-                before.close()
+            if asked_to_stop[-1] - asked_to_stop[0] > SIGNAL_WINDOW:
+                handlers.close()
                 signal.raise_signal(number)
             for fd in terminals if number == signal.SIGHUP else ():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
-        for one in heard:
-            before.callback(signal.signal, one, signal.signal(one, note))
+        for number in numbers:
+            handlers.callback(signal.signal, number, signal.signal(number, note))
         try:
             yield asked_to_stop
         finally:

@@ -59,11 +59,11 @@ def ratios(parts: Iterable[Sums]) -> dict[str, float]:
     sums: Sums = {}
     for part in parts:
         for name, (top, bottom) in part.items():
-            have = sums.get(name, [0.0, 0.0])
-            sums[name] = [have[0] + top, have[1] + bottom]
-    found = {name: top / bottom for name, (top, bottom) in sums.items() if bottom}
-    named = {name: value for name, value in found.items() if isinstance(name, str)}
-    if terms := [value for name, value in found.items() if isinstance(name, int)]:
+            so_far = sums.get(name, [0.0, 0.0])
+            sums[name] = [so_far[0] + top, so_far[1] + bottom]
+    divided = {name: top / bottom for name, (top, bottom) in sums.items() if bottom}
+    named = {name: value for name, value in divided.items() if isinstance(name, str)}
+    if terms := [value for name, value in divided.items() if isinstance(name, int)]:
         named["loss"] = sum(terms)
     return dict(sorted(named.items()))
 
@@ -74,13 +74,13 @@ class MetricsLog:
     def __init__(self, file: Path, step: int) -> None:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
+        lines = []
         for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn, or not ours
                 if json.loads(line)["step"] <= step:
-                    kept.append(f"{line}\n")
+                    lines.append(f"{line}\n")
         with open(file, "w") as stream:
-            stream.writelines(kept)
+            stream.writelines(lines)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line. Raises DraftcoreError where the disk is full."""

@@ -71,3 +71,12 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, in place; any other as it is."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+def shard_like(weight: Any, value: Any) -> Any:
+    """Return a whole tensor sharded as the weight whose shape it has; anything else as it is."""
+    if not hasattr(weight, "placements") or getattr(value, "shape", None) != weight.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -10,8 +10,8 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 
-class Beside(ProgressColumn):
-    """What happens beside the counted work, asked anew whenever the line is drawn."""
+class StatusLine(ProgressColumn):
+    """A text that is asked for anew whenever the bar is drawn."""
 
     def __init__(self, ask: Callable[[], str]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Progress(RichProgress):
         *,
         every: int = 0,
         shown: bool = True,
-        beside: Callable[[], str] = str,
+        status_line: Callable[[], str] = str,
     ) -> None:
         super().__init__(
             "{task.description}",
@@ -40,23 +40,23 @@ class Progress(RichProgress):
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             "{task.fields[note]}",
-            Beside(beside),
+            StatusLine(status_line),
             console=(console := Console(stderr=True)),
             disable=not (shown and console.is_terminal),
         )
         self.task = self.add_task(verb, total=total, completed=done, note="")
-        self.shown, self.total, self.beside = shown, total, beside
+        self.shown, self.total, self.status_line = shown, total, status_line
         self.line, self.every = f"{verb} {{}}/{total}", every or max(1, total // 20)
 
     def show(self, done: int, metrics: Mapping[str, Mapping[str, float]] | None = None) -> None:
-        """Show how far the work is, and by a draft's label its loss, what it learns from and how fast."""
+        """Show how far the work is, and by a draft's label its loss, epoch and speed."""
         notes = [
             f"{label} loss {m['loss']:.4g}  epoch {m['epoch']:.0f}  {m['tokens_per_second']:,.0f} tokens/s"
             for label, m in (metrics or {}).items()
         ]
         self.update(self.task, completed=done, note="  ".join(note.strip() for note in notes))
         if self.shown and self.disable and (done % self.every == 0 or done == self.total):
-            parts = [self.line.format(done), *map(str.strip, notes), self.beside()]
+            parts = [self.line.format(done), *map(str.strip, notes), self.status_line()]
             self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
     def tell(self, line: str) -> None:

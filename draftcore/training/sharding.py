@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.training.checkpoint import trained_tensors
-from draftcore.training.distributed import Ranks
 from draftcore.training.metrics import weighted
+from draftcore.training.ranks import Ranks
 
 
 class Sharded(nn.Module):
@@ -39,24 +39,25 @@ class Sharded(nn.Module):
             shared: dict[int, object] = {id(buffer): buffer for buffer in module.buffers()}
             self.copied = copy.deepcopy(draft, shared)
         require_shardable(draft)
-        before = dict(module.named_parameters(remove_duplicate=False))
-        names = {parameter: name for name, parameter in before.items()}
-        frozen = {before[name] for name in draft.frozen if name in before}
+        weights = dict(module.named_parameters(remove_duplicate=False))
+        names = {parameter: name for name, parameter in weights.items()}
+        frozen = {weights[name] for name in draft.frozen if name in weights}
         device = next(iter(names)).device
-        mesh = DeviceMesh.from_group(ranks.work, device.type)  # type: ignore[arg-type]
+        mesh = DeviceMesh.from_group(ranks.device_group, device.type)  # type: ignore[arg-type]
         for part in (*map(module.get_submodule, draft.wrap_units), self):
             sharded = fully_shard(part, mesh=mesh, ignored_params=frozen)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-        now = dict(module.named_parameters(remove_duplicate=False))
+        shards = dict(module.named_parameters(remove_duplicate=False))
         draft.parameter_groups = [
-            {**group, "params": [now[names[p]] for p in group["params"]]}
+            {**group, "params": [shards[names[p]] for p in group["params"]]}
             for group in draft.parameter_groups
         ]
 
     def forward(self, batch: DraftBatch, context: StepContext) -> tuple[Any, ...]:
-        given = {"draft": self.draft, "batch": batch, "context": context}
-        output = self.hook.forward_loss(**given, options=self.options)
+        output = self.hook.forward_loss(
+            draft=self.draft, batch=batch, context=context, options=self.options
+        )
         if len(output.terms) > 1:
             raise UsageError(
                 f"the loss of this algorithm has {len(output.terms)} terms, which would each need the "

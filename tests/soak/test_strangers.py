@@ -30,7 +30,7 @@ from draftcore.errors import DraftcoreError, ExitStatus
 from draftcore.features import tcp
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
 from draftcore.target import TransformersTarget
-from draftcore.training.distributed import join
+from draftcore.training.ranks import join
 from tests.conftest import Figures
 from tests.features.conftest import SOON, task
 from tests.ranks import listening, start_rank
@@ -87,9 +87,9 @@ def add_up(folder: Path) -> None:
     try:
         with join(TrainConfig(device="cpu", rank_timeout=5)) as ranks:
             step = 0
-            while not ranks.first(lambda: (folder / "enough").exists()):
+            while not ranks.on_rank0(lambda: (folder / "enough").exists()):
                 sum_N, step = torch.full((1000,), ranks.rank + step), step + 1
-                torch.distributed.all_reduce(sum_N, group=ranks.work)
+                torch.distributed.all_reduce(sum_N, group=ranks.cpu_group)
                 assert sum_N.tolist() == [2 * step - 1] * 1000
                 (folder / "adding").touch()
     except DraftcoreError as error:

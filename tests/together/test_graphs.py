@@ -15,6 +15,7 @@ import torch
 from click.testing import Result
 
 from draftcore.config import load_config
+from draftcore.contracts.algorithm import StepContext
 from draftcore.plugins.registry import load
 from draftcore.run import Run, open_features, open_samples, trainer_parts
 from tests.together.conftest import OPTIONS
@@ -156,7 +157,7 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
     parts = trainer_parts(run, "both")
     (trainer,) = parts.trainers
     assert trainer.evaluate is not None
-    context = trainer.context(6, training=False)
+    context = StepContext(6, parts.plan.total_steps, trainer.config.seed, training=False)
     trainer.evaluate(trainer.built, context)
     weight = next(iter(trainer.built.module.parameters()))
     weight.data = weight.data.clone()  # what was captured reads the old ones

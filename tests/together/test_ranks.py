@@ -64,7 +64,7 @@ class Ranks:
     def send(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid or 0, number)
 
-    def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.output(0) + self.output(1)
@@ -74,7 +74,7 @@ class Ranks:
     def finish(self) -> list[int | None]:
         """Wait for all ranks; returns their exit statuses."""
         for process in self.processes:
-            process.join(60)
+            process.join(300)
             assert not process.is_alive(), self.output(0) + self.output(1)
         return [process.exitcode for process in self.processes]
 
@@ -183,7 +183,7 @@ def test_a_stopped_or_killed_run_resumes_to_the_same_bits(
     ranks.send(1, signal.SIGKILL)
     assert ranks.finish() == [ExitStatus.RANK_LOST, -signal.SIGKILL], ranks.output(0)
     assert f"resuming from step {stopped} of 20" in ranks.output(0)
-    assert "error: rank 1 failed\n  it gave no sign of life for 2 s" in ranks.output(0)
+    assert "error: another rank failed\n  it was killed" in ranks.output(0)
     assert steps(broken) < 20, "the run ended before it was killed"
 
     ranks = start(broken, plugin=dropout)
@@ -318,10 +318,9 @@ def test_a_frozen_rank_is_given_up(tmp_path: Path, new_project: NewProject, star
     ranks = start(project)
     ranks.until(lambda: steps(project) >= 3)
     ranks.send(1, signal.SIGSTOP)
-    ranks.processes[0].join(60)
+    ranks.processes[0].join(300)
     assert ranks.processes[0].exitcode == ExitStatus.RANK_LOST
-    # 2 s of a rank that did not come to an exchange of gradients: whoever waits looks more often then.
-    gone = r"error: rank 1 failed\n  it gave no sign of life for [24] s"
+    gone = r"error: another rank failed\n  it was .* frozen.*: .*Rank 1 failed to pass .* 4000 ms"
     assert re.search(gone, ranks.output(0))
     ranks.send(1, signal.SIGCONT)
     assert ExitStatus.RANK_LOST in ranks.finish()

@@ -31,8 +31,8 @@ from draftcore.plugins.binding import observers
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, register
 from draftcore.training.checkpoint import Checkpoint, latest
-from draftcore.training.distributed import ALONE, Ranks
 from draftcore.training.loop import DraftSetup, Trainer, train
+from draftcore.training.ranks import SINGLE_RANK, Ranks
 
 NAME, WIDTH = "hidden.0", 4
 
@@ -143,7 +143,7 @@ class Run:
         labels: Sequence[str] = ("",),
         dropout: float = 0.0,
         double: bool = False,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         evaluate: Any = None,
         skipped: dict[int, str] | None = None,
         terms: int = 1,
@@ -170,7 +170,7 @@ class Run:
         self.algorithms = {label: Algorithm(terms) for label in labels}
         self.masked, self.bad = set[int](), dict[int, str]()  # rows without loss; that turn out bad
         self.stop_after = self.dry_after = 10**9  # batches, of this rank
-        self.read = self.let_gone = 0
+        self.read = self.released = 0
         self.finished, self.trainers = list[int](), list[Trainer]()
         self.stopped = dict[str, Stop]()
 
@@ -196,7 +196,8 @@ class Run:
         )
 
     def found(self, label: str = "") -> Checkpoint | None:
-        return latest(self.folder / label / "checkpoints", self.ranks)
+        root = self.folder / label / "checkpoints"
+        return self.ranks.on_rank0(lambda: latest(root))
 
     def build(self) -> Run:
         """Build the drafts and load their checkpoints."""
@@ -228,7 +229,7 @@ class Run:
         reason, failed, self.stopped = train(
             self.plan, self.trainers, self, ranks=self.ranks, skipped=self.skipped,
             stop=lambda: self.read >= self.stop_after, finished=self.finished.append,
-            let_go=self.let_go, beside=str,
+            release_batch=self.release, status_line=str,
         )  # fmt: skip
         return reason, failed
 
@@ -254,8 +255,8 @@ class Run:
         rows = [row for row in planned.rows if row not in self.skipped]
         return Batch(planned, [self.sample(row, planned.epoch) for row in rows])
 
-    def let_go(self) -> None:
-        self.let_gone += 1
+    def release(self) -> None:
+        self.released += 1
 
     # ------------------------------------------------------------ what became of it
 

@@ -167,7 +167,7 @@ def test_all_steps_are_trained_in_the_plans_order_and_each_batch_is_let_go(new_r
     total = run.plan.total_steps
     assert [line["step"] for line in run.lines()] == list(range(1, total + 1))
     assert run.finished == [run.plan.step(at)[-1].position + 1 for at in range(total)]
-    assert run.let_gone == total
+    assert run.released == total
     assert run.losses()[-1] < run.losses()[0]
     assert ("saved", "", total) in run.observers.said
     assert next(run.uses, None) is None
@@ -520,11 +520,11 @@ def test_a_first_signal_is_noted_also_twice_at_once_and_a_later_one_acts(
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     try:
         with stop_on_signal() as caught:
-            monkeypatch.setattr("draftcore.training.loop.ONCE", 60)
+            monkeypatch.setattr("draftcore.training.loop.SIGNAL_WINDOW", 60)
             for noted in (1, 2):
                 signal.raise_signal(signal.SIGINT)
                 assert len(caught) == noted
-            monkeypatch.setattr("draftcore.training.loop.ONCE", 0)
+            monkeypatch.setattr("draftcore.training.loop.SIGNAL_WINDOW", 0)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

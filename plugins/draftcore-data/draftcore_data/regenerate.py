@@ -193,7 +193,7 @@ class Job:
                 ids.add(row_id(row))
         self.tally.total, self.tally.before = len(ids), len(ids & out.ids)
         self.progress = Progress(
-            self.tally.total, self.tally.before, "answering", beside=self.tally.text
+            self.tally.total, self.tally.before, "answering", status_line=self.tally.text
         )
         self._told = time.monotonic()
 

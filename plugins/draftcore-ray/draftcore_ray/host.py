@@ -69,8 +69,8 @@ class Host:
         self.looked = time.monotonic()
         threading.Thread(target=self._guard, args=[self.process], daemon=True).start()
 
-    def look(self) -> tuple[list[str], int | None]:
-        """Return the lines that were printed since the last look, and the exit status if it ended."""
+    def poll(self) -> tuple[list[str], int | None]:
+        """Return the lines that were printed since the last poll, and the exit status if it ended."""
         self.looked = time.monotonic()
         code = self.process.poll() if self.process is not None else None
         if code is not None and self.reader is not None:

@@ -40,7 +40,7 @@ from draftcore_ray.options import RayOptions, Request
 
 # Ray kills what an actor started when the actor ends; a rank has to save first.
 LET_SAVE = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}
-LOOK_EVERY = 0.2  # seconds between two looks at the hosts
+POLL_EVERY = 0.2  # seconds between two looks at the hosts
 LOOPBACK = "127.0.0.2"  # as Ray takes 127.0.0.1 for the address that others see
 DOING = "still trains in the run's folder: waiting for its end, or its machine's"
 GRACE = 30.0  # seconds in which a rank may save after it was asked to stop
@@ -77,7 +77,11 @@ class Driver:
 
     def __init__(self, job: Job, options: RayOptions, stack: contextlib.ExitStack) -> None:
         self.job, self.options = job, options
-        self.ranks, self.producers, self.going = list[Process](), list[Process](), list[Process]()
+        self.ranks, self.producers, self.stopping = (
+            list[Process](),
+            list[Process](),
+            list[Process](),
+        )
         self.group: Any = None
         self.restarts = 0  # of the ranks
         self.queue = ""  # where producers find it, HOST:PORT
@@ -103,7 +107,7 @@ class Driver:
     def watch(self) -> int:
         passed = 0
         while True:
-            self.look(self.ranks + self.producers + self.going)
+            self.poll(self.ranks + self.producers + self.stopping)
             if (code := self.judge_ranks()) is not None:
                 return code
             self.keep_producers()
@@ -113,7 +117,7 @@ class Driver:
                     return ExitStatus.INTERRUPTED
                 for one in self.ranks:
                     one.host.send.remote(number)
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_EVERY)
 
     def start_ranks(self) -> None:
         """Place the ranks together, as many as there is room for, and producers that find the first."""
@@ -239,11 +243,11 @@ class Driver:
             print(text, file=sys.stderr, flush=True)
         self.told.add(text)
 
-    def look(self, processes: Sequence[Process]) -> None:
+    def poll(self, processes: Sequence[Process]) -> None:
         """Show what each process printed, and note which have ended or were lost."""
         waiting = [one for one in processes if one.code is None]
         for one in waiting:
-            one.pending = one.pending or one.host.look.remote()
+            one.pending = one.pending or one.host.poll.remote()
         ready, _ = ray.wait([o.pending for o in waiting], num_returns=len(waiting), timeout=1.0)
         for one in waiting:
             if one.pending in ready:
@@ -304,7 +308,7 @@ class Driver:
                 return os.close(hold(lock, DOING, f"if that will not come back, delete {lock}"))
             except DraftcoreError as error:
                 self.tell(str(error))
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_EVERY)
         raise KeyboardInterrupt
 
     def keep_producers(self) -> None:
@@ -312,7 +316,7 @@ class Driver:
             count = max(1, self.job.wanted())
             for one in self.producers[count:]:
                 one.host.send.remote(int(signal.SIGTERM))
-            self.going += self.producers[count:]
+            self.stopping += self.producers[count:]
             there = range(len(self.producers), count)
             self.producers = self.producers[:count] + [self.start_producer(n) for n in there]
         for number, one in enumerate(self.producers):
@@ -335,8 +339,8 @@ class Driver:
     def wait_for(self, processes: Sequence[Process], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while any(one.code is None for one in processes) and time.monotonic() < deadline:
-            self.look(processes)
-            time.sleep(LOOK_EVERY)
+            self.poll(processes)
+            time.sleep(POLL_EVERY)
 
     def drop(self, processes: Sequence[Process]) -> None:
         """End processes at once, and their hosts."""
@@ -355,7 +359,7 @@ class Driver:
                 one.host.send.remote(int(signal.SIGTERM))
         self.wait_for(self.ranks, GRACE)
         self.wait_for(self.producers, 5.0)  # they hear of the end
-        self.drop(self.ranks + self.producers + self.going)
+        self.drop(self.ranks + self.producers + self.stopping)
         if self.group is not None:
             remove_placement_group(self.group)
 

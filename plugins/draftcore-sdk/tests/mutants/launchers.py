@@ -15,16 +15,16 @@ from draftcore.contracts.launcher import Job
 from draftcore.contracts.offers import Offer
 from draftcore.errors import DraftcoreError, UsageError
 
-class Family(local.Family):
+class Processes(local.Processes):
     pass
 
 class Launcher(local.LocalLauncher):
     def run(self, job):
-        before, local.Family = local.Family, Family
+        before, local.Processes = local.Processes, Processes
         try:
             return super().run(job)
         finally:
-            local.Family = before
+            local.Processes = before
 
 @hookimpl
 def describe():
@@ -63,7 +63,7 @@ class Launcher(Launcher):
     def run(self, job):
         return super().run(job) and super().run(job)
 == does_not_watch_producers: test_a_producer_that_dies_is_started_again_alone
-class Family(Family):
+class Processes(Processes):
     def _watch_producers(self):
         pass
 == hides_what_failed: test_what_dies_again_and_again_ends_the_run
@@ -81,7 +81,7 @@ class Launcher(Launcher):
         except UsageError as error:
             return error.exit_status
 == kills_where_it_should_ask: test_a_signal_reaches_the_ranks_which_end_as_they_like
-class Family(Family):
+class Processes(Processes):
     def _ask(self, number, frame):
         super()._ask(signal.SIGKILL, frame)
 == keeps_its_producers: test_producers_come_and_go_while_the_run_goes_on
@@ -93,7 +93,7 @@ class Launcher(Launcher):
     def run(self, job):
         return super().run(Fixed(**vars(job)))
 == leaves_producers_behind: test_nothing_is_left_of_a_run_that_ended
-class Family(Family):
+class Processes(Processes):
     def run(self):
         end, local.end = local.end, lambda children, *given: None
         try:

@@ -1,20 +1,19 @@
-"""The ranks of a run: how they agree, and how the replicas of a draft stay equal.
+"""The ranks of a run: what they do together, and how each learns that another failed or is lost.
 
 A run that a launcher or `torchrun` started has several ranks, each with a process and a device of its
 own. Each holds a replica of every draft, captures and trains its share of a step's batches, and adds
-up gradients with the others: one all-reduce of a flat buffer. One further exchange a step agrees on
-the rest (`agree`). Rank 0 alone evaluates and writes checkpoints, metrics and messages.
+up gradients with the others: one all-reduce of a flat buffer. One `all_gather` a step agrees on the
+rest. Rank 0 alone evaluates and writes checkpoints, metrics and messages.
 
 The ranks of one machine meet in memory that the launcher made, and talk over loopback; those of
 several in the store of `torchrun`, a port that a firewall has to keep. gloo's ports accept whoever
 connects first, so each rank proves to each that it was at the meeting.
 
-Odd: there are two process groups. `talk` carries what ranks tell each other, on the CPU, and waits
-as long as rank 0 works alone, be it an hour of evaluation; `work` carries gradients and waits
-`train.rank_timeout`. That a silent rank is dead and not busy, `Watch` knows.
+Odd: collectives on the CPU have no timeout, as rank 0 may work alone, be it an hour of evaluation,
+and as features may be late. Whether a rank that is waited for is busy or dead, `Heartbeat` knows.
 
-An error that the ranks meet together (`first`, `together`) is raised on all of them, and they may
-go on. One that strikes a rank alone ends the run on all.
+An error that the ranks meet together (`on_rank0`, `raise_on_all`) is raised on all of them, and they
+may go on. One that strikes a rank alone ends the run on all.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from __future__ import annotations
 import hmac
 import io
 import os
-import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,54 +40,61 @@ from draftcore.config import TrainConfig
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore.launcher import MEETING
 from draftcore.tensors import resolve_device
-from draftcore.training.watch import GRACE, SOON, Watch
 
 T = TypeVar("T")
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun's
-FOREVER = timedelta(days=365)
+NO_TIMEOUT = timedelta(days=365)
+BEAT_EVERY = 0.5  # seconds between two heartbeats
+LOST_RANK = (
+    "it was killed or frozen, or its host is lost: {}\n"
+    "start the same command again: the run goes on from its last checkpoint"
+)
+UNWIND = 5.0  # seconds for a main thread to end by itself once the run has failed
 
 
 class Ranks:
     """The ranks of a run, and this one's place; as it stands a single one, which needs nobody."""
 
     rank, size = 0, 1
-    talk: dist.ProcessGroup | None = None
-    work: dist.ProcessGroup | None = None
-    met: BaseException | None = None  # the last error that all ranks met
+    cpu_group: dist.ProcessGroup | None = None
+    device_group: dist.ProcessGroup | None = None
+    last_common_error: BaseException | None = None  # that all ranks raised
 
-    def agree(self, said: T) -> list[T]:
-        """Give every rank what each of them says, by rank: small data."""
-        found = [said] * self.size
+    def all_gather(self, value: T) -> list[T]:
+        """Give every rank the values of all, by rank: small data."""
+        values = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, said, group=self.talk)
-        return found
+            dist.all_gather_object(values, value, group=self.cpu_group)
+        return values
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all(self) -> Iterator[None]:
         """Raise a DraftcoreError of any rank on all, where the block ends."""
-        own = None
+        own_error = None
         try:
             yield
         except DraftcoreError as error:
-            own = error
-        for rank, said in enumerate(self.agree((str(own), own.exit_status) if own else None)):
-            if said is not None:
-                kind = UsageError if said[1] == ExitStatus.REFUSED else DraftcoreError
-                self.met = own if own is not None and rank == self.rank else kind(said[0])
-                raise self.met
+            own_error = error
+        errors = self.all_gather((str(own_error), own_error.exit_status) if own_error else None)
+        for rank, raised in enumerate(errors):
+            if raised is not None:
+                kind = UsageError if raised[1] == ExitStatus.REFUSED else DraftcoreError
+                mine = own_error if rank == self.rank else None
+                self.last_common_error = mine or kind(raised[0])
+                raise self.last_common_error
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_rank0(self, work: Callable[[], T]) -> T:
         """Let rank 0 do something and give its result, small data, to all."""
         value: T | None = None
-        with self.together():
+        with self.raise_on_all():
             if self.rank == 0:
                 value = work()
-        return cast(T, self.agree(value)[0])
+        return cast(T, self.all_gather(value)[0])
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give a tensor of rank 0, on the CPU, to all, in place."""
         if self.size > 1:
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0, group=self.talk)
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0, group=self.cpu_group)
 
     def device(self, name: str) -> torch.device:
         """This rank's device: of several ranks, the CPU or the CUDA device of its place on its host."""
@@ -103,23 +110,7 @@ class Ranks:
         return torch.device("cuda", local)
 
 
-ALONE = Ranks()
-
-
-def lay_gradients(parameters: Iterable[Tensor], flats: list[Tensor], at: int = 0) -> None:
-    """Let gradients lie in the flat buffer `at`, of which each is a view; makes it if need be.
-
-    The first takes over the gradients that are there.
-    """
-    trained = [p for p in parameters if p.requires_grad]
-    if not flats:
-        held = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        flats.append(torch.cat([grad.flatten() for grad in held]))
-    while len(flats) <= at:
-        flats.append(torch.zeros_like(flats[0]))
-    parts = torch.split(flats[at], [p.numel() for p in trained])
-    for parameter, part in zip(trained, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
+SINGLE_RANK = Ranks()
 
 
 # ---------------------------------------------------------------- several ranks
@@ -134,7 +125,7 @@ def join(config: TrainConfig, *, alone: bool = False) -> Iterator[Ranks]:
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield ALONE
+        yield SINGLE_RANK
         return
     if alone:
         raise UsageError(
@@ -152,7 +143,7 @@ def join(config: TrainConfig, *, alone: bool = False) -> Iterator[Ranks]:
         with redirect_stdout(io.StringIO() if ranks.rank else sys.stdout):
             yield ranks
     except BaseException as error:
-        if error is not ranks.met:
+        if error is not ranks.last_common_error:
             ranks.leave(error)
             raise
         ranks.close()
@@ -168,9 +159,6 @@ class Group(Ranks):
     def __init__(self, config: TrainConfig, size: int) -> None:
         self.rank, self.size = int(os.environ["RANK"]), size
         timeout, device = timedelta(seconds=config.rank_timeout), self.device(config.device)
-        # gloo keeps whoever connects: files for them, beside those of the run.
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # all of them on this machine
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
@@ -180,28 +168,29 @@ class Group(Ranks):
             else:
                 store, _, _ = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
-            self.watch = Watch(store, self.rank, size, config.rank_timeout)
             if self.rank == 0:
                 store.set("key", os.urandom(32).hex())
             dist.init_process_group(
                 "gloo", store=store, rank=self.rank, world_size=size, timeout=timeout
             )
-            self.watch.start()
-            self.talk = dist.new_group(backend="gloo", timeout=timeout)
-            self.work = dist.group.WORLD
-            for group in (self.talk, self.work):
+            cpu_group = cast(dist.ProcessGroup, dist.group.WORLD)
+            beat_group = dist.new_group(backend="gloo", timeout=timeout)
+            for group in (cpu_group, beat_group):
                 self._prove(group, store.get("key"))
-            self.talk.set_timeout(FOREVER)
+            cpu_group.set_timeout(NO_TIMEOUT)
         except RuntimeError as error:
             raise DraftcoreError(
                 f"{size} ranks did not come together within {config.rank_timeout:g} s: {error}\n"
                 "  start as many as WORLD_SIZE says, with one MASTER_ADDR that all of them reach"
             ) from None
+        self.heartbeat = Heartbeat(self, beat_group, timeout)
+        self.heartbeat.start()
+        self.cpu_group = self.device_group = cpu_group
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            self.work = dist.new_group(backend="nccl", timeout=timeout)
+            self.device_group = dist.new_group(backend="nccl", timeout=timeout)
 
-    def _prove(self, group: dist.ProcessGroup | None, key: bytes) -> None:
+    def _prove(self, group: dist.ProcessGroup, key: bytes) -> None:
         """Show each rank that this one knows the key. Raises DraftcoreError where another does not."""
         pairs = [(a, b) for a in range(self.size) for b in range(self.size)]
         made = [list(hmac.digest(key, b"%d to %d" % pair, "sha256")) for pair in pairs]
@@ -220,26 +209,74 @@ class Group(Ranks):
         The groups end with their last reference: threads of theirs that outlive the interpreter may
         abort the process.
         """
-        self.agree(None)
-        self.watch.ending.set()
-        self.watch.join()
-        self.agree(None)  # the store's host goes last
-        self.talk = self.work = None
+        self.heartbeat.ending.set()
+        self.heartbeat.join()
+        self.cpu_group = self.device_group = self.heartbeat.group = None
         dist.destroy_process_group()
 
     def leave(self, error: BaseException) -> None:
         """Part after an error, for the caller to raise; SystemExit where another rank failed before."""
         # torchrun ends the others as soon as one is gone; there is something to say first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        watch, text = self.watch, str(error)
+        text = str(error)
         if not isinstance(error, DraftcoreError):
             text = f"{type(error).__name__}: {error}"
-            watch.shorten()  # a collective breaks when a rank ends
-            watch.known.wait(2 * SOON)
-        if watch.failure is None:
-            with suppress(RuntimeError):
-                watch.post(self.rank, text, getattr(error, "exit_status", ExitStatus.FAILED))
-            watch.known.wait(GRACE)
-        if watch.failure is not None and watch.failure.rank != self.rank:
-            raise SystemExit(watch.failure.code)
-        watch.wait_for_others()
+        heartbeat = self.heartbeat
+        heartbeat.own_failure = Failure(self.rank, text, getattr(error, "exit_status", ExitStatus.FAILED))
+        heartbeat.ending.set()
+        heartbeat.failure_known.wait(UNWIND)
+        if heartbeat.failure is not None and heartbeat.failure.rank != self.rank:
+            raise SystemExit(heartbeat.failure.code)
+
+
+class Failure(NamedTuple):
+    """Why the run ends: the rank that failed, None for one that is lost, its error, the exit status."""
+
+    rank: int | None
+    text: str
+    code: int
+
+
+class Heartbeat(threading.Thread):
+    """Meets the other ranks twice a second, in a thread and a process group of its own.
+
+    A rank that does not come there within `train.rank_timeout` was killed or frozen; one that is busy
+    comes. A rank that failed says so there. Then all end: a main thread that still waits in a
+    collective, where it cannot be woken, is ended with its process.
+    """
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        super().__init__(name="draftcore-heartbeat", daemon=True)
+        self.rank, self.size, self.timeout = ranks.rank, ranks.size, timeout
+        self.group: dist.ProcessGroup | None = group
+        self.ending, self.failure_known = threading.Event(), threading.Event()
+        self.own_failure: Failure | None = None  # this rank's
+        self.failure: Failure | None = None  # the run's, once it is known
+
+    def run(self) -> None:
+        answers: list[tuple[bool, Failure | None]] = [(False, None)] * self.size
+        while not all(ending for ending, _ in answers):
+            self.ending.wait(min(BEAT_EVERY, self.timeout.total_seconds() / 4))
+            try:
+                dist.monitored_barrier(self.group, self.timeout)  # which names who did not come
+                answer = self.ending.is_set(), self.own_failure
+                dist.all_gather_object(answers, answer, group=self.group)
+            except RuntimeError as error:
+                (cause, *_) = str(error).splitlines()
+                return self.end(Failure(None, LOST_RANK.format(cause), ExitStatus.RANK_LOST))
+            for failure in [failure for _, failure in answers if failure]:
+                return self.end(failure)
+
+    def end(self, failure: Failure) -> None:
+        """Say why the run ends, and end this process where its main thread does not.
+
+        Of the ranks that did not fail one says it, or all would; of a rank that is lost all do.
+        """
+        self.failure = failure
+        if failure.rank is None or self.rank == (1 if failure.rank == 0 else 0):
+            name = "another rank" if failure.rank is None else f"rank {failure.rank}"
+            text = failure.text.replace("\n", "\n  ")
+            print(f"error: {name} failed\n  {text}", file=sys.stderr, flush=True)
+        self.failure_known.set()
+        time.sleep(UNWIND)
+        os._exit(failure.code)

@@ -19,7 +19,7 @@ from draftcore import hookimpl
 from draftcore.config import TrainConfig
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, Stop, TrainingDefaults
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.training.distributed import ALONE, Ranks, join
+from draftcore.training.ranks import SINGLE_RANK, Ranks, join
 from draftcore.training.sharding import require_shardable
 from tests.ranks import start_rank
 from tests.training.conftest import NewRun, Run
@@ -121,9 +121,9 @@ def fail(ranks: Ranks, folder: Path, *, rank: int, error: Exception) -> None:
 
 def talk(ranks: Ranks, folder: Path) -> Any:
     """All that ranks say to each other."""
-    found: dict[str, Any] = {"first": ranks.first(lambda: folder).name, "long": []}
+    found: dict[str, Any] = {"rank 0": ranks.on_rank0(lambda: folder).name, "long": []}
     for size in (3, 200000, 3):
-        said = ranks.agree("é" * (size * (1 + ranks.rank)))
+        said = ranks.all_gather("é" * (size * (1 + ranks.rank)))
         found["long"].append([len(one) for one in said])
     errors: list[str] = []
 
@@ -131,17 +131,17 @@ def talk(ranks: Ranks, folder: Path) -> Any:
         raise UsageError("rank 0 refuses")
 
     try:
-        ranks.first(refuse)
+        ranks.on_rank0(refuse)
     except UsageError as error:
-        errors.append(f"{error is ranks.met} {error}")
+        errors.append(f"{error is ranks.last_common_error} {error}")
     for rank in range(ranks.size):
         try:
-            with ranks.together():
+            with ranks.raise_on_all():
                 if ranks.rank >= rank:
                     raise DraftcoreError(f"of rank {ranks.rank}")
         except DraftcoreError as error:
-            errors.append(f"{error is ranks.met} {error}")
-    with ranks.together():
+            errors.append(f"{error is ranks.last_common_error} {error}")
+    with ranks.raise_on_all():
         pass
     return {**found, "errors": errors}
 
@@ -265,16 +265,16 @@ def test_an_error_of_one_rank_ends_the_other_with_its_name(
 def test_what_ranks_say_reaches_all_of_them(start: Start) -> None:
     ended = start(talk, 3)
     for one in ended.said():
-        assert one["first"] == ended.folder.name
+        assert one["rank 0"] == ended.folder.name
         assert one["long"] == [[3, 6, 9], [200000, 400000, 600000], [3, 6, 9]]
         assert one["errors"] == ["True rank 0 refuses"] + [f"True of rank {r}" for r in range(3)]
 
 
 def test_one_rank_says_the_same_to_itself(tmp_path: Path) -> None:
     with join(TrainConfig(device="cpu")) as ranks:
-        assert ranks is ALONE
-    assert talk(ALONE, tmp_path) == {
-        "first": tmp_path.name,
+        assert ranks is SINGLE_RANK
+    assert talk(SINGLE_RANK, tmp_path) == {
+        "rank 0": tmp_path.name,
         "long": [[3], [200000], [3]],
         "errors": ["True rank 0 refuses", "True of rank 0"],
     }
