@@ -17,6 +17,7 @@ from draftcore import api
 
 if TYPE_CHECKING:
     from draftcore.plugins.registry import Registry
+    from draftcore.run import Role
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 EXAMPLE = "For example: draftcore {}"
@@ -37,7 +38,7 @@ draft_option = click.option("--draft", help="One of the run's `drafts`; all if n
 
 def show_plan(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
     lines = [("PHASE", "KEY", "VALUE", "DECIDED BY")]
-    with api.opened(config, overrides, registry) as run:
+    with api.open_run(config, overrides, registry) as run:
         for phase, runner in run.runners.items():
             chosen = getattr(run.config.runner, phase)
             who = "you" if phase in run.config.runner.model_fields_set else "default"
@@ -66,9 +67,7 @@ def capture(registry: Registry, config: Path, overrides: tuple[str, ...], planne
 @click.command(epilog=EXAMPLE.format("train run.yaml train.lr=3e-4 run=runs/higher-rate"))
 @configured
 @click.option("--role", type=click.Choice(["trainer", "producer"]), help="Be this process only.")
-def train(
-    registry: Registry, config: Path, overrides: tuple[str, ...], role: api.Role | None
-) -> None:
+def train(registry: Registry, config: Path, overrides: tuple[str, ...], role: Role | None) -> None:
     """Train a run's drafts, each from its last checkpoint if any.
 
     Features are captured on the way, once for all drafts; with a store that keeps them, what it lacks

@@ -22,7 +22,7 @@ from draftcore.contracts.algorithm import Drafter, Proposal
 from draftcore.contracts.runner import DecodeRunner, Prompts, Rows
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation.proposals import checked, depth_of, lineage, verify, verify_tree
+from draftcore.evaluation.proposals import checked_proposal, depth_of, lineage, verify, verify_tree
 from draftcore.evaluation.report import Decoded, Report, Tie
 from draftcore.target import cut_after
 
@@ -102,7 +102,9 @@ class EagerRows:
     def propose(self) -> None:
         found = self.drafter.propose(self.state, self.temperature, self.generator)
         sizes, first = (len(self.last_B), self.target.spec.vocab_size), self.proposal is None
-        self.proposal = checked(found, self.drafter, *sizes, self.temperature, values=first)
+        self.proposal = checked_proposal(
+            found, self.drafter, *sizes, self.temperature, values=first
+        )
 
     def verify(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
         proposal, seen_BTT = self.proposal, None

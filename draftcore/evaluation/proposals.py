@@ -26,24 +26,19 @@ def depth_of(drafter: Drafter) -> int:
     return int(getattr(drafter, "depth", drafter.num_drafts))
 
 
-def checked(
-    proposal: Proposal,
-    drafter: Drafter,
-    rows: int,
-    vocab_size: int,
-    temperature: float = 0.0,
-    values: bool = False,
-) -> Proposal:
+def checked_proposal(
+    proposal: Proposal, drafter: Drafter, rows: int, vocab_size: int,
+    temperature: float = 0.0, values: bool = False,
+) -> Proposal:  # fmt: skip
     """Return a proposal that is as it must be; raise DraftcoreError for any other.
 
     To look at `values` as well waits for the device. Raises UsageError for drafts to sample from that
     come without their probabilities.
     """
 
-    def wrong(found: str, remedy: str) -> DraftcoreError:
-        return DraftcoreError(f"{drafter.propose.__qualname__} returned {found}\n  {remedy}")
+    def wrong(what: str, remedy: str) -> DraftcoreError:
+        return DraftcoreError(f"{drafter.propose.__qualname__} returned {what}\n  {remedy}")
 
-    nodes, tree = (rows, drafter.num_drafts), hasattr(drafter, "depth")
     if not isinstance(proposal, Proposal):
         raise wrong(f"a {type(proposal).__name__}", "it returns Proposal(tokens_BK, ...)")
     if temperature > 0 and proposal.probs_BKV is None:
@@ -51,32 +46,28 @@ def checked(
             f"eval.temperature is {temperature}, and this draft proposes tokens without the "
             "probabilities that sampling needs\n  set eval.temperature=0"
         )
-    if tree != (proposal.parents_BK is not None):
-        found = "no parents_BK, and has a depth" if tree else "parents_BK, and has no depth"
-        raise wrong(found, "a drafter of trees has both, a drafter of chains neither")
-    for name, shape, low, end, what in (
-        ("tokens_BK", nodes, 0, vocab_size, f"int64, ids from 0 to {vocab_size - 1}"),
-        ("probs_BKV", (*nodes, vocab_size), 0, 1.001, "float32, from 0 to 1"),
-        (
-            "parents_BK",
-            nodes,
-            -1,
-            torch.arange(nodes[1]),
-            "int64, nodes before the node itself or -1",
-        ),
-        ("counts_B", (rows,), 0, nodes[1] + 1, f"int64, from 0 to {nodes[1]}"),
+    if hasattr(drafter, "depth") != (proposal.parents_BK is not None):
+        what = (
+            "parents_BK, and has no depth" if proposal.parents_BK is not None else "no parents_BK"
+        )
+        raise wrong(what, "a drafter of trees has parents_BK and a depth, one of chains neither")
+    K, last = drafter.num_drafts, vocab_size - 1
+    for name, shape, low, high, form in (
+        ("tokens_BK", (rows, K), 0, last, f"int64, ids from 0 to {last}"),
+        ("probs_BKV", (rows, K, vocab_size), 0, 1.001, "float32, from 0 to 1"),
+        ("parents_BK", (rows, K), -1, torch.arange(K) - 1, "int64, nodes before the node, or -1"),
+        ("counts_B", (rows,), 0, K, f"int64, from 0 to {K}"),
     ):
-        field, what = getattr(proposal, name), f"{name} are {what}, of shape {shape}"
+        field, remedy = getattr(proposal, name), f"{name} are {form}, of shape {shape}"
         if field is None and name != "tokens_BK":
             continue
         if not isinstance(field, Tensor):
-            raise wrong(f"{name} as a {type(field).__name__}", what)
+            raise wrong(f"{name} as a {type(field).__name__}", remedy)
         if field.shape != shape or (field.dtype == torch.int64) == (name == "probs_BKV"):
-            raise wrong(f"{name} of shape {tuple(field.shape)} in {field.dtype}", what)
-        if values:
-            field = field.cpu()
-            for at in ((field < low) | (field >= end)).nonzero().tolist()[:1]:
-                raise wrong(f"{name}{at} = {field[tuple(at)].item()}", what)
+            raise wrong(f"{name} of shape {tuple(field.shape)} in {field.dtype}", remedy)
+        outside = (field.cpu() < low) | (field.cpu() > high) if values else torch.empty(0)
+        for index in outside.nonzero().tolist()[:1]:
+            raise wrong(f"{name}{index} = {field[tuple(index)].item()}", remedy)
     if values and proposal.parents_BK is not None:
         longest = int(lineage(proposal.parents_BK).sum(-1).max()) - 1
         if longest > depth_of(drafter):

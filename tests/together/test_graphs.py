@@ -16,7 +16,9 @@ from click.testing import Result
 
 from draftcore.config import load_config
 from draftcore.plugins.registry import load
-from draftcore.run import Run, open_features, open_samples, trainer_parts
+from draftcore.run import Run
+from draftcore.run.features import open_features, open_samples
+from draftcore.run.train import trainer_parts
 from tests.together.conftest import OPTIONS
 
 if TYPE_CHECKING:
