@@ -139,9 +139,9 @@ def export(
 
         folders = []
         for draft_run in run.chosen(draft, checkpoint=checkpoint, out=out):
-            last, folder = (
-                find_checkpoint(draft_run, checkpoint),
+            folder, last = (
                 out or draft_run.folder / "export",
+                find_checkpoint(draft_run, checkpoint),
             )
             folders.append(export(draft_run, last, folder, layout, force=force))
             say(f"{draft_run.prefix}exported step {last.step} to {folder}")
@@ -153,12 +153,9 @@ def export(
 
 @contextmanager
 def open_run(
-    config: str | Path | RunConfig,
-    overrides: Sequence[str] = (),
-    registry: Registry | None = None,
-    *,
-    role: Role | None = None,
-) -> Iterator[Run]:
+    config: str | Path | RunConfig, overrides: Sequence[str] = (),
+    registry: Registry | None = None, *, role: Role | None = None,
+) -> Iterator[Run]:  # fmt: skip
     """Open a configured run; without a role it refuses to be started by torchrun."""
     from draftcore.config import load_config  # pydantic, then torch: only for what works
 
@@ -167,9 +164,8 @@ def open_run(
     # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch's own place for compiled code is a name in /tmp that any user can make first.
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "draftcore/inductor")
-    )
+    compiled = Path.home() / ".cache/draftcore/inductor"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     from draftcore.run import Run
     from draftcore.training.distributed import join
 
@@ -197,8 +193,8 @@ def launch(
     name, options = topology.launcher, topology.options
     binding = bind(registry, "launcher", name, options, settings.plugins)
     launcher = binding.hook.launcher(name=name, options=binding.options)
-    counts = topology.ranks, topology.producers, topology.restarts
     (settings.run / SCALE).unlink(missing_ok=True)  # of an earlier start
+    counts = topology.ranks, topology.producers, topology.restarts
     devices = settings.target.tensor_parallel
     code = launcher.run(Job(command, settings.run, *counts, settings.channel, devices))
     if code == INTERRUPTED:

@@ -46,16 +46,15 @@ def checked_proposal(
             f"eval.temperature is {temperature}, and this draft proposes tokens without the "
             "probabilities that sampling needs\n  set eval.temperature=0"
         )
-    if hasattr(drafter, "depth") != (proposal.parents_BK is not None):
-        what = (
-            "parents_BK, and has no depth" if proposal.parents_BK is not None else "no parents_BK"
-        )
-        raise wrong(what, "a drafter of trees has parents_BK and a depth, one of chains neither")
+    tree = proposal.parents_BK is not None
+    if tree != hasattr(drafter, "depth"):
+        remedy = "a drafter of trees has a depth and parents_BK, one of chains has neither"
+        raise wrong("parents_BK" if tree else "no parents_BK", remedy)
     K, last = drafter.num_drafts, vocab_size - 1
     for name, shape, low, high, form in (
         ("tokens_BK", (rows, K), 0, last, f"int64, ids from 0 to {last}"),
         ("probs_BKV", (rows, K, vocab_size), 0, 1.001, "float32, from 0 to 1"),
-        ("parents_BK", (rows, K), -1, torch.arange(K) - 1, "int64, nodes before the node, or -1"),
+        ("parents_BK", (rows, K), -1, torch.arange(K) - 1, "int64, earlier nodes or -1"),
         ("counts_B", (rows,), 0, K, f"int64, from 0 to {K}"),
     ):
         field, remedy = getattr(proposal, name), f"{name} are {form}, of shape {shape}"
@@ -119,13 +118,9 @@ def lineage(parents_BK: Tensor) -> Tensor:
 
 
 def verify_tree(
-    logits_BTV: Tensor,
-    proposal: Proposal,
-    temperature: float,
-    generator: torch.Generator,
-    seen_BTT: Tensor,
-    depth: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits_BTV: Tensor, proposal: Proposal, temperature: float, generator: torch.Generator,
+    seen_BTT: Tensor, depth: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Accept a path of a tree from its root on, and add one token of the target's own.
 
     `seen_BTT` is the `lineage` of its parents. A node further down than `depth` is never accepted.

@@ -81,7 +81,7 @@ def train(
         signals = stack.enter_context(stop_on_signal())
         stop = lambda: bool(signals)  # noqa: E731
         with ranks.together():
-            queue, source = stack.enter_context(open_source(run, role, parts))
+            queue, source = stack.enter_context(open_batches(run, role, parts))
         uses, device = plan.uses(first, ranks.rank, ranks.size), parts.device
         loader = Loader(uses, source, ahead=parts.prefetch, device=device, stop=stop)
         stack.callback(loader.close)
@@ -113,15 +113,14 @@ def say_beginning(run: Run, parts: TrainerParts, say: Callable[[str], None]) -> 
     for draft, trainer in zip(run.drafts, parts.trainers, strict=True):
         if trainer.step == total:
             say(f"already trained: {plural(total, 'step')} in {draft.folder}")
-        elif trainer.step:
+            continue
+        if trainer.step:
             say(f"{draft.prefix}resuming from step {trainer.step} of {total}")
-    if parts.first_step == total:
-        return
-    for draft, trainer in zip(run.drafts, parts.trainers, strict=True):
         if about := trainer.built.about:
             say(f"{draft.prefix}a draft of {about}")
-    rows = plural(plan.accumulate * plan.batch, "row")
-    say(f"a step: {plural(plan.accumulate, 'batch')}, {rows}")
+    if parts.first_step < total:
+        batches, rows = plan.accumulate, plan.accumulate * plan.batch
+        say(f"a step: {plural(batches, 'batch')}, {plural(rows, 'row')}")
 
 
 def say_end(
@@ -131,20 +130,18 @@ def say_end(
     """Say how far each draft came, which rows were skipped, and what plugins stopped."""
     plan, skipped = parts.plan, parts.skipped
     for draft, trainer in zip(run.drafts, parts.trainers, strict=True):
-        outcome = "complete" if reason == "stopped" and draft.label not in stopped else reason
-        samples = plural(plan.rows_before(trainer.step), "sample")
+        stop, samples = stopped.get(draft.label), plan.rows_before(trainer.step)
+        outcome = "complete" if reason == "stopped" and stop is None else reason
         say(
-            f"{draft.prefix}{outcome}: step {trainer.step} of {plan.total_steps}, {samples}, "
-            f"checkpoints in {trainer.checkpoints}"
+            f"{draft.prefix}{outcome}: step {trainer.step} of {plan.total_steps}, "
+            f"{plural(samples, 'sample')}, checkpoints in {trainer.checkpoints}"
         )
+        if stop is not None:
+            say(f"{draft.prefix}stopped by the plugin {stop.plugin}: {stop.reason}")
     if skipped:
         names = ", ".join(f"row {row}" for row in list(skipped)[:8])
-        verb = "was" if len(skipped) == 1 else "were"
-        why = next(iter(skipped.values()))
-        say(f"{plural(len(skipped), 'row')} {verb} skipped: {names}: {why}")
-    for draft in run.drafts:
-        if stop := stopped.get(draft.label):
-            say(f"{draft.prefix}stopped by the plugin {stop.plugin}: {stop.reason}")
+        were, why = "was" if len(skipped) == 1 else "were", next(iter(skipped.values()))
+        say(f"{plural(len(skipped), 'row')} {were} skipped: {names}: {why}")
 
 
 # ---------------------------------------------------------------- the parts of a trainer
@@ -201,9 +198,9 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
-    parts = TrainerParts(features, samples, plan, skipped, [], device, prefetch, held)
-    parts.trainers = open_trainers(run, run_id, parts, checkpoints)
-    return parts
+    about = {"run_id": run_id, "target": run.target.fingerprint, "width": run.width}
+    trainers = open_trainers(run, about, features, samples, plan, skipped, checkpoints)
+    return TrainerParts(features, samples, plan, skipped, trainers, device, prefetch, held)
 
 
 def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
@@ -224,42 +221,36 @@ def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
 
 
 def open_trainers(
-    run: Run, run_id: str, parts: TrainerParts, checkpoints: Sequence[Checkpoint | None]
-) -> list[Trainer]:
+    run: Run, about: Mapping[str, Any], features: Features, samples: Samples, plan: Plan,
+    skipped: Skipped, checkpoints: Sequence[Checkpoint | None],
+) -> list[Trainer]:  # fmt: skip
     """Build each draft, or read it from its checkpoint, with what evaluates it in training."""
-    features, samples, config = parts.features, parts.samples, run.config
-    probe = open_probe(run, parts) if config.train.eval_every else None
-    about = {
-        "run_id": run_id,
-        "target": run.target.fingerprint,
-        "features": features.provenance,
-        "width": run.width,
-    }
+    probe = open_probe(run, features, samples.summary.date) if run.config.train.eval_every else None
     shared, trainers = [run.capture, *([features.binding] if features.binding else [])], []
     for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
         summary = read_summary(checkpoint.state["data"]) if checkpoint else samples.summary
         own = {"plugins": run.manifest([draft], *shared), "data": summary_data(summary)}
-        setup = draft.setup({**about, **own})
+        setup = draft.setup({**about, "features": features.provenance, **own})
         evaluate = probe(setup, draft.decoder).evaluate if probe else None
         trainers.append(
             Trainer(
-                setup, draft.build(summary), run.ranks, parts.plan, parts.skipped,
-                run.observers, evaluate, checkpoint,
+                setup, draft.build(summary), run.ranks, plan, skipped, run.observers, evaluate,
+                checkpoint,
             )
         )  # fmt: skip
     return trainers
 
 
-def open_probe(run: Run, parts: TrainerParts) -> Callable[..., Probe]:
+def open_probe(run: Run, features: Features, date: str) -> Callable[..., Probe]:
     """Read the held-out data; return what makes the probe of a draft, which all share it."""
     run.runners["decode"].check(run.target)  # what it refuses is refused before training
-    config, date = run.config, parts.samples.summary.date
+    config = run.config
     assert config.data.eval is not None  # as the configuration asks for
     data = run.dataset(config.data.eval, "eval", config.train.eval_samples, date)
-    capture = functools.partial(open_capture, run, parts.features.request, data)
+    capture = functools.partial(open_capture, run, features.request, data)
     samples = held_out_samples(config, data, capture)
     prompts = functools.cache(lambda: run.prompts(config.train.eval_prompts)[0])
-    return functools.partial(Probe, samples, prompts, parts.device)
+    return functools.partial(Probe, samples, prompts, run.ranks.device(config.train.device))
 
 
 def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan: Plan) -> None:
@@ -312,7 +303,9 @@ def read_run_id(folder: Path) -> str:
 
 
 @contextmanager
-def open_source(run: Run, role: Role, parts: TrainerParts) -> Iterator[tuple[Queue | None, Source]]:
+def open_batches(
+    run: Run, role: Role, parts: TrainerParts
+) -> Iterator[tuple[Queue | None, Source]]:
     """Open where this rank's batches come from, and on rank 0 the queue where producers capture."""
     features, plan, skipped = parts.features, parts.plan, parts.skipped
     store, names = features.store, features.request.names
