@@ -92,8 +92,9 @@ def verify(
         return choice_BT, right_BK.long().cumprod(1).sum(1).minimum(room_B) + 1, room_B
     assert proposal.probs_BKV is not None
     p_BTV = torch.softmax(logits_BTV.float() / temperature, -1)
-    at = drafts_BK[..., None]
-    p_BK, q_BK = p_BTV[:, :K].gather(-1, at)[..., 0], proposal.probs_BKV.gather(-1, at)[..., 0]
+    ids_BK1 = drafts_BK[..., None]
+    p_BK = p_BTV[:, :K].gather(-1, ids_BK1)[..., 0]
+    q_BK = proposal.probs_BKV.gather(-1, ids_BK1)[..., 0]
     coin_BK = torch.rand(B, K, generator=generator, device=p_BK.device)
     accepted_B = (coin_BK * q_BK < p_BK).long().cumprod(1).sum(1).minimum(room_B)
     # Past the last draft nothing was proposed, so the residual there is the target's own p.
@@ -147,8 +148,8 @@ def verify_tree(
         # What is left of p where the path ends so far, and how much that is.
         end_B, left_BV, mass_B = torch.zeros_like(rows), p_BTV[:, 0], torch.ones_like(coin_BK[:, 0])
         for k in range(K):
-            q_BV, at = mass_B[:, None] * probs_BKV[:, k], drafts_BK[:, k, None]
-            fits_B = (coin_BK[:, k, None] * q_BV.gather(1, at) < left_BV.gather(1, at))[:, 0]
+            q_BV, id_B1 = mass_B[:, None] * probs_BKV[:, k], drafts_BK[:, k, None]
+            fits_B = (coin_BK[:, k, None] * q_BV.gather(1, id_B1) < left_BV.gather(1, id_B1))[:, 0]
             asked_B = counted_BK[:, k] & (parents_BK[:, k] + 1 == end_B)
             taken_B, refused_B = asked_B & fits_B, asked_B & ~fits_B
             end_B = end_B.where(~taken_B, k + 1)

@@ -134,8 +134,10 @@ def require_usable_store(run: Run, role: str, features: Features) -> None:
         )
 
 
-def open_auto_store(run: Run, run_id: str, features: Features, plan: Plan, held: int) -> Features:
-    """Open the store of `auto` between processes: in shared memory, with room for `held` batches.
+def open_auto_store(
+    run: Run, run_id: str, features: Features, plan: Plan, batches: int
+) -> Features:
+    """Open the store of `auto` between processes: in shared memory, with room for so many batches.
 
     It is the same at every start of a run, as producers that outlive a trainer hold on to it. Raises
     UsageError where there is too little memory.
@@ -147,7 +149,7 @@ def open_auto_store(run: Run, run_id: str, features: Features, plan: Plan, held:
             f"several stores are in shared memory: {', '.join(fast)}\n  set store to one of them"
         )
     token_bytes = features.request.token_bytes(run.width) + TEXT_BYTES
-    need = plan.largest(held) * token_bytes + held * plan.batch * HEAD_BYTES
+    need = plan.largest(batches) * token_bytes + batches * plan.batch * HEAD_BYTES
     room = max(LEAST_STORE, 2 * need)  # as what is free in a ring may lie scattered
     folder = MEMORY / f"draftcore-{run_id}"
     uri = f"file:{folder}?volatile=yes&max_bytes={room}"

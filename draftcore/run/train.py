@@ -151,7 +151,7 @@ def say_end(
 class TrainerParts:
     """What trains: the plan, the drafts where they stand, and what is skipped so far.
 
-    `prefetch` batches lie ready per rank beside the one in training; `held` are held over all ranks.
+    `prefetch` batches lie ready per rank beside the one in training; `held_batches` are held over all ranks.
     """
 
     features: Features
@@ -161,7 +161,7 @@ class TrainerParts:
     trainers: list[Trainer]
     device: torch.device
     prefetch: int
-    held: int
+    held_batches: int
 
     @property
     def first_step(self) -> int:
@@ -184,9 +184,9 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
         accumulate = batches_per_step(run, resumed)
     plan = make_plan(run, samples, accumulate)
     prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
-    held = (prefetch + 1) * ranks.size
+    held_batches = (prefetch + 1) * ranks.size
     if role != "both" and features.store is None:
-        features = open_auto_store(run, run_id, features, plan, held)
+        features = open_auto_store(run, run_id, features, plan, held_batches)
     with ranks.together():
         for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
             if checkpoint is not None:
@@ -200,7 +200,7 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
     about = {"run_id": run_id, "target": run.target.fingerprint, "width": run.width}
     trainers = open_trainers(run, about, features, samples, plan, skipped, checkpoints)
-    return TrainerParts(features, samples, plan, skipped, trainers, device, prefetch, held)
+    return TrainerParts(features, samples, plan, skipped, trainers, device, prefetch, held_batches)
 
 
 def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
@@ -229,8 +229,9 @@ def open_trainers(
     shared, trainers = [run.capture, *([features.binding] if features.binding else [])], []
     for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
         summary = read_summary(checkpoint.state["data"]) if checkpoint else samples.summary
-        own = {"plugins": run.manifest([draft], *shared), "data": summary_data(summary)}
-        setup = draft.setup({**about, "features": features.provenance, **own})
+        inputs = {"features": features.provenance, "data": summary_data(summary)}
+        plugins = run.manifest([draft], *shared)
+        setup = draft.setup({**about, **inputs, "plugins": plugins})
         evaluate = probe(setup, draft.decoder).evaluate if probe else None
         trainers.append(
             Trainer(
@@ -355,7 +356,7 @@ def open_queue(run: Run, parts: TrainerParts, store: FeatureStore) -> Queue:
         limit = max(room // 2, least)  # as what is free in a ring may lie scattered
     queue = Queue(
         {"store": store.uri, "provenance": origin, "request": asdict(request)},
-        ahead=parts.held,
+        ahead=parts.held_batches,
         limit=limit,
         skipped=parts.skipped,
         free=(lambda refs: None) if keeps else store.free,

@@ -73,7 +73,7 @@ def test_a_run_learns_from_a_mixture_and_a_secret_in_a_source_is_refused(project
 def test_a_start_reads_the_data_and_the_rendered_rows_once(
     project: Project,
 ) -> None:
-    """The second start, which renders nothing: it digests both files, and maps the rows."""
+    """The second start, which renders nothing: it looks at the data, maps the rows, digests both."""
     project.cli("train", "train.max_steps=1")
     opened, watching = Counter[str](), True
 
@@ -84,4 +84,4 @@ def test_a_start_reads_the_data_and_the_rendered_rows_once(
     sys.addaudithook(watch)
     project.cli("train", "train.max_steps=2")
     watching = False
-    assert (opened["train.jsonl"], opened["rows.bin"]) == (1, 2)
+    assert (opened["train.jsonl"], opened["rows.bin"]) == (2, 2)
