@@ -64,9 +64,10 @@ def checked_proposal(
             raise wrong(f"{name} as a {type(field).__name__}", remedy)
         if field.shape != shape or (field.dtype == torch.int64) == (name == "probs_BKV"):
             raise wrong(f"{name} of shape {tuple(field.shape)} in {field.dtype}", remedy)
-        outside = (field.cpu() < low) | (field.cpu() > high) if values else torch.empty(0)
-        for index in outside.nonzero().tolist()[:1]:
-            raise wrong(f"{name}{index} = {field[tuple(index)].item()}", remedy)
+        if values:
+            field = field.cpu()
+            for index in ((field < low) | (field > high)).nonzero().tolist()[:1]:
+                raise wrong(f"{name}{index} = {field[tuple(index)].item()}", remedy)
     if values and proposal.parents_BK is not None:
         longest = int(lineage(proposal.parents_BK).sum(-1).max()) - 1
         if longest > depth_of(drafter):
