@@ -19,7 +19,9 @@ from draftcore.contracts.algorithm import Sample
 from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch
 from draftcore.features.loader import Captured, Loaded, Loader
 from draftcore.plugins.registry import load
-from draftcore.run import Run, open_capture, trainer_parts
+from draftcore.run import Run
+from draftcore.run.features import open_capture
+from draftcore.run.train import trainer_parts
 from draftcore.training.loop import Step, Trainer
 
 BATCH, SAMPLES, TOKENS = 4, 16, 250

@@ -51,7 +51,8 @@ from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore.evaluation.decode import Clock, speculate
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load
-from draftcore.run import Run, train
+from draftcore.run import Run
+from draftcore.run.train import train
 from draftcore.target import TransformersModel, TransformersTarget
 
 COMPILED = "piecewise"

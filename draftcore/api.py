@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from draftcore.errors import DraftcoreError, ExitStatus, UsageError, raised
+from draftcore.errors import DraftcoreError, ExitStatus, raised
 from draftcore.plugins.registry import Registry, load
 
 if TYPE_CHECKING:
     from draftcore.config import RunConfig
     from draftcore.evaluation.report import Report
-    from draftcore.run import DraftRun, Run
+    from draftcore.run import Role, Run
 
-Role = Literal["both", "trainer", "producer"]
 Say = Callable[[str], None]
 WHOLE = "checkpoints/step-*/COMPLETE"
 
@@ -46,8 +45,8 @@ def capture(
 
     Raises UsageError for a store that does not keep them, DraftcoreError where the disk is too small.
     """
-    with opened(config, overrides, registry) as run:
-        from draftcore.run import capture_all
+    with open_run(config, overrides, registry) as run:
+        from draftcore.run.capture import capture_all
 
         line = capture_all(run)
         say(line)
@@ -67,25 +66,26 @@ def train(
     from draftcore.config import load_config
 
     settings = load_config(Path(config), overrides)
-    several = settings.topology.producers > 0 or settings.topology.ranks > 1
+    producers = settings.topology.producers > 0
+    several = producers or settings.topology.ranks > 1
     if role is None and several and "WORLD_SIZE" not in os.environ:
         reason = launch(settings, config, overrides, registry or load())
     else:
-        if role is None and settings.topology.producers > 0:
-            role = "trainer"
-        with open_run(settings, registry, role=role or "both") as run:
-            from draftcore.run import produce_features
-            from draftcore.run import train as train_run
-
+        role = role or ("trainer" if producers else "both")
+        with open_run(settings, (), registry, role=role) as run:
             if role == "producer":
+                from draftcore.run.produce import produce_features
+
                 print(f"waiting for the trainer of {settings.run}", file=sys.stderr)
                 reason, line = produce_features(run)
                 say(line)
             else:
-                reason = train_run(run, role or "both", say)
+                from draftcore.run.train import train as train_run
+
+                reason = train_run(run, role, say)
                 show_runners(run, say)
-    found = newest(settings)
-    return Trained(reason, {label: folder for label, folder in found.items() if folder})
+    whole = {label: folder for label, folder in newest(settings).items() if folder}
+    return Trained(reason, whole)
 
 
 def evaluate(
@@ -99,19 +99,20 @@ def evaluate(
     evaluated if neither a `checkpoint` nor an `exported` draft is named. Raises DraftcoreError where
     greedy output is not the target's own.
     """
-    with opened(config, overrides, registry) as run:
+    with open_run(config, overrides, registry) as run:
         from draftcore.drafts import open_draft
         from draftcore.evaluation.report import comparison, plot
-        from draftcore.run import evaluate_draft
+        from draftcore.run.evaluate import evaluate_draft
 
-        drafts, reports = run.chosen(draft), {}
-        only_one(drafts, checkpoint=checkpoint, export=exported, out=out)
-        for one in drafts:
-            built, step = open_draft(one, checkpoint, exported)
-            report = reports[one.label] = evaluate_draft(one, built, step)
-            folder = out or one.folder / "eval"
+        reports: dict[str, Report] = {}
+        for draft_run in run.chosen(draft, checkpoint=checkpoint, export=exported, out=out):
+            built, step = open_draft(draft_run, checkpoint, exported)
+            report = reports[draft_run.label] = evaluate_draft(draft_run, built, step)
+            folder = out or draft_run.folder / "eval"
             # Said first, as decoding took minutes and the disk may be full.
-            for name, value in [("draft", one.label)] * bool(one.label) + report.lines():
+            for name, value in [("draft", draft_run.label)] * bool(
+                draft_run.label
+            ) + report.lines():
                 show_row(name, value, say)
             report.write(folder)
             show_row("report and plot", str(folder), say)
@@ -133,16 +134,17 @@ def export(
 
     `force` replaces an export that lies there; any other folder that holds something is refused.
     """
-    with opened(config, overrides, registry) as run:
+    with open_run(config, overrides, registry) as run:
         from draftcore.drafts import export, find_checkpoint
 
-        drafts, folders = run.chosen(draft), []
-        only_one(drafts, checkpoint=checkpoint, out=out)
-        for one in drafts:
-            found = find_checkpoint(one, checkpoint)
-            folder = export(one, found, out or one.folder / "export", layout, force=force)
-            say(f"{one.of}exported step {found.step} to {folder}")
-            folders.append(folder)
+        folders = []
+        for draft_run in run.chosen(draft, checkpoint=checkpoint, out=out):
+            folder, last = (
+                out or draft_run.folder / "export",
+                find_checkpoint(draft_run, checkpoint),
+            )
+            folders.append(export(draft_run, last, folder, layout, force=force))
+            say(f"{draft_run.prefix}exported step {last.step} to {folder}")
         return folders
 
 
@@ -150,28 +152,20 @@ def export(
 
 
 @contextmanager
-def opened(
-    config: str | Path, overrides: Sequence[str], registry: Registry | None
-) -> Iterator[Run]:
-    """Read a configuration and open its run."""
+def open_run(
+    config: str | Path | RunConfig, overrides: Sequence[str] = (),
+    registry: Registry | None = None, *, role: Role | None = None,
+) -> Iterator[Run]:  # fmt: skip
+    """Open a configured run; without a role it refuses to be started by torchrun."""
     from draftcore.config import load_config  # pydantic, then torch: only for what works
 
-    with open_run(load_config(Path(config), overrides), registry) as run:
-        yield run
-
-
-@contextmanager
-def open_run(
-    settings: RunConfig, registry: Registry | None = None, *, role: Role | None = None
-) -> Iterator[Run]:
-    """Open a configured run; without a role it refuses to be started by torchrun."""
+    settings = load_config(Path(config), overrides) if isinstance(config, str | Path) else config
     # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
     # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch's own place for compiled code is a name in /tmp that any user can make first.
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "draftcore/inductor")
-    )
+    compiled = Path.home() / ".cache/draftcore/inductor"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     from draftcore.run import Run
     from draftcore.training.ranks import join
 
@@ -197,10 +191,10 @@ def launch(
     files = [part for file in registry.files for part in ("--plugin", file)]
     command = [sys.executable, "-m", "draftcore", *files, "train", str(config), *overrides]
     name, options = topology.launcher, topology.options
-    chosen = bind(registry, "launcher", name, options, settings.plugins)
-    launcher = chosen.hook.launcher(name=name, options=chosen.options)
-    counts = topology.ranks, topology.producers, topology.restarts
+    binding = bind(registry, "launcher", name, options, settings.plugins)
+    launcher = binding.hook.launcher(name=name, options=binding.options)
     (settings.run / SCALE).unlink(missing_ok=True)  # of an earlier start
+    counts = topology.ranks, topology.producers, topology.restarts
     devices = settings.target.tensor_parallel
     code = launcher.run(Job(command, settings.run, *counts, settings.channel, devices))
     if code == ExitStatus.INTERRUPTED:
@@ -235,17 +229,6 @@ def require_done(settings: RunConfig) -> None:
                 "the last step\n"
                 "  start the same command again: the run goes on from its last checkpoint"
             )
-
-
-def only_one(drafts: Sequence[DraftRun], **given: Path | None) -> None:
-    """Raise UsageError where a folder is given, which can be of one draft only, for several."""
-    named = [f"--{name}" for name, folder in given.items() if folder is not None]
-    if named and len(drafts) > 1:
-        labels = ", ".join(draft.label for draft in drafts)
-        raise UsageError(
-            f"{' and '.join(named)} can be given for one draft only, and the run has {labels}\n"
-            "  choose one with --draft"
-        )
 
 
 def show_runners(run: Run, say: Say) -> None:

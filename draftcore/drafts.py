@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -23,30 +22,30 @@ def find_checkpoint(draft: DraftRun, folder: Path | None) -> Checkpoint:
 
     A checkpoint fits a run of the same algorithm and target, with its plugins installed.
     """
-    found, target = draft.checkpoint(folder), draft.run.target
-    if found is None:
+    checkpoint, target = draft.checkpoint(folder), draft.run.target
+    if checkpoint is None:
         root = draft.folder / "checkpoints"
         raise UsageError(f"no finished checkpoint in {root}\n  run `draftcore train` first")
-    theirs, ours = found.state["config"], draft.choice.name
+    theirs, ours = checkpoint.state["config"], draft.choice.name
     if theirs["algorithm"]["name"] != ours:
         raise UsageError(
-            f"{found.folder} holds a draft of algorithm {theirs['algorithm']['name']!r}, the "
+            f"{checkpoint.folder} holds a draft of algorithm {theirs['algorithm']['name']!r}, the "
             f"configuration says {ours!r}\n"
             "  set algorithm.name and its options as in the run that wrote it"
         )
-    if found.state["target"] != target.fingerprint():
+    if checkpoint.state["target"] != target.fingerprint():
         raise UsageError(
-            f"{found.folder} was trained for another target than {target.path!r}\n"
-            f"  fingerprint {found.state['target']} then, {target.fingerprint()} now\n"
+            f"{checkpoint.folder} was trained for another target than {target.path!r}\n"
+            f"  fingerprint {checkpoint.state['target']} then, {target.fingerprint()} now\n"
             f"  it was {theirs['target']['path']!r}: set target.path to that model"
         )
-    return found
+    return checkpoint
 
 
-def load_checkpoint(draft: DraftRun, found: Checkpoint) -> Draft:
+def load_checkpoint(draft: DraftRun, checkpoint: Checkpoint) -> Draft:
     """Rebuild a checkpoint's draft, on the CPU in fp32."""
-    built = draft.build(read_summary(found.state["data"]))
-    found.load_draft(built)
+    built = draft.build(read_summary(checkpoint.state["data"]))
+    checkpoint.load_draft(built)
     return built
 
 
@@ -55,8 +54,8 @@ def open_draft(
 ) -> tuple[Draft, int]:
     """Open a draft to be evaluated, and its step: the newest checkpoint, a named one, or an export."""
     if exported is None:
-        found = find_checkpoint(draft, checkpoint)
-        return load_checkpoint(draft, found), found.step
+        opened = find_checkpoint(draft, checkpoint)
+        return load_checkpoint(draft, opened), opened.step
     if checkpoint is not None:
         raise UsageError("--checkpoint and --export were both given\n  name one draft to evaluate")
     return load_export(draft, exported), 0
@@ -72,7 +71,7 @@ def load_export(draft: DraftRun, folder: Path) -> Draft:
 
 
 def export(
-    draft: DraftRun, found: Checkpoint, folder: Path, layout: str, *, force: bool = False
+    draft: DraftRun, checkpoint: Checkpoint, folder: Path, layout: str, *, force: bool = False
 ) -> Path:
     """Write a checkpoint's draft for servers, with a manifest of where it came from and of its files.
 
@@ -81,11 +80,6 @@ def export(
     `force` replaces it, and for a layout that the algorithm does not offer; DraftcoreError where it
     cannot be written.
     """
-
-    def named(found: re.Match[str]) -> str:
-        local = os.path.isabs(found[2]) or os.path.exists(os.path.expanduser(found[2]))
-        return f'"{found[1]}{Path(found[2]).name}"' if local else found[0]
-
     offers = sorted(name for name in draft.algorithm.capabilities if name.startswith("layout:"))
     if f"layout:{layout}" not in offers:
         names = ", ".join(name.removeprefix("layout:") for name in offers)
@@ -97,15 +91,7 @@ def export(
     if folder.exists() and any(folder.iterdir()) and not replaced:
         remedy = "choose another folder with --out, or empty it; --force replaces an export"
         raise UsageError(f"{folder} is not empty\n  {remedy}")
-    built, target = load_checkpoint(draft, found), draft.run.target
-    origin = {
-        **{key: found.state[key] for key in ("step", "samples_seen", "plugins")},
-        "target": target.path,
-        "target_fingerprint": target.fingerprint(),
-        "algorithm": found.state["config"]["algorithm"],
-        "chat_template": found.state["data"].get("chat_template", ""),
-    }
-    public = json.loads(re.sub(r'"((?:editable: )?)((?:[^"\\]|\\.)*)"', named, json.dumps(origin)))
+    built, origin = load_checkpoint(draft, checkpoint), without_paths(origin_of(draft, checkpoint))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
@@ -114,7 +100,7 @@ def export(
             hook.export_draft(draft=built, folder=partial, layout=layout, options=options)
             files, manifest = [f for f in partial.rglob("*") if f.is_file()], partial / EXPORT
             digests = {file.relative_to(partial).as_posix(): digest(file) for file in files}
-            write_sealed(manifest, {**public, "files": digests})
+            write_sealed(manifest, {**origin, "files": digests})
             for file in files:  # safetensors' own are for the user alone
                 file.chmod(manifest.stat().st_mode)
             if replaced:
@@ -128,3 +114,28 @@ def export(
             "  free space there, or choose another folder with --out"
         ) from None
     return folder
+
+
+def origin_of(draft: DraftRun, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Say what an export comes from: the run's target, algorithm, plugins and progress."""
+    state, target = checkpoint.state, draft.run.target
+    return {
+        **{key: state[key] for key in ("step", "samples_seen", "plugins")},
+        "target": target.path,
+        "target_fingerprint": target.fingerprint(),
+        "algorithm": state["config"]["algorithm"],
+        "chat_template": state["data"].get("chat_template", ""),
+    }
+
+
+def without_paths(value: Any) -> Any:
+    """Return JSON data in which a path of this machine is its last part alone."""
+    if isinstance(value, dict):
+        return {key: without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_paths(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    _, editable, path = value.rpartition("editable: ")  # as a manifest says of a plugin
+    local = os.path.isabs(path) or os.path.exists(os.path.expanduser(path))
+    return f"{editable}{Path(path).name}" if local else value

@@ -54,6 +54,11 @@ def raised(error: BaseException) -> str:
     return f"{one_line(type(error).__name__)}: {one_line(error)}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return `1 row` or `2 rows`, `1 batch` or `2 batches`, for people."""
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """Return the known name that is nearest to `name`, or '' where none is near."""
     import difflib  # 1 ms, for errors only

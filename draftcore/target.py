@@ -69,13 +69,14 @@ class TransformersTarget:
     def __init__(
         self, path: str, revision: str | None = None, dtype: str = "auto", device: str = "auto",
         trust_remote_code: bool = False, tensor_parallel: int = 1,
+        prefill_with: Callable[[TargetModel], PrefillRunner] = lambda model: model,
+        open_images: Callable[[TargetSpec], ImageProcessor] | None = None,
     ) -> None:  # fmt: skip
         self.path, self.revision, self.device = path, revision, device
         self.tensor_parallel = tensor_parallel
         # Never None, with which transformers asks standard input.
         self.source = {"revision": revision, "trust_remote_code": trust_remote_code}
-        self.prefill_with: Callable[[TargetModel], PrefillRunner] = lambda model: model
-        self.images: ImageProcessor | None = None
+        self.prefill_with = prefill_with
         with read_target(path, "config"):
             self.config: Any = AutoConfig.from_pretrained(path, **self.source)
             self.text_config: Any = self.config.get_text_config()
@@ -95,6 +96,7 @@ class TransformersTarget:
         self._model: TargetModel | None = None
         self._fingerprint = ""
         self._files = dict[str, str]()
+        self.images = open_images(self) if open_images and self.is_multimodal else None
 
     def require_layers(self, request: FeatureRequest) -> None:
         beyond = [layer for layer in request.layers if not 0 <= layer < self.num_layers]

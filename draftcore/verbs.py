@@ -18,6 +18,7 @@ from draftcore.errors import ExitStatus
 
 if TYPE_CHECKING:
     from draftcore.plugins.registry import Registry
+    from draftcore.run import Role
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 EXAMPLE = "For example: draftcore {}"
@@ -30,46 +31,24 @@ def configured(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.pass_obj(function)
 
 
-plan_option = click.option(
-    "--plan", "planned", is_flag=True, help="Print what `runner` comes to, and do nothing."
-)
 draft_option = click.option("--draft", help="One of the run's `drafts`; all if not given.")
-
-
-def show_plan(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
-    lines = [("PHASE", "KEY", "VALUE", "DECIDED BY")]
-    with api.opened(config, overrides, registry) as run:
-        for phase, runner in run.runners.items():
-            chosen = getattr(run.config.runner, phase)
-            who = "you" if phase in run.config.runner.model_fields_set else "default"
-            lines.append((phase, "runner", chosen.name, who))
-            lines += [(phase, *row) for row in runner.plan(run.target)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
 
 
 @click.command(epilog=EXAMPLE.format("capture run.yaml store=file:features"))
 @configured
-@plan_option
-def capture(registry: Registry, config: Path, overrides: tuple[str, ...], planned: bool) -> None:
+def capture(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
     """Capture the target's features into a durable store.
 
     Stopped or killed, the same command goes on where it was; no sample is captured twice. The
     finished store is all that `train` needs on another host.
     """
-    if planned:
-        return show_plan(registry, config, overrides)
     api.capture(config, *overrides, registry=registry, say=click.echo)
 
 
 @click.command(epilog=EXAMPLE.format("train run.yaml train.lr=3e-4 run=runs/higher-rate"))
 @configured
 @click.option("--role", type=click.Choice(["trainer", "producer"]), help="Be this process only.")
-def train(
-    registry: Registry, config: Path, overrides: tuple[str, ...], role: api.Role | None
-) -> None:
+def train(registry: Registry, config: Path, overrides: tuple[str, ...], role: Role | None) -> None:
     """Train a run's drafts, each from its last checkpoint if any.
 
     Features are captured on the way, once for all drafts; with a store that keeps them, what it lacks
@@ -86,7 +65,6 @@ def train(
 
 @click.command(name="eval", epilog=EXAMPLE.format("eval run.yaml eval.prompts=50"))
 @configured
-@plan_option
 @draft_option
 @click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
 @click.option("--export", "exported", type=FOLDER, help="Evaluate an exported draft instead.")
@@ -97,18 +75,15 @@ def train(
     "--json", "as_json", is_flag=True, help="Print the report as JSON; by draft if several."
 )
 def evaluate(
-    registry: Registry, config: Path, overrides: tuple[str, ...], as_json: bool, planned: bool,
-    **given: Any,
-) -> None:  # fmt: skip
+    registry: Registry, config: Path, overrides: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
     """Decode the eval prompts for real, and measure acceptance.
 
     Greedy output is compared with the target's own generate, token by token; a difference is an
     error, not a statistic.
     """
-    if planned:
-        return show_plan(registry, config, overrides)
     say = (lambda line: None) if as_json else click.echo
-    reports = api.evaluate(config, *overrides, registry=registry, say=say, **given)
+    reports = api.evaluate(config, *overrides, registry=registry, say=say, **options)
     if as_json:
         data = {report.about["draft"]: report.to_json() for report in reports}
         click.echo(json.dumps(data.get("", data), indent=1))
@@ -121,6 +96,6 @@ def evaluate(
 @click.option("--out", type=FOLDER, help="Folder to write; RUN[/DRAFT]/export if not given.")
 @click.option("--layout", default="serving", show_default=True, help="A layout of the algorithm.")
 @click.option("--force", is_flag=True, help="Replace the export that is there.")
-def export(registry: Registry, config: Path, overrides: tuple[str, ...], **given: Any) -> None:
+def export(registry: Registry, config: Path, overrides: tuple[str, ...], **options: Any) -> None:
     """Write a trained draft in the layout that servers load."""
-    api.export(config, *overrides, registry=registry, say=click.echo, **given)
+    api.export(config, *overrides, registry=registry, say=click.echo, **options)

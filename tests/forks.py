@@ -34,7 +34,9 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        "draftcore.run",
+        "draftcore.run.evaluate",
+        "draftcore.run.produce",
+        "draftcore.run.train",
         "pytest",
         "torch.distributed.fsdp",
         "transformers.models.qwen3.modeling_qwen3",

@@ -90,9 +90,6 @@ class Runner(Protocol):
     def check(self, target: TargetSpec) -> None:
         """Raise UsageError for what cannot work with this target, before its weights are read."""
 
-    def plan(self, target: TargetSpec) -> Iterable[tuple[str, str, str]]:
-        """Yield key, value and who decided it, for `--plan`."""
-
     def prefill(self, model: TargetModel) -> PrefillRunner:
         """Return what runs the target for capture: one per model, for all captures of the run."""
 

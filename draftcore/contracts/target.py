@@ -60,7 +60,7 @@ class TargetSpec(Protocol):
     Its logits are the last hidden state x `head()` x `logit_scale`; where there is a `logit_softcap` c,
     then c x tanh(logits / c).
     `source` is the revision, and whether the model's own code may run, as `from_pretrained` takes them.
-    A run sets `prefill_with`, which makes what runs the model for capture, and `images`, which reads
+    A run gives it `prefill_with`, which makes what runs the model for capture, and `images`, which reads
     what a target takes beside text; None of one that takes text alone.
     """
 

@@ -22,7 +22,7 @@ from draftcore.contracts.algorithm import Drafter, Proposal
 from draftcore.contracts.runner import DecodeRunner, Prompts, Rows
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation.proposals import checked, depth_of, lineage, verify, verify_tree
+from draftcore.evaluation.proposals import checked_proposal, depth_of, lineage, verify, verify_tree
 from draftcore.evaluation.report import Decoded, Report, Tie
 from draftcore.target import cut_after
 
@@ -30,7 +30,7 @@ from draftcore.target import cut_after
 # in the last place of a logit of 16 in half precision (bf16 0.125, fp16 2^-6), fifty in fp32.
 # Seen on the small target, one H200, 2026-11: 0.51 in bf16, 4.1e-6 in fp32.
 TIE_BOUNDS = {torch.bfloat16: 1.0, torch.float16: 0.125, torch.float32: 1e-4}
-PLAIN_STEPS = 8  # that are timed, for their median
+PLAIN_STEPS = 8  # plain steps that are timed, for their median
 
 
 # ---------------------------------------------------------------- the runner `eager`
@@ -41,9 +41,6 @@ class Eager:
 
     def check(self, target: TargetSpec) -> None:
         """Any target may be run as it comes."""
-
-    def plan(self, target: TargetSpec) -> tuple[()]:
-        return ()
 
     def prefill(self, model: TargetModel) -> PrefillRunner:
         return model
@@ -100,9 +97,11 @@ class EagerRows:
         self.lengths_B, self.last_B = self.lengths_B[keep_B], self.last_B[keep_B]
 
     def propose(self) -> None:
-        found = self.drafter.propose(self.state, self.temperature, self.generator)
+        proposal = self.drafter.propose(self.state, self.temperature, self.generator)
         sizes, first = (len(self.last_B), self.target.spec.vocab_size), self.proposal is None
-        self.proposal = checked(found, self.drafter, *sizes, self.temperature, values=first)
+        self.proposal = checked_proposal(
+            proposal, self.drafter, *sizes, self.temperature, values=first
+        )
 
     def verify(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
         proposal, seen_BTT = self.proposal, None
@@ -112,12 +111,12 @@ class EagerRows:
         window_BT = torch.cat([self.last_B[:, None], proposal.tokens_BK], dim=1)
         features = self._read(window_BT, span, seen_BTT)
         logits_BTV = self.target.logits(features["last_hidden"])
-        given = logits_BTV, proposal, self.temperature, self.generator
+        drafts = logits_BTV, proposal, self.temperature, self.generator
         if seen_BTT is None:
-            tokens_BP, counts_B, room_B = verify(*given)
+            tokens_BP, counts_B, room_B = verify(*drafts)
         else:
-            *verdict, path_BP = verify_tree(*given, seen_BTT, depth_of(self.drafter))
-            tokens_BP, counts_B, room_B = verdict
+            depth = depth_of(self.drafter)
+            tokens_BP, counts_B, room_B, path_BP = verify_tree(*drafts, seen_BTT, depth)
             features = self._follow(path_BP, features)
         self.drafter.accept(self.state, tokens_BP, features, counts_B)
         self.last_B = tokens_BP.gather(1, counts_B[:, None] - 1)[:, 0]
@@ -170,9 +169,8 @@ def evaluate_prompts(
 ) -> Report:  # fmt: skip
     """Decode prompts speculatively and, where greedy, compare each with the target's `generate`.
 
-    Prompts are decoded in batches of like length; `show` is told how many are done. Raises
-    DraftcoreError where the output differs from
-    the reference by more than a tie.
+    Prompts are decoded in batches of like length; `show` gets how many are done. Raises
+    DraftcoreError where the output differs from the reference by more than a tie.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     clock, ties, results = Clock(), list[Tie](), dict[int, Decoded]()
@@ -183,11 +181,11 @@ def evaluate_prompts(
         decoded = speculate(runner, batch, config.model_copy(update={"seed": seed}), clock)
         if config.temperature == 0:
             references = runner.target.generate(batch, config.max_new_tokens)
-            for one, reference in zip(decoded, references, strict=True):
-                ties += resolve_ties(runner, one, reference, config)
+            for output, reference in zip(decoded, references, strict=True):
+                ties += resolve_ties(runner, output, reference, config)
         results.update(zip(rows, decoded, strict=True))
         show(len(results))
-    return Report.of(
+    return Report.count(
         [results[i] for i in range(len(prompts))],
         runner.drafter.num_drafts,
         depth_of(runner.drafter),
@@ -211,7 +209,7 @@ def speculate(
     results = [Decoded(prompt, [token]) for prompt, token in zip(prompts, firsts, strict=True)]
     active = results
     while True:
-        last = [(len(one.tokens), one.tokens[-1]) for one in active]
+        last = [(len(row.tokens), row.tokens[-1]) for row in active]
         limit = config.max_new_tokens
         running = [i for i, (n, token) in enumerate(last) if n < limit and token not in end]
         if not running:
@@ -223,20 +221,20 @@ def speculate(
         began = _now(runner)
         flight.propose()
         drafted = _now(runner)
-        span = max(len(one.prompt) + len(one.tokens) for one in active) + K
+        span = max(len(row.prompt) + len(row.tokens) for row in active) + K
         tokens_BT, counts_B, room_B = flight.verify(span)
         figures_BF = torch.cat([counts_B[:, None], room_B[:, None], tokens_BT], 1)
         figures = figures_BF.tolist()  # the round's one transfer
         clock.draft += drafted - began
         clock.verify += _now(runner) - drafted
         clock.rounds += 1
-        for one, (count, room, *tokens) in zip(active, figures, strict=True):
+        for row, (count, room, *tokens) in zip(active, figures, strict=True):
             # Tokens count up to the end token or the limit; what lies beyond counts nowhere.
-            left = limit - len(one.tokens)
-            kept = cut_after(tokens[:count][:left], end)
-            one.accepted.append(min(count - 1, len(kept)))
-            one.room.append(min(room, len(kept) if kept[-1] in end else left))
-            one.tokens += kept
+            left = limit - len(row.tokens)
+            new = cut_after(tokens[:count][:left], end)
+            row.accepted.append(min(count - 1, len(new)))
+            row.room.append(min(room, len(new) if new[-1] in end else left))
+            row.tokens += new
 
 
 def resolve_ties(
@@ -252,18 +250,18 @@ def resolve_ties(
     bound = config.tie_bound or TIE_BOUNDS[target.dtype]
     while decoded.tokens != reference:
         pairs = enumerate(itertools.zip_longest(decoded.tokens, reference))
-        at, (ours, theirs) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-        gap = target.top2_gap([*decoded.prompt, *reference[:at]])
+        position, (ours, theirs) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+        gap = target.top2_gap([*decoded.prompt, *reference[:position]])
         if gap > bound or theirs is None:
             raise DraftcoreError(
-                f"speculative decoding is not lossless: token {at + 1} of a prompt of "
+                f"speculative decoding is not lossless: token {position + 1} of a prompt of "
                 f"{len(decoded.prompt)} tokens is {ours}, the target's own generate gives {theirs}\n"
                 f"  ({target.dtype}, top-2 gap {gap:.4g}, tie bound {bound:.4g})\n"
                 "  this is a bug in the drafter, the target's cache or the verifier: please report it"
             )
-        ties.append(Tie(position=at, gap=gap))
-        decoded.cut(at, theirs)
-        left = config.max_new_tokens - at - 1
+        ties.append(Tie(position, gap))
+        decoded.cut(position, theirs)
+        left = config.max_new_tokens - position - 1
         if left < 1 or theirs in target.end_tokens:
             break
         rest = config.model_copy(update={"max_new_tokens": left})

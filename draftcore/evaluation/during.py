@@ -29,55 +29,53 @@ from draftcore.training.loop import DraftSetup
 from draftcore.training.metrics import fetch, ratios, totals
 
 
-@dataclass
-class HeldOut:
-    """The held-out samples and prompts of a run, shared by its drafts; read when first needed."""
+def held_out_samples(
+    config: RunConfig, data: Dataset, open_capture: Callable[[], Capture]
+) -> Callable[[], list[Sample]]:
+    """Return a function that captures the held-out rows at its first call, and keeps their samples.
 
-    config: RunConfig
-    data: Dataset
-    open_capture: Callable[[], Capture]
-    read_prompts: Callable[[], list[list[int]]]
+    They have all the features that the run captures. It raises UsageError for one that is not finite.
+    """
+    ids = data.feature_ids
+    plan = Plan(ids, data.lengths.tolist(), batch=config.train.batch, accumulate=1, seed=0)
 
-    @functools.cached_property
-    def prompts(self) -> list[list[int]]:
-        return self.read_prompts()
-
-    @functools.cached_property
-    def samples(self) -> list[Sample]:
-        """The held-out samples with all the features that the run captures."""
-        data, found = self.data, dict[int, Sample]()
-        ids, batch = data.feature_ids, self.config.train.batch
-        plan = Plan(ids, data.lengths.tolist(), batch=batch, accumulate=1, seed=0)
+    @functools.cache
+    def samples() -> list[Sample]:
+        by_row = dict[int, Sample]()
         batches = (
             batch_of(PlannedBatch(index, 0, 0, 0, index, rows), data, ids, {})
             for index, rows in enumerate(plan.batches)
         )
-        with contextlib.closing(self.open_capture()) as capture:
-            for one in capture.features(batches):
-                for row, features in zip(one.batch.rows, one.features, strict=True):
+        with contextlib.closing(open_capture()) as capture:
+            for captured in capture.features(batches):
+                for row, features in zip(captured.batch.rows, captured.features, strict=True):
                     if not all_finite(list(features.values())):
                         raise UsageError(
-                            f"a feature of row {row} of {self.config.data.eval} holds inf or nan\n"
+                            f"a feature of row {row} of {config.data.eval} holds inf or nan\n"
                             "  capture in a wider type (capture.dtype=float32), or leave the row out"
                         )
                     tokens_T = torch.from_numpy(data.tokens(row))
                     mask_T = torch.from_numpy(data.loss_mask(row))
-                    found[row] = Sample(SampleId(ids[row], 1), tokens_T, mask_T, features)
-        return [found[row] for row in sorted(found)]
+                    by_row[row] = Sample(SampleId(ids[row], 1), tokens_T, mask_T, features)
+        return [by_row[row] for row in sorted(by_row)]
+
+    return samples
 
 
 @dataclass
 class Probe:
     """Measures one draft in training every `train.eval_every` steps; works on rank 0 alone.
 
-    What decodes is kept from one evaluation to the next: weights are updated in place, so graphs
-    that were captured once serve all of them.
+    `samples` and `prompts` return the held-out ones, which are read at the first call. What decodes is
+    kept from one evaluation to the next: weights are updated in place, so graphs that were captured once
+    serve all of them.
     """
 
-    held_out: HeldOut
+    samples: Callable[[], list[Sample]]
+    prompts: Callable[[], list[list[int]]]
+    device: torch.device
     setup: DraftSetup
     decoder: Callable[[Draft], DecodeRunner]
-    device: torch.device
     runner: DecodeRunner | None = None
     decoded: Draft | None = None
 
@@ -97,14 +95,14 @@ class Probe:
             if config.train.eval_prompts:
                 if self.runner is None or self.decoded is not built:
                     self.runner, self.decoded = self.decoder(built), built
-                found = evaluate_prompts(self.runner, self.held_out.prompts, config.eval)
-                report["acceptance_length"] = found.acceptance_length
+                decoded = evaluate_prompts(self.runner, self.prompts(), config.eval)
+                report["acceptance_length"] = decoded.acceptance_length
             report |= more_metrics(self.setup.hook, built, report, self.setup.options)
             built.module.train(was_training)
         return report
 
     def _losses(self, built: Draft, context: StepContext) -> dict[str, float]:
-        size, samples = self.setup.config.train.batch, self.held_out.samples
+        size, samples = self.setup.config.train.batch, self.samples()
         outputs = []
         for start in range(0, len(samples), size):
             batch = self.setup.collate(samples[start : start + size], self.device)

@@ -26,24 +26,19 @@ def depth_of(drafter: Drafter) -> int:
     return int(getattr(drafter, "depth", drafter.num_drafts))
 
 
-def checked(
-    proposal: Proposal,
-    drafter: Drafter,
-    rows: int,
-    vocab_size: int,
-    temperature: float = 0.0,
-    values: bool = False,
-) -> Proposal:
+def checked_proposal(
+    proposal: Proposal, drafter: Drafter, rows: int, vocab_size: int,
+    temperature: float = 0.0, values: bool = False,
+) -> Proposal:  # fmt: skip
     """Return a proposal that is as it must be; raise DraftcoreError for any other.
 
     To look at `values` as well waits for the device. Raises UsageError for drafts to sample from that
     come without their probabilities.
     """
 
-    def wrong(found: str, remedy: str) -> DraftcoreError:
-        return DraftcoreError(f"{drafter.propose.__qualname__} returned {found}\n  {remedy}")
+    def wrong(what: str, remedy: str) -> DraftcoreError:
+        return DraftcoreError(f"{drafter.propose.__qualname__} returned {what}\n  {remedy}")
 
-    nodes, tree = (rows, drafter.num_drafts), hasattr(drafter, "depth")
     if not isinstance(proposal, Proposal):
         raise wrong(f"a {type(proposal).__name__}", "it returns Proposal(tokens_BK, ...)")
     if temperature > 0 and proposal.probs_BKV is None:
@@ -51,32 +46,28 @@ def checked(
             f"eval.temperature is {temperature}, and this draft proposes tokens without the "
             "probabilities that sampling needs\n  set eval.temperature=0"
         )
-    if tree != (proposal.parents_BK is not None):
-        found = "no parents_BK, and has a depth" if tree else "parents_BK, and has no depth"
-        raise wrong(found, "a drafter of trees has both, a drafter of chains neither")
-    for name, shape, low, end, what in (
-        ("tokens_BK", nodes, 0, vocab_size, f"int64, ids from 0 to {vocab_size - 1}"),
-        ("probs_BKV", (*nodes, vocab_size), 0, 1.001, "float32, from 0 to 1"),
-        (
-            "parents_BK",
-            nodes,
-            -1,
-            torch.arange(nodes[1]),
-            "int64, nodes before the node itself or -1",
-        ),
-        ("counts_B", (rows,), 0, nodes[1] + 1, f"int64, from 0 to {nodes[1]}"),
+    tree = proposal.parents_BK is not None
+    if tree != hasattr(drafter, "depth"):
+        remedy = "a drafter of trees has a depth and parents_BK, one of chains has neither"
+        raise wrong("parents_BK" if tree else "no parents_BK", remedy)
+    K, last = drafter.num_drafts, vocab_size - 1
+    for name, shape, low, high, form in (
+        ("tokens_BK", (rows, K), 0, last, f"int64, ids from 0 to {last}"),
+        ("probs_BKV", (rows, K, vocab_size), 0, 1.001, "float32, from 0 to 1"),
+        ("parents_BK", (rows, K), -1, torch.arange(K) - 1, "int64, earlier nodes or -1"),
+        ("counts_B", (rows,), 0, K, f"int64, from 0 to {K}"),
     ):
-        field, what = getattr(proposal, name), f"{name} are {what}, of shape {shape}"
+        field, remedy = getattr(proposal, name), f"{name} are {form}, of shape {shape}"
         if field is None and name != "tokens_BK":
             continue
         if not isinstance(field, Tensor):
-            raise wrong(f"{name} as a {type(field).__name__}", what)
+            raise wrong(f"{name} as a {type(field).__name__}", remedy)
         if field.shape != shape or (field.dtype == torch.int64) == (name == "probs_BKV"):
-            raise wrong(f"{name} of shape {tuple(field.shape)} in {field.dtype}", what)
+            raise wrong(f"{name} of shape {tuple(field.shape)} in {field.dtype}", remedy)
         if values:
             field = field.cpu()
-            for at in ((field < low) | (field >= end)).nonzero().tolist()[:1]:
-                raise wrong(f"{name}{at} = {field[tuple(at)].item()}", what)
+            for index in ((field < low) | (field > high)).nonzero().tolist()[:1]:
+                raise wrong(f"{name}{index} = {field[tuple(index)].item()}", remedy)
     if values and proposal.parents_BK is not None:
         longest = int(lineage(proposal.parents_BK).sum(-1).max()) - 1
         if longest > depth_of(drafter):
@@ -102,8 +93,9 @@ def verify(
         return choice_BT, right_BK.long().cumprod(1).sum(1).minimum(room_B) + 1, room_B
     assert proposal.probs_BKV is not None
     p_BTV = torch.softmax(logits_BTV.float() / temperature, -1)
-    at = drafts_BK[..., None]
-    p_BK, q_BK = p_BTV[:, :K].gather(-1, at)[..., 0], proposal.probs_BKV.gather(-1, at)[..., 0]
+    ids_BK1 = drafts_BK[..., None]
+    p_BK = p_BTV[:, :K].gather(-1, ids_BK1)[..., 0]
+    q_BK = proposal.probs_BKV.gather(-1, ids_BK1)[..., 0]
     coin_BK = torch.rand(B, K, generator=generator, device=p_BK.device)
     accepted_B = (coin_BK * q_BK < p_BK).long().cumprod(1).sum(1).minimum(room_B)
     # Past the last draft nothing was proposed, so the residual there is the target's own p.
@@ -128,13 +120,9 @@ def lineage(parents_BK: Tensor) -> Tensor:
 
 
 def verify_tree(
-    logits_BTV: Tensor,
-    proposal: Proposal,
-    temperature: float,
-    generator: torch.Generator,
-    seen_BTT: Tensor,
-    depth: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits_BTV: Tensor, proposal: Proposal, temperature: float, generator: torch.Generator,
+    seen_BTT: Tensor, depth: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Accept a path of a tree from its root on, and add one token of the target's own.
 
     `seen_BTT` is the `lineage` of its parents. A node further down than `depth` is never accepted.
@@ -161,8 +149,8 @@ def verify_tree(
         # What is left of p where the path ends so far, and how much that is.
         end_B, left_BV, mass_B = torch.zeros_like(rows), p_BTV[:, 0], torch.ones_like(coin_BK[:, 0])
         for k in range(K):
-            q_BV, at = mass_B[:, None] * probs_BKV[:, k], drafts_BK[:, k, None]
-            fits_B = (coin_BK[:, k, None] * q_BV.gather(1, at) < left_BV.gather(1, at))[:, 0]
+            q_BV, id_B1 = mass_B[:, None] * probs_BKV[:, k], drafts_BK[:, k, None]
+            fits_B = (coin_BK[:, k, None] * q_BV.gather(1, id_B1) < left_BV.gather(1, id_B1))[:, 0]
             asked_B = counted_BK[:, k] & (parents_BK[:, k] + 1 == end_B)
             taken_B, refused_B = asked_B & fits_B, asked_B & ~fits_B
             end_B = end_B.where(~taken_B, k + 1)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from draftcore.errors import plural
 from draftcore.files import write_atomic
 
 
@@ -27,16 +28,16 @@ class Decoded:
     accepted: list[int] = field(default_factory=list)
     room: list[int] = field(default_factory=list)
 
-    def cut(self, at: int, token: int) -> None:
-        """Put a token in the place of those from position `at` on, the end of a round."""
-        self.tokens[at:] = [token]
-        kept = 1
-        for rounds, accepted in enumerate(self.accepted):
-            if kept + accepted + 1 > at:
-                self.accepted[rounds] = max(0, at - kept)
-                del self.accepted[rounds + 1 :], self.room[rounds + 1 :]
+    def cut(self, position: int, token: int) -> None:
+        """Put a token in the place of those from a position on, the end of a round."""
+        self.tokens[position:] = [token]
+        start = 1  # the position of a round's first token
+        for number, accepted in enumerate(self.accepted):
+            if start + accepted + 1 > position:
+                self.accepted[number] = max(0, position - start)
+                del self.accepted[number + 1 :], self.room[number + 1 :]
                 return
-            kept += accepted + 1
+            start += accepted + 1
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,17 @@ class Report:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, decoded: Sequence[Decoded], num_drafts: int, depth: int, **others: Any) -> Report:
+    def count(
+        cls, decoded: Sequence[Decoded], num_drafts: int, depth: int, **others: Any
+    ) -> Report:
         """Count what was decoded; `others` are the fields that are not counted.
 
-        `depth` is how many of the drafts of a round can be accepted: all, unless they are a tree.
-
-        A prompt whose first token ended it has no round. The interval of the length is a
-        bootstrap over prompts (2.5th and 97.5th percentile, 1,000 draws, fixed seed).
+        `depth` is how many of the drafts of a round can be accepted: all, unless they are a tree. A
+        prompt whose first token ended it has no round. The interval of the length is a bootstrap over
+        prompts (2.5th and 97.5th percentile, 1,000 draws, fixed seed).
         """
-        tokens = np.array([len(one.tokens) - 1 for one in decoded], dtype=np.float64)
-        rounds = np.array([len(one.accepted) for one in decoded], dtype=np.float64)
+        tokens = np.array([len(d.tokens) - 1 for d in decoded], dtype=np.float64)
+        rounds = np.array([len(d.accepted) for d in decoded], dtype=np.float64)
         # Per prompt and position k: rounds whose first k + 1 drafts were all accepted, and rounds in
         # which position k could count, before the end token and the length limit.
         ks = range(depth)
@@ -102,12 +104,12 @@ class Report:
             acceptance_by_position_95=tuple(_interval(spread[:, k]) for k in ks),
             rows=tuple(
                 {
-                    "prompt_tokens": len(one.prompt),
-                    "tokens": len(one.tokens),
-                    "rounds": len(one.accepted),
-                    "acceptance_length": (len(one.tokens) - 1) / max(1, len(one.accepted)),
+                    "prompt_tokens": len(d.prompt),
+                    "tokens": len(d.tokens),
+                    "rounds": len(d.accepted),
+                    "acceptance_length": (len(d.tokens) - 1) / max(1, len(d.accepted)),
                 }
-                for one in decoded
+                for d in decoded
             ),
             **others,
         )
@@ -131,15 +133,18 @@ class Report:
         """The rows of the table that people read."""
         low, high = self.acceptance_length_95
         length = f"{self.acceptance_length:.2f}   (95 %: {low:.2f} to {high:.2f})"
-        lossless = "yes" if self.lossless else "not checked (sampling)"
+        even = self.break_even_length
+        here = "does" if self.acceptance_length > even else "does not"
+        pays = f"{even:.2f}   (above it the draft makes decoding faster; here it {here})"
+        lossless = f"yes: {self.prompts} of {self.prompts} outputs are the target's own"
         if self.ties:
-            lossless += f", {len(self.ties)} ties resolved"
+            lossless += f", {plural(len(self.ties), 'tie')} resolved"
         times = (self.draft_seconds, self.verify_seconds, self.plain_seconds)
         return [
             ("acceptance length", length),
-            ("break-even length", f"{self.break_even_length:.2f}"),
+            ("break-even length", pays),
             ("by position", "  ".join(f"{rate:.2f}" for rate in self.acceptance_by_position)),
-            ("lossless", lossless),
+            ("lossless", lossless if self.lossless else "not checked (sampling)"),
             ("prompts", f"{self.prompts} ({self.tokens} tokens in {self.rounds} rounds)"),
             ("draft / verify / plain step", " / ".join(f"{1e3 * t:.1f}" for t in times) + " ms"),
             *((name, f"{value:.4g}") for name, value in self.more.items()),
@@ -152,9 +157,9 @@ def plot(reports: Mapping[str, Report], file: Path) -> None:
 
     figure = Figure(layout="constrained")
     axes, width = figure.add_subplot(), 0.8 / len(reports)
-    for at, (label, report) in enumerate(reports.items()):
+    for number, (label, report) in enumerate(reports.items()):
         rates = np.array(report.acceptance_by_position)
-        positions = np.arange(1, len(rates) + 1) + (at - (len(reports) - 1) / 2) * width
+        positions = np.arange(1, len(rates) + 1) + (number - (len(reports) - 1) / 2) * width
         errors = np.abs(np.array(report.acceptance_by_position_95).T - rates)
         low, high = report.acceptance_length_95
         length = f"{report.acceptance_length:.2f} (95 %: {low:.2f} to {high:.2f})"
@@ -162,10 +167,10 @@ def plot(reports: Mapping[str, Report], file: Path) -> None:
         bars = axes.bar(positions, rates, width, yerr=errors, capsize=3, label=name)
         if len(reports) == 1:
             axes.bar_label(bars, fmt="%.2f")
-    shown = next(iter(reports.values())).about
-    what = [f"{shown[key]}" for key in ("algorithm", "target", "data") if key in shown]
+    about = next(iter(reports.values())).about
+    title = [f"{about[key]}" for key in ("algorithm", "target", "data") if key in about]
     axes.set(xlabel="drafted position", ylabel="share of rounds accepted up to here", ylim=(0, 1))
-    axes.set_title(" · ".join(what[len(reports) > 1 :]), fontsize="medium")
+    axes.set_title(" · ".join(title[len(reports) > 1 :]), fontsize="medium")
     axes.legend()
     figure.savefig(file, dpi=144)
 
@@ -175,10 +180,10 @@ def comparison(reports: Mapping[str, Report]) -> list[str]:
     rows = [("draft", "acceptance length", "95 %", "break-even", "step", "lossless")]
     for label, report in reports.items():
         low, high = report.acceptance_length_95
-        checked = {True: "yes", None: "not checked"}[report.lossless]
+        lossless = f"{report.prompts} of {report.prompts}" if report.lossless else "not checked"
         figures = f"{report.acceptance_length:.2f}", f"{low:.2f} to {high:.2f}"
         step = str(report.about.get("step", ""))
-        rows.append((label, *figures, f"{report.break_even_length:.2f}", step, checked))
+        rows.append((label, *figures, f"{report.break_even_length:.2f}", step, lossless))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -190,8 +195,8 @@ def more_metrics(
     hook: Any, draft: Any, report: Mapping[str, Any], options: Any
 ) -> dict[str, float]:
     """Ask the algorithm and the plugins of a run what they add to a report."""
-    found = hook.eval_metrics(draft=draft, report=report, options=options)
-    return {name: float(value) for made in found for name, value in made.items()}
+    answers = hook.eval_metrics(draft=draft, report=report, options=options)
+    return {name: float(value) for metrics in answers for name, value in metrics.items()}
 
 
 def _ratio(top: Any, bottom: Any) -> Any:

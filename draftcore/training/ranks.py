@@ -222,7 +222,9 @@ class Group(Ranks):
         if not isinstance(error, DraftcoreError):
             text = f"{type(error).__name__}: {error}"
         heartbeat = self.heartbeat
-        heartbeat.own_failure = Failure(self.rank, text, getattr(error, "exit_status", ExitStatus.FAILED))
+        heartbeat.own_failure = Failure(
+            self.rank, text, getattr(error, "exit_status", ExitStatus.FAILED)
+        )
         heartbeat.ending.set()
         heartbeat.failure_known.wait(UNWIND)
         if heartbeat.failure is not None and heartbeat.failure.rank != self.rank:

@@ -249,7 +249,7 @@ def test_sampling_refuses_a_draft_without_probabilities(
 
 
 def report_of(*decoded: tuple[Sequence[int], list[int], list[int]], num_drafts: int) -> Report:
-    return Report.of(
+    return Report.count(
         [Decoded([], list(tokens), accepted, room) for tokens, accepted, room in decoded],
         num_drafts, num_drafts, lossless=True, ties=(), draft_seconds=1, verify_seconds=2, plain_seconds=1.5,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequ
 from draftcore.data.dataset import Dataset, read_prompts
 from draftcore.errors import UsageError
 from draftcore.evaluation import during
-from draftcore.evaluation.during import HeldOut, Probe
+from draftcore.evaluation.during import Probe, held_out_samples
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import register
 from draftcore.training.loop import DraftSetup
@@ -134,14 +134,14 @@ class Setting:
         self.capture, self.algorithm = Capture(), Algorithm()
         data, opener = cast(Dataset, Data()), self.capture.open
         self.tokenizer, eval_data = byte_tokenizer(), self.config.data
-        prompts = partial(
+        self.prompts = partial(
             read_prompts,
             str(eval_data.eval),
             self.tokenizer,
             self.config.train.eval_prompts,
             eval_data,
         )
-        self.held_out = HeldOut(self.config, data, opener, prompts)
+        self.samples = held_out_samples(self.config, data, opener)
         self.decoders: list[Draft] = []
         self.draft = self.new_draft()
 
@@ -159,7 +159,7 @@ class Setting:
         request = FeatureRequest((0,), False, "float32")
         hook = register([Plugin("toy", "", "", "", instance=self.algorithm)]).hook
         setup = DraftSetup("", self.config.run, self.config, hook, None, request, {})
-        return Probe(self.held_out, setup, self.decoder, torch.device("cpu"))
+        return Probe(self.samples, self.prompts, torch.device("cpu"), setup, self.decoder)
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_held_out_rows_are_captured_once_for_all_drafts_and_steps_and_stay_whole
     assert (setting.capture.opened, setting.capture.closed) == (1, 1)
     assert sorted(row for rows in setting.capture.batches for row in rows) == list(range(ROWS))
     assert {len(rows) for rows in setting.capture.batches} == {1, 2}
-    data, samples = Data(), setting.held_out.samples
+    data, samples = Data(), setting.samples()
     assert [one.id for one in samples] == [SampleId(name, 1) for name in data.feature_ids]
     for row, one in enumerate(samples):
         tokens = data.tokens(row).tolist()

@@ -300,15 +300,15 @@ WRONG: dict[str, tuple[bool, dict[str, Any], str]] = {
     "a count too large": (True, {"counts_B": torch.tensor([1, 2, K + 1, 0])}, r"counts_B\[2\] = 10"),
     "a parent behind its child": (
         False, {"parents_BK": torch.tensor([[-1, 2, 1, 0, 0, 0, 0, 0, 0]] * ROWS)},
-        r"parents_BK\[0, 1\] = 2\n  .* nodes before the node itself or -1",
+        r"parents_BK\[0, 1\] = 2\n  .* earlier nodes or -1",
     ),
     "a path that is too long": (
         False, {"parents_BK": (torch.arange(K) - 1).expand(ROWS, K)},
         r"a path of 9 nodes\n  its depth is 4",
     ),
-    "no parents": (False, {"parents_BK": None}, "no parents_BK, and has a depth"),
+    "no parents": (False, {"parents_BK": None}, r"no parents_BK\n  a drafter of trees has a depth"),
     "a tree of a drafter of chains": (
-        True, {"parents_BK": torch.full((ROWS, K), -1)}, "parents_BK, and has no depth",
+        True, {"parents_BK": torch.full((ROWS, K), -1)}, r"parents_BK\n  a drafter of trees has a depth",
     ),
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ from draftcore.features.loader import (
 from draftcore.features.producer import fill, produce, put_batch
 from draftcore.features.queue import Queue, RemoteQueue
 from draftcore.features.stores.file import FileStore
-from draftcore.run import TEXT_BYTES
+from draftcore.run.features import TEXT_BYTES
 from draftcore.target import TransformersTarget
 from tests.features.conftest import SOON, Loopback
 

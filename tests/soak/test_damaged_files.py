@@ -119,7 +119,9 @@ def test_a_damaged_address_of_the_queue_is_waited_out(
 ) -> None:
     """By a producer whose patience is short here; the trainer writes the file anew."""
     monkeypatch.chdir(shutil.copytree(whole.folder, tmp_path / "whole"))
-    monkeypatch.setattr("draftcore.run.open_channel", lambda run: TcpChannel.open("tcp", b"", 0.01))
+    monkeypatch.setattr(
+        "draftcore.run.Run.open_channel", lambda run: TcpChannel.open("tcp", b"", 0.01)
+    )
     dice, tried = random.Random("queue"), cases // 5
     for made in dice.choices(
         [*OTHER, *(b'{"address": "127.0.0.1:1"}'[:at] for at in range(9))], k=tried

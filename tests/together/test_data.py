@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,3 +68,20 @@ def test_a_run_learns_from_a_mixture_and_a_secret_in_a_source_is_refused(project
     refusal = project.cli("train", secret, ok=False).stderr
     assert "data.train: its URI holds a user name or a password" in refusal
     assert "hunter2" not in refusal
+
+
+def test_a_start_reads_the_data_and_the_rendered_rows_once(
+    project: Project,
+) -> None:
+    """The second start, which renders nothing: it looks at the data, maps the rows, digests both."""
+    project.cli("train", "train.max_steps=1")
+    opened, watching = Counter[str](), True
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open":
+            opened[Path(str(arguments[0])).name] += 1
+
+    sys.addaudithook(watch)
+    project.cli("train", "train.max_steps=2")
+    watching = False
+    assert (opened["train.jsonl"], opened["rows.bin"]) == (2, 2)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.run import read_request
+from draftcore.run.features import read_request
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project

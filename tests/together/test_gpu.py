@@ -62,9 +62,7 @@ def test_features_on_cuda_are_those_of_the_cpu(tmp_path: Path, devices: int) -> 
     found = {}
     for device in ("cpu", "cuda"):
         share = devices if device == "cuda" else 1
-        target = TransformersTarget(
-            str(folder), device=device, tensor_parallel=share
-        ).load_model()
+        target = TransformersTarget(str(folder), device=device, tensor_parallel=share).load_model()
         place = target.device
         found[device] = target.features(tokens_BT.to(place), lengths_B.to(place), request)
     for name in request.names:

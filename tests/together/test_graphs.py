@@ -17,7 +17,9 @@ from click.testing import Result
 from draftcore.config import load_config
 from draftcore.contracts.algorithm import StepContext
 from draftcore.plugins.registry import load
-from draftcore.run import Run, open_features, open_samples, trainer_parts
+from draftcore.run import Run
+from draftcore.run.features import open_features, open_samples
+from draftcore.run.train import trainer_parts
 from tests.together.conftest import OPTIONS
 
 if TYPE_CHECKING:
@@ -169,14 +171,14 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
 
 def test_the_plan_says_what_is_run_and_who_decided(tmp_path: Path, new_project: NewProject) -> None:
     project = new_project(tmp_path / "p")
-    lines = project.cli("eval", "--plan").stdout.splitlines()
+    lines = project.cli("runners").stdout.splitlines()
     assert [line.split() for line in lines] == [
         ["PHASE", "KEY", "VALUE", "DECIDED", "BY"],
         ["prefill", "runner", "eager", "default"],
         ["decode", "runner", "eager", "default"],
     ]
     through(project, prefill={**PREFILL, "plugins": {"tbo": {}}}, decode={"backend": "auto"})
-    assert columns(project.cli("capture", "--plan")) == [
+    assert columns(project.cli("runners")) == [
         ["PHASE", "KEY", "VALUE", "DECIDED BY"],
         ["prefill", "runner", "graphs", "you"],
         ["prefill", "backend", "recording", "you"],
@@ -190,7 +192,7 @@ def test_the_plan_says_what_is_run_and_who_decided(tmp_path: Path, new_project: 
         ["decode", "backend", "eager", "auto: no backend for cpu"],
     ]
     through(project, decode=DECODE)
-    planned = columns(project.cli("eval", "--plan"))
+    planned = columns(project.cli("runners"))
     assert planned[-1] == [
         "decode", "rule drafter-state", "an error if it refuses", "the draft's state",
     ]  # fmt: skip
@@ -231,7 +233,7 @@ def columns(result: Result) -> list[list[str]]:
 def test_a_wrong_key_or_name_is_answered(
     tmp_path: Path, new_project: NewProject, override: str, says: str
 ) -> None:
-    refused = new_project(tmp_path / "p").cli("eval", "--plan", override, ok=False)
+    refused = new_project(tmp_path / "p").cli("runners", override, ok=False)
     assert refused.exit_code == 2
     assert says in refused.output
 
@@ -241,8 +243,8 @@ def test_what_a_rule_refuses_is_refused_before_anything_starts(
 ) -> None:
     project = new_project(tmp_path / "p", train={"eval_every": 2})
     hot = (*RECORDING, "eval.temperature=0.5")
-    for verb in ("train", "eval"):
-        refused = project.cli(verb, *hot, *(["--plan"] if verb == "eval" else []), ok=False)
+    for verb in ("train", "runners"):
+        refused = project.cli(verb, *hot, ok=False)
         assert refused.exit_code == 2
         asked = "runner.decode.options.backend=recording"
         assert f"{asked} was set, and the rule 'sampling'" in refused.output
@@ -256,8 +258,8 @@ def test_a_backend_that_cannot_be_opened_is_refused_before_the_target_is_read(
 ) -> None:
     monkeypatch.setattr("draftcore.target.TransformersModel", None)
     project = through(new_project(tmp_path / "p"), prefill={"backend": "piecewise"})
-    for arguments in (("capture", "--plan"), ("capture",), ("train",)):
-        refused = project.cli(*arguments, ok=False)
+    for verb in ("runners", "capture", "train"):
+        refused = project.cli(verb, ok=False)
         assert refused.exit_code == 2
         asked = "runner.prefill.options.backend: the graph backend 'piecewise' records CUDA graphs"
         assert asked in refused.output
@@ -308,7 +310,7 @@ def test_what_auto_leaves_to_eager_is_open_in_the_plan_and_said_by_the_run(
     project.cli("train")
     (tmp_path / "chosen.py").write_text(CHOSEN)
     auto = "runner.decode={name: graphs, options: {rows: [1, 2], lengths: [256, 512]}}"
-    planned = columns(project.cli("eval", "--plan", auto, plugin=tmp_path / "chosen.py"))
+    planned = columns(project.cli("runners", auto, plugin=tmp_path / "chosen.py"))
     assert ["decode", "backend", "chosen", "auto, for cpu"] in planned
     assert ["decode", "rule drafter-state", "eager if it refuses", "the draft's state"] in planned
     output = project.cli("eval", auto, plugin=tmp_path / "chosen.py").output

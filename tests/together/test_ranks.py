@@ -329,7 +329,7 @@ def test_a_frozen_rank_is_given_up(tmp_path: Path, new_project: NewProject, star
 @pytest.mark.parametrize(
     ("verb", "arguments", "says"),
     [
-        ("train", ["train.accumulate=1"], ["a step has 1 batches", "2 ranks share them"]),
+        ("train", ["train.accumulate=1"], ["a step has 1 batch,", "2 ranks share it"]),
         ("capture", [], ["torchrun started 2 ranks", "without torchrun"]),
         ("train", ["train.device=cuda:0"], ["cuda:0"]),
     ],

@@ -34,7 +34,7 @@ from draftcore.contracts.runner import (
 from draftcore.contracts.target import TargetCache, TargetModel
 from draftcore.errors import DraftcoreError
 from draftcore.evaluation.decode import EagerRunner, right_padded
-from draftcore.evaluation.proposals import checked, verify
+from draftcore.evaluation.proposals import checked_proposal, verify
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
 from draftcore_graphs.divided import DividedRow
@@ -163,7 +163,7 @@ class DecodeGraphRunner(GraphRunner):
         def draft(batch: Batch) -> None:
             state = narrow(self.state, key.rows)
             found = self.drafter.propose(state)
-            proposal = checked(found, self.drafter, key.rows, self.target.spec.vocab_size)
+            proposal = checked_proposal(found, self.drafter, key.rows, self.target.spec.vocab_size)
             batch["drafts_BK"].copy_(proposal.tokens_BK)
             batch["room_B"].fill_(self.drafter.num_drafts)
             if proposal.counts_B is not None:
@@ -236,7 +236,7 @@ class GraphRows:
         if not self.begun:
             batch, vocab_size = runner.buffers.view(key), runner.target.spec.vocab_size
             drafts = Proposal(batch["drafts_BK"], counts_B=batch["room_B"])
-            checked(drafts, runner.drafter, self.rows, vocab_size, values=True)
+            checked_proposal(drafts, runner.drafter, self.rows, vocab_size, values=True)
         self.begun = True
 
     @torch.inference_mode()

@@ -40,6 +40,7 @@ class Graphs:
             self._backend(phase)
 
     def plan(self, target: TargetSpec) -> Iterator[tuple[str, str, str]]:
+        """Yield key, value and who decided it; raises UsageError as `check` does."""
         self.check(target)
         yield from self._resolve(target).lines()
 

@@ -1,4 +1,4 @@
-"""The hooks of this plugin: runners, graph backends, and the graph plugin `tbo`.
+"""The hooks of this plugin: runners, graph backends, the graph plugin `tbo`, the verb `runners`.
 
 A hook imports what it opens, as torch and pydantic would slow down the listing of plugins.
 """
@@ -6,19 +6,49 @@ A hook imports what it opens, as torch and pydantic would slow down the listing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
     from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
+    from draftcore.plugins.registry import Registry
 
 OPTIONS = "draftcore_graphs.options"
 FULL = frozenset({"device:cuda", "auto:cuda", "forks"})
 BREAKABLE = frozenset({"device:cuda", "breaks"})
 PIECEWISE = frozenset({"device:cuda", "device:cpu"})  # on a CPU some of its compilers run
 TBO = frozenset({"phase:prefill", "forks"})
+
+
+@click.command(epilog="For example: draftcore runners run.yaml runner.prefill.name=graphs")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.pass_obj
+def runners(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
+    """Print what `runner` of a run comes to in each phase, and who decided it."""
+    from draftcore.api import open_run
+    from draftcore_graphs.graphs import Graphs
+
+    rows = [("PHASE", "KEY", "VALUE", "DECIDED BY")]
+    with open_run(config, overrides, registry) as run:
+        for phase, runner in run.runners.items():
+            decided_by = "you" if phase in run.config.runner.model_fields_set else "default"
+            rows.append((phase, "runner", getattr(run.config.runner, phase).name, decided_by))
+            if isinstance(runner, Graphs):
+                rows += [(phase, *row) for row in runner.plan(run.target)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+@hookimpl
+def commands() -> Sequence[click.Command]:
+    return [runners]
 
 
 @hookimpl

@@ -59,7 +59,7 @@ class Phase:
     decided: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yield key, value and who decided it, for `--plan`; also the rules that judge later."""
+        """Yield key, value and who decided it, and the rules that judge later."""
         yield "backend", self.backend, self.decided["backend"]
         if self.backend == EAGER:
             return

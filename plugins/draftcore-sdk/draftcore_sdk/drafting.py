@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from draftcore.contracts.algorithm import Draft, Drafter, Proposal, Sample
-from draftcore.evaluation.proposals import checked, depth_of
+from draftcore.evaluation.proposals import checked_proposal, depth_of
 from draftcore_sdk.algorithm_training import Training
 from draftcore_sdk.check import variants
 from draftcore_sdk.example import ANSWER, VOCABULARY
@@ -295,7 +295,7 @@ class Told:
         """Ask for a round, which is checked as a decoder does."""
         generator = torch.Generator().manual_seed(seed)
         found, rows = self.drafter.propose(self.state, temperature, generator), len(self.texts)
-        return checked(found, self.drafter, rows, VOCABULARY, temperature, values=True)
+        return checked_proposal(found, self.drafter, rows, VOCABULARY, temperature, values=True)
 
 
 def parents_of(proposal: Proposal) -> Tensor:

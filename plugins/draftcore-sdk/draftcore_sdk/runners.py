@@ -132,13 +132,9 @@ class RunnerSuite(Suite):
     # ------------------------------------------------------------ before anything runs
 
     @pytest.mark.parametrize("phase", ["prefill", "decode"])
-    def test_a_plain_target_is_accepted_and_the_plan_is_text(
-        self, target: TargetModel, phase: PhaseName
-    ) -> None:
+    def test_a_plain_target_is_accepted(self, target: TargetModel, phase: PhaseName) -> None:
         runner = self.runner(phase)
         runner.check(target.spec)
-        for line in runner.plan(target.spec):
-            assert [type(cell) for cell in line] == [str, str, str]
         assert list(runner.report()) == []  # nothing was run yet
 
     # ------------------------------------------------------------ prefill

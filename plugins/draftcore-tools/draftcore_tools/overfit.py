@@ -38,7 +38,9 @@ from draftcore.evaluation.decode import EagerRunner, resolve_ties, speculate
 from draftcore.evaluation.proposals import depth_of
 from draftcore.plugins.binding import find_source
 from draftcore.plugins.registry import Registry
-from draftcore.run import DraftRun, Run, capture_all, train
+from draftcore.run import DraftRun, Run
+from draftcore.run.capture import capture_all
+from draftcore.run.train import train
 from draftcore.target import TransformersTarget
 from draftcore_tools.reference import open_reference
 from draftcore_tools.verify import servers_of, verify_export
@@ -158,14 +160,14 @@ def overfit(
         sample = make_sample(settings, registry, spec, row)
     say(f"prompt of {len(sample.prompt)} tokens, the target's own answer has {len(sample.answer)}")
     with stage("capture"):
-        capture_all(open_run(settings, registry, spec, sample, FIRST))
+        capture_all(open_run(settings, registry, spec, FIRST), sample)
     measured, began, steps = list[Measurement](), time.perf_counter(), FIRST
     while True:
         steps = min(steps, limits.steps)
-        run = open_run(settings, registry, spec, sample, steps)
+        run = open_run(settings, registry, spec, steps)
         draft = run.drafts[0]
         with stage("training"):
-            if train(run, say=lambda line: None) == "interrupted":
+            if train(run, say=lambda line: None, samples=sample) == "interrupted":
                 raise Interrupted
         written = write_export(draft, settings.run / f"export-{steps}")
         with stage("decoding"):
@@ -219,18 +221,12 @@ def settings_for_one(settings: RunConfig, folder: Path, rate: float) -> RunConfi
 
 
 def open_run(
-    settings: RunConfig,
-    registry: Registry,
-    target: TransformersTarget,
-    sample: OneSample,
-    steps: int,
+    settings: RunConfig, registry: Registry, target: TransformersTarget, steps: int
 ) -> Run:
     """Open the run up to a number of steps; it resumes what is in its folder."""
     length = {"epochs": steps, "max_steps": steps, "checkpoint_every": steps, "log_every": steps}
     train = settings.train.model_copy(update=length)
-    run = Run(settings.model_copy(update={"train": train}), registry)
-    run.target, run.samples = target, sample
-    return run
+    return Run(settings.model_copy(update={"train": train}), registry, target=target)
 
 
 def last_loss(folder: Path) -> float:

@@ -143,10 +143,10 @@ def status(registry: Registry, config: Path, overrides: tuple[str, ...], seconds
 
     From another terminal, in the run's folder or anywhere that sees it.
     """
-    from draftcore.api import opened
+    from draftcore.api import open_run
     from draftcore_tools.status import lines
 
-    with opened(config, overrides, registry) as run:
+    with open_run(config, overrides, registry) as run:
         for name, value in lines(run, seconds):
             click.echo(f"{name:28}  {value}")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from draftcore.errors import DraftcoreError
 from draftcore.features.queue import RemoteQueue
-from draftcore.run import Run, open_channel
+from draftcore.run import Run
 from draftcore.uris import format_size
 
 LATEST = 20  # lines of metrics.jsonl that are looked at
@@ -31,14 +31,16 @@ def lines(run: Run, seconds: float) -> Iterator[tuple[str, str]]:
         last, spent = steps[-1], sum(one["seconds"] for one in steps)
         waits = sum(one["fetch_seconds"] for one in steps) / spent
         tokens = sum(one["tokens"] for one in steps) / spent
-        yield f"{draft.of}step", f"{last['step']}, loss {last['loss']:.4g}, {tokens:,.0f} tokens/s"
-        yield f"{draft.of}waits for features", f"{waits:.0%} of its time"
-    file = run.folder / "queue.json"
-    if not file.exists():
+        yield (
+            f"{draft.prefix}step",
+            f"{last['step']}, loss {last['loss']:.4g}, {tokens:,.0f} tokens/s",
+        )
+        yield f"{draft.prefix}waits for features", f"{waits:.0%} of its time"
+    if not run.queue_file.exists():
         yield "queue", "none: the trainer captures for itself, or is not at work"
         return
-    address = str(json.loads(file.read_text())["address"])
-    with closing(open_channel(run).connect(lambda: address)) as client:
+    address = str(json.loads(run.queue_file.read_text())["address"])
+    with closing(run.open_channel().connect(lambda: address)) as client:
         before = asked(RemoteQueue(client), address)
         time.sleep(seconds)
         now = asked(RemoteQueue(client), address)

@@ -23,14 +23,10 @@ def runner(name, context):
 """
 
 WRONG = """
-== refuses_every_target: test_a_plain_target_is_accepted_and_the_plan_is_text[prefill]
+== refuses_every_target: test_a_plain_target_is_accepted[prefill]
 class Runner(eager.Eager):
     def check(self, target):
         raise ValueError("no")
-== plans_in_numbers: test_a_plain_target_is_accepted_and_the_plan_is_text[decode]
-class Runner(eager.Eager):
-    def plan(self, target):
-        yield "rows", 3, "default"
 == forgets_the_stored_type: test_features_are_the_eager_ones_in_the_stored_type_and_stay[bfloat16]
 class Runner(eager.Eager):
     def prefill(self, model):

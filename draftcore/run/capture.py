@@ -1,0 +1,104 @@
+"""The program `capture`: fill a durable store with a run's features, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from typing import cast
+
+from draftcore.contracts.store import DurableStore
+from draftcore.data.plan import Plan, PlannedBatch
+from draftcore.data.samples import Samples, samples_data
+from draftcore.data.skipped import Skipped
+from draftcore.errors import DraftcoreError, plural
+from draftcore.features.producer import fill
+from draftcore.run import Run
+from draftcore.run.features import Features, make_plan, open_capture, open_features, open_samples
+from draftcore.training.progress import Progress
+from draftcore.uris import format_size
+
+
+def capture_all(run: Run, samples: Samples | None = None) -> str:
+    """Capture what a durable store lacks and complete its manifest; returns a line about the result.
+
+    `samples` take the place of the run's data. Raises UsageError for a store that does not outlive the
+    process, DraftcoreError where the disk cannot hold the features.
+    """
+    features = open_features(run, "capture")
+    with closing(cast(DurableStore, features.store)) as store:
+        samples = samples or open_samples(run, features)
+        share = run.config.data.max_skipped
+        skipped = Skipped({}, rows=len(samples.feature_ids), share=share)
+        new = fill_store(run, features, samples, make_plan(run, samples), skipped)
+        stats = store.stats()
+    return (
+        f"captured {plural(new, 'sample')}, {stats.samples - new} were there: "
+        f"{stats.nbytes / 2**20:.0f} MiB in {store.uri}"
+    )
+
+
+def fill_store(
+    run: Run, features: Features, samples: Samples, plan: Plan, skipped: Skipped,
+    uses: Iterable[PlannedBatch] | None = None,
+) -> int:  # fmt: skip
+    """Capture what a durable store lacks of the batches that are used, all if not given.
+
+    Ranks share the batches. Returns the number of samples that this rank captured. Raises
+    DraftcoreError where the disk cannot hold the features.
+    """
+    ranks, store, ids = run.ranks, cast(DurableStore, features.store), samples.feature_ids
+    needed = range(len(plan.batches)) if uses is None else sorted({use.index for use in uses})
+
+    def begin() -> list[int]:
+        """Write a first manifest; return the batches of which the store lacks a row."""
+        present = {*store.lookup(ids), *(ids[row] for row in skipped)}
+        lacking = [i for i in needed if not present.issuperset(ids[r] for r in plan.batches[i])]
+        tokens = sum(int(plan.lengths[row]) for i in lacking for row in plan.batches[i])
+        need, free = tokens * features.request.token_bytes(run.width), store.stats().free_bytes
+        if free is not None and need > free:
+            raise DraftcoreError(
+                f"the features need {format_size(need)}, {store.uri} has {format_size(free)} free\n"
+                "  choose another store folder, lower data.limit, or train with store=auto, "
+                "which captures on the way"
+            )
+        write_manifest(run, features, samples, skipped, complete=False)
+        return lacking
+
+    lacking, before = ranks.on_rank0(begin), set(skipped)
+    share = [
+        PlannedBatch(i, 0, 0, 0, i, plan.batches[i]) for i in lacking[ranks.rank :: ranks.size]
+    ]
+    with ranks.raise_on_all(), ExitStack() as stack:
+        total, done = len(needed), len(needed) - len(share)
+        progress = stack.enter_context(Progress(total, done, "capturing", shown=not ranks.rank))
+        if share:
+            capture = open_capture(run, features.request, samples)
+            stack.enter_context(closing(capture))
+            work = fill(share, capture, store, features.provenance, samples, skipped)
+            for number, _ in enumerate(work, done + 1):
+                progress.show(number)
+    new = {row: why for row, why in skipped.items() if row not in before}
+    for theirs in filter(None, ranks.all_gather(new)):
+        skipped.add(theirs)
+    if len(needed) == len(plan.batches):
+        ranks.on_rank0(lambda: write_manifest(run, features, samples, skipped, complete=True))
+    return sum(len(batch.rows) for batch in share) - len(new)
+
+
+def write_manifest(
+    run: Run, features: Features, samples: Samples, skipped: Skipped, *, complete: bool
+) -> None:
+    """Describe a store's features in it, so that another host can train from the store alone."""
+    cast(DurableStore, features.store).write_manifest(
+        {
+            "complete": complete,
+            "fingerprint": samples.summary.fingerprint,
+            "request": asdict(features.request),
+            "provenance": features.provenance,
+            **samples_data(samples),
+            "skipped": sorted(skipped.items()),
+            "target": {"path": run.target.path, "revision": run.target.revision},
+            "plugins": run.manifest(run.drafts, run.capture),
+        }
+    )

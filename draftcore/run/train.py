@@ -1,0 +1,395 @@
+"""The program `train`: what is not trained yet of a run's drafts is trained, from plan to checkpoints.
+
+`train` reads from top to bottom: open the parts of a trainer, say what there is to do, open where batches
+come from, loop, say what came of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from draftcore.config import FREE
+from draftcore.contracts.algorithm import Stop
+from draftcore.contracts.channel import PATIENCE
+from draftcore.contracts.launcher import LOCK
+from draftcore.contracts.store import FeatureStore, StoreAway
+from draftcore.data.plan import Plan
+from draftcore.data.samples import Samples, read_summary, summary_data
+from draftcore.data.skipped import Skipped
+from draftcore.errors import DraftcoreError, UsageError, plural
+from draftcore.evaluation.during import Probe, held_out_samples
+from draftcore.features.loader import Captured, Loader, Queued, Source, Stored, misfit, tasks_of
+from draftcore.features.producer import forget
+from draftcore.features.provenance import differences
+from draftcore.features.queue import Queue, QueueService, RemoteQueue
+from draftcore.files import hold, write_atomic
+from draftcore.run import DraftRun, Role, Run
+from draftcore.run.capture import fill_store
+from draftcore.run.features import (
+    TEXT_BYTES,
+    Features,
+    make_plan,
+    open_auto_store,
+    open_capture,
+    open_features,
+    open_samples,
+)
+from draftcore.tensors import resolve_device
+from draftcore.training.checkpoint import Checkpoint
+from draftcore.training.loop import Trainer, stop_on_signal
+from draftcore.training.loop import train as train_loop
+from draftcore.uris import format_size
+
+FAREWELL = 5.0  # seconds for producers to hear that the run is over
+
+
+def train(
+    run: Run, role: Role = "both", say: Callable[[str], None] = print,
+    samples: Samples | None = None,
+) -> str:  # fmt: skip
+    """Train what is not trained yet, and tell of it; returns `complete`, `stopped` or `interrupted`.
+
+    `samples` take the place of the run's data. Raises DraftcoreError with the errors of drafts that
+    failed, once the others are done.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Batches differ in size, and memory freed by one has to serve the next whatever its size.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    ranks = run.ranks
+    with ExitStack() as stack:
+        with ranks.raise_on_all():
+            if not ranks.rank:
+                remedy = "wait for it to end, or set another run folder: two would undo each other"
+                lock = hold(run.folder / LOCK, f"trains in {run.folder}", remedy)
+                stack.callback(os.close, lock)
+        parts = trainer_parts(run, role, samples)
+        plan, trainers, first = parts.plan, parts.trainers, parts.first_step
+        say_beginning(run, parts, say)
+        if first == plan.total_steps:
+            return "complete"
+        signals = stack.enter_context(stop_on_signal())
+        stop = lambda: bool(signals)  # noqa: E731
+        with ranks.raise_on_all():
+            queue, source = stack.enter_context(open_batches(run, role, parts))
+        uses, device = plan.uses(first, ranks.rank, ranks.size), parts.device
+        loader = Loader(uses, source, ahead=parts.prefetch, device=device, stop=stop)
+        stack.callback(loader.close)
+        reason, failed = "failed", dict[str, Exception]()
+        config = run.config.model_dump(mode="json")
+        run.observers.run_started(run=run.folder, config=config, total_steps=plan.total_steps)
+        try:
+            reason, failed, stopped = train_loop(
+                plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
+                release_batch=loader.let_go,
+                finished=queue.advance if queue else lambda position: None,
+                status_line=(lambda: str(queue.status())) if queue else str,
+            )  # fmt: skip
+            if queue is not None:
+                queue.end("finished" if reason in ("complete", "stopped") else "failed")
+        finally:
+            step = max(trainer.step for trainer in trainers)
+            run.observers.run_finished(run=run.folder, step=step, reason=reason)
+    say_end(run, parts, reason, stopped, say)
+    if failed:
+        causes = "\n".join(f"{label}: {error}" for label, error in failed.items())
+        with ranks.raise_on_all():
+            raise DraftcoreError(f"{len(failed)} of {len(run.drafts)} drafts failed\n{causes}")
+    return reason
+
+
+def say_beginning(run: Run, parts: TrainerParts, say: Callable[[str], None]) -> None:
+    """Say where each draft stands, what it is, and how large a step is."""
+    plan, total = parts.plan, parts.plan.total_steps
+    for draft, trainer in zip(run.drafts, parts.trainers, strict=True):
+        if trainer.step == total:
+            say(f"already trained: {plural(total, 'step')} in {draft.folder}")
+            continue
+        if trainer.step:
+            say(f"{draft.prefix}resuming from step {trainer.step} of {total}")
+        if about := trainer.built.about:
+            say(f"{draft.prefix}a draft of {about}")
+    if parts.first_step < total:
+        batches, rows = plan.accumulate, plan.accumulate * plan.batch
+        say(f"a step: {plural(batches, 'batch')}, {plural(rows, 'row')}")
+
+
+def say_end(
+    run: Run, parts: TrainerParts, reason: str, stopped: Mapping[str, Stop],
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Say how far each draft came, which rows were skipped, and what plugins stopped."""
+    plan, skipped = parts.plan, parts.skipped
+    for draft, trainer in zip(run.drafts, parts.trainers, strict=True):
+        stop, samples = stopped.get(draft.label), plan.rows_before(trainer.step)
+        outcome = "complete" if reason == "stopped" and stop is None else reason
+        say(
+            f"{draft.prefix}{outcome}: step {trainer.step} of {plan.total_steps}, "
+            f"{plural(samples, 'sample')}, checkpoints in {trainer.checkpoints}"
+        )
+        if stop is not None:
+            say(f"{draft.prefix}stopped by the plugin {stop.plugin}: {stop.reason}")
+    if skipped:
+        names = ", ".join(f"row {row}" for row in list(skipped)[:8])
+        were, why = "was" if len(skipped) == 1 else "were", next(iter(skipped.values()))
+        say(f"{plural(len(skipped), 'row')} {were} skipped: {names}: {why}")
+
+
+# ---------------------------------------------------------------- the parts of a trainer
+
+
+@dataclass
+class TrainerParts:
+    """What trains: the plan, the drafts where they stand, and what is skipped so far.
+
+    `prefetch` batches lie ready per rank beside the one in training; `held_batches` are held over all ranks.
+    """
+
+    features: Features
+    samples: Samples
+    plan: Plan
+    skipped: Skipped
+    trainers: list[Trainer]
+    device: torch.device
+    prefetch: int
+    held_batches: int
+
+    @property
+    def first_step(self) -> int:
+        """The first step that a draft has not made."""
+        return min(trainer.step for trainer in self.trainers)
+
+
+def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> TrainerParts:
+    """Open what a trainer needs but for batches: data, plan, store, checkpoints, drafts.
+
+    Raises UsageError for a checkpoint of another run, and for more ranks than a step has batches.
+    """
+    config, ranks = run.config, run.ranks
+    device, run_id = (
+        ranks.device(config.train.device),
+        ranks.on_rank0(lambda: read_run_id(run.folder)),
+    )
+    features = open_features(run, role)
+    samples = samples or open_samples(run, features)
+    checkpoints = [draft.checkpoint() for draft in run.drafts]
+    resumed = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+    with ranks.raise_on_all():
+        accumulate = batches_per_step(run, resumed)
+    plan = make_plan(run, samples, accumulate)
+    prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
+    held_batches = (prefetch + 1) * ranks.size
+    if role != "both" and features.store is None:
+        features = open_auto_store(run, run_id, features, plan, held_batches)
+    with ranks.raise_on_all():
+        for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
+            if checkpoint is not None:
+                require_same_run(checkpoint, draft, features, plan)
+    reasons = dict((features.manifest or {}).get("skipped", ()))
+    for checkpoint in resumed:
+        reasons |= {int(row): why for row, why in checkpoint.state["skipped"]}
+    skipped = Skipped(reasons, rows=len(samples.feature_ids), share=config.data.max_skipped)
+    if role == "both" and features.keeps and not features.complete:
+        first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
+        fill_store(run, features, samples, plan, skipped, plan.uses(first))
+    about = {"run_id": run_id, "target": run.target.fingerprint(), "width": run.width}
+    trainers = open_trainers(run, about, features, samples, plan, skipped, checkpoints)
+    return TrainerParts(features, samples, plan, skipped, trainers, device, prefetch, held_batches)
+
+
+def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
+    """Return how many batches make a step: as its first start said, or as many as there are ranks."""
+    setting, ranks = run.config.train.accumulate, run.ranks.size
+    accumulate: int = resumed[0].state["accumulate"] if resumed else setting or ranks
+    if setting not in (None, accumulate):
+        raise UsageError(
+            f"a step of this run has {plural(accumulate, 'batch')}, and train.accumulate is now "
+            f"{setting}\n  undo the change, or set another run folder to start anew"
+        )
+    if ranks > accumulate:
+        raise UsageError(
+            f"a step has {plural(accumulate, 'batch')}, and {ranks} ranks share it\n"
+            "  start at most as many ranks, or a new run with a higher train.accumulate"
+        )
+    return accumulate
+
+
+def open_trainers(
+    run: Run, about: Mapping[str, Any], features: Features, samples: Samples, plan: Plan,
+    skipped: Skipped, checkpoints: Sequence[Checkpoint | None],
+) -> list[Trainer]:  # fmt: skip
+    """Build each draft, or read it from its checkpoint, with what evaluates it in training."""
+    probe = open_probe(run, features, samples.summary.date) if run.config.train.eval_every else None
+    shared, trainers = [run.capture, *([features.binding] if features.binding else [])], []
+    for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
+        summary = read_summary(checkpoint.state["data"]) if checkpoint else samples.summary
+        inputs = {"features": features.provenance, "data": summary_data(summary)}
+        plugins = run.manifest([draft], *shared)
+        setup = draft.setup({**about, **inputs, "plugins": plugins})
+        evaluate = probe(setup, draft.decoder).evaluate if probe else None
+        trainers.append(
+            Trainer(
+                setup, draft.build(summary), run.ranks, plan, skipped, run.observers, evaluate,
+                checkpoint,
+            )
+        )  # fmt: skip
+    return trainers
+
+
+def open_probe(run: Run, features: Features, date: str) -> Callable[..., Probe]:
+    """Read the held-out data; return what makes the probe of a draft, which all share it."""
+    run.runners["decode"].check(run.target)  # what it refuses is refused before training
+    config = run.config
+    assert config.data.eval is not None  # as the configuration asks for
+    data = run.dataset(config.data.eval, "eval", config.train.eval_samples, date)
+    capture = functools.partial(open_capture, run, features.request, data)
+    samples = held_out_samples(config, data, capture)
+    prompts = functools.cache(lambda: run.prompts(config.train.eval_prompts)[0])
+    return functools.partial(Probe, samples, prompts, run.ranks.device(config.train.device))
+
+
+def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan: Plan) -> None:
+    """Refuse to go on from a checkpoint of other plugins, target, data or schedule."""
+    then, target = last.state, draft.run.target.fingerprint()
+    changed = list(changes(draft.config, then["config"]))
+    if then["target"] != target:
+        changed.append(f"target: weights {then['target']} then, {target} now")
+    if then["plan"] != plan.key:
+        changed.append("data: other samples, or another order of them")
+    elif not changed and then["features"] != features.provenance:
+        differ = differences(features.provenance, then["features"], "then").strip()
+        changed.append(f"features: {differ}")
+    if changed:
+        raise UsageError(
+            f"{last.folder} was written by a run that differs from this one\n  "
+            + "\n  ".join(changed)
+            + "\n  undo the change to resume, or set another run folder to start anew"
+        )
+
+
+def changes(now: BaseModel, then: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the settings that a resumed run must not change and did, with both values."""
+    values = now.model_dump(mode="json")
+    for name, info in type(now).model_fields.items():
+        section, was = getattr(now, name), then.get(name)
+        if FREE in info.metadata:
+            continue
+        if isinstance(section, BaseModel) and isinstance(was, Mapping):
+            yield from changes(section, was, f"{path}{name}.")
+        elif values[name] != was:
+            yield f"{path}{name}: {was!r} then, {values[name]!r} now"
+
+
+def read_run_id(folder: Path) -> str:
+    """Return the run's id, made at the first start and kept in the run's folder."""
+    file = folder / "run.json"
+    try:
+        made = uuid.UUID(json.loads(file.read_text())["run_id"]) if file.exists() else uuid.uuid4()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UsageError(
+            f"{file} does not hold a run's id, as draftcore writes it\n"
+            "  delete it to give the run another id, or set another run folder"
+        ) from None
+    write_atomic(file, json.dumps({"run_id": made.hex}))
+    return made.hex
+
+
+# ---------------------------------------------------------------- where batches come from
+
+
+@contextmanager
+def open_batches(
+    run: Run, role: Role, parts: TrainerParts
+) -> Iterator[tuple[Queue | None, Source]]:
+    """Open where this rank's batches come from, and on rank 0 the queue where producers capture."""
+    features, plan, skipped = parts.features, parts.plan, parts.skipped
+    store, names = features.store, features.request.names
+    if store is None or role == "both" or features.complete:
+        require_memory(run, parts)
+        if store is None:
+            capture = open_capture(run, features.request, parts.samples)
+            yield None, Captured(capture, parts.samples, plan, skipped)
+        else:
+            yield None, Stored(store, plan, skipped, names)
+        return
+    channel, queue, address = run.open_channel(), None, ""
+    try:
+        with run.ranks.raise_on_all():
+            if not run.ranks.rank:
+                queue = open_queue(run, parts, store)
+                address = channel.serve(QueueService(queue))
+                write_atomic(run.queue_file, json.dumps({"address": address}))
+        (address, *_) = run.ranks.all_gather(address)
+        reached = queue or RemoteQueue(channel.connect(lambda: address))
+        yield queue, Queued(reached, store, plan, names, 0.0 if queue else PATIENCE)
+    finally:
+        if queue is not None:
+            queue.end("failed")  # unless it has ended before
+            run.queue_file.unlink(missing_ok=True)
+            queue.farewell(FAREWELL)
+            with suppress(StoreAway):  # or it went with all that it held
+                if queue.ended == "finished" and not features.keeps:
+                    forget(store, plan.feature_ids)  # what was put too late
+        channel.close()
+        store.close()
+
+
+def open_queue(run: Run, parts: TrainerParts, store: FeatureStore) -> Queue:
+    """Open the queue with all that is still to be captured. Raises UsageError for too small a store."""
+    features, plan, first = parts.features, parts.plan, parts.first_step
+    keeps, origin, request = features.keeps, features.provenance, features.request
+    forms, token_bytes = (
+        request.feature_specs(run.width),
+        request.token_bytes(run.width) + TEXT_BYTES,
+    )
+    limit, least = None, plan.largest(run.ranks.size) * token_bytes
+    if not keeps and (room := store.stats().limit_bytes) is not None:
+        if least > room:
+            raise UsageError(
+                f"a batch for each of {run.ranks.size} ranks needs {format_size(least)}, and the "
+                f"store {store.uri} has {format_size(room)}\n"
+                "  raise max_bytes in its URI, or lower train.batch or data.max_length"
+            )
+        limit = max(room // 2, least)  # as what is free in a ring may lie scattered
+    queue = Queue(
+        {"store": store.uri, "provenance": origin, "request": asdict(request)},
+        ahead=parts.held_batches,
+        limit=limit,
+        skipped=parts.skipped,
+        free=(lambda refs: None) if keeps else store.free,
+        misfit=lambda task, refs: misfit(task, refs, forms, origin),
+    )
+    if not keeps:
+        forget(store, plan.feature_ids)  # what a trainer that was killed left behind
+    tasks = tasks_of(plan.uses(first), parts.samples, plan, token_bytes)
+    queue.offer(tasks, plan.step(first)[0].position)
+    return queue
+
+
+def require_memory(run: Run, parts: TrainerParts) -> None:
+    """Refuse at start-up what cannot fit on the device, with the figures."""
+    device = parts.device
+    if device.type != "cuda":
+        return
+    trained = sum(p.numel() for t in parts.trainers for p in t.parameters)
+    features = parts.plan.largest(1) * parts.features.request.token_bytes(run.width)
+    here = parts.features.store is None and resolve_device(run.config.target.device) == device
+    target = run.target.weight_bytes() // run.target.tensor_parallel if here else 0
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if (need := target + 16 * trained + features) > free:
+        raise UsageError(
+            f"this run needs {format_size(need)} on {device}, and {format_size(free)} are free\n"
+            f"  target {format_size(target)}, {trained} trained parameters of 16 bytes "
+            f"{format_size(16 * trained)}, features of a batch {format_size(features)}\n"
+            "  set topology.producers=1 to capture on another device, or capture at servers"
+        )
