@@ -226,7 +226,8 @@ def _parsed(hint: Any) -> tuple[Any, Sequence[str], Iterable[tuple[str, Any]], S
     if getattr(kind, "_is_protocol", False):
         names = {n for base in kind.__mro__[:-2] for n in (*vars(base), *base.__annotations__)}
         return object, sorted(name for name in names if name[0] != "_"), (), ()
-    fields = _hints(kind).items() if dataclasses.is_dataclass(kind) else ()
+    record: Any = kind
+    fields = _hints(record).items() if dataclasses.is_dataclass(kind) else ()
     elements = inner[1:] if issubclass(kind, Mapping) else [t for t in inner if t is not ...]
     return {Any: object, float: (int, float)}.get(kind, kind), (), fields, elements
 

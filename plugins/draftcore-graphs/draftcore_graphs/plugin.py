@@ -30,7 +30,7 @@ TBO = frozenset({"phase:prefill", "forks"})
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_obj
 def runners(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
-    """Print what `runner` of a run comes to in each phase, and who decided it."""
+    """Print the runner of each phase, and who decided it."""
     from draftcore.api import open_run
     from draftcore_graphs.graphs import Graphs
 
