@@ -68,7 +68,7 @@ def measure(
         limit=None,
         skipped=Skipped({}, rows=1, share=0.0),
         free=lambda refs: None,
-        misfit=lambda task, refs: misfit(task, refs, FORMS, ""),
+        ref_error=lambda task, refs: misfit(task, refs, FORMS, ""),
     )
     queue.offer(tasks(), 0)
     channel, before = TcpChannel.open("tcp", SECRET), memory()

@@ -741,7 +741,7 @@ def _open_queue(run: Run, parts: TrainerParts, store: FeatureStore, at: int) -> 
         limit=limit,
         skipped=parts.skipped,
         free=(lambda refs: None) if keeps else store.free,
-        misfit=lambda task, refs: misfit(task, refs, forms, origin),
+        ref_error=lambda task, refs: misfit(task, refs, forms, origin),
     )
     if not keeps:
         forget(store, plan.feature_ids)  # what a trainer that was killed left behind

@@ -186,7 +186,7 @@ class World:
         self.closing.callback(store.close)
         queue = self.queue = Queue(
             {"store": store.uri}, ahead=ahead, limit=1 << 19, skipped=self.skips(), free=store.free,
-            misfit=lambda task, refs: misfit(task, refs, self.forms, ORIGIN),
+            ref_error=lambda task, refs: misfit(task, refs, self.forms, ORIGIN),
         )  # fmt: skip
         queue.offer(tasks_of(self.plan.uses(0), self.samples, self.plan, 24), 0)
         ends = [RemoteQueue(Loopback(queue)) for _ in range(producers)]

@@ -81,13 +81,13 @@ class Trainer:
         self.published: list[int] = []
         self.queue = Queue(
             {"store": self.store.uri}, ahead=9, limit=None, skipped=self.skipped,
-            free=self.store.free, misfit=self.misfit,
+            free=self.store.free, ref_error=self.ref_error,
         )  # fmt: skip
         self.queue.offer(iter([task(0), task(1)]), 0)
         self.patience, self.stopped = SOON, False
         self.client = Loopback(self.queue)
 
-    def misfit(self, task: Task, refs: Sequence[SampleRef]) -> None:
+    def ref_error(self, task: Task, refs: Sequence[SampleRef]) -> None:
         """Note what was published; the last batch ends the run."""
         self.published.append(task.position)
         if task.position == 1:
@@ -257,7 +257,7 @@ def test_a_full_store_is_told_as_what_it_is(trainer: Trainer) -> None:
         return taken(items)
 
     trainer.store.put_many = full  # type: ignore[method-assign]
-    with pytest.raises(DraftcoreError, match="nothing can go"):
+    with pytest.raises(DraftcoreError, match="too small for one batch"):
         trainer.produce_until_failure()
     assert [one["failed"]["full"] for one in trainer.client.of("publish")[1:]] == [True, True]
     assert not trainer.skipped

@@ -66,7 +66,7 @@ def test_strangers_at_the_queues_port_keep_no_producer_out_and_change_no_batch(
     dice, tasks = random.Random(cases), [task(at) for at in range(cases)]
     queue = Queue(
         {"store": "shm:x"}, ahead=cases, limit=None, skipped=Skipped({}, rows=9, share=1.0),
-        free=lambda refs: None, misfit=lambda task, refs: None,
+        free=lambda refs: None, ref_error=lambda task, refs: None,
     )  # fmt: skip
     queue.offer(iter(tasks), 0)
     with closing(TcpChannel.open("tcp", b"a secret")) as channel, ExitStack() as held:
