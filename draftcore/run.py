@@ -52,10 +52,13 @@ from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.evaluation.decode import evaluate_prompts
 from draftcore.evaluation.during import HeldOut, Probe
 from draftcore.evaluation.report import Report, more_metrics
-from draftcore.features.loader import Captured, Loader, Queued, Source, Stored, misfit, tasks_of
-from draftcore.features.producer import CheckedCapture, fill, forget, produce
+from draftcore.features.checks import CheckedCapture, ref_error
+from draftcore.features.loader import Captured, Loaded, Loader, stored
+from draftcore.features.producer import produce
 from draftcore.features.provenance import differences, provenance
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
+from draftcore.features.queued import forget, queued, tasks_of
+from draftcore.features.storing import fill
 from draftcore.files import hold, require_exported, secret, write_atomic
 from draftcore.plugins.binding import Binding, bind, find_source, observers
 from draftcore.plugins.registry import Registry
@@ -644,9 +647,11 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         caught = stack.enter_context(stop_on_signal())
         stop = lambda: bool(caught)  # noqa: E731
         with ranks.together():
-            queue, source = stack.enter_context(_open_source(run, role, parts, at))
-        uses, device = plan.uses(at, ranks.rank, ranks.size), ranks.device(run.config.train.device)
-        loader = Loader(uses, source, ahead=parts.prefetch, device=device, stop=stop)
+            queue, batches = stack.enter_context(_open_batches(run, role, parts, at))
+        ahead, device = parts.prefetch, ranks.device(run.config.train.device)
+        if parts.features.store is None:
+            ahead = 0
+        loader = Loader(batches, ahead=ahead, device=device, stop=stop)
         stack.callback(loader.close)
         reason, failed = "failed", dict[str, Exception]()
         config = run.config.model_dump(mode="json")
@@ -654,7 +659,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         try:
             reason, failed, ended = train_loop(
                 plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
-                let_go=loader.let_go, finished=queue.advance if queue else lambda position: None,
+                let_go=loader.release_batch, finished=queue.advance if queue else lambda position: None,
                 beside=(lambda: str(queue.status())) if queue else str,
             )  # fmt: skip
             if queue is not None:
@@ -682,19 +687,20 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
 
 
 @contextmanager
-def _open_source(
+def _open_batches(
     run: Run, role: Role, parts: TrainerParts, at: int
-) -> Iterator[tuple[Queue | None, Source]]:
-    """Open where this rank's features come from, and on rank 0 the queue where they are captured."""
+) -> Iterator[tuple[Queue | None, Iterable[Loaded | None]]]:
+    """Open this rank's batches, and on rank 0 the queue where producers capture them."""
     features, plan, skipped = parts.features, parts.plan, parts.skipped
+    uses = plan.uses(at, run.ranks.rank, run.ranks.size)
     store, names = features.store, features.request.names
     if store is None or role == "both" or features.complete:
         _require_memory(run, parts)
         if store is None:
-            capture = open_capture(run, features.request)
-            yield None, Captured(capture, parts.samples, plan, skipped)
+            with closing(open_capture(run, features.request)) as capture:
+                yield None, Captured(uses, capture, parts.samples, plan, skipped)
         else:
-            yield None, Stored(store, plan, skipped, names)
+            yield None, stored(uses, store, plan, skipped, names)
         return
     channel, file = open_channel(run), run.folder / "queue.json"
     queue: Queue | None = None
@@ -709,7 +715,7 @@ def _open_source(
     try:
         address = run.ranks.first(serve)
         local = queue or RemoteQueue(channel.connect(lambda: address))
-        yield queue, Queued(local, store, plan, names, 0.0 if queue else PATIENCE)
+        yield queue, queued(uses, local, store, plan, names, 0.0 if queue else PATIENCE)
     finally:
         if queue is not None:
             queue.end("failed")  # unless it has ended before
@@ -741,7 +747,7 @@ def _open_queue(run: Run, parts: TrainerParts, store: FeatureStore, at: int) -> 
         limit=limit,
         skipped=parts.skipped,
         free=(lambda refs: None) if keeps else store.free,
-        ref_error=lambda task, refs: misfit(task, refs, forms, origin),
+        ref_error=lambda task, refs: ref_error(task, refs, forms, origin),
     )
     if not keeps:
         forget(store, plan.feature_ids)  # what a trainer that was killed left behind
