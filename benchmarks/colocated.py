@@ -60,9 +60,10 @@ def measure(run: Run) -> tuple[list[float], list[float], list[float]]:
     parts = trainer_parts(run, "both")
     (trainer,) = parts.trainers
     capture = Timed(open_capture(run, parts.features.request))
-    source = Captured(capture, parts.samples, parts.plan, parts.skipped)
+    uses = parts.plan.uses(0)
+    batches = Captured(uses, capture, parts.samples, parts.plan, parts.skipped)
     device, held = torch.device("cpu"), dict[int, list[Sample]]()
-    loader = Loader(parts.plan.uses(0), source, ahead=1, device=device, stop=lambda: False)
+    loader = Loader(batches, ahead=0, device=device, stop=lambda: False)
     ours, bare, control = list[float](), list[float](), list[float]()
     for at in range(parts.plan.total_steps):
         (planned,) = parts.plan.step(at)

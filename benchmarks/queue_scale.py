@@ -30,7 +30,7 @@ from draftcore.contracts.channel import RunEnded, Task
 from draftcore.contracts.store import SampleRef, TensorSpec
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore.features.loader import misfit
+from draftcore.features.checks import ref_error
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
 from draftcore.features.tcp import TcpChannel
 
@@ -68,7 +68,7 @@ def measure(
         limit=None,
         skipped=Skipped({}, rows=1, share=0.0),
         free=lambda refs: None,
-        misfit=lambda task, refs: misfit(task, refs, FORMS, ""),
+        ref_error=lambda task, refs: ref_error(task, refs, FORMS, ""),
     )
     queue.offer(tasks(), 0)
     channel, before = TcpChannel.open("tcp", SECRET), memory()

@@ -30,20 +30,22 @@ class LocalCapture:
         """
         device = self.model.device
         for batch in batches:
-            found: dict[int, dict[str, Tensor]] = {}
+            by_row: dict[int, dict[str, Tensor]] = {}
             for at, inputs in image_inputs(batch, self.images).items() if batch.images else ():
-                taken = self.model.forward_images(inputs, self.request)
-                found[at] = {name: value_1TH[0] for name, value_1TH in taken.items()}
-            text = [at for at in range(len(batch.rows)) if at not in found]
+                features = self.model.forward_images(inputs, self.request)
+                by_row[at] = {name: value_1TH[0] for name, value_1TH in features.items()}
+            text = [at for at in range(len(batch.rows)) if at not in by_row]
             if text:
                 rows = [torch.as_tensor(batch.token_ids[at]).long() for at in text]
                 lengths = [len(row_T) for row_T in rows]
                 tokens_BT = pad_sequence(rows, batch_first=True).to(device)
                 lengths_B = torch.tensor(lengths, device=device)
-                taken = self.runner.features(tokens_BT, lengths_B, self.request)
+                features = self.runner.features(tokens_BT, lengths_B, self.request)
                 for row, (at, length) in enumerate(zip(text, lengths, strict=True)):
-                    found[at] = {name: value_BTH[row, :length] for name, value_BTH in taken.items()}
-            yield CapturedBatch(batch, tuple(found[at] for at in range(len(batch.rows))))
+                    by_row[at] = {
+                        name: value_BTH[row, :length] for name, value_BTH in features.items()
+                    }
+            yield CapturedBatch(batch, tuple(by_row[at] for at in range(len(batch.rows))))
 
     def close(self) -> None:
         """Nothing to release: the model belongs to the target's description."""

@@ -27,7 +27,7 @@ def provenance(
     target: TargetSpec, request: FeatureRequest, config: RunConfig, options: BaseModel | None
 ) -> str:
     """Describe features of this request, made by the configured capture with these options."""
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "target": target.fingerprint(),
         "target.dtype": str(target.dtype).removeprefix("torch."),
         "features": request.names,
@@ -36,16 +36,16 @@ def provenance(
         "train.batch": config.train.batch,
     }
     if request.topk:
-        made["topk"] = request.topk
+        settings["topk"] = request.topk
     if config.target.tensor_parallel > 1:  # which add up in another order
-        made["target.tensor_parallel"] = config.target.tensor_parallel
+        settings["target.tensor_parallel"] = config.target.tensor_parallel
     if chosen := choices(options):
-        made["capture.options"] = chosen
+        settings["capture.options"] = chosen
     if (runner := config.runner.prefill) != type(config.runner)().prefill:
         # A runner may pad, to sizes that follow from these two, and that changes the last bits.
-        made["runner.prefill"] = runner.model_dump(mode="json", exclude_defaults=True)
-        made["data.max_length"] = config.data.max_length
-    return json.dumps(made, sort_keys=True)
+        settings["runner.prefill"] = runner.model_dump(mode="json", exclude_defaults=True)
+        settings["data.max_length"] = config.data.max_length
+    return json.dumps(settings, sort_keys=True)
 
 
 def choices(options: BaseModel | None) -> dict[str, Any]:
@@ -66,12 +66,12 @@ def differences(ours: str, theirs: str, whose: str) -> str:
     here, there = json.loads(ours), json.loads(theirs)
     names = sorted({*here, *there})
     return "\n".join(
-        f"  {name}: {shown(here.get(name))} here, {shown(there.get(name))} {whose}"
+        f"  {name}: {as_text(here.get(name))} here, {as_text(there.get(name))} {whose}"
         for name in names
         if here.get(name) != there.get(name)
     )
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A setting for reading; one that is not set is at its default."""
     return "as by default" if value is None else json.dumps(value)

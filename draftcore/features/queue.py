@@ -4,9 +4,10 @@ Producers claim tasks in the plan's order and publish refs; loaders receive them
 a restart fills the queue from the plan and the checkpoint. Every wait is a condition.
 
 The bytes of a batch are known before it is captured, so a claim reserves them, in the plan's order; a
-claim that is lost keeps its reservation and is handed out first. A put that the store refuses all the
-same (its free bytes lie scattered) takes back the published batch that is needed last, and nothing
-that is needed later is captured until the refused batch lies in the store.
+claim that is lost keeps its reservation and is handed out first. Where the store refuses a put all the
+same (its free bytes lie scattered), everything published that is needed later and that no loader has is
+freed. Nothing needed later is captured then until the refused batch lies in the store; that is tried
+again whenever something has changed, and the run fails once it was refused with nothing else there.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from draftcore.contracts.capture import BadRows
+from draftcore.contracts.capture import BadRows, CaptureBatch
 from draftcore.contracts.channel import Client, Json, RunEnded, Task
 from draftcore.contracts.store import SampleRef, StoreAway, StoreFull
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 from draftcore.uris import format_size
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 TTL = 30.0  # seconds of silence after which a producer loses its claims
 ATTEMPTS = 3  # of a batch, before its rows are skipped
 LONGEST_WAIT = 5.0  # seconds that one request may wait
-ALONE = 600.0  # seconds without a producer, after the last one left with an error
+NO_PRODUCER = 600.0  # seconds without a producer, after the last one left with an error
+STORE_RETRY = 0.5  # seconds between two attempts to reach a store that is away
 
 
 @dataclass
@@ -42,10 +45,9 @@ class Entry:
     refs: tuple[SampleRef, ...] | None = None  # published
     reserved: bool = False
     received: bool = False  # by a loader, which may be reading it
-    refused: bool = False  # by the store, since it was published last
-    waits: bool = False  # as it was refused, until anything changes
-    alone: bool = False  # when it was claimed after a refusal: another one ends the run
-    lost: bool = False  # by who claimed it, and may have put it
+    refused: bool = False  # by a full store, at the last attempt to put it
+    tried_at: int = -1  # `Queue.changes` when it was handed out last
+    lost: bool = False  # by a producer that may have put it
     attempts: int = 0
 
 
@@ -72,8 +74,8 @@ class Queue:
     """The queue of one run, on rank 0; every method may be called from any thread.
 
     `ahead` is how many batches from the oldest that is still in use on may be claimed, `limit` the
-    store's bytes, None where nothing limits them. `free` lets go of refs. `misfit` says what is wrong
-    with refs, None for ones that fit.
+    store's bytes, None where nothing limits them. `free` frees refs in the store. `ref_error` says
+    what is wrong with published refs, None for good ones.
     """
 
     def __init__(
@@ -84,11 +86,11 @@ class Queue:
         limit: int | None,
         skipped: Skipped,
         free: Callable[[Sequence[SampleRef]], None],
-        misfit: Callable[[Task, Sequence[SampleRef]], DraftcoreError | None],
+        ref_error: Callable[[Task, Sequence[SampleRef]], DraftcoreError | None],
         ttl: float = TTL,
     ) -> None:
         self.about, self.ahead, self.limit, self.ttl = about, ahead, limit, ttl
-        self.skipped, self.free_refs, self.misfit = skipped, free, misfit
+        self.skipped, self.free_refs, self.ref_error = skipped, free, ref_error
         lock = threading.RLock()
         self.changed = threading.Condition(lock)
         self.work = threading.Condition(lock)  # for producers, of which a change wakes one
@@ -98,6 +100,7 @@ class Queue:
         self.done = 0  # nobody reads what lies before this position any more
         self.seen: dict[str, float] = {}  # when each producer was last heard of
         self.captured = 0
+        self.changes = 0  # after any of which a put that was refused may succeed
         self.failure: DraftcoreError | None = None
         self.ended: str | None = None
         self.deserted: tuple[float, str] | None = None  # when the last producer left, and why
@@ -122,9 +125,9 @@ class Queue:
         deadline = time.monotonic() + min(wait, LONGEST_WAIT)
         with self.changed:
             if released:
-                self._let_go(released)
+                self._release(released)
             while True:
-                self._look_around()
+                self._drop_silent()
                 if self.failure is not None:
                     raise self.failure
                 entry = self.entries.get(position)
@@ -143,15 +146,15 @@ class Queue:
                 self._failed(entry, DraftcoreError(reason))
 
     def advance(self, done: int) -> None:
-        """Let go of the batches before position `done`, which nobody reads any more."""
+        """Free the batches before position `done`, which nobody reads any more."""
         with self.changed:
-            self._let_go([at for at in self.entries if at < done])
+            self._release([at for at in self.entries if at < done])
 
     def status(self) -> Status:
         with self.changed:
-            held = self.entries.values()
-            claimed = sum(bool(entry.producer) and entry.refs is None for entry in held)
-            ready = sum(entry.refs is not None and not entry.received for entry in held)
+            entries = self.entries.values()
+            claimed = sum(bool(entry.producer) and entry.refs is None for entry in entries)
+            ready = sum(entry.refs is not None and not entry.received for entry in entries)
             return Status(len(self.seen), self.captured, self._reserved(), claimed, ready)
 
     def end(self, state: str) -> None:
@@ -161,7 +164,7 @@ class Queue:
         """
         with self.changed:
             self.ended, self.upcoming = self.ended or state, None
-            self._let_go(list(self.entries))
+            self._release(list(self.entries))
             self.work.notify_all()
 
     def farewell(self, wait: float) -> None:
@@ -183,18 +186,18 @@ class Queue:
             while True:
                 self.seen[producer] = time.monotonic()
                 self.deserted = None
-                self._look_around()
+                self._drop_silent()
                 if self.ended is not None:
                     self.seen.pop(producer)
                     self.changed.notify_all()
                     raise RunEnded(f"the run has {self.ended}", self.ended)
-                if found := self._hand_out(producer, count):
+                if tasks := self._hand_out(producer, count):
                     self.work.notify()  # there may be more
-                    return found
+                    return tasks
                 if not self._wait(deadline, self.work):
                     return []
 
-    def publish(self, claim: str, found: Sequence[SampleRef] | Exception) -> bool:
+    def publish(self, claim: str, outcome: Sequence[SampleRef] | Exception) -> bool:
         """Take a claim's refs, or why there are none; False where the claim was lost meanwhile.
 
         Refs of a lost claim are freed, and what they name does not count.
@@ -202,25 +205,26 @@ class Queue:
         with self.changed:
             claimed = (e for e in self.entries.values() if e.producer and e.task.claim == claim)
             if (entry := next(claimed, None)) is None:
-                refs = () if isinstance(found, Exception) else tuple(found)
-                if refs and any(one.refs == refs for one in self.entries.values()):
+                refs = () if isinstance(outcome, Exception) else tuple(outcome)
+                if refs and any(other.refs == refs for other in self.entries.values()):
                     return True  # asked again, as the reply was lost
                 self._free(refs)
-                self._look_again()
+                self._note_change()
                 return False
             self.seen[entry.producer] = time.monotonic()
             entry.producer, entry.lost = "", False
-            self._look_again()
-            if isinstance(found, StoreFull):
-                self._make_room(entry, found)
-            elif isinstance(found, Exception):
-                self._failed(entry, found)
-            elif wrong := self.misfit(entry.task, found):
-                self._free(found)
-                self._failed(entry, wrong, again=True)
+            if isinstance(outcome, StoreFull):
+                self._make_room(entry, outcome)
+                return True
+            self._note_change()
+            if isinstance(outcome, Exception):
+                self._failed(entry, outcome)
+            elif error := self.ref_error(entry.task, outcome):
+                self._free(outcome)
+                self._failed(entry, error, again=True)
             else:
-                entry.refs, entry.refused = tuple(found), False
-                self.captured += len(found)
+                entry.refs, entry.refused = tuple(outcome), False
+                self.captured += len(outcome)
             return True
 
     def heartbeat(self, producer: str) -> None:
@@ -230,12 +234,12 @@ class Queue:
                 self.seen[producer] = time.monotonic()
 
     def leave(self, producer: str, error: str = "") -> None:
-        """Let a producer go; its claims are handed out again. `error` says why it cannot work."""
+        """Forget a producer; its claims are handed out again. `error` says why it cannot work."""
         with self.changed:
             self.seen.pop(producer, None)
             self._lose(producer)
             if error:
-                logger.warning("a producer is out: %s", error)
+                logger.warning("a producer stopped: %s", error)
                 if not self.seen:
                     self.deserted = (time.monotonic(), error)
             self.changed.notify_all()
@@ -247,13 +251,13 @@ class Queue:
             condition.wait(min(left, self.ttl / 4))
         return left > 0
 
-    def _look_around(self) -> None:
+    def _drop_silent(self) -> None:
         """Forget producers that went silent; fail where nobody is left to work."""
         now = time.monotonic()
-        for producer in [one for one, seen in self.seen.items() if now - seen > self.ttl]:
+        for producer in [name for name, seen in self.seen.items() if now - seen > self.ttl]:
             logger.warning("a producer was silent for %g s: its claims are handed out", self.ttl)
             self.leave(producer)
-        if self.deserted is not None and now - self.deserted[0] > ALONE:
+        if self.deserted is not None and now - self.deserted[0] > NO_PRODUCER:
             self.failure = DraftcoreError(f"no producer works for this run\n  {self.deserted[1]}")
 
     def _lose(self, producer: str) -> None:
@@ -261,44 +265,42 @@ class Queue:
         for entry in self.entries.values():
             if entry.producer == producer:
                 entry.producer, entry.lost = "", True
-                self._look_again()
+                self._note_change()
 
     def _hand_out(self, producer: str, count: int) -> list[Task]:
         """Claim up to `count` tasks in order of need; the first that lacks room ends the search."""
-        found: list[Task] = []
+        tasks: list[Task] = []
         while self.upcoming is not None and self.upcoming.position < self.done + self.ahead:
-            self.entries[self.upcoming.position] = Entry(self._without_skipped(self.upcoming))
-            if not self.entries[self.upcoming.position].task.batch.ids:
-                self.entries[self.upcoming.position].refs = ()
+            entry = Entry(without_rows(self.upcoming, self.skipped))
+            self.entries[self.upcoming.position] = entry
+            if not entry.task.batch.ids:
+                entry.refs = ()
                 self.changed.notify_all()
             self.upcoming = next(self.tasks, None)
-        reserved, refused = self._reserved(), False
+        reserved, store_full = self._reserved(), False
         # Two uses of a batch, in two epochs, are not captured at once: they may share what is put.
-        at_work = {one.task.batch.index for one in self.entries.values() if one.producer}
+        at_work = {entry.task.batch.index for entry in self.entries.values() if entry.producer}
         for _, entry in sorted(self.entries.items()):
-            held_up = entry.waits or (refused and not entry.lost)  # what is lost may take up bytes
-            refused = refused or entry.refused
-            if len(found) == count:
+            waits = entry.refused and entry.tried_at == self.changes
+            # What is lost may lie in the store, and can be freed once it is published.
+            blocked = waits or (store_full and not entry.lost)
+            store_full |= entry.refused
+            if len(tasks) == count:
                 break
-            if entry.refs is not None or held_up or entry.task.batch.index in at_work:
+            if entry.refs is not None or blocked or entry.task.batch.index in at_work:
                 continue
             if not entry.reserved:
                 first, reserved = not reserved, reserved + entry.task.nbytes
                 if self.limit is not None and reserved > self.limit and not first:
                     break
-            entry.reserved, entry.producer = True, producer
-            entry.alone = entry.refused and self._is_alone(entry)
+            entry.reserved, entry.producer, entry.tried_at = True, producer, self.changes
             entry.task = replace(entry.task, claim=uuid.uuid4().hex)
             at_work.add(entry.task.batch.index)
-            found.append(entry.task)
-        return found
+            tasks.append(entry.task)
+        return tasks
 
     def _reserved(self) -> int:
-        return sum(one.task.nbytes for one in self.entries.values() if one.reserved)
-
-    def _without_skipped(self, task: Task) -> Task:
-        kept = [at for at, row in enumerate(task.batch.rows) if row not in self.skipped]
-        return task if len(kept) == len(task.batch.rows) else _only(task, kept)
+        return sum(entry.task.nbytes for entry in self.entries.values() if entry.reserved)
 
     def _failed(self, entry: Entry, error: Exception, *, again: bool = False) -> None:
         """Do what an attempt that failed asks for: leave rows out, or try again.
@@ -318,73 +320,90 @@ class Queue:
             self.skipped.add(reasons)
         except DraftcoreError as failure:
             self.failure = failure
-        entry.task = self._without_skipped(entry.task)
+        entry.task = without_rows(entry.task, self.skipped)
         if not entry.task.batch.ids:
             entry.refs, entry.refused = (), False
 
     def _make_room(self, entry: Entry, error: StoreFull) -> None:
-        """Free the published batch that is needed last, for one that is needed before it."""
-        entry.refused = entry.waits = True
+        """Free what is published and needed later than a refused batch, which is then tried again."""
         logger.warning("batch %d found no room: %s", entry.task.batch.index, error)
-        later = [one for at, one in self.entries.items() if at > entry.task.position]
-        if free := [one for one in later if one.refs and not one.received]:
-            self._take_back(free[-1])
-        elif entry.alone:
-            self.failure = DraftcoreError(f"{error}\n  a batch does not fit, and nothing can go")
-        elif self._is_alone(entry):
-            self._look_again()  # what was in its way is gone
-
-    def _is_alone(self, entry: Entry) -> bool:
-        """Say whether this batch is needed first, and no other may lie in the store."""
-        others = [(at, one) for at, one in self.entries.items() if one is not entry]
-        return not any(
-            at < entry.task.position or one.refs or one.producer or one.lost for at, one in others
-        )
+        others = [other for other in self.entries.values() if other is not entry]
+        for other in others:
+            if other.task.position > entry.task.position and other.refs and not other.received:
+                self._take_back(other)
+        alone = not any(other.refs or other.producer or other.lost for other in others)
+        if alone and entry.refused and entry.tried_at == self.changes:
+            what = "the store is too small for one batch: raise max_bytes, or lower train.batch"
+            self.failure = DraftcoreError(f"{error}\n  {what}")
+        elif alone:
+            self._note_change()  # what was in its way is gone
+        entry.refused = True
 
     def _take_back(self, entry: Entry) -> None:
         refs, entry.refs, entry.received = entry.refs, None, False
         self._free(refs or ())
-        self._look_again()
+        self._note_change()
 
-    def _let_go(self, positions: Sequence[int]) -> None:
-        for position in positions:
-            if (entry := self.entries.pop(position, None)) is not None:
-                self._free(entry.refs or ())
+    def _release(self, positions: Sequence[int]) -> None:
+        entries = [self.entries.pop(at) for at in positions if at in self.entries]
+        for entry in entries:
+            self._free(entry.refs or ())
         upcoming = self.done if self.upcoming is None else self.upcoming.position
         self.done = next(iter(self.entries), upcoming)
-        self._look_again()
+        if entries:
+            self._note_change()
 
-    def _look_again(self) -> None:
-        """Let whoever waits see what has changed; what the store refused may fit now."""
-        for entry in self.entries.values():
-            entry.waits = False
+    def _note_change(self) -> None:
+        """Wake whoever waits; what the store refused may fit now."""
+        self.changes += 1
         self.changed.notify_all()
         self.work.notify()
 
     def _free(self, refs: Sequence[SampleRef]) -> None:
         """Free refs, but for what another epoch's use shares; a store that stays away ends the run."""
-        used = {ref.key for one in self.entries.values() for ref in one.refs or ()}
-        free = [ref for ref in refs if ref.key not in used]
-        if free and not isinstance(self.failure, StoreAway):
+        shared = {ref.key for entry in self.entries.values() for ref in entry.refs or ()}
+        unused = [ref for ref in refs if ref.key not in shared]
+        if unused and not isinstance(self.failure, StoreAway):
             try:
-                self.free_refs(free)
+                self.free_refs(unused)
             except StoreAway as error:  # for longer than it is patient
                 self.failure = error
 
 
-def _only(task: Task, kept: Sequence[int]) -> Task:
-    """Return a task with these rows only, by number in its batch."""
+def without_rows(task: Task, skipped: Container[int]) -> Task:
+    """Return a task without rows that are skipped."""
     batch = task.batch
-    picked = replace(
-        batch,
-        rows=tuple(batch.rows[at] for at in kept),
-        ids=tuple(batch.ids[at] for at in kept),
-        token_ids=tuple(batch.token_ids[at] for at in kept),
-    )
-    return replace(task, batch=picked, loss_masks=tuple(task.loss_masks[at] for at in kept))
+    kept = [at for at, row in enumerate(batch.rows) if row not in skipped]
+    if len(kept) == len(batch.rows):
+        return task
+
+    def pick(values: Sequence[T]) -> tuple[T, ...]:
+        return tuple(values[at] for at in kept)
+
+    images = pick(batch.images) if batch.images else ()
+    rows = pick(batch.rows), pick(batch.ids), pick(batch.token_ids)
+    picked = CaptureBatch(batch.index, *rows, images if any(images) else ())
+    return replace(task, batch=picked, loss_masks=pick(task.loss_masks))
 
 
 # ---------------------------------------------------------------- over a channel
+
+
+CALLS: Mapping[str, Callable[[Queue, Json], Any]] = {
+    "about": lambda queue, asked: queue.about,
+    "status": lambda queue, asked: vars(queue.status()),
+    "claim": lambda queue, asked: (
+        list(map(Task.to_json, queue.claim(asked["producer"], int(asked["count"]), asked["wait"]))),
+        queue.about["store"],
+    ),
+    "publish": lambda queue, asked: queue.publish(asked["claim"], outcome_from_json(asked)),
+    "heartbeat": lambda queue, asked: queue.heartbeat(asked["producer"]),
+    "leave": lambda queue, asked: queue.leave(asked["producer"], str(asked["error"])),
+    "receive": lambda queue, asked: refs_to_json(
+        queue.receive(int(asked["position"]), asked["wait"], asked["released"])
+    ),
+    "reject": lambda queue, asked: queue.reject(int(asked["position"]), str(asked["reason"])),
+}
 
 
 class QueueService:
@@ -395,7 +414,7 @@ class QueueService:
 
     def answer(self, request: Json) -> Json:
         try:
-            return {"answer": self._answer(request)}
+            return {"answer": CALLS[request["call"]](self.queue, request)}
         except RunEnded as ended:
             return {"ended": ended.state}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -405,30 +424,6 @@ class QueueService:
 
     def lost(self, producer: str) -> None:
         self.queue.leave(producer)
-
-    def _answer(self, request: Json) -> Any:
-        queue, producer, wait = self.queue, str(request["producer"]), float(request.get("wait", 0))
-        match request["call"]:
-            case "about":
-                return queue.about
-            case "status":
-                return vars(queue.status())
-            case "claim":
-                tasks = queue.claim(producer, int(request["count"]), wait)
-                return [task.to_json() for task in tasks], queue.about["store"]
-            case "publish":
-                return queue.publish(request["claim"], _outcome(request))
-            case "heartbeat":
-                return queue.heartbeat(producer)
-            case "leave":
-                return queue.leave(producer, str(request["error"]))
-            case "receive":
-                refs = queue.receive(int(request["position"]), wait, request.get("released", ()))
-                return None if refs is None else [ref.to_json() for ref in refs]
-            case "reject":
-                return queue.reject(int(request["position"]), str(request["reason"]))
-            case other:
-                raise ValueError(other)
 
 
 class RemoteQueue:
@@ -452,15 +447,10 @@ class RemoteQueue:
     def claim(self, count: int, wait: float) -> tuple[list[Task], str]:
         """Return claimed tasks, and the URI of the store that their features go to."""
         tasks, store = self.call("claim", count=count, wait=wait)
-        return [Task.from_json(one) for one in tasks], str(store)
+        return [Task.from_json(task) for task in tasks], str(store)
 
-    def publish(self, claim: str, found: Sequence[SampleRef] | Exception) -> bool:
-        if not isinstance(found, Exception):
-            return bool(self.call("publish", claim=claim, refs=[ref.to_json() for ref in found]))
-        failed: Json = {"text": str(found) or repr(found), "full": isinstance(found, StoreFull)}
-        if isinstance(found, BadRows):
-            failed["rows"] = list(found.reasons.items())
-        return bool(self.call("publish", claim=claim, failed=failed))
+    def publish(self, claim: str, outcome: Sequence[SampleRef] | Exception) -> bool:
+        return bool(self.call("publish", claim=claim, **outcome_to_json(outcome)))
 
     def heartbeat(self) -> None:
         self.call("heartbeat")
@@ -478,17 +468,31 @@ class RemoteQueue:
         self.call("reject", position=position, reason=reason)
 
 
-def _outcome(request: Json) -> Sequence[SampleRef] | Exception:
-    if "refs" in request:
-        return [SampleRef.from_json(ref) for ref in request["refs"]]
-    failed = request["failed"]
+def refs_to_json(refs: Sequence[SampleRef] | None) -> list[Json] | None:
+    return None if refs is None else [ref.to_json() for ref in refs]
+
+
+def outcome_to_json(outcome: Sequence[SampleRef] | Exception) -> Json:
+    """Describe what a producer publishes: refs, or the error of a capture or put."""
+    if not isinstance(outcome, Exception):
+        return {"refs": refs_to_json(outcome)}
+    failed: Json = {"text": str(outcome) or repr(outcome), "full": isinstance(outcome, StoreFull)}
+    if isinstance(outcome, BadRows):
+        failed["rows"] = list(outcome.reasons.items())
+    return {"failed": failed}
+
+
+def outcome_from_json(data: Json) -> Sequence[SampleRef] | Exception:
+    if "refs" in data:
+        return [SampleRef.from_json(ref) for ref in data["refs"]]
+    failed = data["failed"]
     if "rows" in failed:
         return BadRows({int(at): str(why) for at, why in failed["rows"]})
-    return (Full if failed["full"] else DraftcoreError)(failed["text"])
+    return (RemoteStoreFull if failed["full"] else DraftcoreError)(failed["text"])
 
 
-class Full(StoreFull):
-    """A store's refusal as a producer told of it."""
+class RemoteStoreFull(StoreFull):
+    """StoreFull as received over the channel."""
 
     def __init__(self, text: str) -> None:
         DraftcoreError.__init__(self, text)

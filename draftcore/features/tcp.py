@@ -1,18 +1,14 @@
 """Channel `tcp`: the queue behind a port, for producers on this machine or others.
 
-A connection carries one request and one reply at a time. A frame is
-
-    length (4 bytes) | MAC (32 bytes) | JSON
-
-and the MAC, HMAC-SHA256, covers the direction, the frame's number in the connection and the JSON.
-Its key comes from the run's secret and from 16 random bytes of each side, so a frame of another
-connection, run or time passes nowhere. What a stranger sends ends the stranger's connection and
-nothing else. Nothing is encrypted: token ids of the training data pass as they are.
+A connection carries one request and one reply at a time: JSON, in the frames of Python's
+`multiprocessing.connection`. That unpickles only in `recv`, which is never called here. First each end
+proves to the other by that module's challenges that it knows the run's secret, so a stranger's
+connection is ended and nothing else. Nothing is encrypted: who can read the network reads token ids of
+the training data, and who can alter what passes there can alter a request.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import os
@@ -22,76 +18,51 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
 
 from draftcore.contracts.channel import PATIENCE, ChannelAway, Client, Json, Service, to_bytes
 from draftcore.errors import DraftcoreError, UsageError
 
 logger = logging.getLogger(__name__)
-MAGIC = b"draftcore-queue1"
-FRAME = 64 << 20  # bytes of JSON
-HANDSHAKE = 10.0  # seconds in which a stranger must show that it knows the secret
+MAX_MESSAGE = 64 << 20  # bytes of JSON
+HANDSHAKE = 10.0  # seconds in which both ends must show that they know the secret
 SILENCE = 60.0  # seconds without a byte, in a frame or, at a producer, before a reply
-STRANGERS = 256  # connections that have not said whose they are
-AWAY = 0.5  # seconds between two attempts to connect
+RECONNECT = 0.5  # seconds between two attempts to connect
 
 
-class Broken(OSError):  # noqa: N818  a state of a connection
-    """The other side closed, sent something that is no frame of this connection, or was silent."""
+def authenticated(sock: socket.socket, secret: bytes, *, serves: bool) -> Connection[Any, Any]:
+    """Make a socket a connection, once each end has proved to the other that it knows the secret.
+
+    Takes over the socket. Raises ConnectionError.
+    """
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    timeout = struct.pack("ll", int(SILENCE), int(SILENCE % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, timeout)
+    connection = Connection(sock.detach())
+    deadline = threading.Timer(HANDSHAKE, shut_down, [connection])
+    deadline.daemon = True
+    deadline.start()
+    try:
+        for prove in (deliver_challenge, answer_challenge)[:: 1 if serves else -1]:
+            prove(connection, secret)
+    except (OSError, EOFError, AuthenticationError, AssertionError) as error:
+        connection.close()
+        raise ConnectionError(
+            f"the other end has another secret, or is no end of this channel: {error!r}"
+        ) from None
+    finally:
+        deadline.cancel()
+    return connection
 
 
-class Link:
-    """One authenticated connection. Raises Broken where it is none any more."""
-
-    def __init__(self, sock: socket.socket, secret: bytes, *, serves: bool) -> None:
-        self.sock, self.sent, self.read = sock, 0, 0
-        self.longest, self.deadline = 64, time.monotonic() + HANDSHAKE  # of a stranger's frame
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        ours = os.urandom(16)
-        sock.sendall(MAGIC + ours)
-        hello = self._exactly(len(MAGIC) + 16)
-        if not hello.startswith(MAGIC):
-            raise Broken("the other side does not speak draftcore's protocol")
-        nonces = hello[16:] + ours if serves else ours + hello[16:]  # the producer's first
-        self.key = hmac.digest(secret, nonces, "sha256")
-        self.names = (b"reply", b"request") if serves else (b"request", b"reply")
-        self.send(b"hello")
-        if self.receive() != b"hello":
-            raise Broken("the other side has another secret")
-        self.longest, self.deadline = FRAME, float("inf")
-        sock.settimeout(SILENCE)
-
-    def send(self, payload: bytes) -> None:
-        if len(payload) > FRAME:
-            raise DraftcoreError(
-                f"a message of {len(payload)} bytes is longer than {FRAME}\n  lower train.batch"
-            )
-        mac = self._mac(self.names[0], self.sent, payload)
-        self.sock.sendall(struct.pack("!I", len(payload)) + mac + payload)
-        self.sent += 1
-
-    def receive(self) -> bytes:
-        (length,) = struct.unpack("!I", self._exactly(4))
-        if length > self.longest:
-            raise Broken(f"a frame of {length} bytes")
-        mac, payload = self._exactly(32), self._exactly(length)
-        if not hmac.compare_digest(mac, self._mac(self.names[1], self.read, payload)):
-            raise Broken("a frame that this run did not write: the other side has another secret")
-        self.read += 1
-        return payload
-
-    def _mac(self, name: bytes, number: int, payload: bytes) -> bytes:
-        return hmac.digest(self.key, name + struct.pack("!Q", number) + payload, "sha256")
-
-    def _exactly(self, count: int) -> bytes:
-        found = bytearray()
-        while len(found) < count:
-            if self.deadline < float("inf"):
-                self.sock.settimeout(max(self.deadline - time.monotonic(), 0.001))
-            piece = self.sock.recv(min(count - len(found), 1 << 20))
-            if not piece:
-                raise Broken("the other side closed the connection")
-            found += piece
-        return bytes(found)
+def shut_down(connection: Connection[Any, Any], how: int = socket.SHUT_RDWR) -> None:
+    """End a connection from any thread: wakes the one that reads, which then closes it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        sock.shutdown(how)
 
 
 class TcpChannel:
@@ -100,8 +71,9 @@ class TcpChannel:
     def __init__(self, host: str, port: int, secret: bytes, patience: float) -> None:
         self.host, self.port, self.secret, self.patience = host, port, secret, patience
         self.listener: socket.socket | None = None
-        self.links: dict[socket.socket, str] = {}  # with the producer, once it named itself
-        self.mutex = threading.Condition()  # of `links`; told of each that ends
+        self.closed = False
+        self.producers: dict[Connection[Any, Any], str] = {}  # '' until it has named itself
+        self.mutex = threading.Condition()  # of `producers`; notified of each that ends
 
     @classmethod
     def open(cls, uri: str, secret: bytes, patience: float = PATIENCE) -> TcpChannel:
@@ -109,8 +81,8 @@ class TcpChannel:
         if uri == "tcp":
             return cls("127.0.0.1", 0, secret, patience)
         host, _, port = uri.removeprefix("tcp://").rpartition(":")
-        known = uri.startswith("tcp://") and host and port.isdecimal() and len(port) < 6
-        if not known or int(port) >= 1 << 16:
+        valid = uri.startswith("tcp://") and host and port.isdecimal() and len(port) < 6
+        if not valid or int(port) >= 1 << 16:
             raise UsageError(
                 f"{uri!r} is no address of a queue\n"
                 "  write tcp for producers on this machine, tcp://HOST:PORT for others"
@@ -126,68 +98,59 @@ class TcpChannel:
                 f"the queue cannot listen on {self.host}:{self.port}: {error}\n"
                 "  choose another port in channel=tcp://HOST:PORT, or channel=tcp for a free one"
             ) from None
-        threading.Thread(target=self._accept, args=[service], name="queue", daemon=True).start()
+        arguments = [self.listener, service]
+        threading.Thread(target=self._accept, args=arguments, name="queue", daemon=True).start()
         return f"{self.host}:{self.listener.getsockname()[1]}"
 
     def connect(self, find: Callable[[], str]) -> Client:
         def address() -> str:
-            found = find()  # raises where this process is asked to stop
-            return f"{self.host}:{self.port}" if self.port else found
+            current = find()  # raises where this process is asked to stop
+            return f"{self.host}:{self.port}" if self.port else current
 
         return TcpClient(address, self.secret, self.patience)
 
     def close(self) -> None:
+        self.closed = True
         if self.listener is not None:
             with suppress(OSError):
                 self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             self.listener.close()
         with self.mutex:
             for how, wait in ((socket.SHUT_RD, 1.0), (socket.SHUT_RDWR, 0.0)):
-                for sock in self.links:  # replies that are on their way still go out
-                    with suppress(OSError):
-                        sock.shutdown(how)
-                self.mutex.wait_for(lambda: not self.links, wait)
+                for connection in self.producers:  # replies that are on their way still go out
+                    shut_down(connection, how)
+                self.mutex.wait_for(lambda: not self.producers, wait)
 
-    def _accept(self, service: Service) -> None:
-        assert self.listener is not None
-        while True:
+    def _accept(self, listener: socket.socket, service: Service) -> None:
+        while not self.closed:
             try:
-                sock, _ = self.listener.accept()
-            except OSError as error:
-                if self.listener.fileno() < 0 or error.errno == 22:
-                    return
-                time.sleep(AWAY)  # too many open files: others may close theirs
-                continue
-            with self.mutex:
-                self.links[sock] = ""
-                strangers = [one for one, who in self.links.items() if not who]
-                if len(strangers) > STRANGERS:  # the one that came first goes
-                    self.links[strangers[0]] = "?"
-                    with suppress(OSError):
-                        strangers[0].shutdown(socket.SHUT_RDWR)
-            try:
+                sock, _ = listener.accept()
                 threading.Thread(target=self._serve_one, args=[sock, service], daemon=True).start()
-            except RuntimeError:  # no more threads
-                with self.mutex:
-                    del self.links[sock]
-                sock.close()
+            except (OSError, RuntimeError):  # too many files or threads: others may end theirs
+                time.sleep(0.0 if self.closed else RECONNECT)
 
     def _serve_one(self, sock: socket.socket, service: Service) -> None:
-        producer = ""
         try:
-            link = Link(sock, self.secret, serves=True)
-            while True:
-                request = json.loads(link.receive())
-                producer = self.links[sock] = str(request.get("producer", ""))
-                link.send(to_bytes(service.answer(request)))
-        except (OSError, ValueError, AttributeError, RecursionError, DraftcoreError) as error:
-            logger.debug("a connection ended: %s", error)
+            connection = authenticated(sock, self.secret, serves=True)
+        except OSError as error:
+            logger.debug("a stranger's connection ended: %s", error)
+            return
+        producer = ""
+        with self.mutex:
+            self.producers[connection] = producer
+        try:
+            while not self.closed:
+                request = json.loads(connection.recv_bytes(MAX_MESSAGE))
+                producer = self.producers[connection] = str(request.get("producer", ""))
+                connection.send_bytes(to_bytes(service.answer(request)))
+        except (EOFError, OSError, ValueError, AttributeError, RecursionError, DraftcoreError) as e:
+            logger.debug("a connection ended: %r", e)
         finally:
             with self.mutex:
-                self.links.pop(sock, None)
-                gone = bool(producer) and producer not in self.links.values()
+                del self.producers[connection]
+                gone = bool(producer) and producer not in self.producers.values()
                 self.mutex.notify_all()
-            sock.close()
+                connection.close()
             if gone:
                 service.lost(producer)
 
@@ -197,48 +160,50 @@ class TcpClient:
 
     def __init__(self, find: Callable[[], str], secret: bytes, patience: float) -> None:
         self.find, self.secret, self.patience = find, secret, patience
-        self.link: Link | None = None
+        self.connection: Connection[Any, Any] | None = None
         self.mutex = threading.Lock()
-        self.closed = False
+        self.closed = threading.Event()
 
     def call(self, request: Json) -> Json:
         payload, began = to_bytes(request), time.monotonic()
+        if len(payload) > MAX_MESSAGE:
+            raise DraftcoreError(
+                f"a message of {len(payload)} bytes is longer than {MAX_MESSAGE}\n"
+                "  lower train.batch"
+            )
         with self.mutex:
-            while not self.closed:
+            while not self.closed.is_set():
                 try:
-                    self.link = self.link or self._connect()
-                    self.link.send(payload)
-                    reply: Json = json.loads(self.link.receive())
+                    self.connection = self.connection or self._connect()
+                    self.connection.send_bytes(payload)
+                    reply: Json = json.loads(self.connection.recv_bytes(MAX_MESSAGE))
                     return reply
-                except (OSError, ValueError) as error:
+                except (EOFError, OSError, ValueError) as error:
                     self._drop()
                     if time.monotonic() - began > self.patience:
                         raise ChannelAway(
                             f"the trainer's queue at {self.find() or 'no known address'} did not "
-                            f"answer for {self.patience:g} s: {error}\n"
+                            f"answer for {self.patience:g} s: {str(error) or 'it closed'}\n"
                             "  start the trainer, or give the producer its address and secret"
                         ) from None
-                time.sleep(AWAY)
+                self.closed.wait(RECONNECT)
         raise ChannelAway("this end of the channel is closed")
 
     def close(self) -> None:
-        self.closed = True
-        self._drop()
+        self.closed.set()
+        if (connection := self.connection) is not None:
+            shut_down(connection)  # ends a call that waits in another thread
+        with self.mutex:
+            self._drop()
 
-    def _connect(self) -> Link:
+    def _connect(self) -> Connection[Any, Any]:
         host, _, port = self.find().rpartition(":")
         if not port.isdecimal() or len(port) > 5:
-            raise Broken("it has no address yet")
+            raise ConnectionError("it has no address yet")
         sock = socket.create_connection((host, int(port)), HANDSHAKE)
-        try:
-            return Link(sock, self.secret, serves=False)
-        except OSError:
-            sock.close()
-            raise
+        return authenticated(sock, self.secret, serves=False)
 
     def _drop(self) -> None:
-        link, self.link = self.link, None
-        if link is not None:
-            with suppress(OSError):
-                link.sock.shutdown(socket.SHUT_RDWR)
-            link.sock.close()
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None

@@ -12,7 +12,7 @@ from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.samples import Samples, samples_data
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, plural
-from draftcore.features.producer import fill
+from draftcore.features.storing import fill
 from draftcore.run import Run
 from draftcore.run.features import Features, make_plan, open_capture, open_features, open_samples
 from draftcore.training.progress import Progress

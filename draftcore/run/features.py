@@ -23,7 +23,7 @@ from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.samples import Samples, StoredSamples, batch_of
 from draftcore.data.sources import named
 from draftcore.errors import UsageError
-from draftcore.features.producer import CheckedCapture
+from draftcore.features.checks import CheckedCapture
 from draftcore.features.provenance import differences
 from draftcore.plugins.binding import Binding
 from draftcore.run import Role, Run

@@ -10,8 +10,8 @@ import functools
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ from draftcore.data.samples import Samples, read_summary, summary_data
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.evaluation.during import Probe, held_out_samples
-from draftcore.features.loader import Captured, Loader, Queued, Source, Stored, misfit, tasks_of
-from draftcore.features.producer import forget
+from draftcore.features.checks import ref_error
+from draftcore.features.loader import Captured, Loaded, Loader, stored
 from draftcore.features.provenance import differences
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
+from draftcore.features.queued import forget, queued, tasks_of
 from draftcore.files import hold, write_atomic
 from draftcore.run import DraftRun, Role, Run
 from draftcore.run.capture import fill_store
@@ -81,9 +82,9 @@ def train(
         signals = stack.enter_context(stop_on_signal())
         stop = lambda: bool(signals)  # noqa: E731
         with ranks.raise_on_all():
-            queue, source = stack.enter_context(open_batches(run, role, parts))
-        uses, device = plan.uses(first, ranks.rank, ranks.size), parts.device
-        loader = Loader(uses, source, ahead=parts.prefetch, device=device, stop=stop)
+            queue, batches = stack.enter_context(open_batches(run, role, parts))
+        ahead = parts.prefetch if parts.features.store else 0
+        loader = Loader(batches, ahead=ahead, device=parts.device, stop=stop)
         stack.callback(loader.close)
         reason, failed = "failed", dict[str, Exception]()
         config = run.config.model_dump(mode="json")
@@ -91,7 +92,7 @@ def train(
         try:
             reason, failed, stopped = train_loop(
                 plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
-                release_batch=loader.let_go,
+                release_batch=loader.release_batch,
                 finished=queue.advance if queue else lambda position: None,
                 status_line=(lambda: str(queue.status())) if queue else str,
             )  # fmt: skip
@@ -310,17 +311,18 @@ def read_run_id(folder: Path) -> str:
 @contextmanager
 def open_batches(
     run: Run, role: Role, parts: TrainerParts
-) -> Iterator[tuple[Queue | None, Source]]:
-    """Open where this rank's batches come from, and on rank 0 the queue where producers capture."""
+) -> Iterator[tuple[Queue | None, Iterable[Loaded | None]]]:
+    """Open this rank's batches, and on rank 0 the queue where producers capture them."""
     features, plan, skipped = parts.features, parts.plan, parts.skipped
+    uses = plan.uses(parts.first_step, run.ranks.rank, run.ranks.size)
     store, names = features.store, features.request.names
     if store is None or role == "both" or features.complete:
         require_memory(run, parts)
         if store is None:
-            capture = open_capture(run, features.request, parts.samples)
-            yield None, Captured(capture, parts.samples, plan, skipped)
+            with closing(open_capture(run, features.request, parts.samples)) as capture:
+                yield None, Captured(uses, capture, parts.samples, plan, skipped)
         else:
-            yield None, Stored(store, plan, skipped, names)
+            yield None, stored(uses, store, plan, skipped, names)
         return
     channel, queue, address = run.open_channel(), None, ""
     try:
@@ -331,7 +333,7 @@ def open_batches(
                 write_atomic(run.queue_file, json.dumps({"address": address}))
         (address, *_) = run.ranks.all_gather(address)
         reached = queue or RemoteQueue(channel.connect(lambda: address))
-        yield queue, Queued(reached, store, plan, names, 0.0 if queue else PATIENCE)
+        yield queue, queued(uses, reached, store, plan, names, 0.0 if queue else PATIENCE)
     finally:
         if queue is not None:
             queue.end("failed")  # unless it has ended before
@@ -348,7 +350,7 @@ def open_queue(run: Run, parts: TrainerParts, store: FeatureStore) -> Queue:
     """Open the queue with all that is still to be captured. Raises UsageError for too small a store."""
     features, plan, first = parts.features, parts.plan, parts.first_step
     keeps, origin, request = features.keeps, features.provenance, features.request
-    forms, token_bytes = (
+    specs, token_bytes = (
         request.feature_specs(run.width),
         request.token_bytes(run.width) + TEXT_BYTES,
     )
@@ -367,7 +369,7 @@ def open_queue(run: Run, parts: TrainerParts, store: FeatureStore) -> Queue:
         limit=limit,
         skipped=parts.skipped,
         free=(lambda refs: None) if keeps else store.free,
-        misfit=lambda task, refs: misfit(task, refs, forms, origin),
+        ref_error=lambda task, refs: ref_error(task, refs, specs, origin),
     )
     if not keeps:
         forget(store, plan.feature_ids)  # what a trainer that was killed left behind

@@ -27,7 +27,6 @@ import itertools
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -39,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
 from draftcore.contracts.channel import to_bytes
+from draftcore.features import tcp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,8 +252,8 @@ class Caller(Around):
     def torn(self, request: bytes) -> None:
         half = request[: len(request) // 2]
         with self.inner.mutex:
-            if hasattr(self.inner, "link"):
-                self.inner.link.sock.sendall(len(request).to_bytes(4, "big") + bytes(32) + half)
+            if hasattr(self.inner, "connection"):
+                os.write(self.inner.connection.fileno(), len(request).to_bytes(4, "big") + half)
             else:
                 requests = self.inner.requests
                 with requests.path(requests.segment).open("r+b") as stream:
@@ -263,13 +263,13 @@ class Caller(Around):
 
     def cut(self, request: bytes) -> None:
         with self.inner.mutex:
-            self.inner.link.sock.shutdown(socket.SHUT_RDWR)
+            tcp.shut_down(self.inner.connection)
 
     def deaf(self, request: bytes) -> None:
         with self.inner.mutex:
-            self.inner.link.send(request)
-            self.inner.link.receive()
-            self.inner.link.sock.shutdown(socket.SHUT_RDWR)
+            self.inner.connection.send_bytes(request)
+            self.inner.connection.recv_bytes()
+            tcp.shut_down(self.inner.connection)
 
 
 @hookimpl(wrapper=True)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -50,7 +50,7 @@ class Run:
         self.skips = Skipped(self.skipped, rows=2 * len(self.sizes), share=self.share)
         self.queue = Queue(
             {"store": "shm:x"}, ahead=self.ahead, limit=self.limit, skipped=self.skips,
-            free=self.free, misfit=self.misfit,
+            free=self.free, ref_error=self.ref_error,
         )  # fmt: skip
         indices = self.indices or range(len(self.sizes))
         tasks = [
@@ -64,7 +64,7 @@ class Run:
             raise StoreAway("not now")
         self.freed += [f"{ref.feature_id}.{ref.generation}" for ref in refs]
 
-    def misfit(self, task: Task, refs: Sequence[SampleRef]) -> DraftcoreError | None:
+    def ref_error(self, task: Task, refs: Sequence[SampleRef]) -> DraftcoreError | None:
         return BadRows({0: "it does not fit"}) if refs[0].generation == self.wrong else None
 
     def claim(self, producer: str = "a", count: int = 1) -> list[Task]:
@@ -253,6 +253,16 @@ def test_bad_rows_are_left_out_and_their_batch_goes_on_without_them() -> None:
     assert dict(run.skips) == {1: "row 1 holds nan"}
 
 
+def test_a_row_that_is_left_out_takes_its_images_along() -> None:
+    """Images are told by a row's place in its batch."""
+    run, one = Run(), task(0)
+    images = ((Image("a", "1"),), (Image("b", "2"),))
+    run.queue.offer(iter([replace(one, batch=replace(one.batch, images=images))]), 0)
+    run.failing(BadRows({0: "odd"}))
+    (again,) = run.claim("b")
+    assert (again.batch.rows, again.batch.images) == ((1,), images[1:])
+
+
 def test_rows_that_were_skipped_before_are_never_asked_for() -> None:
     """A batch without any is received without features, and captured by nobody."""
     run = Run(skipped={0: "bad", 1: "bad", 3: "bad"})
@@ -314,12 +324,12 @@ def test_the_last_producer_that_leaves_with_an_error_ends_the_run_with_it(
     run.queue.leave("a", "a has no GPU")
     clock.now += 1
     run.queue.leave("b", "sglang is not installed")
-    clock.now += module.ALONE - 1
+    clock.now += module.NO_PRODUCER - 1
     assert run.received(0) is None
     run.claim("c")
     clock.now += 5
     run.queue.leave("c", "no server answers")
-    clock.now += module.ALONE - 1
+    clock.now += module.NO_PRODUCER - 1
     assert run.received(0) is None
     clock.now += 2
     with pytest.raises(DraftcoreError, match="no producer works for this run\n  no server answers"):
@@ -330,22 +340,24 @@ def test_producers_that_leave_in_peace_are_waited_for(clock: Clock) -> None:
     run = Run()
     run.claim("a")
     run.queue.leave("a")
-    clock.now += 10 * module.ALONE
+    clock.now += 10 * module.NO_PRODUCER
     assert run.received(0) is None
 
 
 # ---------------------------------------------------------------- a store that is full
 
 
-def test_a_full_store_gives_up_the_published_batch_that_is_needed_last() -> None:
+def test_a_full_store_gives_up_all_that_is_published_and_needed_later() -> None:
     run = Run()
     (first,) = run.claim("slow")
     for _ in range(3):
         run.capture("fast")
     assert run.queue.publish(first.claim, full())
-    assert run.freed == ["s6.g", "s7.g"]
-    assert run.received(1) == ["s2", "s3"]
-    assert positions(run.claim("slow")) == [0]
+    assert run.freed == [f"s{row}.g" for row in range(2, 8)]
+    assert run.received(1) is None
+    (first,) = run.claim("slow")
+    run.queue.publish(first.claim, refs(first))
+    assert positions(run.claim("fast", 3)) == [1, 2, 3]
 
 
 def test_nothing_needed_later_is_captured_until_a_refused_batch_has_room() -> None:
@@ -400,7 +412,7 @@ def test_a_batch_that_does_not_fit_alone_ends_the_run_with_the_stores_figures() 
     run.failing(full())
     with pytest.raises(DraftcoreError, match="needed: 7 B") as caught:
         run.queue.receive(0, 0)
-    assert "nothing can go" in str(caught.value)
+    assert "too small for one batch: raise max_bytes" in str(caught.value)
 
 
 # ---------------------------------------------------------------- letting go

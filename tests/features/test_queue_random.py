@@ -146,7 +146,7 @@ class Play:
             self.limit = size // 2
         self.queue = Queue(
             {}, ahead=self.held, limit=self.limit, skipped=self.skipped, free=self.ring.free,
-            misfit=lambda task, refs: None,
+            ref_error=lambda task, refs: None,
         )  # fmt: skip
         self.queue.offer(map(self.task, count(), order), 0)
         steps = [

@@ -27,8 +27,8 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.store import SampleRef
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, ExitStatus
-from draftcore.features import tcp
 from draftcore.features.queue import Queue, QueueService, RemoteQueue
+from draftcore.features.tcp import TcpChannel
 from draftcore.target import TransformersTarget
 from draftcore.training.ranks import join
 from tests.conftest import Figures
@@ -42,10 +42,10 @@ def pester(dice: random.Random, host: str, port: int, held: ExitStack) -> None:
     """Connect once, or fifty times, and do there what neither a producer nor a rank does."""
     for _ in range(dice.choice((1, 1, 1, 50))):
         sock = held.enter_context(socket.create_connection((host, port), SOON))
-        begin = dice.choice(
-            (b"", tcp.MAGIC + dice.randbytes(16), bytes([dice.randrange(8)] + [0] * 7))
-        )
-        length = struct.pack("!I", dice.choice((0, 5, 64, 65, 1 << 26, 0xFFFFFFFF)))
+        challenge = b"#CHALLENGE#" + dice.randbytes(20)
+        framed = struct.pack("!i", len(challenge)) + challenge
+        begin = dice.choice((b"", framed, bytes([dice.randrange(8)] + [0] * 7)))
+        length = struct.pack("!i", dice.choice((-1, 0, 5, 256, 257, 1 << 26, 0x7FFFFFFF)))
         more = dice.choice((b"", b"[" * 4096, b"GET / HTTP/1.1\r\n\r\n", dice.randbytes(300)))
         with suppress(OSError):
             sock.settimeout(0.01)
@@ -58,16 +58,15 @@ def pester(dice: random.Random, host: str, port: int, held: ExitStack) -> None:
 
 
 def test_strangers_at_the_queues_port_keep_no_producer_out_and_change_no_batch(
-    cases: int, figures: Figures, monkeypatch: pytest.MonkeyPatch
+    cases: int, figures: Figures
 ) -> None:
-    monkeypatch.setattr(tcp, "STRANGERS", 40)  # so that a flood takes them all
     dice, tasks = random.Random(cases), [task(at) for at in range(cases)]
     queue = Queue(
         {"store": "shm:x"}, ahead=cases, limit=None, skipped=Skipped({}, rows=9, share=1.0),
-        free=lambda refs: None, misfit=lambda task, refs: None,
+        free=lambda refs: None, ref_error=lambda task, refs: None,
     )  # fmt: skip
     queue.offer(iter(tasks), 0)
-    with closing(tcp.TcpChannel.open("tcp", b"a secret")) as channel, ExitStack() as held:
+    with closing(TcpChannel.open("tcp", b"a secret")) as channel, ExitStack() as held:
         address = channel.serve(QueueService(queue))
         host, _, port = address.rpartition(":")
         for one in tasks:

@@ -124,7 +124,7 @@ def test_a_producer_with_another_option_is_refused(
     assert other.returncode == 2
     differ = 'capture.options: {"scale": 3.0} here, {"scale": 2.0} for the trainer'
     assert differ in other.stdout
-    assert "a producer is out" in output
+    assert "a producer stopped" in output
     assert differ in output
     assert alike.returncode == 0, alike.stdout
     assert trainer.returncode == 0, output

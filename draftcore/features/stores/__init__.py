@@ -1,1 +1,1 @@
-"""The built-in feature stores, and the pieces (`base`, `seals`) that any store may use."""
+"""The built-in feature stores, and `base`, which any store may build on."""

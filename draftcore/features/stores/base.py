@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest as digest_of
 
@@ -31,7 +32,6 @@ from draftcore.contracts.store import (
     TensorSpec,
 )
 from draftcore.errors import nearest
-from draftcore.features.stores.seals import bytes_of
 from draftcore.uris import format_size
 
 Key = tuple[str, str]
@@ -57,7 +57,7 @@ class BaseStore(FeatureStore):
     def __init__(self, uri: str, max_bytes: int | None = None) -> None:
         self.uri, self.max_bytes = uri, max_bytes
         self._readers: Counter[Key] = Counter()
-        self._leaving: dict[Key, SampleRef] = {}  # dropped, and still read here
+        self._pending_free: dict[Key, SampleRef] = {}  # dropped, and still read here
         self._closed = False
         self._mutex = threading.RLock()
         self._puts = threading.Lock()  # one put at a time
@@ -91,7 +91,7 @@ class BaseStore(FeatureStore):
     def _usage(self) -> tuple[int, int, int | None]:
         """Return samples held, bytes taken up, and bytes free on the medium where that is known.
 
-        Bytes that were dropped and are still read here (`_leaving`) are left out, and added later.
+        Bytes that were dropped and are still read here (`_pending_free`) are left out, and added later.
         """
 
     # ------------------------------------------------------------ the contract
@@ -109,7 +109,7 @@ class BaseStore(FeatureStore):
                 refs = tuple(sealed(ref, own) for ref, own in zip(refs, tensors, strict=True))
                 self._write(refs, tensors)
             with self._mutex:
-                self._let_go(older)
+                self._release(older)
         return refs
 
     def get_many(
@@ -121,10 +121,12 @@ class BaseStore(FeatureStore):
                 self._require_open()
                 held = self._require_held(refs)
                 self._readers.update(ref.key for ref in held)
-                handles = [opened.enter_context(Handle(ref, {}, self._unpin)) for ref in held]
-            for handle, found in zip(handles, self._read(held, wanted), strict=True):
-                require_sealed(handle.ref, found)
-                handle.tensors = {name: tensor.to(device) for name, tensor in found.items()}
+                handles = [
+                    opened.enter_context(Handle(ref, {}, self._handle_closed)) for ref in held
+                ]
+            for handle, tensors in zip(handles, self._read(held, wanted), strict=True):
+                require_sealed(handle.ref, tensors)
+                handle.tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
             opened.pop_all()
         return tuple(handles)
 
@@ -137,13 +139,13 @@ class BaseStore(FeatureStore):
         with self._mutex:
             self._require_open()
             unique = {ref.key: ref for ref in refs}
-            found = self._current(list(unique.values()))
-            self._let_go([ref for ref in found.values() if ref.key in unique])
+            current = self._current(list(unique.values()))
+            self._release([ref for ref in current.values() if ref.key in unique])
 
     def stats(self) -> StoreStats:
         with self._mutex:
             samples, nbytes, free = self._usage()
-            nbytes += sum(ref.nbytes for ref in self._leaving.values())
+            nbytes += sum(ref.nbytes for ref in self._pending_free.values())
             return StoreStats(samples, nbytes, self.max_bytes, self._readers.total(), free)
 
     def close(self) -> None:
@@ -165,20 +167,20 @@ class BaseStore(FeatureStore):
         held = self._current(refs)
         for ref in refs:
             if ref.feature_id not in held or held[ref.feature_id].key != ref.key:
-                raise not_held(ref, superseded=ref.feature_id in held)
+                raise stale_ref_error(ref, superseded=ref.feature_id in held)
         return [held[ref.feature_id] for ref in refs]
 
-    def _unpin(self, ref: SampleRef) -> None:
+    def _handle_closed(self, ref: SampleRef) -> None:
         with self._mutex:
             self._readers[ref.key] -= 1
             if not self._readers[ref.key]:
                 del self._readers[ref.key]
-                self._leaving.pop(ref.key, None)
+                self._pending_free.pop(ref.key, None)
 
-    def _let_go(self, refs: Sequence[SampleRef]) -> None:
+    def _release(self, refs: Sequence[SampleRef]) -> None:
         """Drop samples; their bytes count until their last handle here closes."""
         self._drop(refs)
-        self._leaving |= {ref.key: ref for ref in refs if self._readers[ref.key]}
+        self._pending_free |= {ref.key: ref for ref in refs if self._readers[ref.key]}
 
 
 # ---------------------------------------------------------------- pieces
@@ -194,17 +196,27 @@ def describe_items(items: Sequence[StoreItem], generation: str, uri: str) -> tup
     """Return the refs of samples that are put together."""
     refs: dict[str, SampleRef] = {}
     for item in items:
-        one, given = item.feature_id, item.tensors.items()
-        if one in refs:
-            raise StoreError(f"sample {one!r} occurs twice in one put\n  put it once per call")
-        specs = tuple(describe(name, tensor) for name, tensor in given)
-        nbytes = sum(tensor.nbytes for _, tensor in given)
-        refs[one] = SampleRef(one, generation, uri, specs, item.tokens, nbytes, item.provenance)
+        feature_id, tensors = item.feature_id, item.tensors.items()
+        if feature_id in refs:
+            raise StoreError(
+                f"sample {feature_id!r} occurs twice in one put\n  put it once per call"
+            )
+        specs = tuple(describe(name, tensor) for name, tensor in tensors)
+        nbytes = sum(tensor.nbytes for _, tensor in tensors)
+        refs[feature_id] = SampleRef(
+            feature_id, generation, uri, specs, item.tokens, nbytes, item.provenance
+        )
     return tuple(refs.values())
 
 
 def describe(name: str, tensor: Tensor, digest: str = "") -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a view of a contiguous CPU tensor's bytes."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def plain(tensors: Tensors) -> Tensors:
@@ -214,18 +226,20 @@ def plain(tensors: Tensors) -> Tensors:
 
 def sealed(ref: SampleRef, tensors: Tensors) -> SampleRef:
     """Return a ref that says of these tensors what they are, their digests too."""
-    now = {name: describe(name, one, digest_of(bytes_of(one))) for name, one in tensors.items()}
-    return replace(ref, tensors=tuple(now.get(spec.name, spec) for spec in ref.tensors))
+    specs = {n: describe(n, tensor, digest_of(bytes_of(tensor))) for n, tensor in tensors.items()}
+    return replace(ref, tensors=tuple(specs.get(spec.name, spec) for spec in ref.tensors))
 
 
 def require_sealed(ref: SampleRef, tensors: Tensors) -> None:
     """Raise StoreError unless tensors are what was put."""
     for put, read in zip(ref.tensors, sealed(ref, tensors).tensors, strict=True):
         if put != read:
-            told = [f"{one.dtype} {list(one.shape)} of digest {one.digest}" for one in (put, read)]
+            said = [
+                f"{spec.dtype} {list(spec.shape)} of digest {spec.digest}" for spec in (put, read)
+            ]
             raise StoreError(
                 f"tensor {put.name!r} of sample {ref.feature_id!r} is torn or altered in the store "
-                f"{ref.uri}, generation {ref.generation}: {' was put, and '.join(told)} is read\n"
+                f"{ref.uri}, generation {ref.generation}: {' was put, and '.join(said)} is read\n"
                 "  remove that and run again; it is then captured again"
             )
 
@@ -242,7 +256,7 @@ def select_names(ref: SampleRef, names: Sequence[str] | None) -> tuple[str, ...]
     return held if names is None else tuple(names)
 
 
-def not_held(ref: SampleRef, *, superseded: bool) -> StoreError:
+def stale_ref_error(ref: SampleRef, *, superseded: bool) -> StoreError:
     """Return the error for a ref that is stale."""
     what = "was put again since" if superseded else "is not held: freed or lost"
     return StoreError(

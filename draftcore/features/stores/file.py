@@ -1,15 +1,16 @@
 """Store `file`: safetensors files in a folder, whose names say what is held.
 
-    DIR/shard-<generation>.safetensors        one put: a batch, in a file that any tool can read
-    DIR/shard-<generation>-<freed>.safetensors    the same, once some of its samples were freed
-    DIR/manifest.json                         what a training host needs to know of the features
-    DIR/.volatile                             of a volatile store: locked by who has it open
+    DIR/shard-<generation>.safetensors              one put: a batch, in a file that any tool can read
+    DIR/shard-<generation>.safetensors.freed-<row>  empty: this row of it, from 0 on, was freed
+    DIR/manifest.json                               what a training host needs to know of the features
+    DIR/.volatile                                   of a volatile store: locked by who has it open
 
 A shard's metadata hold its samples' refs, with the digest of each tensor. It is written under another
-name, fsync'd and renamed, so a crash at any byte loses at most the put it interrupted. `freed` is a
-number in hexadecimal with one bit per sample; a shard of which nothing is held is removed. A put again
-supersedes: of two samples of one id the younger generation counts. So there is no index and no lock.
-Any number of processes write, and those that read need no more than to list the folder.
+name, fsync'd and renamed, so a crash at any byte loses at most the put it interrupted. A batch is freed
+as it was put: a shard of which no sample is held is removed. Its bytes stay until then, and the mark of
+a sample that was freed alone. A put again supersedes: of two samples of one id the younger generation
+counts. So there is no index and no lock, and no file changes once it has its name. Any number of
+processes write, and those that read need no more than to list the folder.
 
 Tensors are memory-mapped, not loaded; each one's digest is checked at every get (9 GB/s from the page
 cache). Who reads keeps the bytes of a file that is removed. Shards are written by hand: safetensors'
@@ -27,7 +28,6 @@ import re
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -38,8 +38,7 @@ from torch import Tensor
 
 from draftcore.contracts.store import SampleRef, StoreError
 from draftcore.errors import UsageError
-from draftcore.features.stores.base import BaseStore, Tensors, writing
-from draftcore.features.stores.seals import bytes_of
+from draftcore.features.stores.base import BaseStore, Tensors, bytes_of, writing
 from draftcore.files import read_sealed, sync, write_sealed
 from draftcore.uris import parse_uri
 
@@ -49,20 +48,8 @@ TORCH = (
 )
 SAFETENSORS = "BOOL U8 I8 I16 I32 I64 F8_E4M3 F8_E5M2 F16 BF16 F32 F64"
 DTYPES = dict(zip(TORCH.split(), SAFETENSORS.split(), strict=True))
-SHARD = re.compile(r"shard-([0-9a-f]{32})(?:-([0-9a-f]+))?\.safetensors")
-MOST = 512  # samples in a put: a bit each in the name of a file
+NAME = re.compile(r"shard-[0-9a-f]{32}\.safetensors(\.freed-\d+)?")
 MARK = ".volatile"
-
-
-@dataclass
-class _Shard:
-    """A file by name, and the samples that were put into it."""
-
-    name: str
-    refs: Sequence[SampleRef]
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(ref.nbytes for ref in self.refs)
 
 
 class FileStore(BaseStore):
@@ -78,9 +65,9 @@ class FileStore(BaseStore):
         self._sync = (lambda path: None) if volatile else sync
         uri = f"file:{quote(str(self.folder))}{'?volatile=yes' if volatile else ''}"
         super().__init__(uri, max_bytes)
-        self._shards: dict[str, _Shard] = {}  # by generation
+        self._shards: dict[str, Sequence[SampleRef]] = {}  # what was put, by the name of its file
+        self._marks: set[str] = set()  # names of files that say what was freed of these
         self._held: dict[str, SampleRef] = {}  # the newest of each id
-        self._stale: set[str] = set()  # generations whose file does not say yet what was superseded
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"the store {self.folder} is not a folder\n  name another one")
         with writing(uri, self.folder):
@@ -125,85 +112,96 @@ class FileStore(BaseStore):
     # ------------------------------------------------------------ the folder
 
     def _find(self, ids: Sequence[str]) -> dict[str, SampleRef]:
-        """List the folder unless all is known without, and still there."""
-        held = [self._held[one] for one in ids if one in self._held]
-        files = {self._shards[ref.generation].name for ref in held}
-        if len(held) < len(ids) or not all((self.folder / name).exists() for name in files):
+        """List the folder unless all is known, and a look at fewer files shows that none was freed."""
+        known = [self._held[feature_id] for feature_id in ids if feature_id in self._held]
+        if not len(ids) == len(known) <= len(self._shards) or any(map(self._is_gone, known)):
             self._scan()
-        return {one: self._held[one] for one in ids if one in self._held}
+        return {
+            feature_id: self._held[feature_id] for feature_id in ids if feature_id in self._held
+        }
 
     def _current(self, refs: Sequence[SampleRef]) -> Mapping[str, SampleRef]:
         """Look first at the files that refs tell of, which a mount may list late."""
-        unknown = {ref.generation for ref in refs} - self._shards.keys()
-        if not all([self._admit(_name(generation), {}) for generation in unknown]):
-            self._scan()
+        for name in {_name(ref.generation) for ref in refs} - self._shards.keys():
+            self._admit(name)
         return super()._current(refs)
+
+    def _is_gone(self, ref: SampleRef) -> bool:
+        """Look whether another process has removed a shard, or freed this sample of it."""
+        name = _name(ref.generation)
+        mark = _mark(name, self._shards[name].index(ref))
+        return (self.folder / mark).exists() or not (self.folder / name).exists()
 
     def _scan(self) -> None:
         """Take over what the names in the folder say."""
         names = set[str]()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            names.update(os.listdir(self.folder))
-        known, cache = {shard.name for shard in self._shards.values()}, self._shards
-        if not known <= names:  # some are gone: begin anew, with the files that were read before
-            known, self._shards, self._held, self._stale = set(), {}, {}, set()
-        if not all([self._admit(name, cache) for name in sorted(names - known)]):
-            self._scan()  # what replaced the one that is gone may not have been listed
+            names.update(filter(NAME.fullmatch, os.listdir(self.folder)))
+        for name in self._shards.keys() - names:
+            self._unhold(self._shards.pop(name))
+        self._marks &= names
+        new = sorted(names - self._shards.keys() - self._marks)  # a shard before its marks
+        if not all([self._admit(name) for name in new]):
+            self._scan()  # what superseded the one that is gone may not have been listed
 
-    def _admit(self, name: str, cache: Mapping[str, _Shard]) -> bool:
-        """Hold what the name of a file says is held of it; return False if the file is gone."""
-        if (match := SHARD.fullmatch(name)) is None:
+    def _admit(self, name: str) -> bool:
+        """Take over a shard, or a mark that one of its samples was freed; False if it is gone."""
+        shard, _, row = name.partition(".freed-")
+        if row:
+            if shard in self._shards:
+                self._unhold([self._shards[shard][int(row)]])
+                self._marks.add(name)
             return True
-        generation, freed = match[1], int(match[2] or "0", 16)
         try:
-            if generation in cache:
-                refs = cache[generation].refs
-            else:
-                with self._opened(name, generation) as (_, refs):
-                    pass
+            with self._opened(name) as (_, refs):
+                self._shards[name] = refs
         except StoreError:
             if (self.folder / name).exists():
                 raise
             return False
-        self._shards[generation] = _Shard(name, refs)
-        for at, ref in enumerate(refs):
-            if not freed >> at & 1:
-                other = self._held.get(ref.feature_id)
-                if other is None or other.generation < generation:
-                    self._held[ref.feature_id] = ref
-                if other is not None:
-                    self._stale.add(min(other.generation, generation))
+        for ref in refs:
+            if ref.generation >= self._held.setdefault(ref.feature_id, ref).generation:
+                self._held[ref.feature_id] = ref
         return True
 
+    def _unhold(self, refs: Sequence[SampleRef]) -> None:
+        for ref in refs:
+            if self._held.get(ref.feature_id) == ref:
+                del self._held[ref.feature_id]
+
     def _drop(self, refs: Sequence[SampleRef]) -> None:
-        """Let the names of the files say what is held of them, and remove those of nothing."""
-        gone, todo = {ref.key for ref in refs}, {ref.generation for ref in refs} | self._stale
-        if not todo:
+        """Remove shards of which nothing is held any more; mark samples that others outlast."""
+        if not refs:
             return
         self._scan()
+        self._unhold(refs)
+        marks = set[str]()
         with writing(self.uri, self.folder):
-            for generation in self._shards.keys() & todo:
-                shard, freed = self._shards[generation], 0
-                for at, ref in enumerate(shard.refs):
-                    if ref.key in gone or self._held.get(ref.feature_id) != ref:
-                        freed |= 1 << at
-                path = self.folder / shard.name
-                try:
-                    if freed + 1 == 1 << len(shard.refs):
-                        path.unlink()
-                    else:
-                        path.rename(self.folder / _name(generation, freed))
-                except FileNotFoundError:  # another process renamed it meanwhile, or removed it
-                    return self._drop(refs)
+            for name, samples in self._shards.items():
+                # What was superseded as well: it must not come back when its successor goes.
+                gone = [
+                    at for at, ref in enumerate(samples) if self._held.get(ref.feature_id) != ref
+                ]
+                if len(gone) == len(samples):
+                    (self.folder / name).unlink(missing_ok=True)
+                else:
+                    marks.update(_mark(name, row) for row in gone)
+            for mark in marks - self._marks:
+                (self.folder / mark).touch()
+            for path in self.folder.glob("*.freed-*"):
+                if not path.with_suffix("").exists():
+                    path.unlink(missing_ok=True)
             self._sync(self.folder)
         self._scan()
 
     def _usage(self) -> tuple[int, int, int]:
         """Bytes are those of all files: one stays as long as one of its samples."""
         self._scan()
-        partly = [ref for ref in self._leaving.values() if ref.generation in self._shards]
-        nbytes = sum(shard.nbytes for shard in self._shards.values())
-        nbytes -= sum(ref.nbytes for ref in partly)  # which are counted as read
+        nbytes = sum(ref.nbytes for samples in self._shards.values() for ref in samples)
+        pending = [
+            ref for ref in self._pending_free.values() if _name(ref.generation) in self._shards
+        ]
+        nbytes -= sum(ref.nbytes for ref in pending)  # which are counted as read
         place = next(f for f in (self.folder, *self.folder.parents) if f.exists())
         return len(self._held), nbytes, shutil.disk_usage(place).free
 
@@ -214,8 +212,8 @@ class FileStore(BaseStore):
         path = self.folder / _name(generation)
         partial = path.with_suffix(".tmp")
         with writing(self.uri, self.folder, refs):
-            for left in self.folder.glob("shard-*.tmp"):
-                _remove_unused(left)
+            for abandoned in self.folder.glob("shard-*.tmp"):
+                _remove_unused(abandoned)
             locked = _lock(partial, fcntl.LOCK_EX, 0o600 if self.volatile else 0o666)
             try:
                 with open(locked, "wb") as file:
@@ -230,40 +228,25 @@ class FileStore(BaseStore):
                 raise
 
     def _read(self, refs: Sequence[SampleRef], names: Sequence[Sequence[str]]) -> Sequence[Tensors]:
-        files: dict[str, str] = {}
-        while True:
-            with self._mutex:  # raises for what was just freed
-                held = self._require_held(refs)
-                now = {ref.generation: self._shards[ref.generation].name for ref in held}
-            try:
-                return self._tensors(now, refs, names)
-            except StoreError:
-                if now == files:
-                    raise
-                files = now  # and look whether another process renamed one
-
-    def _tensors(
-        self, files: Mapping[str, str], refs: Sequence[SampleRef], names: Sequence[Sequence[str]]
-    ) -> Sequence[Tensors]:
-        found: list[dict[str, Tensor]] = [{} for _ in refs]
-        for generation, name in files.items():
-            with self._opened(name, generation) as (file, _):
-                for tensors, ref, wanted in zip(found, refs, names, strict=True):
-                    for one in wanted if ref.generation == generation else ():
-                        tensors[one] = file.get_tensor(_inner_name(ref, one))
-        return found
+        tensors: list[dict[str, Tensor]] = [{} for _ in refs]
+        for shard in {_name(ref.generation) for ref in refs}:
+            with self._opened(shard) as (file, _):
+                for sample, ref, wanted in zip(tensors, refs, names, strict=True):
+                    for name in wanted if _name(ref.generation) == shard else ():
+                        sample[name] = file.get_tensor(_inner_name(ref, name))
+        return tensors
 
     @contextlib.contextmanager
-    def _opened(self, name: str, generation: str) -> Iterator[tuple[Any, list[SampleRef]]]:
+    def _opened(self, name: str) -> Iterator[tuple[Any, list[SampleRef]]]:
         """Open a shard; yield it and its samples. Raises StoreError where it is not what was put."""
-        path, common = self.folder / name, {"generation": generation, "uri": self.uri}
+        path, common = self.folder / name, {"generation": name[6:38], "uri": self.uri}
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 text = metadata.get("samples", "")
                 if xxhash.xxh3_64_hexdigest(text.encode()) != metadata.get("xxh3"):
                     raise ValueError("its description is torn or altered")
-                yield file, [SampleRef.from_json(one | common) for one in json.loads(text)]
+                yield file, [SampleRef.from_json(data | common) for data in json.loads(text)]
         except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise StoreError(
                 f"{path} cannot be read: {error}\n"
@@ -271,17 +254,19 @@ class FileStore(BaseStore):
             ) from error
 
 
-def _name(generation: str, freed: int = 0) -> str:
-    return f"shard-{generation}{f'-{freed:x}' if freed else ''}.safetensors"
+def _name(generation: str) -> str:
+    return f"shard-{generation}.safetensors"
+
+
+def _mark(name: str, row: int) -> str:
+    return f"{name}.freed-{row}"
 
 
 def _safetensors(refs: Sequence[SampleRef], tensors: Sequence[Tensors]) -> list[bytes | memoryview]:
     """Return the parts of a safetensors file, the header first."""
-    if len(refs) > MOST:
-        raise StoreError(f"{len(refs)} samples in one put\n  put {MOST} at most: lower train.batch")
     entries = []
-    for ref, given in zip(refs, tensors, strict=True):
-        for spec, tensor in zip(ref.tensors, given.values(), strict=True):
+    for ref, sample in zip(refs, tensors, strict=True):
+        for spec, tensor in zip(ref.tensors, sample.values(), strict=True):
             if spec.dtype not in DTYPES:
                 raise StoreError(
                     f"tensor {spec.name!r} has dtype {tensor.dtype}, which a file store cannot hold\n"

@@ -15,13 +15,13 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
 from draftcore.contracts.store import SampleRef, StoreError, StoreItem, TensorSpec
-from draftcore.features.stores.base import sealed
-from draftcore.features.stores.seals import bytes_of, copy_bytes_sealed, lies_plain
+from draftcore.features.stores.base import bytes_of, sealed
 from draftcore_mooncake.buffers import BufferPool
 from draftcore_mooncake.engine import (
     INVALID,
@@ -166,7 +166,10 @@ class Transfer:
         return _Packed(buffer, ref, _joined(pieces or [(at, 1)]), (at, len(record)))
 
     def _goes_as_it_is(self, tensor: Tensor) -> bool:
-        return self._engine.in_place and tensor.nbytes >= PIECE_BYTES and lies_plain(tensor)
+        if not self._engine.in_place or tensor.nbytes < PIECE_BYTES:
+            return False
+        in_memory = tensor.device.type == "cpu" and tensor.is_contiguous()
+        return in_memory and not (tensor.is_conj() or tensor.is_neg())
 
     def _make_current(self, refs: Sequence[SampleRef]) -> list[Record]:
         """Write the next record of ids that had one already, which the put has left as it was."""
@@ -317,10 +320,8 @@ class Transfer:
                 if data is not None and len(data) == object_bytes(wish.ref):
                     room, digests = bytes_of(buffers[at]), list[str]()
                     for to, lies, nbytes in wish.parts():
-                        digest = xxh3_64()
                         part = room[to : to + nbytes]
-                        copy_bytes_sealed(part, data[lies : lies + nbytes], digest)
-                        digests.append(digest.hexdigest())
+                        digests.append(_copy_and_digest(part, data[lies : lies + nbytes]))
                     wanted = [place.spec.digest for place in places(wish.specs)]
                     intact[at] = digests[: len(wanted)] == wanted
         return intact
@@ -373,6 +374,19 @@ class Transfer:
         keys = [record_key(self._name, one, turn) for one in feature_ids for turn in (0, 1)]
         starts = range(table.data_ptr(), table.data_ptr() + RECORD_BYTES * len(keys), RECORD_BYTES)
         return keys, [(start, RECORD_BYTES) for start in starts]
+
+
+def _copy_and_digest(room: memoryview, data: memoryview) -> str:
+    """Copy bytes and return their digest, piece by piece: each is digested while it is in the cache.
+
+    Other threads run meanwhile: numpy's copy lets go of the interpreter's lock, a memoryview's not.
+    """
+    digest, to, source = xxh3_64(), np.asarray(room), np.asarray(data)
+    for start in range(0, len(room), PIECE_BYTES):
+        piece = slice(start, start + PIECE_BYTES)
+        np.copyto(to[piece], source[piece])
+        digest.update(room[piece])
+    return digest.hexdigest()
 
 
 def _require_success(codes: Sequence[int]) -> None:

@@ -45,7 +45,7 @@ class Trainer:
             limit=None,
             skipped=Skipped({}, rows=100, share=1.0),
             free=self.freed.extend,
-            misfit=lambda task, refs: None,
+            ref_error=lambda task, refs: None,
             ttl=ttl,
         )
         self.service = QueueService(self.queue)

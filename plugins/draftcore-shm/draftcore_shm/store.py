@@ -52,13 +52,14 @@ from draftcore.contracts.store import (
 from draftcore.errors import UsageError
 from draftcore.features.stores.base import (
     Key,
+    bytes_of,
     describe_items,
     new_generation,
-    not_held,
     select_names,
+    stale_ref_error,
 )
-from draftcore.features.stores.seals import bytes_of, copy_sealed
 from draftcore.uris import format_size, parse_uri
+from draftcore_shm.seals import copy_sealed
 from draftcore_shm.segment import (
     ALIGN,
     FREE,
@@ -255,7 +256,7 @@ class ShmStore(FeatureStore):
     def _require(self, ref: SampleRef) -> int:
         slot = self._segment.find(_id(ref.feature_id))
         if slot is None or self._generation(slot) != ref.generation:
-            raise not_held(ref, superseded=slot is not None)
+            raise stale_ref_error(ref, superseded=slot is not None)
         return slot
 
     def _tensors(

@@ -224,9 +224,9 @@ class Store(Returning):
         return copies
 == cannot_close_a_handle_of_a_closed_store: test_an_open_handle_keeps_its_bytes_whatever_comes_later
 class Store(FileStore):
-    def _unpin(self, ref):
+    def _handle_closed(self, ref):
         self._require_open()
-        super()._unpin(ref)
+        super()._handle_closed(ref)
 == frees_only_once: test_get_after_free_raises_and_free_twice_is_harmless[free]
 class Store(FileStore):
     def free(self, refs):
@@ -322,12 +322,12 @@ class Store(FileStore):
 class Store(FileStore):
     def stats(self):
         found = super().stats()
-        return replace(found, nbytes=found.nbytes - sum(r.nbytes for r in self._leaving.values()))
+        return replace(found, nbytes=found.nbytes - sum(r.nbytes for r in self._pending_free.values()))
 == forgets_readers_of_what_is_put_again: test_bytes_that_are_still_read_count_against_the_limit[put]
 class Store(FileStore):
     def put_many(self, items):
         refs = super().put_many(items)
-        self._leaving.clear()
+        self._pending_free.clear()
         return refs
 == leaves_files_open: test_samples_that_come_and_go_leave_nothing_behind
 class Store(Returning):
@@ -515,7 +515,7 @@ class Store(FileStore):
             held = self._require_held(refs)
             self._readers.update(ref.key for ref in held)
         found = [{n: t.to(device) for n, t in own.items()} for own in self._read(held, wanted)]
-        return tuple(Handle(*one, self._unpin) for one in zip(held, found))
+        return tuple(Handle(*one, self._handle_closed) for one in zip(held, found))
 """
 
 MUTANTS = Mutants(StoreSuite, {"{name}.py": RIGHT}, wrong(WRONG), BODY)

@@ -23,7 +23,7 @@ from draftcore_shm.store import ShmStore
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.store import SampleRef, StoreFull, StoreItem
 from draftcore.errors import UsageError
-from draftcore.features.producer import put_batch
+from draftcore.features.storing import put_batch
 from draftcore.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang

@@ -17,7 +17,7 @@ from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen
 
 from draftcore.errors import UsageError
 from draftcore.features.hf import LocalCapture
-from draftcore.features.producer import put_batch
+from draftcore.features.storing import put_batch
 from draftcore.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang

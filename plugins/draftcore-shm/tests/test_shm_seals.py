@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import xxhash
+from draftcore_shm.seals import PIECE, copy_sealed
 from torch import Tensor
 
-from draftcore.features.stores.seals import PIECE, bytes_of, copy_sealed, lies_plain
+from draftcore.features.stores.base import bytes_of
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "longer than a piece": lambda: torch.arange(PIECE // 4 * 3 + 7),
@@ -27,8 +28,3 @@ def test_a_sealed_copy_has_the_bytes_of_a_contiguous_one(tensor: Callable[[], Te
     copy_sealed(room, source, digest)
     assert bytes(room) == expected
     assert digest.intdigest() == xxhash.xxh3_64_intdigest(expected)
-
-
-def test_a_tensor_that_is_negated_without_a_copy_does_not_lie_plain() -> None:
-    assert lies_plain(torch.ones(2))
-    assert not lies_plain(TENSORS["negated without a copy"]())
