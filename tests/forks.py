@@ -18,6 +18,7 @@ import multiprocessing.util
 import os
 import runpy
 import signal
+import site
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import invalidate_caches
 from inspect import signature
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -43,6 +45,7 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 EXECUTE = "TESTS_EXECUTE"
+ENVIRONMENT = "TESTS_ENVIRONMENT"  # the folder of the virtual environment in which a fork is to be
 FORKED = ("draftcore", "pytest")
 AT_START = ("PYTHON", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH", "LD_", "LC_", EXECUTE)
 PR_SET_MM, PR_SET_MM_MAP, PR_SET_MM_MAP_SIZE, PR_SET_CHILD_SUBREAPER = 35, 14, 15, 36
@@ -161,6 +164,8 @@ def become(command: Command, places: Mapping[int, int]) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if preexec is not None:
             preexec()
+        if ENVIRONMENT in env:
+            _enter(Path(env[ENVIRONMENT]))
         _show(argv, env)
         os._exit(_run(argv, env))
     except BaseException:
@@ -183,6 +188,19 @@ def _take_descriptors(places: Mapping[int, int]) -> None:
         stream = open(fd, "w" if fd else "r", 1 if fd == 2 else -1, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def _enter(environment: Path) -> None:
+    """Be in this environment: its interpreter and packages, with nothing of ours imported yet."""
+    for name in [name for name in sys.modules if name.startswith("draftcore")]:
+        del sys.modules[name]
+    library = str(Path(os.__file__).parent)
+    sys.path[:] = [p for p in sys.path if p.startswith(library) and "site-packages" not in p]
+    sys.prefix = sys.exec_prefix = str(environment)
+    sys.executable = str(environment / "bin" / "python")
+    (packages,) = environment.glob("lib/python*/site-packages")
+    site.addsitedir(str(packages))
+    invalidate_caches()
 
 
 def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -1,7 +1,8 @@
 """Fresh environments, into which plugins come and from which they go by pip.
 
 Run by `nox -s authors`, which builds the wheels and says where they lie. Nothing of this source
-tree is on the path of what runs here, and every verb is a process of its own.
+tree is on the path of what runs here, and every verb is a process of its own: what trains and decodes
+is a fork that has imported other people's packages.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import venv
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +22,11 @@ import torch
 import yaml
 from draftcore_sdk.targets import conversations
 
+from tests.forks import ENVIRONMENT
+
 ROOT = Path(__file__).parents[2]
 OFFLINE = ("--no-deps", "--no-index")
+HEAVY = ("train", "eval", "export")  # verbs that import torch
 WHEELS = "DRAFTCORE_WHEELS"  # the folders of wheels under test, joined as in PATH
 
 
@@ -94,10 +99,14 @@ class Environment:
     def run(
         self, program: str, *arguments: str, status: int = 0
     ) -> subprocess.CompletedProcess[str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        command = [str(self.folder / "bin" / program)]
+        if program == "draftcore" and arguments[0] in HEAVY:
+            env = {**os.environ, ENVIRONMENT: str(self.folder)}
+            command = [sys.executable, "-m", "draftcore"]  # forked, and there
         done = subprocess.run(
-            [str(self.folder / "bin" / program), *arguments],
-            cwd=self.folder, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+            [*command, *arguments],
+            cwd=self.folder, env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == status, f"{program} {arguments}\n{done.stdout}{done.stderr}"
         return done
