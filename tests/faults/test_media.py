@@ -64,7 +64,7 @@ def test_rows_that_cannot_be_captured_are_skipped_and_all_others_are_not(make_ru
     for words, rows in (
         ("no capture of q7?", 4),
         ("holds inf or nan", 1),
-        ("yielded 'last_hidden' of (", 1),
+        ("yielded 'hidden.1' of (", 1),
         ("yielded 'last_hidden' of None", 1),
     ):
         assert sum(words in reason for reason in reasons.values()) == rows

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.evaluation.decode import EagerRows, EagerRunner
+from tests.forks import ENVIRONMENT
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject
@@ -48,9 +49,12 @@ class Author:
         if program == "pip":
             alone = ["--no-deps", "--no-build-isolation"] if "install" in arguments else []
             arguments += ["-q", "--disable-pip-version-check", *alone]
+        command, env = [str(self.python), *start], {"PYTHONDONTWRITEBYTECODE": "1"}
+        if program == "draftcore" and {"train", "eval", "export"} & {*arguments}:
+            command, env = [sys.executable, *start], {ENVIRONMENT: str(self.folder / "venv")}
         done = subprocess.run(
-            [self.python, *start, *arguments], cwd=self.folder, capture_output=True, text=True,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            [*command, *arguments], cwd=self.folder, capture_output=True, text=True,
+            env={**os.environ, **env},
         )  # fmt: skip
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout
