@@ -140,13 +140,16 @@ time.sleep(999)
                 time.sleep(0.02)
             os.kill(os.getpid(), number)
 
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
-        for before, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
-            thread = threading.Thread(target=ask, args=[number, before])
-            thread.start()
-            assert run(program, producers=1) == ExitStatus.INTERRUPTED
-            thread.join()
-            assert len(self.left(tmp_path, "saved")) == before + 1
+        before_all = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+        try:
+            for before, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+                thread = threading.Thread(target=ask, args=[number, before])
+                thread.start()
+                assert run(program, producers=1) == ExitStatus.INTERRUPTED
+                thread.join()
+                assert len(self.left(tmp_path, "saved")) == before + 1
+        finally:
+            signal.signal(signal.SIGHUP, before_all)
 
     def test_producers_come_and_go_while_the_run_goes_on(
         self, run: Callable[..., int], tmp_path: Path
