@@ -655,9 +655,8 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         try:
             reason, failed, ended = train_loop(
                 plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
-                release_batch=loader.let_go,
+                release_batch=loader.let_go, status_line=(lambda: str(queue.status())) if queue else str,
                 finished=queue.advance if queue else lambda position: None,
-                status_line=(lambda: str(queue.status())) if queue else str,
             )  # fmt: skip
             if queue is not None:
                 queue.end("finished" if reason in ("complete", "stopped") else "failed")
