@@ -188,12 +188,8 @@ def _whole(tensors: Tensors, rank: int) -> Tensors:
 
     A weight of two names is copied twice, as safetensors refuses shared memory.
     """
-    copies = {}
-    for name, tensor in tensors.items():
-        whole = full(tensor)
-        if rank == 0:
-            copies[name] = whole.detach().to("cpu", copy=True).contiguous()
-    return copies
+    wholes = ((name, full(tensor).detach()) for name, tensor in tensors.items())
+    return {name: t.to("cpu", copy=True).contiguous() for name, t in wholes if rank == 0}
 
 
 def _require_whole(file: Path) -> None:

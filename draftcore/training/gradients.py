@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from draftcore.tensors import all_finite
 from draftcore.training.ranks import Ranks
 
 
@@ -19,11 +18,9 @@ class Gradients:
     term, and of a sharded draft, there is none.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, flat: bool) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
         self.buffers = list[Tensor]()
-        if flat:
-            self.view_in_buffer(0)
 
     def view_in_buffer(self, term: int) -> None:
         """Let gradients be views of a term's buffer; the first takes over the gradients that are there."""
@@ -55,10 +52,6 @@ class Gradients:
             if term:
                 self.buffers[0].add_(buffer)
         return (denominators > 0).any().float()
-
-    def finite(self) -> bool:
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        return all_finite(self.buffers or grads)
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=not self.buffers)

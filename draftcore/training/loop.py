@@ -44,18 +44,12 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.data.plan import Plan, PlannedBatch
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore.tensors import largest_magnitude
+from draftcore.tensors import all_finite, largest_magnitude
 from draftcore.training import checkpoint
 from draftcore.training.compiled import MIN_STEPS_TO_COMPILE, Compiled
 from draftcore.training.gradients import Gradients
 from draftcore.training.metrics import MetricsLog, Sums, fetch, ratios, totals, weighted
-from draftcore.training.optimizer import (
-    build_optimizer,
-    full,
-    learning_rate,
-    local,
-    scale_and_clip,
-)
+from draftcore.training.optimizer import build_optimizer, full, learning_rate, local, scale_and_clip
 from draftcore.training.progress import Progress
 from draftcore.training.ranks import Ranks
 
@@ -347,8 +341,9 @@ class Trainer:
         if odd := {p for group in groups for p in group["params"]} ^ set(self.parameters):
             names = (name for name, p in built.module.named_parameters() if p in odd)
             raise DraftcoreError(f"optimizer and parameter groups differ in {', '.join(names)}")
-        flat = self.ranks.size > 1 and not self.sharded
-        self.gradients = Gradients(self.parameters, flat=flat)
+        self.gradients = Gradients(self.parameters)
+        if self.ranks.size > 1 and not self.sharded:
+            self.gradients.view_in_buffer(0)
 
     def seed(self, saved: Mapping[str, Tensor]) -> None:
         """Take over the random state that was saved; else each rank has one of its own."""
@@ -530,7 +525,8 @@ class Trainer:
         for sample in samples:
             self.gradients.clear(self.optimizer)
             self.forward_backward([sample], last=True)
-            if not self.gradients.finite():
+            grads = [p.grad for p in self.parameters if p.grad is not None]
+            if not all_finite(self.gradients.buffers or grads):
                 row = self.plan.feature_ids.index(sample.id.feature_id)
                 guilty.append(f"row {row} (sample {sample.id.feature_id})")
         named = [name for names in self.ranks.all_gather(guilty) for name in names]
@@ -551,11 +547,9 @@ class Trainer:
             return
         self.finish_pending_save()
         self.require_sane_weights()
-        rank = self.ranks.rank
+        module, groups, rank = self.built.module, self.fresh_groups, self.ranks.rank
         weights = checkpoint.trained_tensors(self.built, rank)
-        tensors, numbers = checkpoint.optimizer_state(
-            self.built.module, self.optimizer, self.fresh_groups, rank
-        )
+        tensors, numbers = checkpoint.optimizer_state(module, self.optimizer, groups, rank)
         for other, states in enumerate(self.ranks.all_gather(self.rng_after_step)):
             tensors |= {f"{name}.{other}" if other else name: t for name, t in states.items()}
         state = {
@@ -573,10 +567,8 @@ class Trainer:
         }
         self.saved_step, self.writing = self.step, Future()
         if rank == 0:
-            keep = self.config.keep_checkpoints
-            self.writing = self.writer.submit(
-                checkpoint.save, self.checkpoints, weights, tensors, state, keep
-            )
+            contents = weights, tensors, state, self.config.keep_checkpoints
+            self.writing = self.writer.submit(checkpoint.save, self.checkpoints, *contents)
 
     def require_sane_weights(self) -> None:
         """Raise DraftcoreError, on all ranks, for weights that are not finite or absurdly large."""

@@ -45,10 +45,6 @@ T = TypeVar("T")
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun's
 NO_TIMEOUT = timedelta(days=365)
 BEAT_EVERY = 0.5  # seconds between two heartbeats
-LOST_RANK = (
-    "it was killed or frozen, or its host is lost: {}\n"
-    "start the same command again: the run goes on from its last checkpoint"
-)
 UNWIND = 5.0  # seconds for a main thread to end by itself once the run has failed
 
 
@@ -70,17 +66,16 @@ class Ranks:
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
         """Raise a DraftcoreError of any rank on all, where the block ends."""
-        own_error = None
+        mine = None
         try:
             yield
         except DraftcoreError as error:
-            own_error = error
-        errors = self.all_gather((str(own_error), own_error.exit_status) if own_error else None)
+            mine = error
+        errors = self.all_gather((str(mine), mine.exit_status) if mine else None)
         for rank, raised in enumerate(errors):
             if raised is not None:
                 kind = UsageError if raised[1] == ExitStatus.REFUSED else DraftcoreError
-                mine = own_error if rank == self.rank else None
-                self.last_common_error = mine or kind(raised[0])
+                self.last_common_error = mine if mine and rank == self.rank else kind(raised[0])
                 raise self.last_common_error
 
     def on_rank0(self, work: Callable[[], T]) -> T:
@@ -218,17 +213,16 @@ class Group(Ranks):
         """Part after an error, for the caller to raise; SystemExit where another rank failed before."""
         # torchrun ends the others as soon as one is gone; there is something to say first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        text = str(error)
-        if not isinstance(error, DraftcoreError):
-            text = f"{type(error).__name__}: {error}"
-        heartbeat = self.heartbeat
-        heartbeat.own_failure = Failure(
-            self.rank, text, getattr(error, "exit_status", ExitStatus.FAILED)
+        name = "" if isinstance(error, DraftcoreError) else f"{type(error).__name__}: "
+        failure = Failure(
+            self.rank, f"{name}{error}", getattr(error, "exit_status", ExitStatus.FAILED)
         )
-        heartbeat.ending.set()
-        heartbeat.failure_known.wait(UNWIND)
-        if heartbeat.failure is not None and heartbeat.failure.rank != self.rank:
-            raise SystemExit(heartbeat.failure.code)
+        self.heartbeat.own_failure = failure
+        self.heartbeat.ending.set()
+        self.heartbeat.failure_known.wait(UNWIND)
+        failure = self.heartbeat.failure or failure
+        if failure.rank != self.rank:
+            raise SystemExit(failure.code)
 
 
 class Failure(NamedTuple):
@@ -264,8 +258,9 @@ class Heartbeat(threading.Thread):
                 answer = self.ending.is_set(), self.own_failure
                 dist.all_gather_object(answers, answer, group=self.group)
             except RuntimeError as error:
-                (cause, *_) = str(error).splitlines()
-                return self.end(Failure(None, LOST_RANK.format(cause), ExitStatus.RANK_LOST))
+                text = f"it was killed or frozen, or its host is lost: {str(error).splitlines()[0]}"
+                remedy = "start the same command again: the run goes on from its last checkpoint"
+                return self.end(Failure(None, f"{text}\n{remedy}", ExitStatus.RANK_LOST))
             for failure in [failure for _, failure in answers if failure]:
                 return self.end(failure)
 

@@ -55,9 +55,8 @@ class Sharded(nn.Module):
         ]
 
     def forward(self, batch: DraftBatch, context: StepContext) -> tuple[Any, ...]:
-        output = self.hook.forward_loss(
-            draft=self.draft, batch=batch, context=context, options=self.options
-        )
+        arguments = {"draft": self.draft, "batch": batch, "context": context}
+        output = self.hook.forward_loss(**arguments, options=self.options)
         if len(output.terms) > 1:
             raise UsageError(
                 f"the loss of this algorithm has {len(output.terms)} terms, which would each need the "
