@@ -43,7 +43,7 @@ def of_the_process() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_is_left_behind() -> Iterator[None]:
     """Fail the test that changes for all others what it has of them."""
     before = of_the_process()
     yield

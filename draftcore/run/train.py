@@ -177,10 +177,8 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
     Raises UsageError for a checkpoint of another run, and for more ranks than a step has batches.
     """
     config, ranks = run.config, run.ranks
-    device, run_id = (
-        ranks.device(config.train.device),
-        ranks.on_rank0(lambda: read_run_id(run.folder)),
-    )
+    device = ranks.device(config.train.device)
+    run_id = ranks.on_rank0(lambda: read_run_id(run.folder))
     features = open_features(run, role)
     samples = samples or open_samples(run, features)
     checkpoints = [draft.checkpoint() for draft in run.drafts]

@@ -39,7 +39,7 @@ HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "yaml")
 # Ordinary words, and a place of every Linux: what they name is found by the import test above.
 WORDS = {"graphs", "sdk", "tools", "shm", "data"}
 NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
-CORE_LINES, KERNEL_LINES, TEST_LINES = 8357, 1849, 40323  # may fall, never rise
+CORE_LINES, KERNEL_LINES, TEST_LINES = 8355, 1849, 40323  # may fall, never rise
 
 
 @cache
