@@ -47,14 +47,17 @@ CONTEXT.set_forkserver_preload(
 EXECUTE = "TESTS_EXECUTE"
 ENVIRONMENT = "TESTS_ENVIRONMENT"  # the folder of the virtual environment in which a fork is to be
 FORKED = ("draftcore", "pytest")
+PATH = list(sys.path)  # as this process began, before tests made plugins importable
 AT_START = ("PYTHON", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH", "LD_", "LC_", EXECUTE)
 PR_SET_MM, PR_SET_MM_MAP, PR_SET_MM_MAP_SIZE, PR_SET_CHILD_SUBREAPER = 35, 14, 15, 36
 CLONE_NEWNET, NETWORK = 0x40000000, "/proc/thread-self/ns/net"
 # Of a private method, which has had these names since Python 3.11.
 ARGUMENTS = list(signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 PIPES = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
-# Words, environment, folder, whether in a session of its own, what it does first.
-Command = tuple[Sequence[str], Mapping[str, str], str | None, bool, Callable[[], object] | None]
+# Words, environment, folder, whether in a session of its own, what it does first, where it imports from.
+Command = tuple[
+    Sequence[str], Mapping[str, str], str | None, bool, Callable[[], object] | None, list[str]
+]
 
 
 def take_signals(more: Callable[[], object] | None = None) -> None:
@@ -83,7 +86,8 @@ class Popen(subprocess.Popen[Any]):
         places = dict(enumerate(pipe if pipe != -1 else at for at, pipe in enumerate(pipes)))
         places |= {fd: fd for fd in call["pass_fds"]}
         preexec = call["preexec_fn"] if self.direct else partial(take_signals, call["preexec_fn"])
-        child: Command = command, env, call["cwd"], call["start_new_session"], preexec
+        path = list(sys.path) if self.direct else PATH
+        child: Command = command, env, call["cwd"], call["start_new_session"], preexec, path
         if self.direct:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -149,7 +153,7 @@ def _fork(command: Command, fds: Mapping[int, Any], network: Any, writer: Any) -
 def become(command: Command, places: Mapping[int, int]) -> None:
     """Be the process that the command would be, on these descriptors by their places; end as it does."""
     try:
-        argv, env, folder, new_session, preexec = command
+        argv, env, folder, new_session, preexec, sys.path[:] = command
         _take_descriptors(places)
         os.environ.clear()
         os.environ.update(env)

@@ -43,6 +43,8 @@ LET_SAVE = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}
 POLL_EVERY = 0.2  # seconds between two looks at the hosts
 LOOPBACK = "127.0.0.2"  # as Ray takes 127.0.0.1 for the address that others see
 DOING = "still trains in the run's folder: waiting for its end, or its machine's"
+START = 120.0  # seconds that a host may take to start, which imports Ray and draftcore
+SHOW_WAITING_AFTER = 10.0  # seconds
 GRACE = 30.0  # seconds in which a rank may save after it was asked to stop
 KILLED = -int(signal.SIGKILL)  # exit status of a process whose machine, or host, is gone
 
@@ -232,7 +234,7 @@ class Driver:
     def ask(self, refs: Sequence[Any]) -> list[Any]:
         """Get answers of hosts, none where one does not answer in time."""
         try:
-            return list(ray.get(list(refs), timeout=self.options.patience))
+            return list(ray.get(list(refs), timeout=max(self.options.patience, START)))
         except (RayError, GetTimeoutError) as error:
             self.tell(f"a machine of the cluster does not answer: {type(error).__name__}")
             return []
@@ -252,15 +254,12 @@ class Driver:
         for one in waiting:
             if one.pending in ready:
                 self.hear(one)
-            if (
-                one.code is None
-                and time.monotonic() - (one.heard or one.begun) > self.options.patience
-            ):
-                if one.heard:
-                    ray.kill(one.host)  # as its machine is frozen, or cut off
-                    one.code = KILLED
-                else:
-                    self.tell(f"{one.name} waits for a machine with room: {self.options.producer}")
+            silent = time.monotonic() - (one.heard or one.begun)
+            if one.code is None and one.heard and silent > self.options.patience:
+                ray.kill(one.host)  # as its machine is frozen, or cut off
+                one.code = KILLED
+            elif not one.heard and silent > SHOW_WAITING_AFTER:
+                self.tell(f"{one.name} waits for a machine with room: {self.options.producer}")
 
     def hear(self, one: Process) -> None:
         lines: Sequence[str] = ()

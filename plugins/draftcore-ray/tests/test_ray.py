@@ -75,7 +75,7 @@ def test_producers_on_machines_of_their_own_are_heard_in_the_one_terminal(
     machines: Any, make_run: MakeRun
 ) -> None:
     """One waits for such a machine, and says so."""
-    asks = {"producer": {"cpus": 0.5, "resources": {"capture": 1}}, "patience": 10}
+    asks = {"producer": {"cpus": 0.5, "resources": {"capture": 1}}}
     run = make_run(
         launcher="ray", ranks=2, producers=2, options={"address": machines.address, **asks}
     )
