@@ -1,6 +1,6 @@
 """The command line's shell: two verbs of its own, and every other one from a plugin.
 
-A verb of the core is found in the built-in plugin; the help and any other verb import all plugins. A
+A verb of ours is found in its owner's plugin; the help and any other verb import all plugins. A
 verb gets them as the context's `obj`, a Registry. Nothing here imports torch, pydantic or rich:
 listing what is installed is quick and works whatever is broken.
 """
@@ -30,18 +30,31 @@ STATUS = (
 
 
 class Verbs(click.Group):
-    """The shell's own verbs and those of the ready plugins."""
+    """The shell's own verbs and those of the ready plugins.
+
+    A verb that the catalog gives to one of our dists is that dist's; nothing else is imported for it.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self._all(ctx))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return self._core(ctx).get(cmd_name) or self._all(ctx).get(cmd_name)
+        registry = _registry(ctx)
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        if owner := catalog.owners("verb").get(cmd_name):
+            plugins = registry.judged(lambda plugin: plugin.dist == owner)
+            return {name: verb for _, name, verb in _verbs_of(plugins)}.get(cmd_name)
+        return self._all(ctx).get(cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
             verbs = self.list_commands(ctx)
             hint, remedy = catalog.advice("verb", args[0], verbs)
+            owner = catalog.owners("verb").get(args[0])
+            broken = [p for p in _registry(ctx).plugins if p.dist == owner and p.problem]
+            for plugin in broken:
+                hint, remedy = f": {plugin} is {plugin.state}: {plugin.problem}", plugin.fix
             ctx.fail(f"no verb {args[0]!r}{hint}; there are {', '.join(verbs)}\n  {remedy}")
         return super().resolve_command(ctx, args)
 
@@ -58,24 +71,22 @@ class Verbs(click.Group):
             click.echo("interrupted", err=True)
             ctx.exit(ExitStatus.INTERRUPTED)
 
-    def _core(self, ctx: click.Context) -> dict[str, click.Command]:
-        built_in = _registry(ctx).judged(lambda plugin: plugin.dist == BUILT_IN)
-        return {**{name: verb for _, name, verb in _verbs_of(built_in)}, **self.commands}
-
     def _all(self, ctx: click.Context) -> dict[str, click.Command]:
-        """Return all verbs. Of several with one name the core's is kept, otherwise none."""
+        """Return all verbs. Of several with one name its owner's is kept, otherwise none."""
         if VERBS not in ctx.meta:
-            verbs = ctx.meta[VERBS] = self._core(ctx)
-            owners = dict.fromkeys(verbs, "draftcore")
-            foreign = (plugin for plugin in _registry(ctx).ready if plugin.dist != BUILT_IN)
-            for plugin, name, verb in _verbs_of(foreign):
-                first = owners.setdefault(name, plugin)
-                if first == plugin:
-                    verbs[name] = verb
+            verbs = ctx.meta[VERBS] = dict(self.commands)
+            owner = {**catalog.owners("verb"), **dict.fromkeys(verbs, BUILT_IN)}
+            first: dict[str, Plugin] = {}
+            for plugin, name, verb in _verbs_of(_registry(ctx).ready):
+                if owner.get(name, plugin.dist) != plugin.dist:
+                    other = owner[name].replace(BUILT_IN, "draftcore")
+                elif name in first:
+                    other = str(first[name].name)
+                    verbs.pop(name, None)
                 else:
-                    click.echo(f"warning: {first} and {plugin} have a verb {name!r}", err=True)
-                    if first != "draftcore":
-                        verbs.pop(name, None)
+                    verbs[name], first[name] = verb, plugin
+                    continue
+                click.echo(f"warning: {other} and {plugin.name} have a verb {name!r}", err=True)
         return cast(dict[str, click.Command], ctx.meta[VERBS])
 
 
@@ -85,9 +96,9 @@ def _registry(ctx: click.Context) -> Registry:
     return cast(Registry, ctx.obj)
 
 
-def _verbs_of(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str, click.Command]]:
-    """Yield the name of the plugin, the verb's and the verb."""
-    yield from ((plugin.name, str(verb.name), verb) for plugin in plugins for verb in plugin.verbs)
+def _verbs_of(plugins: Iterable[Plugin]) -> Iterator[tuple[Plugin, str, click.Command]]:
+    """Yield the plugin of a verb, its name and the verb."""
+    yield from ((plugin, str(verb.name), verb) for plugin in plugins for verb in plugin.verbs)
 
 
 @click.group(cls=Verbs, epilog=STATUS)

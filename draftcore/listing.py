@@ -15,14 +15,15 @@ from typing import Any
 
 import click
 
-from draftcore.contracts.hooks import Specs
-from draftcore.errors import ExitStatus
+from draftcore.errors import ExitStatus, UsageError, nearest
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import FIRST, HOOKS, NEEDED, Registry
+from draftcore.plugins.registry import Registry
+from draftcore.plugins.specs import NEEDED, SPECS, first_results
+from draftcore.plugins.specs import hooks as all_hooks
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
 ROOMS = ("algorithm", "capture", "store", "channel", "target", "runner", "serving", "offers")
-NOT_SHOWN = ("module", "loose", "requires", "instance", "dropped", "verbs")  # fields of a plugin
+NOT_SHOWN = ("module", "loose", "requires", "kinds", "instance", "dropped", "verbs")  # fields of a plugin
 
 
 @click.command()
@@ -57,12 +58,15 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="[HOOK]...", type=click.Choice(HOOKS))
+@click.argument("names", nargs=-1, metavar="[HOOK]...")
 @click.option("--json", "as_json", is_flag=True, help="Print data instead of text.")
 @click.pass_obj
 def hooks(registry: Registry, names: tuple[str, ...], as_json: bool) -> None:
     """List the hooks and their plugins; show one with its types."""
     data = hooks_data(registry)
+    known = [hook["name"] for hook in data["hooks"]]
+    for name in (name for name in names if name not in known):
+        raise UsageError(f"there is no hook {name!r}{nearest(name, known)}\n  there are {', '.join(known)}")
     if as_json:
         return click.echo(json.dumps(data, indent=2))
     called = {"first": "one plugin answers", "all": "all plugins are called"}
@@ -83,12 +87,13 @@ def hooks(registry: Registry, names: tuple[str, ...], as_json: bool) -> None:
 
 def _records(signature: str) -> Iterator[str]:
     """Describe each record and interface of the contract that a signature, or one of these, names."""
-    rooms = map(import_module, (f"draftcore.contracts.{room}" for room in ROOMS))
+    rooms = [import_module(f"draftcore.contracts.{room}") for room in ROOMS]
+    rooms += [sys.modules[specs.__module__] for specs in SPECS]
     known = {name: value for room in rooms for name, value in vars(room).items()}
     names = re.findall(r"[A-Z]\w+", signature)
     for place, name in enumerate(names):
         record: Any = known.get(name)
-        if name in names[:place] or not getattr(record, "__module__", "").startswith("draftcore."):
+        if name in names[:place] or not getattr(record, "__module__", "").startswith("draftcore"):
             continue
         yield f"{name}: {indent(inspect.cleandoc(record.__doc__ or ''), '    ').lstrip()}\n"
         for field, kind in record.__annotations__.items():
@@ -104,17 +109,19 @@ def _records(signature: str) -> Iterator[str]:
 
 def hooks_data(registry: Registry) -> dict[str, Any]:
     """Return every hook, with the ready plugins that implement it, as JSON data."""
+    registry.bring()
+    first = first_results()
     return {
         "hooks": [
             {
                 "name": name,
-                "signature": name + _written(getattr(Specs, name)),
-                "result": "first" if name in FIRST else "all",
+                "signature": name + _written(spec),
+                "result": "first" if name in first else "all",
                 "required": [kind for kind, needed in NEEDED.items() if name in needed],
-                "doc": (inspect.getdoc(getattr(Specs, name)) or "").partition("\n")[0],
+                "doc": (inspect.getdoc(spec) or "").partition("\n")[0],
                 "plugins": [p.name for p in registry.ready if name in (*p.hooks, *_methods(p))],
             }
-            for name in HOOKS
+            for name, spec in all_hooks().items()
         ]
     }
 

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-Kind = Literal[
-    "algorithm",
-    "capture",
-    "store",
-    "channel",
-    "source",
-    "images",
-    "launcher",
-    "runner",
-    "graph",
-    "graph-plugin",
-]
+Kind = str  # the core's, and those that dists bring: `draftcore list-plugins` shows them
 # On a field of an options model: the option changes no bit of a captured feature.
 SAME_FEATURES: Any = {"same_features": True}
 

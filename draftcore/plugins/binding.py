@@ -31,7 +31,8 @@ from draftcore.contracts.source import Source
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import FIRST, HOOKS, Registry, missing_hooks, owners, register
+from draftcore.plugins.registry import Registry, missing_hooks, owners
+from draftcore.plugins.specs import first_results, hooks, manager
 
 MEANT = (DraftcoreError, KeyboardInterrupt, GeneratorExit)  # leave a hook as they are
 
@@ -73,16 +74,16 @@ def bind(
         instance = _implementation(offer, where)(checked)
     chosen = {p.name: p for p in registry.extras(extras) if p.name in extras or not p.offers}
     chosen[owner.name] = dataclasses.replace(owner, instance=instance)
-    manager = _manager(chosen.values(), owner.name)
-    for hook in FIRST:
-        if len(rivals := sorted(owners(getattr(manager.hook, hook)))) > 1:
+    bound = _manager(chosen.values(), owner.name)
+    for hook in first_results():
+        if len(rivals := sorted(owners(getattr(bound.hook, hook)))) > 1:
             raise UsageError(
                 f"the hook {hook!r} has several owners: {' and '.join(rivals)}\n"
                 "  leave one, or make the others wrappers: @hookimpl(wrapper=True)"
             )
-    if missing := missing_hooks(offer, manager.hook):
+    if missing := missing_hooks(offer, bound.hook):
         raise UsageError(f"{where} lacks {', '.join(missing)}\n  draftcore hooks {missing[0]}")
-    return Binding(owner, offer, cast(Specs, manager.hook), checked)
+    return Binding(owner, offer, cast(Specs, bound.hook), checked)
 
 
 def find_source(registry: Registry, uri: str) -> Source:
@@ -110,7 +111,7 @@ def _implementation(offer: Offer, where: str) -> Any:
     if inspect.isabstract(algorithm):
         missing = ", ".join(sorted(algorithm.__abstractmethods__))
         raise UsageError(f"{where}: {algorithm.__name__} lacks {missing}\n  write these methods")
-    for method in (getattr(algorithm, name, None) for name in HOOKS):
+    for method in (getattr(algorithm, name, None) for name in hooks()):
         if method and not hasattr(method, "draftcore_impl"):
             hookimpl(method)
     return algorithm
@@ -121,26 +122,28 @@ def _implementation(offer: Offer, where: str) -> Any:
 
 def _manager(plugins: Iterable[Plugin], owner: str = "") -> pluggy.PluginManager:
     """Register plugins, each once, in the order of their names; a hook that fails names its plugin."""
-    manager = register(())
+    made, first = manager(), first_results()
     by_instance = {id(plugin.instance): plugin for plugin in plugins}
     for plugin in sorted(by_instance.values(), key=lambda plugin: plugin.name):
         guarded = ModuleType(plugin.name)
         for name in dir(plugin.instance):
-            if opts := manager.parse_hookimpl_opts(plugin.instance, name):
+            if opts := made.parse_hookimpl_opts(plugin.instance, name):
                 function = getattr(plugin.instance, name)
                 hook, wraps = opts["specname"] or name, opts["wrapper"] or opts["hookwrapper"]
-                observes = not (wraps or hook in FIRST or plugin.name == owner)
+                observes = not (wraps or hook in first or plugin.name == owner)
                 guard: Any = _guard(function, hook, plugin, wraps, observes)
                 guard.draftcore_impl = opts
                 setattr(guarded, name, guard)
-        manager.register(guarded, plugin.name)
-    return manager
+        made.register(guarded, plugin.name)
+    return made
 
 
 def _guard(
     function: Any, hook: str, plugin: Plugin, wraps: bool, observes: bool
 ) -> Callable[..., Any]:
     """Return a plugin's hook such that it names both where it fails, and is dropped if it observes."""
+    spec = hooks().get(hook)  # none of an optional hook that nobody here asks for
+    first = spec is not None and spec.draftcore_spec["firstresult"]
 
     def checked_result(result: Any, error: BaseException | None = None) -> Any:
         if isinstance(error, MEANT):
@@ -151,8 +154,8 @@ def _guard(
         elif "torch" in sys.modules and sys.modules["torch"].compiler.is_compiling():
             return result
         else:
-            hint = _hints(getattr(Specs, hook)).get("return")
-            mistake = type_error(result, list[hint] if wraps and hook not in FIRST else hint)  # type: ignore[valid-type]
+            hint = _hints(spec).get("return")
+            mistake = type_error(result, list[hint] if wraps and not first else hint)  # type: ignore[valid-type]
             if not mistake:
                 stops = isinstance(result, Stop)
                 return dataclasses.replace(result, plugin=plugin.name) if stops else result
@@ -238,7 +241,8 @@ def _type_of(value: Any) -> str:
 
 @functools.cache
 def _hints(of: Any) -> dict[str, Any]:
-    return get_type_hints(of, _names("torch" in sys.modules))
+    own = vars(sys.modules[of.__module__])  # of a dist that brings a hook, too
+    return get_type_hints(of, {**own, **_names("torch" in sys.modules)})
 
 
 @functools.cache

@@ -1,24 +1,47 @@
-"""What our own distributions offer, installed or not: `catalog.toml`, for errors that say what to install."""
+"""What our own distributions offer, installed or not, and who owns each name: `catalog.toml`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from draftcore.errors import closest
 
+BUILT_IN = "(built in)"  # how the dist draftcore itself is shown
 
-def ours(kind: str) -> dict[str, str]:
-    """Return our dist of each name of a kind, or of each `verb`."""
-    import tomllib  # 5 ms, for errors only
 
-    text = Path(__file__).with_name("catalog.toml").read_text()
-    return dict(tomllib.loads(text).get(kind, {}))
+@functools.cache
+def _catalog() -> dict[str, dict[str, str]]:
+    import tomllib  # 5 ms: only where something is selected
+
+    data: dict[str, Any] = tomllib.loads(Path(__file__).with_name("catalog.toml").read_text())
+    return {
+        kind: {name: BUILT_IN if dist == "draftcore" else dist for name, dist in names.items()}
+        for kind, names in data.items()
+    }
+
+
+def owners(kind: str) -> dict[str, str]:
+    """Return our dist of each name of a kind, of each `verb`, or of each `kind` that a dist brings."""
+    return _catalog().get(kind, {})
+
+
+def default(kind: str) -> str:
+    """Return the name of a kind that a run takes where it names none."""
+    return _catalog()["defaults"][kind]
+
+
+def dists() -> set[str]:
+    """Return our dists, which own their names."""
+    kinds = (names for kind, names in _catalog().items() if kind != "defaults")
+    return {BUILT_IN, *(dist for names in kinds for dist in names.values())}
 
 
 def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
     """Return a hint and a remedy for a name of which nothing is `here`."""
-    known = ours(kind)
+    known = owners(kind)
     near = closest(name, [*here, *known])
     hint = f" (did you mean {near!r}?)" if near not in ("", name) else ""
     if near in here or near not in known:

@@ -11,7 +11,7 @@ import functools
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -22,8 +22,7 @@ from importlib_metadata import Distribution, PackageNotFoundError, distributions
 
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError, one_line
-
-BUILT_IN = "(built in)"  # how the dist draftcore itself is shown
+from draftcore.plugins.catalog import BUILT_IN
 
 
 @dataclass(eq=False)
@@ -40,6 +39,7 @@ class Plugin:
     origin: str = ""
     loose: bool = False
     requires: tuple[str, ...] = field(default=(), repr=False)
+    kinds: Mapping[str, str] = field(default_factory=dict, repr=False)  # modules of hooks, by kind
     state: Literal["found", "ready", "broken", "conflict", "incompatible", "disabled"] = "ready"
     problem: str = ""
     fix: str = ""
@@ -78,20 +78,27 @@ def _text(dist: Distribution, file: str) -> str:
 
 
 def _plugins(dist: Distribution, name: str, entries: str) -> Iterator[Plugin]:
-    """Yield the plugins that a dist's entry points name; without a module if a line is damaged."""
+    """Yield the plugins that a dist's entry points name; without a module if a line is damaged.
+
+    Each has the kinds that its dist brings, by entry points of the group `draftcore.hooks`.
+    """
     head = (_text(dist, "METADATA") or _text(dist, "PKG-INFO")).partition("\n\n")[0]
     version = one_line("".join(re.findall(r"^Version: (.*)", head, re.MULTILINE)[:1]), 30)
     requires = tuple(re.findall(r"^Requires-Dist: (.*)", head, re.MULTILINE))
     shown_dist, origin, section = BUILT_IN if name == "draftcore" else name, _origin(dist), ""
+    groups = dict[str, dict[str, str]]()
     for line in filter(None, map(str.strip, entries.splitlines())):
         if line[0] == "[":
             section = line
-        elif section == "[draftcore]" and line[0] not in "#;":
+        elif line[0] not in "#;":
             key, _, module = map(str.strip, line.partition("="))
-            listed, module = one_line(key or line, 60), module if key else ""
-            yield Plugin(
-                listed, shown_dist, version, module, origin, requires=requires, state="found"
-            )
+            groups.setdefault(section, {})[one_line(key or line, 60)] = module if key else ""
+    kinds = groups.get("[draftcore.hooks]", {})
+    for listed, module in groups.get("[draftcore]", {}).items():
+        yield Plugin(
+            listed, shown_dist, version, module, origin,
+            requires=requires, kinds=kinds, state="found",
+        )  # fmt: skip
 
 
 def _origin(dist: Distribution) -> str:

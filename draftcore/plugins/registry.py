@@ -9,7 +9,6 @@ pluggy's own loader is not used, because its first bad plugin ends the loop, or 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import re
@@ -23,26 +22,12 @@ import click
 import pluggy
 from importlib_metadata import EntryPoint
 
-from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import UsageError, nearest, one_line, raised
 from draftcore.plugins import catalog, dists
 from draftcore.plugins.dists import BUILT_IN, Plugin
+from draftcore.plugins.specs import NEEDED, bring, hooks, manager, trial
 
-HOOKS = tuple(name for name in vars(Specs) if not name.startswith("_"))
-FIRST = tuple(name for name in HOOKS if getattr(Specs, name).draftcore_spec["firstresult"])
-NEEDED: Mapping[str, tuple[str, ...]] = {
-    "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
-    "capture": ("capture",),
-    "store": ("feature_store",),
-    "channel": ("channel",),
-    "source": ("source",),
-    "images": ("image_processor",),
-    "runner": ("runner",),
-    "graph": ("graph_backend",),
-    "launcher": ("launcher",),
-    "graph-plugin": ("graph_plugin",),
-}
 DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg`
 DISABLE = "DRAFTCORE_DISABLE"
 SEE_HOOKS = "draftcore hooks   # every hook and its arguments"
@@ -55,15 +40,15 @@ class Registry:
     """
 
     def __init__(self, installed: Iterable[Plugin]) -> None:
-        self._installed, self.verbose = tuple(installed), False
+        self.installed, self.verbose = tuple(installed), False
 
     def judged(self, wanted: Callable[[Plugin], bool] = lambda plugin: True) -> tuple[Plugin, ...]:
         """Judge, and return, the plugins wanted by what their metadata says; by default all."""
-        chosen = tuple(plugin for plugin in self._installed if wanted(plugin))
+        chosen = tuple(plugin for plugin in self.installed if wanted(plugin))
         for plugin in (plugin for plugin in chosen if plugin.state == "found"):
             if self.verbose:
                 print(f"importing {plugin}", file=sys.stderr, flush=True)
-            _judge(plugin, self._installed)
+            _judge(plugin, self)
         return chosen
 
     @property
@@ -73,37 +58,57 @@ class Registry:
     @property
     def files(self) -> list[str]:
         """The one-file plugins, which processes that a run starts have to be given again."""
-        return [plugin.dist for plugin in self._installed if plugin.loose]
+        return [plugin.dist for plugin in self.installed if plugin.loose]
 
     @property
     def ready(self) -> tuple[Plugin, ...]:
         return tuple(plugin for plugin in self.plugins if plugin.state == "ready")
 
+    def bring(self, kind: Kind = "") -> None:
+        """Load the hooks that installed dists bring, all or those of one kind, by their owners alone."""
+        owner = catalog.owners("kind")
+        for plugin in self.installed:
+            for name, module in plugin.kinds.items():
+                if kind not in ("", name) or owner.get(name, plugin.dist) != plugin.dist:
+                    continue
+                try:
+                    bring(module)
+                except BaseException as error:  # the plugin's own code may raise anything, or exit
+                    if isinstance(error, KeyboardInterrupt):
+                        raise
+                    plugin.problem, plugin.state = one_line(raised(error), 999), "broken"
+                    plugin.fix = one_line(dists.remedy(error, plugin))
+
     def find(self, kind: Kind, name: str, plugin: str = "") -> Plugin:
         """Return the one plugin that offers (kind, name). Raises UsageError unless it is ready.
 
-        The built-in plugin and loose files go first, then the entry point of that name; the others
-        are imported only where none of these offers it. Of several, `plugin` names the one.
+        A name that the catalog gives to one of our dists is that dist's: nothing else is imported for
+        it, and another's offer of that name is taken only where `plugin` says so. Of other names loose
+        files go first, then the entry point of that name, then all.
         """
+        if kind not in NEEDED:
+            self.bring(kind)
         if plugin:
             owner = self.named(plugin)
             if owner.offer(kind, name):
                 return owner
             offers = ", ".join(map(str, owner.offers)) or "nothing"
             raise UsageError(f"{owner} offers no {kind} {name!r}\n  it offers: {offers}")
+        owner = catalog.owners(kind).get(name)
         stages: tuple[Callable[[Plugin], bool], ...] = (
-            lambda p: p.loose or p.dist == BUILT_IN,
+            lambda p: p.loose,
             lambda p: p.name == name,
             lambda p: True,
         )
+        if owner is not None:
+            stages = (lambda p: p.dist == owner,)
         for stage in stages:
             if usable := [p for p in self.judged(stage) if not p.problem and p.offer(kind, name)]:
                 break
         if len(usable) == 1:
             return usable[0]
-        names = {name, catalog.ours(kind).get(name)}
-        bad = [p for p in self.plugins if p.problem]
-        bad = [p for p in bad if p.offer(kind, name) or names & {p.name, p.dist}]
+        bad = [p for p in self.judged(stage) if p.problem]
+        bad = [p for p in bad if p.offer(kind, name) or {name, owner} & {p.name, p.dist}]
         raise self._refusal(kind, name, usable or bad, sorted(self.offered(kind)))
 
     def named(self, name: str) -> Plugin:
@@ -112,7 +117,7 @@ class Registry:
         usable = [plugin for plugin in same if not plugin.problem]
         if len(usable) == 1:
             return usable[0]
-        raise self._refusal("plugin", name, same, [plugin.name for plugin in self._installed])
+        raise self._refusal("plugin", name, same, [plugin.name for plugin in self.installed])
 
     def extras(self, names: Iterable[str]) -> tuple[Plugin, ...]:
         """Return the wrappers and observers of a run: those named, and every loose file.
@@ -128,7 +133,7 @@ class Registry:
                     f"`plugins` names {plugin}, which has no observer and no wrapper\n"
                     f"  it offers {offers}: leave it out there, and choose an offer by its name"
                 )
-        loose = (self.named(plugin.name) for plugin in self._installed if plugin.loose)
+        loose = (self.named(plugin.name) for plugin in self.installed if plugin.loose)
         return tuple(dict.fromkeys([*named, *loose]))
 
     def offered(self, kind: Kind) -> dict[str, frozenset[str]]:
@@ -136,11 +141,17 @@ class Registry:
 
         Asked are loose files, our own dists and what is imported already: nobody chose the others.
         """
-        ours = {BUILT_IN, *catalog.ours(kind).values()}
+        owner = catalog.owners(kind)
+        ours = set(owner.values())
         asked = self.judged(lambda p: p.loose or p.dist in ours or p.state != "found")
-        built_in_last = sorted(asked, key=lambda p: p.dist == BUILT_IN)  # so it wins its names
-        offers = (o for plugin in built_in_last if not plugin.problem for o in plugin.offers)
-        return {offer.name: offer.capabilities for offer in offers if offer.kind == kind}
+        return {
+            offer.name: offer.capabilities
+            for plugin in asked
+            for offer in plugin.offers
+            if not plugin.problem
+            and offer.kind == kind
+            and owner.get(offer.name, plugin.dist) == plugin.dist
+        }
 
     def offering(self, kind: Kind, capability: str) -> list[str]:
         """Return the names of the usable offers of a kind that have a capability."""
@@ -160,7 +171,7 @@ class Registry:
                 lines.append("  choose one: `plugin`, beside the name; or uninstall the others")
         else:
             hint, install = catalog.advice(what, name, known)
-            bad = [f"  quarantined: {p}: {p.problem}" for p in self._installed if p.problem]
+            bad = [f"  quarantined: {p}: {p.problem}" for p in self.installed if p.problem]
             here = f"  installed: {', '.join(known) or 'none'}"
             lines = [f"there is no {what} {name!r}{hint}", here, *bad, f"  {install}"]
         return UsageError("\n".join(lines))
@@ -204,11 +215,10 @@ def load(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Regis
 
 def register(plugins: Iterable[Plugin]) -> pluggy.PluginManager:
     """Make a plugin manager of these plugins alone, in the order of their names."""
-    manager = pluggy.PluginManager("draftcore")
-    manager.add_hookspecs(Specs)
+    made = manager()
     for plugin in sorted(plugins, key=lambda plugin: plugin.name):
-        manager.register(plugin.instance, plugin.name)
-    return manager
+        made.register(plugin.instance, plugin.name)
+    return made
 
 
 def owners(hook: pluggy.HookCaller) -> list[str]:
@@ -223,14 +233,14 @@ class _UnusableError(Exception):
         super().__init__(problem, fix, state)
 
 
-def _judge(plugin: Plugin, installed: Iterable[Plugin]) -> None:
+def _judge(plugin: Plugin, registry: Registry) -> None:
     """Check a plugin's metadata, import it and check its hooks and offers; keep the first problem."""
     try:
-        _check_metadata(plugin, installed)
+        _check_metadata(plugin, registry.installed)
         started = time.perf_counter()
         try:
             with contextlib.redirect_stdout(sys.stderr):  # as stdout may be read by a program
-                _check_code(plugin)
+                _check_code(plugin, registry)
         finally:
             plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
         plugin.state = "ready"
@@ -250,7 +260,7 @@ def _judge(plugin: Plugin, installed: Iterable[Plugin]) -> None:
 def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
     same = [other.dist for other in installed if other.name == plugin.name]
     core = next((other.version for other in installed if other.dist == BUILT_IN), "")
-    if len(same) > 1 and plugin.dist != BUILT_IN:
+    if len(same) > 1 and plugin.dist not in catalog.dists():
         fix = "uninstall all but one of these, or rename it if it is a file"
         raise _UnusableError(f"{' and '.join(same)} have a plugin of this name", fix, "conflict")
     on_core = [need for need in plugin.requires if re.match(r"draftcore(?![\w.-])", need, re.I)]
@@ -263,7 +273,7 @@ def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
         raise _UnusableError(f"requires {', '.join(needs)}; here: {here}", dists.install(*needs))
 
 
-def _check_code(plugin: Plugin) -> None:
+def _check_code(plugin: Plugin, registry: Registry) -> None:
     """Import a plugin, register it on trial and check what it implements and offers."""
     instance = plugin.instance = EntryPoint(plugin.name, plugin.module, "draftcore").load()
     if inspect.isclass(instance):
@@ -271,32 +281,30 @@ def _check_code(plugin: Plugin) -> None:
         raise _UnusableError(f"{plugin.module} is a class, not a module or an instance", fix)
     if plugin.loose and instance.__file__ != plugin.dist:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
-    manager = _trial()
+    manager = trial()
+    marked = [manager.parse_hookimpl_opts(instance, name) for name in dir(instance)]
+    named = {opts["specname"] or name for name, opts in zip(dir(instance), marked, strict=True) if opts}
+    if named - hooks().keys():
+        registry.bring()
     try:
         manager.register(instance, plugin.name)  # pluggy checks its arguments only
-        _check_hooks(plugin, manager)
+        _check_hooks(plugin, registry, manager)
     finally:
         if manager.is_registered(instance):
             manager.unregister(instance)
 
 
-@functools.cache
-def _trial() -> pluggy.PluginManager:
-    """Return the manager that each plugin is registered with alone, as making one takes 4 ms."""
-    return register(())
-
-
-def _check_hooks(plugin: Plugin, manager: pluggy.PluginManager) -> None:
-    instance = plugin.instance
-    hooks = manager.get_hookcallers(instance) or []
-    for hook in hooks:
-        if not (hook.has_spec() or all(impl.optionalhook for impl in hook.get_hookimpls())):
-            raise _UnusableError(f"unknown hook {hook.name!r}{nearest(hook.name, HOOKS)}")
-    if not hooks:
-        raise _UnusableError(f"registers no hook{_unmarked(instance, HOOKS)}")
-    plugin.hooks = tuple(name for name in HOOKS if name in {hook.name for hook in hooks})
-    offers = _answers(plugin, "describe", Offer)
-    plugin.verbs = _answers(plugin, "commands", click.Command)
+def _check_hooks(plugin: Plugin, registry: Registry, manager: pluggy.PluginManager) -> None:
+    instance, known = plugin.instance, hooks()
+    callers = manager.get_hookcallers(instance) or []
+    for caller in callers:
+        if not (caller.has_spec() or all(impl.optionalhook for impl in caller.get_hookimpls())):
+            raise _UnusableError(f"unknown hook {caller.name!r}{nearest(caller.name, known)}")
+    if not callers:
+        raise _UnusableError(f"registers no hook{_unmarked(instance, known)}")
+    plugin.hooks = tuple(name for name in known if name in {caller.name for caller in callers})
+    offers = _answers(plugin, "describe", Offer, registry)
+    plugin.verbs = _answers(plugin, "commands", click.Command, registry)
     if sum(offer.kind == "algorithm" and not offer.implementation for offer in offers) > 1:
         fix = "write each as a class, and name it by Offer(..., implementation='module:Class')"
         raise _UnusableError("describe() returned several algorithms written as functions", fix)
@@ -307,9 +315,12 @@ def _check_hooks(plugin: Plugin, manager: pluggy.PluginManager) -> None:
             raise _UnusableError(problem + _unmarked(instance, missing))
 
 
-def _answers(plugin: Plugin, hook: str, kind: type) -> tuple[Any, ...]:
+def _answers(plugin: Plugin, hook: str, kind: type, registry: Registry) -> tuple[Any, ...]:
     """Ask a plugin for its offers, or its verbs, and check each of them."""
     answer = getattr(plugin.instance, hook)() if hook in plugin.hooks else ()
+    listed = answer if isinstance(answer, Sequence) else ()
+    if {offer.kind for offer in listed if isinstance(offer, Offer)} - NEEDED.keys():
+        registry.bring()
     if isinstance(answer, Sequence) and all(
         isinstance(item, kind) and _can_be_listed(item) for item in answer
     ):

@@ -1,0 +1,66 @@
+"""The hooks and the kinds of offers that there are: the core's, and those that dists bring.
+
+A dist brings kinds by entry points of the group `draftcore.hooks`, which name a module for each: it has
+a class `Specs` of hookspecs, as `contracts.hooks` has, and `NEEDED`, the hooks that each kind has to
+answer. Like modules, what was brought stays for the whole process.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any
+
+import pluggy
+
+from draftcore.contracts.hooks import Specs
+
+# By kind the hooks that an offer of it has to answer.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
+    "capture": ("capture",),
+    "store": ("feature_store",),
+    "channel": ("channel",),
+    "source": ("source",),
+    "images": ("image_processor",),
+    "runner": ("runner",),
+    "graph": ("graph_backend",),
+    "launcher": ("launcher",),
+    "graph-plugin": ("graph_plugin",),
+}
+SPECS: list[Any] = [Specs]
+
+
+def hooks() -> dict[str, Any]:
+    """Return every hook's specification by its name."""
+    return {
+        name: hook for specs in SPECS for name, hook in vars(specs).items() if name[0] != "_"
+    }
+
+
+def first_results() -> list[str]:
+    """Return the names of the hooks that one plugin answers."""
+    return [name for name, hook in hooks().items() if hook.draftcore_spec["firstresult"]]
+
+
+def bring(module: str) -> None:
+    """Load the hooks and kinds of a module; raises whatever its import does."""
+    brought = import_module(module)
+    if brought.Specs not in SPECS:
+        trial().add_hookspecs(brought.Specs)
+        SPECS.append(brought.Specs)
+        NEEDED.update(brought.NEEDED)
+
+
+def manager() -> pluggy.PluginManager:
+    """Make a plugin manager that knows all hooks."""
+    made = pluggy.PluginManager("draftcore")
+    for specs in SPECS:
+        made.add_hookspecs(specs)
+    return made
+
+
+@functools.cache
+def trial() -> pluggy.PluginManager:
+    """Return the manager that each plugin is registered with alone, as making one takes 4 ms."""
+    return manager()
