@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -222,7 +223,7 @@ def ours(*names: str) -> list[str]:
             found.append(name)
             folder = ROOT if name == "draftcore" else ROOT / "plugins" / name
             lines = nox.project.load_toml(folder / "pyproject.toml")["project"]["dependencies"]
-            todo += [line.split(">")[0] for line in lines if line.startswith("draftcore")]
+            todo += [re.split("[>=]", line)[0] for line in lines if line.startswith("draftcore")]
     return found
 
 
@@ -249,10 +250,12 @@ def describe_dists(folder: Path) -> Path:
         needs = "".join(f"Requires-Dist: {line}\n" for line in data["dependencies"])
         about = f"Summary: {data['description']}\n\n{(project / data['readme']).read_text()}"
         (info / "METADATA").write_text(head + needs + about)
-        points = data.get("entry-points", {}).get("draftcore", {})
-        if points:
-            lines = "".join(f"{name} = {module}\n" for name, module in points.items())
-            (info / "entry_points.txt").write_text(f"[draftcore]\n{lines}")
+        groups = data.get("entry-points", {}).items()
+        text = "".join(
+            f"[{group}]\n" + "".join(f"{name} = {module}\n" for name, module in points.items())
+            for group, points in groups
+        )
+        (info / "entry_points.txt").write_text(text)
     return folder
 
 

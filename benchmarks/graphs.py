@@ -46,14 +46,14 @@ from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
 from draftcore.contracts.target import PrefillRunner, TargetModel
-from draftcore.data.dataset import read_prompts
+from draftcore_data.dataset import read_prompts
 from draftcore.drafts import find_checkpoint, load_checkpoint
-from draftcore.evaluation.decode import Clock, speculate
+from draftcore_eval.decode import Clock, speculate
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load
 from draftcore.run import Run
 from draftcore.run.train import train
-from draftcore.target import TransformersModel, TransformersTarget
+from draftcore_hf.target import TransformersModel, TransformersTarget
 
 COMPILED = "piecewise"
 HALVES = {"tbo": {}}

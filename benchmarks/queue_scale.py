@@ -26,13 +26,13 @@ import numpy as np
 from report import report
 
 from draftcore.contracts.capture import CaptureBatch
-from draftcore.contracts.channel import RunEnded, Task
+from draftcore_disagg.channel import RunEnded, Task
 from draftcore.contracts.store import SampleRef, TensorSpec
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 from draftcore.features.checks import ref_error
-from draftcore.features.queue import Queue, QueueService, RemoteQueue
-from draftcore.features.tcp import TcpChannel
+from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
+from draftcore_disagg.tcp import TcpChannel
 
 SECRET = b"a benchmark's secret"
 ROWS, TOKENS, WIDTH = 8, 2048, 3 * 4096

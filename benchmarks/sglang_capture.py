@@ -45,7 +45,7 @@ from draftcore_shm.store import ShmStore
 from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.store import SampleRef
 from draftcore.contracts.target import TargetSpec
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 Prompts = list[list[int]]
 BATCH, PRODUCERS, ROUNDS = 64, 6, 3

@@ -13,8 +13,10 @@ import pluggy
 hookspec = pluggy.HookspecMarker("draftcore")
 hookimpl = pluggy.HookimplMarker("draftcore")
 
-VERBS = ("capture", "evaluate", "export", "train")
-__all__ = ["__version__", "hookimpl", "hookspec", *VERBS]
+FUNCTIONS = (
+    "bind", "capture", "export", "load_config", "load_plugins", "open_draft", "open_run", "train",
+)  # fmt: skip
+__all__ = ["__version__", "hookimpl", "hookspec", *FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,6 +24,6 @@ def __getattr__(name: str) -> Any:
         from importlib_metadata import version  # 40 ms: paid only by who asks
 
         return version("draftcore")
-    if name in VERBS:
+    if name in FUNCTIONS:
         return getattr(importlib.import_module("draftcore.api"), name)
     raise AttributeError(f"module 'draftcore' has no attribute {name!r}")

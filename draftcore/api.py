@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftcore.errors import DraftcoreError, ExitStatus, raised
 from draftcore.plugins.registry import Registry, load
 
 if TYPE_CHECKING:
     from draftcore.config import RunConfig
-    from draftcore.evaluation.report import Report
-    from draftcore.run import Role, Run
+    from draftcore.contracts.algorithm import Draft
+    from draftcore.plugins.binding import Binding
+    from draftcore.run import DraftRun, Role, Run
 
+load_plugins = load
 Say = Callable[[str], None]
 WHOLE = "checkpoints/step-*/COMPLETE"
 
@@ -55,74 +57,30 @@ def capture(
 
 
 def train(
-    config: str | Path, *overrides: str, role: Role | None = None,
+    config: str | Path, *overrides: str, trainer: bool = False,
     registry: Registry | None = None, say: Say = print,
 ) -> Trained:  # fmt: skip
     """Train a run's drafts, each from its last checkpoint if any.
 
-    With `topology` its processes are started here and kept alive, unless a `role` is given: then this
-    process is the one. Raises DraftcoreError where a draft failed or a process gave up.
+    With `topology` its processes are started here and kept alive, unless this is to be the `trainer` of
+    producers that are started elsewhere. Raises DraftcoreError where a draft failed or a process gave up.
     """
     from draftcore.config import load_config
 
     settings = load_config(Path(config), overrides)
-    producers = settings.topology.producers > 0
-    several = producers or settings.topology.ranks > 1
-    if role is None and several and "WORLD_SIZE" not in os.environ:
+    topology = settings.topology
+    several = topology.producers > 0 or topology.ranks > 1
+    if several and not trainer and "WORLD_SIZE" not in os.environ:
         reason = launch(settings, config, overrides, registry or load())
     else:
-        role = role or ("trainer" if producers else "both")
+        role: Role = "trainer" if trainer or topology.producers else "both"
         with open_run(settings, (), registry, role=role) as run:
-            if role == "producer":
-                from draftcore.run.produce import produce_features
+            from draftcore.run.train import train as train_run
 
-                print(f"waiting for the trainer of {settings.run}", file=sys.stderr)
-                reason, line = produce_features(run)
-                say(line)
-            else:
-                from draftcore.run.train import train as train_run
-
-                reason = train_run(run, role, say)
-                show_runners(run, say)
+            reason = train_run(run, role, say)
+            show_runners(run, say)
     whole = {label: folder for label, folder in newest(settings).items() if folder}
     return Trained(reason, whole)
-
-
-def evaluate(
-    config: str | Path, *overrides: str, draft: str | None = None, checkpoint: Path | None = None,
-    exported: Path | None = None, out: Path | None = None,
-    registry: Registry | None = None, say: Say = print,
-) -> list[Report]:  # fmt: skip
-    """Decode the eval prompts for real with each draft, or one; returns their reports.
-
-    They are written, with plots, below the run's folder, or into `out`. The newest checkpoint is
-    evaluated if neither a `checkpoint` nor an `exported` draft is named. Raises DraftcoreError where
-    greedy output is not the target's own.
-    """
-    with open_run(config, overrides, registry) as run:
-        from draftcore.drafts import open_draft
-        from draftcore.evaluation.report import comparison, plot
-        from draftcore.run.evaluate import evaluate_draft
-
-        reports: dict[str, Report] = {}
-        for draft_run in run.chosen(draft, checkpoint=checkpoint, export=exported, out=out):
-            built, step = open_draft(draft_run, checkpoint, exported)
-            report = reports[draft_run.label] = evaluate_draft(draft_run, built, step)
-            folder = out or draft_run.folder / "eval"
-            # Said first, as decoding took minutes and the disk may be full.
-            for name, value in [("draft", draft_run.label)] * bool(
-                draft_run.label
-            ) + report.lines():
-                show_row(name, value, say)
-            report.write(folder)
-            show_row("report and plot", str(folder), say)
-        if len(reports) > 1:
-            for line in ["", *comparison(reports)]:
-                say(line)
-            plot(reports, file := run.folder / "comparison.png")
-            show_row("plot of all", str(file), say)
-        show_runners(run, say)
-        return list(reports.values())
 
 
 def export(
@@ -149,6 +107,29 @@ def export(
 
 
 # ---------------------------------------------------------------- what they share
+
+
+def bind(registry: Registry, kind: str, name: str, *more: Any, **given: Any) -> Binding:
+    """Bind an offer, as `draftcore.plugins.binding.bind` does."""
+    from draftcore.plugins.binding import bind
+
+    return bind(registry, kind, name, *more, **given)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML and apply overrides, as `draftcore.config.load_config` does."""
+    from draftcore.config import load_config  # pydantic: only for what works
+
+    return load_config(path, overrides)
+
+
+def open_draft(
+    draft: DraftRun, checkpoint: Path | None, exported: Path | None
+) -> tuple[Draft, int]:
+    """Open a draft of a run and its step, as `draftcore.drafts.open_draft` does."""
+    from draftcore.drafts import open_draft
+
+    return open_draft(draft, checkpoint, exported)
 
 
 @contextmanager
@@ -185,18 +166,20 @@ def launch(
 ) -> str:
     """Run the processes of a topology; returns how training ended."""
     from draftcore.contracts.launcher import SCALE, Job
-    from draftcore.plugins.binding import bind
 
     topology = settings.topology
     files = [part for file in registry.files for part in ("--plugin", file)]
-    command = [sys.executable, "-m", "draftcore", *files, "train", str(config), *overrides]
+    command = [sys.executable, "-m", "draftcore", *files]
     name, options = topology.launcher, topology.options
     binding = bind(registry, "launcher", name, options, settings.plugins)
     launcher = binding.hook.launcher(name=name, options=binding.options)
     (settings.run / SCALE).unlink(missing_ok=True)  # of an earlier start
     counts = topology.ranks, topology.producers, topology.restarts
-    devices = settings.target.tensor_parallel
-    code = launcher.run(Job(command, settings.run, *counts, settings.channel, devices))
+    target = settings.target
+    given = bind(registry, "target", target.name, target.options, (), target.plugin).options
+    devices = getattr(given, "tensor_parallel", 1)
+    arguments = [str(config), *overrides]
+    code = launcher.run(Job(command, arguments, settings.run, *counts, settings.channel, devices))
     if code == ExitStatus.INTERRUPTED:
         return "interrupted"
     if code:
@@ -232,11 +215,6 @@ def require_done(settings: RunConfig) -> None:
 
 
 def show_runners(run: Run, say: Say) -> None:
-    """Say what the runners have to say of what they ran, those that were needed."""
-    for phase, runner in run.runners.items():
-        for line in runner.report():
-            show_row(f"runner.{phase}", line, say)
-
-
-def show_row(name: str, value: str, say: Say) -> None:
-    say(f"{name:28}  {value}")
+    """Say what the runner of captures has to say of what it ran, if that was needed."""
+    for line in run.prefill.report() if run.prefill is not None else ():
+        say(f"{'runner.prefill':28}  {line}")

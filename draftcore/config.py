@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from draftcore.contracts.offers import Free
 from draftcore.options import apply_overrides, read_yaml, validate_as
-from draftcore.uris import holds_secret
+from draftcore.plugins import catalog
+from draftcore.uris import require_no_secret
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
@@ -28,10 +30,6 @@ Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder
 RESERVED = {"checkpoints", "data", "eval", "export", "logs", "metrics.jsonl", "queue.json"}
 RESERVED |= {"run.json", "secret", "scale.json", "comparison.png"}
 
-FREE = "free"
-T = TypeVar("T")
-Free = Annotated[T, FREE]  # of a field: a resumed run may change it
-
 
 class Section(BaseModel):
     """Every section refuses unknown keys and never changes once read."""
@@ -39,40 +37,35 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class TargetConfig(Section):
-    path: Free[str] = Field(description="a folder or a Hugging Face model id")
-    revision: Free[str | None] = Field(None, description="branch, tag or commit of a model id")
-    trust_remote_code: Free[bool] = Field(False, description="run Python that comes with the model")
-    dtype: Dtype = Field("auto", description="compute type; auto is what the target's config says")
-    device: Free[str] = Field("auto", description="cpu, cuda, cuda:1; auto: cuda if there is one")
-    tensor_parallel: Free[int] = Field(
-        1, ge=1, le=64, description="devices that share the target in each process that captures"
-    )
+class Selection(Section):
+    """A section that belongs to the plugin that it selects: its options stand beside name and plugin."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    plugin: Free[str] = Field("", description="the plugin, where several offer this name")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the plugin's own model validates."""
+        return self.model_extra or {}
 
 
-class SourceConfig(Section):
-    source: Named
-    weight: float = Field(1.0, gt=0, le=1000, description="how often each row, or which share")
+def selected(kind: str, description: str) -> Any:
+    """Return the field of a name that is our own where a run names none."""
+    return Field(default_factory=lambda: catalog.default(kind), description=description)
 
 
-Sources = Named | tuple[Named | SourceConfig, ...]
+class TargetConfig(Selection):
+    name: str = selected("target", "the kind of target")
 
 
-class DataConfig(Section):
-    train: Sources | None = Field(
-        None, description="JSONL of conversations, hf:NAME?split=train, or a list of sources"
-    )
-    eval: Sources | None = Field(None, description="held-out conversations, in the same forms")
-    chat_template: Named | None = Field(None, description="file in place of the target's template")
-    template_options: dict[str, Any] = Field(
-        {}, description="what the template is told, e.g. {enable_thinking: false}"
-    )
-    max_length: Long = Field(2048, description="longest sample, in tokens")
-    last_turn_only: bool = Field(False, description="learn the last assistant turn only")
-    bad_rows: Literal["skip", "refuse"] = Field("skip", description="malformed rows")
-    overlong: Literal["skip", "truncate", "refuse"] = Field("skip", description="rows too long")
-    limit: Count | None = Field(None, description="read this many training rows at most")
+class DataConfig(Selection):
+    name: str = selected("samples", "who reads the rows")
     max_skipped: float = Field(0.01, ge=0, le=1, description="share of rows, or one, that may fail")
+
+
+class EvalConfig(Selection):
+    name: str = selected("evaluation", "who measures drafts")
 
 
 class Choice(Section):
@@ -82,7 +75,7 @@ class Choice(Section):
 
 
 class CaptureConfig(Choice):
-    name: str = Field("hf", description="the capture backend")
+    name: str = selected("capture", "the capture backend")
     options: Free[dict[str, Any]] = Field({}, description="the plugin's; some change features")
     dtype: Dtype = Field("auto", description="stored type; auto is the target's compute type")
 
@@ -131,19 +124,10 @@ class DraftConfig(Section):
     train: TuningConfig = Field(TuningConfig(), description="what differs from the run's `train`")
 
 
-class EvalConfig(Section):
-    prompts: Count | None = Field(None, description="decode this many eval prompts at most")
-    batch: Count = Field(32, description="prompts decoded together")
-    max_new_tokens: Long = 128
-    temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy, and then checked")
-    seed: Seed = 0
-    tie_bound: float | None = Field(None, gt=0, le=1e9, description="top-2 logit gap that is a tie")
-
-
 class TopologyConfig(Section):
     """The processes of a run, and who starts them; `--role` starts single ones, on any machine."""
 
-    launcher: str = Field("local", description="who starts the processes: local is this machine")
+    launcher: str = selected("launcher", "who starts the processes")
     options: dict[str, Any] = Field({}, description="the launcher's")
     producers: Few = Field(0, description="that capture for the trainer; 0: it does itself")
     ranks: Few = Field(1, ge=1, description="processes of the trainer")
@@ -153,13 +137,13 @@ class TopologyConfig(Section):
 class RunnerConfig(Section):
     """Who runs the models: `prefill` is the target's forward in capture, `decode` both in decoding."""
 
-    prefill: Choice = Choice(name="eager")
-    decode: Free[Choice] = Choice(name="eager")
+    prefill: Choice | None = Field(None, description="null is the target's plain forward")
+    decode: Free[Choice | None] = Field(None, description="null is one forward after the other")
 
 
 class RunConfig(Section):
     run: Free[Path] = Field(description="folder of the run: checkpoints, metrics, reports")
-    target: TargetConfig
+    target: Free[TargetConfig]  # but for what its own options say
     data: Free[DataConfig] = DataConfig()
     algorithm: Choice | None = Field(None, description="the draft to train")
     drafts: Free[dict[Label, DraftConfig]] = Field({}, description="or several, from one capture")
@@ -167,9 +151,7 @@ class RunConfig(Section):
     store: Free[str] = Field(
         "auto", description="URI, e.g. file:FOLDER; auto: only where needed, shared"
     )
-    channel: Free[str] = Field(
-        "tcp", description="URI; tcp://HOST:PORT for producers on other machines"
-    )
+    channel: Free[str] = selected("channel", "URI; tcp://HOST:PORT for producers on other machines")
     topology: Free[TopologyConfig] = TopologyConfig()
     plugins: Free[tuple[str, ...]] = Field(
         (), description="wrappers and observers to select, by name"
@@ -187,24 +169,14 @@ class RunConfig(Section):
         if not self.run.name:
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
         topology = self.topology
-        if topology.launcher != "local" and topology.ranks == 1 and not topology.producers:
+        others = topology.launcher != catalog.default("launcher")
+        if others and topology.ranks == 1 and not topology.producers:
             raise ValueError(
                 f"topology.launcher {topology.launcher!r} would have a single process to start, which "
                 "is this one: set topology.ranks or topology.producers"
             )
-        if self.train.eval_every and self.data.eval is None:
-            raise ValueError("train.eval_every needs held-out conversations: set data.eval")
-        if self.train.eval_every and self.train.eval_prompts and self.target.tensor_parallel > 1:
-            raise ValueError("target.tensor_parallel cannot decode: set train.eval_prompts=0")
-        uris = [("store", self.store), ("channel", self.channel)]
-        for key, sources in (("data.train", self.data.train), ("data.eval", self.data.eval)):
-            listed = (sources,) if isinstance(sources, str) else sources or ()
-            uris += [(key, s if isinstance(s, str) else s.source) for s in listed]
-        for key, uri in uris:
-            if holds_secret(uri):  # not repeated: what is refused here is shown
-                problem = "its URI holds a user name or a password, and URIs are shown and stored"
-                remedy = "set it in the environment: the plugin's README names the variable"
-                raise ValueError(f"{key}: {problem}\n    {remedy}")
+        for key, uri in (("store", self.store), ("channel", self.channel)):
+            require_no_secret(key, uri)
         return self
 
 

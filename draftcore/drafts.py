@@ -9,8 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from draftcore.contracts.algorithm import Draft
-from draftcore.data.samples import read_summary
+from draftcore.contracts.algorithm import DataSummary, Draft
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import EXPORT, digest, require_exported, write_sealed
 from draftcore.run import DraftRun
@@ -44,7 +43,7 @@ def find_checkpoint(draft: DraftRun, folder: Path | None) -> Checkpoint:
 
 def load_checkpoint(draft: DraftRun, checkpoint: Checkpoint) -> Draft:
     """Rebuild a checkpoint's draft, on the CPU in fp32."""
-    built = draft.build(read_summary(checkpoint.state["data"]))
+    built = draft.build(DataSummary.from_json(checkpoint.state["data"]))
     checkpoint.load_draft(built)
     return built
 

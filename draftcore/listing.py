@@ -23,7 +23,15 @@ from draftcore.plugins.specs import hooks as all_hooks
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
 ROOMS = ("algorithm", "capture", "store", "channel", "target", "runner", "serving", "offers")
-NOT_SHOWN = ("module", "loose", "requires", "kinds", "instance", "dropped", "verbs")  # fields of a plugin
+NOT_SHOWN = (
+    "module",
+    "loose",
+    "requires",
+    "kinds",
+    "instance",
+    "dropped",
+    "verbs",
+)  # fields of a plugin
 
 
 @click.command()
@@ -66,7 +74,9 @@ def hooks(registry: Registry, names: tuple[str, ...], as_json: bool) -> None:
     data = hooks_data(registry)
     known = [hook["name"] for hook in data["hooks"]]
     for name in (name for name in names if name not in known):
-        raise UsageError(f"there is no hook {name!r}{nearest(name, known)}\n  there are {', '.join(known)}")
+        raise UsageError(
+            f"there is no hook {name!r}{nearest(name, known)}\n  there are {', '.join(known)}"
+        )
     if as_json:
         return click.echo(json.dumps(data, indent=2))
     called = {"first": "one plugin answers", "all": "all plugins are called"}

@@ -112,7 +112,8 @@ def validate_as(model: type[BaseModel], data: Mapping[str, Any], where: str) -> 
 
     try:
         text = json.dumps(dict(data), default=str)
-        return model.model_validate_json(text, extra="forbid", strict=True)
+        extra: Any = None if model.model_config.get("extra") == "forbid" else "forbid"
+        return model.model_validate_json(text, extra=extra, strict=True)
     except ValidationError as error:
         problems = error.errors(include_url=False)
     lines = [f"{where}: {len(problems)} wrong"]

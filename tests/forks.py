@@ -36,8 +36,8 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        "draftcore.run.evaluate",
-        "draftcore.run.produce",
+        "draftcore_eval.evaluation",
+        "draftcore_disagg.produce",
         "draftcore.run.train",
         "pytest",
         "torch.distributed.fsdp",

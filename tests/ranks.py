@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftcore.launcher import MEETING
+from draftcore_disagg.local import MEETING
 from tests.forks import CONTEXT, take_signals
 
 

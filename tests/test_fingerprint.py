@@ -12,7 +12,7 @@ import torch
 from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file, save_file
 
-from draftcore.target import TransformersTarget, file_digest
+from draftcore_hf.target import TransformersTarget, file_digest
 
 
 def fingerprint(folder: Path) -> str:
@@ -59,7 +59,7 @@ def test_a_large_file_is_read_once_as_long_as_it_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("draftcore.target.SLOW_DIGEST_BYTES", 4)
+    monkeypatch.setattr("draftcore_hf.target.SLOW_DIGEST_BYTES", 4)
     file = tmp_path / "weights"
     file.write_bytes(b"weights")
     digests = [file_digest(file), file_digest(file)]

@@ -10,7 +10,7 @@ import pytest
 from draftcore_sdk.launchers import LauncherSuite
 
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore.launcher import Child, Processes, devices
+from draftcore_disagg.local import Child, Processes, devices
 
 Make = Callable[..., Child]
 TOOLS = """

@@ -43,6 +43,14 @@ class DataSummary:
     chat_template: str = ""
     date: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON data, where token counts are pairs: their keys are numbers."""
+        return {**vars(self), "token_counts": list(self.token_counts.items())}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DataSummary:
+        return cls(**{**data, "token_counts": dict(data["token_counts"])})
+
 
 class OnDevice:
     """A record of tensors, and mappings of them, that move together."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from draftcore.errors import DraftcoreError
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.contracts.store import FeatureStore, SampleRef
+    from draftcore.contracts.target import ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class FeatureRequest:
     dtype: str
     topk: int = 0
     embeddings: bool = False
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FeatureRequest:
+        return cls(**{**data, "layers": tuple(data["layers"])})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,6 +112,24 @@ class CaptureBatch:
         """The tokens of the longest row."""
         return max(map(len, self.token_ids))
 
+    def image_inputs(self, processor: ImageProcessor | None) -> dict[int, Any]:
+        """Return what the target's forward is given of each row with images, by its number in the batch.
+
+        Raises BadRows for rows whose images cannot be read, or are others than when they were rendered.
+        """
+        inputs: dict[int, Any] = {}
+        bad: dict[int, str] = {}
+        for number, images in enumerate(self.images):
+            assert processor is not None  # or no row would have any
+            try:
+                if images:
+                    inputs[number] = processor.inputs(self.token_ids[number], images)
+            except RowError as error:
+                bad[number] = f"dataset row {self.rows[number]}: {error}"
+        if bad:
+            raise BadRows(bad)
+        return inputs
+
 
 @dataclass(frozen=True)
 class CapturedBatch:
@@ -114,6 +137,13 @@ class CapturedBatch:
 
     batch: CaptureBatch
     features: tuple[Mapping[str, Tensor], ...]
+
+
+class RowError(DraftcoreError):
+    """A row that cannot be used: raised with a reason, which other rows have too, and its own detail."""
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, self.args))
 
 
 class BadRows(DraftcoreError):  # noqa: N818  what is wrong with data, not with a capture

@@ -35,14 +35,13 @@ if TYPE_CHECKING:
         Stop,
     )
     from draftcore.contracts.capture import Capture, FeatureRequest
-    from draftcore.contracts.channel import Channel
     from draftcore.contracts.launcher import Launcher
     from draftcore.contracts.offers import Offer
+    from draftcore.contracts.run import BatchSource, Evaluation, OpenRun, RunSamples
     from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
     from draftcore.contracts.serving import DisaggBatch, DraftInput, DraftShape, RowField
-    from draftcore.contracts.source import Source
     from draftcore.contracts.store import FeatureStore
-    from draftcore.contracts.target import ImageProcessor, TargetModel, TargetSpec
+    from draftcore.contracts.target import TargetModel, TargetSpec
 
 
 class Specs:
@@ -61,6 +60,22 @@ class Specs:
     # ------------------------------------------------------------ infrastructure
 
     @hookspec(firstresult=True)
+    def target(self, name: str, options: Any) -> TargetSpec:
+        """Open the target `name`: its config now, its weights when they are asked for. First result."""
+
+    @hookspec(firstresult=True)
+    def samples(self, name: str, run: OpenRun, options: Any) -> RunSamples:
+        """Open the rows of a run, to train on, held out, and to ask from. First result."""
+
+    @hookspec(firstresult=True)
+    def batches(self, name: str, run: OpenRun) -> BatchSource:
+        """Open what brings batches to ranks where other processes capture. First result."""
+
+    @hookspec(firstresult=True)
+    def evaluation(self, name: str, run: OpenRun, options: Any) -> Evaluation:
+        """Open what measures drafts, by the verb `eval` and in training. First result."""
+
+    @hookspec(firstresult=True)
     def capture(
         self, name: str, target: TargetSpec, request: FeatureRequest, options: Any
     ) -> Capture:
@@ -69,21 +84,6 @@ class Specs:
     @hookspec(firstresult=True)
     def feature_store(self, name: str, uri: str) -> FeatureStore:
         """Open the store at `uri`, whose scheme is `name` and whose query its options. First result."""
-
-    @hookspec(firstresult=True)
-    def channel(self, name: str, uri: str, secret: bytes) -> Channel:
-        """Open the way at `uri` from producers to the trainer's queue. First result.
-
-        `secret` is what both ends of a run know, and nobody else.
-        """
-
-    @hookspec(firstresult=True)
-    def source(self, name: str, uri: str) -> Source:
-        """Open the training data at `uri`, whose scheme is `name`. First result."""
-
-    @hookspec(firstresult=True)
-    def image_processor(self, name: str, target: TargetSpec) -> ImageProcessor:
-        """Open what reads the images of rows for a target that sees. First result."""
 
     @hookspec(firstresult=True)
     def launcher(self, name: str, options: Any) -> Launcher:

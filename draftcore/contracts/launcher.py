@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from draftcore.errors import ExitStatus
 
 SCALE = "scale.json"  # in a run's folder: {"producers": N}, written while the run goes on
+MEETING = "DRAFTCORE_RANKS"  # in a rank's environment: the file where the ranks of one machine meet
 LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it trains
 
 
@@ -18,15 +19,17 @@ LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it tr
 class Job:
     """The processes of a run: so many `ranks` of the trainer, and `producers` that capture for them.
 
-    `command` starts any of them, `of` says which. A process that a signal kills, or that is lost with its
-    machine, is started again, all ranks together and a producer alone, up to `restarts` times each; one
-    that says itself why it ended is not, unless it is a rank that ends with `RANK_LOST`, or a producer,
-    which may be tried anew but for `REFUSED`: that would be refused again. `folder` is the run's: rank 0
-    writes there. `channel` is the run's way from producers to the trainer; `tcp` stands for one that the
-    launcher may choose. A producer takes so many `devices`, and starts by itself what it runs on them.
+    `command` is draftcore's and `arguments` those of its verb; `of` returns a whole command. A process
+    that a signal kills, or that is lost with its machine, is started again, all ranks together and a
+    producer alone, up to `restarts` times each; one that says itself why it ended is not, unless it is a
+    rank that ends with `RANK_LOST`, or a producer, which may be tried anew but for `REFUSED`: that would
+    be refused again. `folder` is the run's: rank 0 writes there. `channel` is the run's way from producers
+    to the trainer; `tcp` stands for one that the launcher may choose. A producer takes so many `devices`,
+    and starts by itself what it runs on them.
     """
 
     command: Sequence[str]
+    arguments: Sequence[str]
     folder: Path
     ranks: int
     producers: int
@@ -36,8 +39,10 @@ class Job:
 
     def of(self, role: Literal["trainer", "producer"]) -> list[str]:
         """Return the command of a rank or of a producer."""
-        alone = role == "trainer" and not self.producers  # a rank that captures for itself
-        return [*self.command, *([] if alone else ["--role", role])]
+        if role == "producer":
+            return [*self.command, "produce", *self.arguments]
+        trainer = ["--trainer"] * bool(self.producers)  # others capture for it
+        return [*self.command, "train", *self.arguments, *trainer]
 
     def wanted(self) -> int:
         """Return how many producers there should be now: the file SCALE in the folder may say it."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 Kind = str  # the core's, and those that dists bring: `draftcore list-plugins` shows them
 # On a field of an options model: the option changes no bit of a captured feature.
 SAME_FEATURES: Any = {"same_features": True}
+FREE = "free"
+T = TypeVar("T")
+# Of a field of a configuration, and of a target's options: a resumed run may change it.
+Free = Annotated[T, FREE]
 
 
 @dataclass(frozen=True)

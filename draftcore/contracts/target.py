@@ -1,12 +1,12 @@
 """The target model as plugins see it: a description to train against, a model to run.
 
-`draftcore.target` implements both through transformers. Shape letters: B batch, T tokens, S cache
+A kind of target is a plugin's (hook `target`). Shape letters: B batch, T tokens, S cache
 slots, H hidden, D head width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -60,8 +60,10 @@ class TargetSpec(Protocol):
     Its logits are the last hidden state x `head()` x `logit_scale`; where there is a `logit_softcap` c,
     then c x tanh(logits / c).
     `source` is the revision, and whether the model's own code may run, as `from_pretrained` takes them.
-    A run gives it `prefill_with`, which makes what runs the model for capture, and `images`, which reads
-    what a target takes beside text; None of one that takes text alone.
+    Options may have `tensor_parallel`, which launchers read: so many devices a process that captures takes.
+    `settings` are those that change a bit of its features, beside its fingerprint and dtype: they are part
+    of what features are known by. A run sets `prefill_with`, which makes what runs the model for capture,
+    and `images`, which reads what a target takes beside text; None of one that takes text alone.
     """
 
     path: str
@@ -75,6 +77,8 @@ class TargetSpec(Protocol):
     vocab_size: int
     logit_scale: float
     logit_softcap: float | None
+    settings: Mapping[str, Any]
+    devices: int  # that share it in each process that captures
     is_multimodal: bool  # it takes images, too
     images: ImageProcessor | None
     prefill_with: Callable[[TargetModel], PrefillRunner]

@@ -22,30 +22,15 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from draftcore.contracts.run import PlannedBatch
+
 VERSION = 2
 CUT_WINDOW = 512  # batches whose rows are sorted by length together
 STEP_WINDOW = 64  # steps whose batches are sorted by padded tokens together
-
-
-@dataclass(frozen=True)
-class PlannedBatch:
-    """One use of a batch. `position` counts uses over the whole run, `index` is the cut's.
-
-    They and `step` count from 0, as indices do, `epoch` from 1, as for plugins. `place` is the batch's
-    position in its step: rank `place % ranks` trains on it.
-    """
-
-    position: int
-    step: int
-    place: int
-    epoch: int
-    index: int
-    rows: tuple[int, ...]
 
 
 class Plan:

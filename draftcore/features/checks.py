@@ -8,11 +8,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from draftcore.contracts.capture import BadRows, Capture, CaptureBatch, CapturedBatch
-from draftcore.contracts.channel import Task
-from draftcore.contracts.store import SampleRef, TensorSpec
+from draftcore.contracts.capture import (
+    BadRows,
+    Capture,
+    CaptureBatch,
+    CapturedBatch,
+    StoringCapture,
+)
+from draftcore.contracts.store import FeatureStore, SampleRef, StoreItem, TensorSpec
 from draftcore.errors import DraftcoreError
 from draftcore.tensors import all_finite
 
@@ -49,17 +55,38 @@ class CheckedCapture:
                 raise BadRows(bad)
             yield captured
 
+    def put(
+        self, batch: CaptureBatch, loss_masks: Sequence[Sequence[bool]], store: FeatureStore,
+        provenance: str,
+    ) -> tuple[SampleRef, ...]:  # fmt: skip
+        """Capture a batch and put it with its text. Raises BadRows for features that are not finite."""
+        text: list[dict[str, Tensor]] = []
+        for ids, mask in zip(batch.token_ids, loss_masks, strict=True):
+            token_ids, loss_mask = torch.as_tensor(ids, dtype=torch.long), torch.as_tensor(mask)
+            text.append({"token_ids": token_ids, "loss_mask": loss_mask.to(torch.bool)})
+        if isinstance(self.capture, StoringCapture) and self.capture.reaches(store):
+            return self.capture.deliver(batch, text, provenance, store)
+        (captured,) = self.features([batch])
+        require_finite(captured)
+        rows = zip(batch.ids, captured.features, text, strict=True)
+        return store.put_many(
+            [
+                StoreItem(sample, {**features, **t}, len(t["token_ids"]), provenance)
+                for sample, features, t in rows
+            ]
+        )
+
 
 def ref_error(
-    task: Task, refs: Sequence[SampleRef], specs: Specs, provenance: str
+    batch: CaptureBatch, refs: Sequence[SampleRef], specs: Specs, provenance: str
 ) -> DraftcoreError | None:
     """Say what is wrong with published refs, by row where rows are to blame."""
-    if tuple(ref.feature_id for ref in refs) != task.batch.ids:
+    if tuple(ref.feature_id for ref in refs) != batch.ids:
         return DraftcoreError(
-            f"refs of other samples than those of batch {task.batch.index} were published"
+            f"refs of other samples than those of batch {batch.index} were published"
         )
     bad: dict[int, str] = {}
-    for at, (ref, ids) in enumerate(zip(refs, task.batch.token_ids, strict=True)):
+    for at, (ref, ids) in enumerate(zip(refs, batch.token_ids, strict=True)):
         stored = {spec.name: spec for spec in ref.tensors}
         text = [n for n in TEXT if n not in stored or stored[n].shape != (len(ids),)]
         if ref.provenance != provenance:

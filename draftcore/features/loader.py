@@ -1,18 +1,17 @@
 """The loader: yields a rank's batches in the plan's order, on the device that trains.
 
 Features come from one of three places: `Captured` captures here, with this rank's own target; `stored`
-reads a store that holds them all; `queued`, in the module of that name, reads what producers elsewhere
-put. What captures here works in the thread that trains; on CUDA it launches one batch ahead, on a stream
-of its own, whose kernels fill what a step leaves of the device. The others work ahead in a thread that
-reads, checks and copies to the device; `ahead` batches lie ready at most.
+reads a store that holds them all; a plugin (hook `batches`) brings what other processes capture. What
+captures here works in the thread that trains; on CUDA it launches one batch ahead, on a stream of its
+own, whose kernels fill what a step leaves of the device. The others work ahead in a thread that reads,
+checks and copies to the device; `ahead` batches lie ready at most.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import torch
@@ -20,25 +19,16 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import Sample, SampleId
 from draftcore.contracts.capture import BadRows, Capture, CapturedBatch
-from draftcore.contracts.channel import RunEnded
+from draftcore.contracts.run import Loaded, PlannedBatch, RunEnded, Samples
 from draftcore.contracts.store import FeatureStore, SampleRef
-from draftcore.data.plan import Plan, PlannedBatch
-from draftcore.data.samples import Samples, batch_of
+from draftcore.data.plan import Plan
+from draftcore.data.samples import batch_of
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 from draftcore.features.checks import TEXT, require_finite
 from draftcore.tensors import largest_magnitude
 
 STOP_CHECK = 0.5  # seconds between two looks whether the run is asked to stop
-
-
-@dataclass
-class Loaded:
-    """A batch as it is trained on, without skipped rows. Its tensors are valid until `handles` close."""
-
-    planned: PlannedBatch
-    samples: list[Sample]
-    handles: ExitStack = field(default_factory=ExitStack)
 
 
 class Loader:

@@ -11,6 +11,7 @@ Where the target runs is left out: features captured on a GPU may be trained on 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from draftcore.contracts.offers import SAME_FEATURES
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def provenance(
-    target: TargetSpec, request: FeatureRequest, config: RunConfig, options: BaseModel | None
-) -> str:
-    """Describe features of this request, made by the configured capture with these options."""
+    target: TargetSpec, request: FeatureRequest, config: RunConfig, options: BaseModel | None,
+    more: Mapping[str, Any],
+) -> str:  # fmt: skip
+    """Describe features of this request, made by the configured capture with these options, and `more`."""
     settings: dict[str, Any] = {
         "target": target.fingerprint(),
         "target.dtype": str(target.dtype).removeprefix("torch."),
@@ -37,15 +39,9 @@ def provenance(
     }
     if request.topk:
         settings["topk"] = request.topk
-    if config.target.tensor_parallel > 1:  # which add up in another order
-        settings["target.tensor_parallel"] = config.target.tensor_parallel
     if chosen := choices(options):
         settings["capture.options"] = chosen
-    if (runner := config.runner.prefill) != type(config.runner)().prefill:
-        # A runner may pad, to sizes that follow from these two, and that changes the last bits.
-        settings["runner.prefill"] = runner.model_dump(mode="json", exclude_defaults=True)
-        settings["data.max_length"] = config.data.max_length
-    return json.dumps(settings, sort_keys=True)
+    return json.dumps({**settings, **more}, sort_keys=True)
 
 
 def choices(options: BaseModel | None) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from types import MappingProxyType, ModuleType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import pluggy
+from draftcore_data.source import Source
 
 from draftcore import contracts, hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind, Offer
-from draftcore.contracts.source import Source
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin

@@ -283,7 +283,9 @@ def _check_code(plugin: Plugin, registry: Registry) -> None:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
     manager = trial()
     marked = [manager.parse_hookimpl_opts(instance, name) for name in dir(instance)]
-    named = {opts["specname"] or name for name, opts in zip(dir(instance), marked, strict=True) if opts}
+    named = {
+        opts["specname"] or name for name, opts in zip(dir(instance), marked, strict=True) if opts
+    }
     if named - hooks().keys():
         registry.bring()
     try:

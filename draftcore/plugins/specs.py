@@ -18,14 +18,15 @@ from draftcore.contracts.hooks import Specs
 # By kind the hooks that an offer of it has to answer.
 NEEDED: dict[str, tuple[str, ...]] = {
     "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
+    "target": ("target",),
+    "samples": ("samples",),
     "capture": ("capture",),
     "store": ("feature_store",),
-    "channel": ("channel",),
-    "source": ("source",),
-    "images": ("image_processor",),
+    "batches": ("batches",),
+    "evaluation": ("evaluation",),
+    "launcher": ("launcher",),
     "runner": ("runner",),
     "graph": ("graph_backend",),
-    "launcher": ("launcher",),
     "graph-plugin": ("graph_plugin",),
 }
 SPECS: list[Any] = [Specs]
@@ -33,9 +34,7 @@ SPECS: list[Any] = [Specs]
 
 def hooks() -> dict[str, Any]:
     """Return every hook's specification by its name."""
-    return {
-        name: hook for specs in SPECS for name, hook in vars(specs).items() if name[0] != "_"
-    }
+    return {name: hook for specs in SPECS for name, hook in vars(specs).items() if name[0] != "_"}
 
 
 def first_results() -> list[str]:

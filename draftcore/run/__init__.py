@@ -1,48 +1,67 @@
-"""A configured run: target, drafts and runners, opened and checked against each other.
+"""A configured run: target, drafts and captures, opened and checked against each other.
 
 This package is the composition root: nothing else reads the configuration to decide what to build. A
 `Run` is what every verb needs. `features` opens what a run captures and where it is kept. Each program
-is a module that reads from top to bottom: `train`, `capture`, `produce`, `evaluate`.
+is a module that reads from top to bottom: `train`, `capture`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from draftcore.config import RunConfig, Sources
+from draftcore.config import RunConfig, TargetConfig
 from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
-from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.channel import Channel
+from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.runner import DecodeRunner, PhaseName, Runner, RunnerContext
+from draftcore.contracts.run import Evaluation, PlannedBatch, RunSamples, Samples
+from draftcore.contracts.runner import Runner, RunnerContext
+from draftcore.contracts.store import FeatureStore
 from draftcore.contracts.target import ImageProcessor, TargetSpec
-from draftcore.data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
-from draftcore.data.rendering import NoImages
-from draftcore.data.sources import named
+from draftcore.data.samples import batch_of
 from draftcore.errors import UsageError, nearest
-from draftcore.features.provenance import provenance
-from draftcore.files import require_exported, secret
-from draftcore.plugins.binding import Binding, bind, find_source, observers
+from draftcore.features.checks import CheckedCapture
+from draftcore.features.provenance import differences, provenance
+from draftcore.files import require_exported
+from draftcore.plugins import catalog
+from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
-from draftcore.target import TransformersTarget
 from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
 from draftcore.training.loop import DraftSetup
 from draftcore.training.ranks import SINGLE_RANK, Ranks
 
 Role = Literal["both", "trainer", "producer"]
-PHASES: tuple[PhaseName, ...] = ("prefill", "decode")
+
+
+class NoImages:
+    """An image processor for runs that can read no images: it refuses rows with some, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"NoImages({self.reason!r})"
+
+    def identity(self) -> str:
+        return ""
+
+    def write(self, *unread: Any) -> Any:
+        raise UsageError(
+            f"the data has rows with images, and here they cannot be read: {self.reason}\n"
+            "  or leave such rows out of the data"
+        )
+
+    inputs = write
 
 
 class Run:
-    """What every verb needs of a run. On several ranks each has one.
+    """What every verb needs of a run; plugins see it as `contracts.run.OpenRun`. Each rank has one.
 
     `target` takes the place of the one that the configuration names. Raises UsageError for a plugin
     that the run names and that is not here, before any work.
@@ -50,63 +69,85 @@ class Run:
 
     def __init__(
         self, config: RunConfig, registry: Registry, ranks: Ranks = SINGLE_RANK,
-        target: TransformersTarget | None = None,
+        target: TargetSpec | None = None,
     ) -> None:  # fmt: skip
         self.config, self.registry, self.folder, self.ranks = config, registry, config.run, ranks
-        self.queue_file = config.run / "queue.json"  # the address of the trainer's queue
-        self.find = functools.partial(find_source, registry)  # opens a plugin's training data
         self.closing = ExitStack()  # of the stores that were opened, however the verb ends
-        choice = config.capture
+        self.offered, self._data = registry.offered, cast(RunSamples | None, None)
+        choice, named = config.capture, config.target
         self.capture = self.bind("capture", choice.name, choice.options, choice.plugin)
-        if config.target.tensor_parallel > 1 and "tensor-parallel" not in self.capture.capabilities:
-            raise UsageError(
-                f"the capture {choice.name!r} does not read target.tensor_parallel: its own options, or its "
-                "servers, share a target\n  set capture.options.tp, see its README, or capture.name=hf"
-            )
-        self.channel = self.bind("channel", config.channel.partition(":")[0])
         if config.store != "auto":
             registry.find("store", config.store.partition(":")[0])
-        self.runners = {phase: self._open_runner(phase) for phase in PHASES}
-        self.target = target or TransformersTarget(
-            **config.target.model_dump(),
-            prefill_with=self.runners["prefill"].prefill,
-            open_images=self._open_images,
-        )
+        kind = self.bind("target", named.name, named.options, named.plugin)
+        self.target_options = kind.options
+        settled = {
+            **kind.options.model_dump(mode="json"),
+            "name": named.name,
+            "plugin": named.plugin,
+        }
+        self.config = config.model_copy(update={"target": TargetConfig(**settled)})
+        self.target = target or kind.hook.target(name=named.name, options=kind.options)
+        if self.target.devices > 1 and "tensor-parallel" not in self.capture.capabilities:
+            raise UsageError(
+                f"the capture {choice.name!r} does not share a target over devices as target.tensor_parallel "
+                "says: its own options, or its servers, do\n  set capture.options.tp, see its README, or "
+                f"capture.name={', '.join(self.registry.offering('capture', 'tensor-parallel'))}"
+            )
+        self.prefill = self._open_prefill()
+        if self.prefill is not None:
+            self.target.prefill_with = self.prefill.prefill
+        if self.target.is_multimodal:
+            self.target.images = self._open_images()
         self.width = int(self.target.text_config.hidden_size)
         self.drafts = tuple(DraftRun(self, label) for label in config.drafts or [""])
         self.observers: Specs = observers(
             Registry(()) if ranks.rank else registry, () if ranks.rank else config.plugins
         )
 
-    def _open_images(self, target: TargetSpec) -> ImageProcessor:
+    @property
+    def data(self) -> RunSamples:
+        """The rows of the run; opened when they are first asked for."""
+        if self._data is None:
+            section = self.config.data
+            bound = self.bind("samples", section.name, section.options, section.plugin)
+            self._data = bound.hook.samples(name=section.name, run=self, options=bound.options)
+        return self._data
+
+    def evaluation(self) -> Evaluation:
+        """Open what measures drafts."""
+        section = self.config.eval
+        bound = self.bind("evaluation", section.name, section.options, section.plugin)
+        return bound.hook.evaluation(name=section.name, run=self, options=bound.options)
+
+    def _open_images(self) -> ImageProcessor:
         """Open what reads images, or what refuses rows with images and says why."""
-        try:
-            processor = self.bind("images", "processor").hook
-        except UsageError as error:
-            return NoImages(str(error))
         if "images" not in self.capture.capabilities:
             others = ", ".join(self.registry.offering("capture", "images"))
             name = self.config.capture.name
             return NoImages(f"the capture {name!r} reads text alone\n  set capture.name={others}")
-        return processor.image_processor(name="processor", target=target)
+        try:
+            processor = self.bind("images", "processor").hook
+        except UsageError as error:
+            return NoImages(str(error))
+        return cast(Any, processor).image_processor(name="processor", target=self.target)
 
-    def _open_runner(self, phase: PhaseName) -> Runner:
-        """Open who runs the target in capture (prefill), or target and draft in decoding (decode)."""
-        config, choice = self.config, getattr(self.config.runner, phase)
-        decoding, longest = phase == "decode", config.data.max_length
+    def _open_prefill(self) -> Runner | None:
+        """Open who runs the target in capture, if the run names one."""
+        if (choice := self.config.runner.prefill) is None:
+            return None
         context = RunnerContext(
-            phase=phase,
-            rows=config.eval.batch if decoding else config.train.batch,
-            longest=longest + config.eval.max_new_tokens * decoding,
-            temperature=config.eval.temperature,
-            capture=config.capture.name,
+            phase="prefill",
+            rows=self.config.train.batch,
+            longest=self.data.longest,
+            temperature=0.0,
+            capture=self.config.capture.name,
             bind=self.bind,
             offered=self.registry.offered,
         )
         try:
             binding = self.bind("runner", choice.name, choice.options, choice.plugin)
         except UsageError as error:
-            raise UsageError(f"runner.{phase}: {error}") from None
+            raise UsageError(f"runner.prefill: {error}") from None
         return binding.hook.runner(name=choice.name, context=context, options=binding.options)
 
     def chosen(self, label: str | None, **folders: Path | None) -> tuple[DraftRun, ...]:
@@ -136,47 +177,65 @@ class Run:
     ) -> Binding:
         return bind(self.registry, kind, name, options or {}, self.config.plugins, plugin)
 
-    def open_channel(self) -> Channel:
-        """Open the run's channel, with what its processes know and nobody else: the secret."""
-        shared = self.ranks.on_rank0(lambda: secret(self.folder)).encode()
-        name, uri = self.channel.offer.name, self.config.channel
-        return self.channel.hook.channel(name=name, uri=uri, secret=shared)
-
     def provenance(self, request: FeatureRequest) -> str:
         """Say how features of this request are made here."""
-        return provenance(self.target, request, self.config, self.capture.options)
+        settings = dict(self.target.settings)
+        if (name := self.config.target.name) != catalog.default("target"):
+            settings["target.name"] = name
+        if (runner := self.config.runner.prefill) is not None:
+            # A runner may pad, to sizes that follow from these two, and that changes the last bits.
+            settings["runner.prefill"] = runner.model_dump(mode="json", exclude_defaults=True)
+            settings["data.max_length"] = self.data.longest
+        return provenance(self.target, request, self.config, self.capture.options, settings)
+
+    def differences(self, request: FeatureRequest, theirs: str, whose: str) -> str:
+        """Say where another provenance of these features differs from that here, a line each."""
+        return differences(self.provenance(request), theirs, whose)
+
+    def open_store(self, uri: str) -> tuple[Binding, FeatureStore]:
+        """Open a store: a durable one on each rank, any other on rank 0, whose URI the others join."""
+        name, ranks = uri.partition(":")[0], self.ranks
+        binding, store = self.bind("store", name), None
+        open_at = functools.partial(binding.hook.feature_store, name=name)
+        with ranks.raise_on_all():
+            if not ranks.rank or "durable" in binding.capabilities:
+                store = open_at(uri=uri)
+        (first_uri, *_) = ranks.all_gather(store.uri if store else "")
+        store = store or open_at(uri=first_uri)
+        self.closing.callback(store.close)
+        return binding, store
+
+    def open_capture(
+        self, request: FeatureRequest, samples: Samples | None = None
+    ) -> CheckedCapture:
+        """Open the run's capture, which checks itself, also on a row with images if `samples` have one.
+
+        Raises UsageError where it cannot work.
+        """
+        if self.prefill is not None:
+            self.prefill.check(self.target)  # also where the backend does not ask
+        capture = self.capture.hook.capture(
+            name=self.capture.offer.name, target=self.target, request=request,
+            options=self.capture.options,
+        )  # fmt: skip
+        specs = request.feature_specs(self.width)
+        checked = CheckedCapture(capture, str(self.capture.plugin), specs)
+        rows = range(len(samples.feature_ids)) if samples and self.target.images else ()
+        with_images = (row for row in rows if samples and samples.images(row))
+        if samples and (row := next(with_images, None)) is not None:
+            trial = batch_of(PlannedBatch(0, 0, 0, 0, 0, (row,)), samples, samples.feature_ids, {})
+            with ExitStack() as failed:
+                failed.callback(checked.close)
+                with suppress(BadRows):  # a target whose images it cannot capture is refused now
+                    list(checked.features([trial]))
+                failed.pop_all()
+        return checked
 
     def manifest(self, drafts: Iterable[DraftRun], *shared: Binding) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""
         plugins = [bound.plugin for bound in (*(draft.algorithm for draft in drafts), *shared)]
         plugins += self.registry.extras(self.config.plugins)
         return self.registry.manifest({plugin.name: plugin for plugin in plugins}.values())
-
-    def dataset(
-        self, sources: Sources, name: str, limit: int | None = None, date: str = ""
-    ) -> Dataset:
-        """Render data with the chat template, which is told `date`; kept in the run's folder."""
-        options = self.config.data.model_copy(update={"limit": limit})
-        folder, tokenizer = self.folder / "data" / name, self.target.load_tokenizer()
-        dataset = build_dataset(
-            sources, tokenizer, options, folder,
-            find=self.find, date=date, processor=self.target.images,
-        )  # fmt: skip
-        if (dataset.report.skipped or dataset.report.notes) and not self.ranks.rank:
-            print(dataset.report.text(), file=sys.stderr)
-        return dataset
-
-    def prompts(self, limit: int | None) -> tuple[list[list[int]], DataReport]:
-        """Read the eval prompts, which are told the date of the training data."""
-        data, folder = self.config.data, self.folder / "data"
-        if data.eval is None:
-            raise UsageError("data.eval is not set\n  set it to held-out conversations in JSONL")
-        date = date_of(folder / "train") or date_of(folder / "eval")
-        report, tokenizer = DataReport(named(data.eval)), self.target.load_tokenizer()
-        prompts = read_prompts(
-            data.eval, tokenizer, limit, data, find=self.find, date=date, report=report
-        )
-        return prompts, report
 
 
 class DraftRun:
@@ -252,7 +311,7 @@ class DraftRun:
             draft=draft, target=self.run.target.load_model(), options=self.options
         )
 
-    def decoder(self, draft: Draft) -> DecodeRunner:
-        """What decodes with the draft, whose weights may be updated in place meanwhile."""
-        target, drafter = self.run.target.load_model(), self.drafter(draft)
-        return self.run.runners["decode"].decode(target, drafter, draft.module)
+    def more_metrics(self, draft: Draft, report: Mapping[str, Any]) -> dict[str, float]:
+        """Return what the algorithm and the plugins of the run add to a report."""
+        answers = self.algorithm.hook.eval_metrics(draft=draft, report=report, options=self.options)
+        return {name: float(value) for more in answers for name, value in more.items()}

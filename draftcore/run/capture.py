@@ -7,15 +7,17 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import cast
 
+from draftcore.contracts.capture import BadRows
+from draftcore.contracts.run import PlannedBatch, Samples
 from draftcore.contracts.store import DurableStore
-from draftcore.data.plan import Plan, PlannedBatch
-from draftcore.data.samples import Samples, samples_data
+from draftcore.data.plan import Plan
+from draftcore.data.samples import batch_of, samples_data
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, plural
-from draftcore.features.storing import fill
+from draftcore.features.checks import CheckedCapture
+from draftcore.progress import Progress
 from draftcore.run import Run
-from draftcore.run.features import Features, make_plan, open_capture, open_features, open_samples
-from draftcore.training.progress import Progress
+from draftcore.run.features import Features, make_plan, open_features, open_samples
 from draftcore.uris import format_size
 
 
@@ -73,10 +75,10 @@ def fill_store(
         total, done = len(needed), len(needed) - len(share)
         progress = stack.enter_context(Progress(total, done, "capturing", shown=not ranks.rank))
         if share:
-            capture = open_capture(run, features.request, samples)
+            capture = run.open_capture(features.request, samples)
             stack.enter_context(closing(capture))
-            work = fill(share, capture, store, features.provenance, samples, skipped)
-            for number, _ in enumerate(work, done + 1):
+            for number, planned in enumerate(share, done + 1):
+                capture_batch(planned, capture, features, samples, skipped)
                 progress.show(number)
     new = {row: why for row, why in skipped.items() if row not in before}
     for theirs in filter(None, ranks.all_gather(new)):
@@ -84,6 +86,21 @@ def fill_store(
     if len(needed) == len(plan.batches):
         ranks.on_rank0(lambda: write_manifest(run, features, samples, skipped, complete=True))
     return sum(len(batch.rows) for batch in share) - len(new)
+
+
+def capture_batch(
+    planned: PlannedBatch, capture: CheckedCapture, features: Features, samples: Samples,
+    skipped: Skipped,
+) -> None:  # fmt: skip
+    """Capture a batch into the store; bad rows are skipped, and the others captured without them."""
+    store = cast(DurableStore, features.store)
+    while (batch := batch_of(planned, samples, samples.feature_ids, skipped)).rows:
+        masks = [samples.loss_mask(row).tolist() for row in batch.rows]
+        try:
+            capture.put(batch, masks, store, features.provenance)
+            return
+        except BadRows as error:
+            skipped.add({batch.rows[at]: why for at, why in error.reasons.items()})
 
 
 def write_manifest(

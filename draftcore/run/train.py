@@ -6,53 +6,46 @@ come from, loop, say what came of it.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import BaseModel
 
-from draftcore.config import FREE
-from draftcore.contracts.algorithm import Stop
-from draftcore.contracts.channel import PATIENCE
+from draftcore.contracts.algorithm import DataSummary, Stop
+from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.launcher import LOCK
-from draftcore.contracts.store import FeatureStore, StoreAway
+from draftcore.contracts.offers import FREE
+from draftcore.contracts.run import Batches, BatchSource, Loaded, PlannedBatch, Samples
+from draftcore.contracts.store import FeatureStore, SampleRef
 from draftcore.data.plan import Plan
-from draftcore.data.samples import Samples, read_summary, summary_data
+from draftcore.data.samples import batch_of
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError, plural
-from draftcore.evaluation.during import Probe, held_out_samples
 from draftcore.features.checks import ref_error
-from draftcore.features.loader import Captured, Loaded, Loader, stored
+from draftcore.features.loader import Captured, Loader, open_refs, stored
 from draftcore.features.provenance import differences
-from draftcore.features.queue import Queue, QueueService, RemoteQueue
-from draftcore.features.queued import forget, queued, tasks_of
 from draftcore.files import hold, write_atomic
+from draftcore.plugins import catalog
 from draftcore.run import DraftRun, Role, Run
 from draftcore.run.capture import fill_store
-from draftcore.run.features import (
-    TEXT_BYTES,
-    Features,
-    make_plan,
-    open_auto_store,
-    open_capture,
-    open_features,
-    open_samples,
-)
+from draftcore.run.features import Features, make_plan, open_features, open_samples
+from draftcore.run.held_out import open_held_out
+from draftcore.stopping import stop_on_signal
 from draftcore.tensors import resolve_device
 from draftcore.training.checkpoint import Checkpoint
-from draftcore.training.loop import Trainer, stop_on_signal
+from draftcore.training.loop import Trainer
 from draftcore.training.loop import train as train_loop
 from draftcore.uris import format_size
 
-FAREWELL = 5.0  # seconds for producers to hear that the run is over
+
+TEXT_BYTES = 9  # of a token in a store, beside its features
 
 
 def train(
@@ -82,7 +75,7 @@ def train(
         signals = stack.enter_context(stop_on_signal())
         stop = lambda: bool(signals)  # noqa: E731
         with ranks.raise_on_all():
-            queue, batches = stack.enter_context(open_batches(run, role, parts))
+            batches, elsewhere = stack.enter_context(open_batches(run, role, parts))
         ahead = parts.prefetch if parts.features.store else 0
         loader = Loader(batches, ahead=ahead, device=parts.device, stop=stop)
         stack.callback(loader.close)
@@ -93,11 +86,11 @@ def train(
             reason, failed, stopped = train_loop(
                 plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
                 release_batch=loader.release_batch,
-                finished=queue.advance if queue else lambda position: None,
-                status_line=(lambda: str(queue.status())) if queue else str,
+                finished=elsewhere.finished if elsewhere else lambda position: None,
+                status_line=elsewhere.status if elsewhere else str,
             )  # fmt: skip
-            if queue is not None:
-                queue.end("finished" if reason in ("complete", "stopped") else "failed")
+            if elsewhere is not None:
+                elsewhere.end("finished" if reason in ("complete", "stopped") else "failed")
         finally:
             step = max(trainer.step for trainer in trainers)
             run.observers.run_finished(run=run.folder, step=step, reason=reason)
@@ -153,22 +146,70 @@ def say_end(
 class TrainerParts:
     """What trains: the plan, the drafts where they stand, and what is skipped so far.
 
-    `prefetch` batches lie ready per rank beside the one in training; `held_batches` are held over all ranks.
+    `source` brings batches where other processes capture. `prefetch` batches lie ready per rank beside the
+    one in training; `held_batches` are held over all ranks. What brings batches sees it as
+    `contracts.run.Needed`.
     """
 
     features: Features
     samples: Samples
     plan: Plan
     skipped: Skipped
-    trainers: list[Trainer]
+    width: int
     device: torch.device
+    source: BatchSource | None
     prefetch: int
     held_batches: int
+    trainers: list[Trainer] = field(default_factory=list)
 
     @property
     def first_step(self) -> int:
         """The first step that a draft has not made."""
         return min(trainer.step for trainer in self.trainers)
+
+    @property
+    def request(self) -> FeatureRequest:
+        return self.features.request
+
+    @property
+    def provenance(self) -> str:
+        return self.features.provenance
+
+    @property
+    def store(self) -> FeatureStore | None:
+        return self.features.store
+
+    @property
+    def keeps(self) -> bool:
+        return self.features.keeps
+
+    @property
+    def feature_ids(self) -> Sequence[str]:
+        return self.plan.feature_ids
+
+    @property
+    def token_bytes(self) -> int:
+        return self.features.request.token_bytes(self.width) + TEXT_BYTES
+
+    def uses(self, rank: int = 0, ranks: int = 1) -> Iterator[PlannedBatch]:
+        return self.plan.uses(self.first_step, rank, ranks)
+
+    def largest(self, count: int) -> int:
+        return self.plan.largest(count)
+
+    def batch_of(self, planned: PlannedBatch) -> tuple[CaptureBatch, tuple[Any, ...]]:
+        batch = batch_of(planned, self.samples, self.plan.feature_ids, {})
+        return batch, tuple(self.samples.loss_mask(row) for row in batch.rows)
+
+    def open_refs(
+        self, planned: PlannedBatch, refs: Sequence[SampleRef], on_close: Callable[[int], None]
+    ) -> Loaded:
+        assert self.store is not None  # `source` opened one
+        return open_refs(planned, refs, self.store, self.features.request.names, on_close)
+
+    def ref_error(self, batch: CaptureBatch, refs: Sequence[SampleRef]) -> Exception | None:
+        specs = self.features.request.feature_specs(self.width)
+        return ref_error(batch, refs, specs, self.features.provenance)
 
 
 def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> TrainerParts:
@@ -186,24 +227,31 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
     with ranks.raise_on_all():
         accumulate = batches_per_step(run, resumed)
     plan = make_plan(run, samples, accumulate)
-    prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
-    held_batches = (prefetch + 1) * ranks.size
-    if role != "both" and features.store is None:
-        features = open_auto_store(run, run_id, features, plan, held_batches)
-    with ranks.raise_on_all():
-        for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
-            if checkpoint is not None:
-                require_same_run(checkpoint, draft, features, plan)
     reasons = dict((features.manifest or {}).get("skipped", ()))
     for checkpoint in resumed:
         reasons |= {int(row): why for row, why in checkpoint.state["skipped"]}
     skipped = Skipped(reasons, rows=len(samples.feature_ids), share=config.data.max_skipped)
+    source: BatchSource | None = None
+    if role != "both" and not features.complete:
+        bound = run.bind("batches", name := catalog.default("batches"))
+        source = bound.hook.batches(name=name, run=run)
+    prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
+    held_batches = (prefetch + 1) * ranks.size
+    parts = TrainerParts(
+        features, samples, plan, skipped, run.width, device, source, prefetch, held_batches
+    )
+    if source is not None and features.store is None:
+        features.binding, features.store = source.open_store(parts, run_id)
+    with ranks.raise_on_all():
+        for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
+            if checkpoint is not None:
+                require_same_run(checkpoint, draft, features, plan)
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
     about = {"run_id": run_id, "target": run.target.fingerprint(), "width": run.width}
-    trainers = open_trainers(run, about, features, samples, plan, skipped, checkpoints)
-    return TrainerParts(features, samples, plan, skipped, trainers, device, prefetch, held_batches)
+    parts.trainers = open_trainers(run, about, features, samples, plan, skipped, checkpoints)
+    return parts
 
 
 def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
@@ -228,14 +276,16 @@ def open_trainers(
     skipped: Skipped, checkpoints: Sequence[Checkpoint | None],
 ) -> list[Trainer]:  # fmt: skip
     """Build each draft, or read it from its checkpoint, with what evaluates it in training."""
-    probe = open_probe(run, features, samples.summary.date) if run.config.train.eval_every else None
+    every, date = run.config.train.eval_every, samples.summary.date
+    held_out = open_held_out(run, features, date) if every else None
     shared, trainers = [run.capture, *([features.binding] if features.binding else [])], []
     for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
-        summary = read_summary(checkpoint.state["data"]) if checkpoint else samples.summary
-        inputs = {"features": features.provenance, "data": summary_data(summary)}
+        data = checkpoint.state["data"] if checkpoint else samples.summary.to_json()
+        summary = DataSummary.from_json(data)
+        inputs = {"features": features.provenance, "data": data}
         plugins = run.manifest([draft], *shared)
         setup = draft.setup({**about, **inputs, "plugins": plugins})
-        evaluate = probe(setup, draft.decoder).evaluate if probe else None
+        evaluate = held_out(setup, draft).evaluate if held_out else None
         trainers.append(
             Trainer(
                 setup, draft.build(summary), run.ranks, plan, skipped, run.observers, evaluate,
@@ -245,22 +295,11 @@ def open_trainers(
     return trainers
 
 
-def open_probe(run: Run, features: Features, date: str) -> Callable[..., Probe]:
-    """Read the held-out data; return what makes the probe of a draft, which all share it."""
-    run.runners["decode"].check(run.target)  # what it refuses is refused before training
-    config = run.config
-    assert config.data.eval is not None  # as the configuration asks for
-    data = run.dataset(config.data.eval, "eval", config.train.eval_samples, date)
-    capture = functools.partial(open_capture, run, features.request, data)
-    samples = held_out_samples(config, data, capture)
-    prompts = functools.cache(lambda: run.prompts(config.train.eval_prompts)[0])
-    return functools.partial(Probe, samples, prompts, run.ranks.device(config.train.device))
-
-
 def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan: Plan) -> None:
     """Refuse to go on from a checkpoint of other plugins, target, data or schedule."""
     then, target = last.state, draft.run.target.fingerprint()
     changed = list(changes(draft.config, then["config"]))
+    changed += changes(draft.run.target_options, then["config"]["target"], "target.")
     if then["target"] != target:
         changed.append(f"target: weights {then['target']} then, {target} now")
     if then["plan"] != plan.key:
@@ -309,71 +348,20 @@ def read_run_id(folder: Path) -> str:
 @contextmanager
 def open_batches(
     run: Run, role: Role, parts: TrainerParts
-) -> Iterator[tuple[Queue | None, Iterable[Loaded | None]]]:
-    """Open this rank's batches, and on rank 0 the queue where producers capture them."""
-    features, plan, skipped = parts.features, parts.plan, parts.skipped
-    uses = plan.uses(parts.first_step, run.ranks.rank, run.ranks.size)
-    store, names = features.store, features.request.names
-    if store is None or role == "both" or features.complete:
-        require_memory(run, parts)
-        if store is None:
-            with closing(open_capture(run, features.request, parts.samples)) as capture:
-                yield None, Captured(uses, capture, parts.samples, plan, skipped)
-        else:
-            yield None, stored(uses, store, plan, skipped, names)
+) -> Iterator[tuple[Iterable[Loaded | None], Batches | None]]:
+    """Open this rank's batches, and return them twice where other processes capture them."""
+    if parts.source is not None:
+        with parts.source.open(parts) as batches:
+            yield batches, batches
         return
-    channel, queue, address = run.open_channel(), None, ""
-    try:
-        with run.ranks.raise_on_all():
-            if not run.ranks.rank:
-                queue = open_queue(run, parts, store)
-                address = channel.serve(QueueService(queue))
-                write_atomic(run.queue_file, json.dumps({"address": address}))
-        (address, *_) = run.ranks.all_gather(address)
-        reached = queue or RemoteQueue(channel.connect(lambda: address))
-        yield queue, queued(uses, reached, store, plan, names, 0.0 if queue else PATIENCE)
-    finally:
-        if queue is not None:
-            queue.end("failed")  # unless it has ended before
-            run.queue_file.unlink(missing_ok=True)
-            queue.farewell(FAREWELL)
-            with suppress(StoreAway):  # or it went with all that it held
-                if queue.ended == "finished" and not features.keeps:
-                    forget(store, plan.feature_ids)  # what was put too late
-        channel.close()
-        store.close()
-
-
-def open_queue(run: Run, parts: TrainerParts, store: FeatureStore) -> Queue:
-    """Open the queue with all that is still to be captured. Raises UsageError for too small a store."""
-    features, plan, first = parts.features, parts.plan, parts.first_step
-    keeps, origin, request = features.keeps, features.provenance, features.request
-    specs, token_bytes = (
-        request.feature_specs(run.width),
-        request.token_bytes(run.width) + TEXT_BYTES,
-    )
-    limit, least = None, plan.largest(run.ranks.size) * token_bytes
-    if not keeps and (room := store.stats().limit_bytes) is not None:
-        if least > room:
-            raise UsageError(
-                f"a batch for each of {run.ranks.size} ranks needs {format_size(least)}, and the "
-                f"store {store.uri} has {format_size(room)}\n"
-                "  raise max_bytes in its URI, or lower train.batch or data.max_length"
-            )
-        limit = max(room // 2, least)  # as what is free in a ring may lie scattered
-    queue = Queue(
-        {"store": store.uri, "provenance": origin, "request": asdict(request)},
-        ahead=parts.held_batches,
-        limit=limit,
-        skipped=parts.skipped,
-        free=(lambda refs: None) if keeps else store.free,
-        ref_error=lambda task, refs: ref_error(task, refs, specs, origin),
-    )
-    if not keeps:
-        forget(store, plan.feature_ids)  # what a trainer that was killed left behind
-    tasks = tasks_of(plan.uses(first), parts.samples, plan, token_bytes)
-    queue.offer(tasks, plan.step(first)[0].position)
-    return queue
+    features, plan, skipped = parts.features, parts.plan, parts.skipped
+    uses = parts.uses(run.ranks.rank, run.ranks.size)
+    require_memory(run, parts)
+    if features.store is None:
+        with closing(run.open_capture(features.request, parts.samples)) as capture:
+            yield Captured(uses, capture, parts.samples, plan, skipped), None
+    else:
+        yield stored(uses, features.store, plan, skipped, features.request.names), None
 
 
 def require_memory(run: Run, parts: TrainerParts) -> None:
@@ -383,8 +371,8 @@ def require_memory(run: Run, parts: TrainerParts) -> None:
         return
     trained = sum(p.numel() for t in parts.trainers for p in t.parameters)
     features = parts.plan.largest(1) * parts.features.request.token_bytes(run.width)
-    here = parts.features.store is None and resolve_device(run.config.target.device) == device
-    target = run.target.weight_bytes() // run.target.tensor_parallel if here else 0
+    here = parts.features.store is None and resolve_device(run.target.device) == device
+    target = run.target.weight_bytes() // run.target.devices if here else 0
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if (need := target + 16 * trained + features) > free:
         raise UsageError(

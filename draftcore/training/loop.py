@@ -19,7 +19,6 @@ import hashlib
 import math
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,19 +40,19 @@ from draftcore.contracts.algorithm import (
     Stop,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.data.plan import Plan, PlannedBatch
+from draftcore.contracts.run import PlannedBatch
+from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
+from draftcore.progress import Progress
 from draftcore.tensors import all_finite, largest_magnitude
 from draftcore.training import checkpoint
 from draftcore.training.compiled import MIN_STEPS_TO_COMPILE, Compiled
 from draftcore.training.gradients import Gradients
 from draftcore.training.metrics import MetricsLog, Sums, fetch, ratios, totals, weighted
 from draftcore.training.optimizer import build_optimizer, full, learning_rate, local, scale_and_clip
-from draftcore.training.progress import Progress
 from draftcore.training.ranks import Ranks
 
-SIGNAL_WINDOW = 0.5  # seconds in which signals that ask to stop are one
 MAX_WEIGHT = 1e6  # magnitude: what learns stays orders below, and a step from beyond may fail
 
 
@@ -591,35 +590,3 @@ class Trainer:
         if writing is not None:
             folder = self.ranks.on_rank0(writing.result)
             self.observers.checkpoint_saved(folder=folder, step=self.saved_step, draft=self.label)
-
-
-asked_to_stop: list[float] = []  # when, by these signals, for whoever waits for something else
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[list[float]]:
-    """Collect when signals ask to stop, so that a step ends whole; a later one acts at once.
-
-    A terminal that hangs up asks as well, and what is printed then goes nowhere. The kernel tells of
-    the death of a parent once for each of its threads.
-    """
-    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
-        numbers.remove(signal.SIGHUP)
-    with ExitStack() as handlers:
-
-        def note(number: int, _: object) -> None:
-            asked_to_stop.append(time.monotonic())
-            if asked_to_stop[-1] - asked_to_stop[0] > SIGNAL_WINDOW:
-                handlers.close()
-                signal.raise_signal(number)
-            for fd in terminals if number == signal.SIGHUP else ():
-                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
-
-        for number in numbers:
-            handlers.callback(signal.signal, number, signal.signal(number, note))
-        try:
-            yield asked_to_stop
-        finally:
-            asked_to_stop.clear()

@@ -37,8 +37,8 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from draftcore.config import TrainConfig
+from draftcore.contracts.launcher import MEETING
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore.launcher import MEETING
 from draftcore.tensors import resolve_device
 
 T = TypeVar("T")

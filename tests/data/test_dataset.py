@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from draftcore.config import DataConfig
 from draftcore.contracts.algorithm import DataSummary
-from draftcore.data import parallel
-from draftcore.data.dataset import Dataset, build_dataset, read_prompts
-from draftcore.data.rendering import Renderer
+from draftcore_data import parallel
+from draftcore_data.dataset import Dataset, build_dataset, read_prompts
+from draftcore_data.rendering import Renderer
 from draftcore.errors import DraftcoreError, UsageError
 
 Jsonl = Callable[..., str]

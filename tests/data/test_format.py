@@ -15,8 +15,8 @@ import pytest
 from draftcore_sdk.targets import byte_tokenizer
 
 from draftcore.config import DataConfig
-from draftcore.data.conversations import Conversation, Rendered, parse_row
-from draftcore.data.rendering import FORMAT, Renderer
+from draftcore_data.conversations import Conversation, Rendered, parse_row
+from draftcore_data.rendering import FORMAT, Renderer
 from tests.data import test_rendering as one_text
 from tests.data import test_served as served
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from draftcore.data.plan import Plan, PlannedBatch
+from draftcore.contracts.run import PlannedBatch
+from draftcore.data.plan import Plan
 
 
 def length_of(row: int) -> int:

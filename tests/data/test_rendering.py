@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftcore.config import DataConfig
-from draftcore.data.conversations import BadRow, Conversation, Rendered
-from draftcore.data.rendering import Renderer
+from draftcore_data.conversations import BadRow, Conversation, Rendered
+from draftcore_data.rendering import Renderer
 from draftcore.errors import UsageError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

@@ -17,8 +17,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from draftcore.config import DataConfig
-from draftcore.data.conversations import BadRow, Rendered, parse_row
-from draftcore.data.rendering import CALLS_LOST, REASONING_LOST, SPLIT, Renderer
+from draftcore_data.conversations import BadRow, Rendered, parse_row
+from draftcore_data.rendering import CALLS_LOST, REASONING_LOST, SPLIT, Renderer
 from draftcore.errors import UsageError
 from tests.data.conftest import CHATML
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from draftcore.config import DataConfig, SourceConfig
-from draftcore.data.sources import named, open_lines, open_source
+from draftcore_data.sources import named, open_lines, open_source
 
 
 def lines(*numbers: int) -> bytes:

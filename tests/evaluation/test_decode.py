@@ -19,15 +19,15 @@ from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.evaluation import decode
-from draftcore.evaluation.decode import (
+from draftcore_eval.decode import (
     EagerRunner,
     evaluate_prompts,
     resolve_ties,
     speculate,
 )
-from draftcore.evaluation.proposals import verify
-from draftcore.evaluation.report import Decoded, Report
-from draftcore.target import TransformersModel, TransformersTarget
+from draftcore_eval.proposals import verify
+from draftcore_eval.report import Decoded, Report
+from draftcore_hf.target import TransformersModel, TransformersTarget
 
 State = dict[str, Tensor]
 

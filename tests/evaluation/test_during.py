@@ -27,10 +27,10 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest, Image
-from draftcore.data.dataset import Dataset, read_prompts
+from draftcore_data.dataset import Dataset, read_prompts
 from draftcore.errors import UsageError
 from draftcore.evaluation import during
-from draftcore.evaluation.during import Probe, held_out_samples
+from draftcore.training.held_out import Probe, held_out_samples
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import register
 from draftcore.training.loop import DraftSetup

@@ -37,14 +37,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
-from draftcore.contracts.channel import to_bytes
-from draftcore.features import tcp
+from draftcore_disagg.channel import to_bytes
+from draftcore_disagg import tcp
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.contracts.capture import CaptureBatch, CapturedBatch
-    from draftcore.contracts.channel import Client, Json
+    from draftcore_disagg.channel import Client, Json
     from draftcore.contracts.store import Handle, SampleRef, StoreItem
     from draftcore.contracts.target import TargetSpec
 

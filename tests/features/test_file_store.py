@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from draftcore.contracts.store import StoreError, StoreItem
 from draftcore.errors import UsageError
-from draftcore.features.stores.file import FileStore
+from draftcore_file.store import FileStore
 
 
 class TestFileStore(StoreSuite):
@@ -260,7 +260,7 @@ FULL_DISK = """
 import sys
 from pathlib import Path
 from draftcore.contracts.store import StoreFull
-from draftcore.features.stores.file import FileStore
+from draftcore_file.store import FileStore
 from draftcore_sdk.stores import numbered
 
 folder = Path(sys.argv[1])
@@ -332,7 +332,7 @@ def test_a_volatile_store_goes_with_the_last_process_that_has_it_open(folder: Pa
 
 LEFT = """
 import sys, time
-from draftcore.features.stores.file import FileStore
+from draftcore_file.store import FileStore
 from draftcore_sdk.stores import numbered
 FileStore.open(sys.argv[1]).put(numbered("a", 1))
 print("put", flush=True)

@@ -10,8 +10,8 @@ from draftcore_sdk.targets import tiny_target
 
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.features.hf import LocalCapture
-from draftcore.target import TransformersTarget
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 
 
 class TestLocalCapture(CaptureSuite):

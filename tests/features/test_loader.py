@@ -26,7 +26,7 @@ from draftcore.contracts.capture import (
     FeatureRequest,
     Image,
 )
-from draftcore.contracts.channel import Json, RunEnded
+from draftcore_disagg.channel import Json, RunEnded
 from draftcore.contracts.store import (
     FeatureStore,
     Handle,
@@ -35,19 +35,20 @@ from draftcore.contracts.store import (
     StoreError,
     StoreItem,
 )
-from draftcore.data.plan import Plan, PlannedBatch
+from draftcore.contracts.run import PlannedBatch
+from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 from draftcore.features.checks import ref_error
-from draftcore.features.hf import LocalCapture
+from draftcore_hf.capture import LocalCapture
 from draftcore.features.loader import Captured, Loaded, Loader, stored
-from draftcore.features.producer import produce
-from draftcore.features.queue import Queue, RemoteQueue
-from draftcore.features.queued import queued, tasks_of
-from draftcore.features.stores.file import FileStore
+from draftcore_disagg.producer import produce
+from draftcore_disagg.queue import Queue, RemoteQueue
+from draftcore_disagg.queued import queued, tasks_of
+from draftcore_file.store import FileStore
 from draftcore.features.storing import fill, put_batch
 from draftcore.run.features import TEXT_BYTES
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 from tests.features.conftest import SOON, Loopback
 
 NAMES, WIDTH, ORIGIN = ("hidden.1",), 2, "as always"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftcore.contracts.capture import CaptureBatch, CapturedBatch
-from draftcore.contracts.channel import Json, Task
+from draftcore_disagg.channel import Json, Task
 from draftcore.contracts.store import (
     FeatureStore,
     SampleRef,
@@ -23,11 +23,11 @@ from draftcore.contracts.store import (
 )
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.features import producer as module
+from draftcore_disagg import producer as module
 from draftcore.features.checks import CheckedCapture
-from draftcore.features.producer import produce
-from draftcore.features.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
-from draftcore.features.stores.file import FileStore
+from draftcore_disagg.producer import produce
+from draftcore_disagg.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
+from draftcore_file.store import FileStore
 from draftcore.features.storing import put_batch
 from tests.features.conftest import LENGTH, SOON, Loopback, task
 

@@ -17,11 +17,11 @@ from itertools import count
 import pytest
 
 from draftcore.contracts.capture import BadRows, CaptureBatch
-from draftcore.contracts.channel import RunEnded, Task
+from draftcore_disagg.channel import RunEnded, Task
 from draftcore.contracts.store import SampleRef, StoreError, StoreFull
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore.features.queue import Queue
+from draftcore_disagg.queue import Queue
 
 SEEDS = 400
 Key = tuple[str, str]

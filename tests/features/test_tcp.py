@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from draftcore.contracts.channel import ChannelAway, Json, RunEnded
+from draftcore_disagg.channel import ChannelAway, Json, RunEnded
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.features import tcp
-from draftcore.features.tcp import MAX_MESSAGE, TcpChannel, TcpClient, authenticated, shut_down
+from draftcore_disagg import tcp
+from draftcore_disagg.tcp import MAX_MESSAGE, TcpChannel, TcpClient, authenticated, shut_down
 from tests.features.conftest import SOON
 
 SECRET = b"the run's secret"

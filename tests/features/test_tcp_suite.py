@@ -2,7 +2,7 @@
 
 from draftcore_sdk.channels import ChannelSuite
 
-from draftcore.features.tcp import TcpChannel
+from draftcore_disagg.tcp import TcpChannel
 
 
 class TestTcp(ChannelSuite):

@@ -21,12 +21,13 @@ CORE = ROOT / "draftcore"
 # From the ground up. A module imports lower floors and its own room (module or package) only.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", ""),  # and the package itself: its two markers
-    ("uris", "files", "options"),
+    ("uris", "files", "options", "stopping", "progress"),
     ("contracts",),
-    ("config", "tensors"),
-    ("plugins", "data", "target", "launcher"),
+    ("tensors", "plugins"),
+    ("config",),
+    ("data",),
     ("training",),
-    ("features", "evaluation", "listing"),
+    ("features", "listing"),
     ("cli",),
     ("run", "__main__"),
     ("drafts",),

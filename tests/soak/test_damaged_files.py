@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from draftcore.features.tcp import TcpChannel
+from draftcore_disagg.tcp import TcpChannel
 from draftcore.files import digest
 from tests.together.conftest import make_project
 

@@ -27,9 +27,9 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.store import SampleRef
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, ExitStatus
-from draftcore.features.queue import Queue, QueueService, RemoteQueue
-from draftcore.features.tcp import TcpChannel
-from draftcore.target import TransformersTarget
+from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
+from draftcore_disagg.tcp import TcpChannel
+from draftcore_hf.target import TransformersTarget
 from draftcore.training.ranks import join
 from tests.conftest import Figures
 from tests.features.conftest import SOON, task

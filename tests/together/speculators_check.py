@@ -40,7 +40,7 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId
 from draftcore.contracts.target import TargetSpec
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 STEPS, LENGTHS = 3, (23, 14)
 LIMIT, HALF_LIMIT = 1e-5, 0.03

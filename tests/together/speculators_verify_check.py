@@ -38,7 +38,7 @@ from torch import Tensor
 
 from draftcore.cli import main
 from draftcore.contracts.target import TargetSpec
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 LIMIT, HALF_LIMIT = 1e-5, 6e-3  # of weights in fp32, and rounded to bf16
 BF16 = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}

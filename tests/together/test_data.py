@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from draftcore.data.dataset import read_prompts
+from draftcore_data.dataset import read_prompts
 from tests.data.conftest import CHATML
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def test_tomorrows_run_fits_todays_store_where_the_template_writes_the_date(
 ) -> None:
     (project.folder / "dated.jinja").write_text("{{ strftime_now('%d %b %Y') }}\n" + CHATML)
     template = f"data.chat_template={project.folder / 'dated.jinja'}"
-    monkeypatch.setattr("draftcore.data.rendering.datetime", Calendar)
+    monkeypatch.setattr("draftcore_data.rendering.datetime", Calendar)
     project.cli("capture", template)
     monkeypatch.setattr(Calendar, "day", 24)
     other, third = project.folder / "other", project.folder / "third"

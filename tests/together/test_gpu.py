@@ -12,7 +12,7 @@ import torch
 from draftcore_sdk.targets import tiny_target
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 from tests.together.conftest import OPTIONS
 
 if TYPE_CHECKING:

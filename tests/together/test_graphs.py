@@ -256,7 +256,7 @@ def test_what_a_rule_refuses_is_refused_before_anything_starts(
 def test_a_backend_that_cannot_be_opened_is_refused_before_the_target_is_read(
     tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftcore.target.TransformersModel", None)
+    monkeypatch.setattr("draftcore_hf.target.TransformersModel", None)
     project = through(new_project(tmp_path / "p"), prefill={"backend": "piecewise"})
     for verb in ("runners", "capture", "train"):
         refused = project.cli(verb, ok=False)

@@ -17,12 +17,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from draftcore.config import DataConfig
 from draftcore.contracts.capture import BadRows, FeatureRequest
-from draftcore.data.conversations import BadRow
-from draftcore.data.dataset import Dataset, build_dataset
-from draftcore.data.plan import PlannedBatch
+from draftcore_data.conversations import BadRow
+from draftcore_data.dataset import Dataset, build_dataset
+from draftcore.contracts.run import PlannedBatch
 from draftcore.data.samples import batch_of
-from draftcore.features.hf import LocalCapture
-from draftcore.target import TransformersTarget
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project

@@ -27,7 +27,7 @@ def describe():
 
 @hookimpl
 def capture(name, target, request, options):
-    from draftcore.features.hf import LocalCapture
+    from draftcore_hf.capture import LocalCapture
     from draftcore.contracts.capture import CapturedBatch
 
     class Scaled(LocalCapture):

@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Proposal
-from draftcore.evaluation.decode import EagerRows, EagerRunner
+from draftcore_eval.decode import EagerRows, EagerRunner
 from tests.forks import ENVIRONMENT
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.data.plan import Plan, PlannedBatch
+from draftcore.contracts.run import PlannedBatch
+from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.plugins.binding import observers
 from draftcore.plugins.dists import Plugin

@@ -6,7 +6,7 @@ import json
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
-from draftcore.data.conversations import Conversation, Message, is_learned
+from draftcore_data.conversations import Conversation, Message, is_learned
 
 ASKED = ("role", "content", "name", "tool_call_id", "reasoning_content")  # what servers read
 

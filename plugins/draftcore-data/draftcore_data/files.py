@@ -12,11 +12,11 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from draftcore.contracts.source import Source
-from draftcore.data.sources import TABLE_SUFFIXES, content_key, lines_of, require_lines
 from draftcore.errors import UsageError
 from draftcore.uris import parse_options
-from draftcore_data.sources import open_table
+from draftcore_data.source import Source
+from draftcore_data.sources import TABLE_SUFFIXES, content_key, lines_of, require_lines
+from draftcore_data.tables import open_table
 
 
 @dataclass(frozen=True)

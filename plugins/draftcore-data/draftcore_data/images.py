@@ -12,7 +12,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from draftcore.contracts.capture import Image
-from draftcore.data.conversations import IMAGE_UNREAD, NO_PROCESSOR, RowError
+from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR, RowError
 
 
 @dataclass(frozen=True)

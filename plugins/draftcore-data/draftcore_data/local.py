@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from draftcore.contracts.target import TargetModel
-from draftcore.data.conversations import Conversation, Message, RowError
-from draftcore.data.rendering import Renderer
+from draftcore_data.conversations import Conversation, Message, RowError
 from draftcore_data.conversing import Answer, Talk, converse
+from draftcore_data.rendering import Renderer
 
 AHEAD = 8  # batches of questions that are sorted by length together
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,11 +17,12 @@ from draftcore.contracts.offers import Offer
 from draftcore.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
-    from draftcore.contracts.source import Source
+    from draftcore.contracts.run import OpenRun
     from draftcore.contracts.target import ImageProcessor, TargetSpec
-    from draftcore.data.dataset import Dataset
-    from draftcore.plugins.registry import Registry
-    from draftcore.run import Run
+    from draftcore_data.dataset import Dataset
+    from draftcore_data.options import DataOptions
+    from draftcore_data.rows import Conversations
+    from draftcore_data.source import Source
 
 
 @click.group()
@@ -85,12 +85,10 @@ def regenerate(
             f"in process answers are greedy: {sampled} cannot be set\n"
             "  leave it out, or ask a server: --endpoint"
         )
-    from draftcore.plugins.binding import find_source
     from draftcore_data.endpoints import Endpoints
     from draftcore_data.regenerate import Questions, from_servers, from_target
 
-    find = functools.partial(find_source, ctx.obj)
-    questions = Questions.read(source, overrides, rows, given, find)
+    questions = Questions.read(source, overrides, rows, given, ctx.obj)
     if in_process:
         tally = from_target(questions, out, concurrency)
     else:
@@ -106,17 +104,11 @@ def on_run(function: Callable[..., None]) -> Callable[..., None]:
     """Give a verb a run, by its YAML and KEY=VALUE overrides, and its training data, rendered."""
 
     @functools.wraps(function)
-    def verb(registry: Registry, config: Path, overrides: tuple[str, ...], **given: Any) -> None:
-        from draftcore.config import load_config
+    def verb(registry: Any, config: Path, overrides: tuple[str, ...], **given: Any) -> None:
+        from draftcore import open_run
 
-        settings = load_config(config, overrides)
-        if settings.data.train is None:
-            raise UsageError("data.train is not set\n  set it to conversations in JSONL")
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from draftcore.run import Run
-
-        run = Run(settings, registry)
-        function(run, run.dataset(settings.data.train, "train", settings.data.limit), **given)
+        with open_run(config, overrides, registry) as run:
+            function(run, run.data.samples("train"), **given)
 
     wrapped = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(verb)
     wrapped = click.argument("config", type=click.Path(path_type=Path))(wrapped)
@@ -127,7 +119,7 @@ def on_run(function: Callable[..., None]) -> Callable[..., None]:
 @on_run
 @click.option("--rows", type=click.IntRange(0), default=3, show_default=True, help="Rows to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print rows and figures as JSON.")
-def show(run: Run, dataset: Dataset, rows: int, as_json: bool) -> None:
+def show(run: OpenRun, dataset: Dataset, rows: int, as_json: bool) -> None:
     """Show rows as they will be learned, and figures over all of them.
 
     What is learned is coloured, or stands in brackets where the output is no terminal. What is
@@ -158,7 +150,7 @@ def show(run: Run, dataset: Dataset, rows: int, as_json: bool) -> None:
     help="Of each answer, and of the target's own.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print verdict and figures as JSON.")
-def check(run: Run, dataset: Dataset, rows: int, max_tokens: int, as_json: bool) -> None:
+def check(run: OpenRun, dataset: Dataset, rows: int, max_tokens: int, as_json: bool) -> None:
     """Say whether the answers of a run's data are the target's own.
 
     The target reads the first answers of some rows, and answers the same prompts itself. The exit
@@ -175,15 +167,27 @@ def check(run: Run, dataset: Dataset, rows: int, max_tokens: int, as_json: bool)
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("source", "files"), Offer("source", "hf"), Offer("images", "processor")]
+    return [
+        Offer("samples", "conversations", options="draftcore_data.options:DataOptions"),
+        *(Offer("source", name) for name in ("files", "hf", "jsonl")),
+        Offer("images", "processor"),
+    ]
+
+
+@hookimpl
+def samples(name: str, run: OpenRun, options: DataOptions) -> Conversations:
+    from draftcore_data.rows import Conversations
+
+    return Conversations(run, options)
 
 
 @hookimpl
 def source(name: str, uri: str) -> Source:
     from draftcore_data.files import open_files
-    from draftcore_data.sources import open_table
+    from draftcore_data.sources import open_lines
+    from draftcore_data.tables import open_table
 
-    return open_files(uri) if name == "files" else open_table(uri)
+    return {"files": open_files, "hf": open_table, "jsonl": open_lines}[name](uri)
 
 
 @hookimpl

@@ -8,6 +8,7 @@ the file and is asked again by the same command.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
@@ -17,10 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-from draftcore.config import RunConfig, Sources, load_config
-from draftcore.data.conversations import (
+from draftcore import bind, load_config
+from draftcore.contracts.target import TargetSpec
+from draftcore.errors import UsageError
+from draftcore.files import hold, write_atomic
+from draftcore.progress import Progress
+from draftcore_data.conversations import (
     BadRow,
     Conversation,
     Message,
@@ -28,12 +33,11 @@ from draftcore.data.conversations import (
     Row,
     RowError,
 )
-from draftcore.data.sources import Find, named, read_conversations
-from draftcore.errors import UsageError
-from draftcore.files import hold, write_atomic
-from draftcore.training.progress import Progress
 from draftcore_data.conversing import Answer, converse
 from draftcore_data.endpoints import Endpoints
+from draftcore_data.options import DataOptions, Sources
+from draftcore_data.source import Source
+from draftcore_data.sources import Find, named, read_conversations
 
 EVERY = 30.0  # seconds between the lines of a run that is not on a terminal
 Rows = Callable[[], Iterable[Row]]
@@ -247,37 +251,50 @@ class Questions:
     """What is to be answered, and how: a source's rows, the run they are of, what is asked with."""
 
     source: Sources
-    settings: RunConfig | None
+    options: DataOptions
     limit: int | None
     sampling: Mapping[str, Any]
     find: Find
+    open_target: Callable[[], TargetSpec] | None = None  # of the run
 
     @classmethod
     def read(
         cls, source: str, overrides: Sequence[str], limit: int | None, sampling: Mapping[str, Any],
-        find: Find,
+        registry: Any,
     ) -> Questions:  # fmt: skip
         """Take a run's YAML with overrides, or else a source of conversations by itself."""
+
+        def find(uri: str) -> Source:
+            name = uri.partition(":")[0]
+            hooks: Any = bind(registry, "source", name).hook
+            return cast(Source, hooks.source(name=name, uri=uri))
+
         if Path(source).suffix not in (".yaml", ".yml"):
             if overrides:
                 raise UsageError(
                     f"{overrides[0]!r} belongs to a run, and {source} is none\n"
                     "  give a run's YAML file in its place, or leave that out"
                 )
-            return cls(source, None, limit, sampling, find)
+            return cls(source, DataOptions(), limit, sampling, find)
         settings = load_config(Path(source), overrides)
-        if settings.data.train is None:
+        data, target = settings.data, settings.target
+        options = bind(registry, "samples", data.name, data.options, (), data.plugin).options
+        if not isinstance(options, DataOptions):
+            raise UsageError(
+                f"data.name={data.name} reads no conversations that could be answered anew"
+            )
+        if options.train is None:
             raise UsageError("data.train is not set\n  set it to conversations in JSONL")
-        return cls(settings.data.train, settings, limit or settings.data.limit, sampling, find)
-
-    @property
-    def template_options(self) -> dict[str, Any]:
-        return self.settings.data.template_options if self.settings else {}
+        bound = bind(registry, "target", target.name, target.options, (), target.plugin)
+        open_target = functools.partial(bound.hook.target, name=target.name, options=bound.options)
+        limit = limit or options.limit
+        return cls(options.train, options, limit, sampling, find, open_target)
 
     @contextmanager
     def open(self, out: Path, settings: Mapping[str, Any]) -> Iterator[Job]:
         """Open the file of answers, and the rows that it lacks, for as long as they are answered."""
-        about = {**settings, **self.sampling, "template_options": self.template_options}
+        told = self.options.template_options
+        about = {**settings, **self.sampling, "template_options": told}
         with open_answers(out, about) as answers:
             job = Job(lambda: read_conversations(self.source, self.limit, self.find), answers)
             if not job.tally.total:
@@ -298,8 +315,8 @@ def from_servers(
         async with endpoints:
             name = model or await endpoints.find_model()
             endpoints.body |= {"model": name, **questions.sampling}
-            if questions.template_options:
-                endpoints.body["chat_template_kwargs"] = questions.template_options
+            if told := questions.options.template_options:
+                endpoints.body["chat_template_kwargs"] = told
             with questions.open(out, {"model": name}) as job:
                 await ask_servers(job, endpoints, concurrency)
             return job.tally
@@ -309,19 +326,17 @@ def from_servers(
 
 def from_target(questions: Questions, out: Path, batch: int) -> Tally:
     """Have the run's target answer in this process."""
-    from draftcore.data.rendering import Renderer
-    from draftcore.target import TransformersTarget
     from draftcore_data.local import LocalModel
+    from draftcore_data.rendering import Renderer
 
-    if questions.settings is None:
+    if questions.open_target is None:
         raise UsageError(
             f"{named(questions.source)} names no target to answer in this process\n"
             "  give a run's YAML file, or ask a server: --endpoint"
         )
-    given = questions.settings.target
-    target = TransformersTarget(**given.model_dump())
-    renderer = Renderer(target.load_tokenizer(), questions.settings.data)
-    with questions.open(out, {"model": given.path, "in_process": True}) as job:
+    target = questions.open_target()
+    renderer = Renderer(target.load_tokenizer(), questions.options)
+    with questions.open(out, {"model": target.path, "in_process": True}) as job:
         longest = questions.sampling["max_tokens"]
         LocalModel(target.load_model(), renderer, batch, longest).run(
             job.rows(), job.tally.count, job.ended

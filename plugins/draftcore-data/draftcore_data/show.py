@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from draftcore.data.dataset import Dataset
-from draftcore.run import Run
+from draftcore.contracts.run import OpenRun
+from draftcore_data.dataset import Dataset
 
 Part = tuple[str, bool]  # text, and whether it is learned
 
@@ -82,10 +82,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def figures(run: Run, dataset: Dataset) -> Figures:
+def figures(run: OpenRun, dataset: Dataset) -> Figures:
     """Count over all rows, those that are too long included."""
     report, summary = dataset.report, dataset.summary
-    longest = run.config.data.max_length
+    longest = run.data.longest
     whole = dataset.lengths[dataset.lengths < longest]
     cut = dataset.lengths[dataset.lengths == longest][report.truncated :]
     lengths = np.sort(np.concatenate([whole, cut, np.array(report.overlong, np.int64)]))
@@ -109,7 +109,7 @@ def figures(run: Run, dataset: Dataset) -> Figures:
     )
 
 
-def coverage(run: Run, dataset: Dataset) -> dict[str, tuple[int, float]]:
+def coverage(run: OpenRun, dataset: Dataset) -> dict[str, tuple[int, float]]:
     """Return, by draft, the size of a pruned vocabulary, and the share of learned tokens in it.
 
     A draft with such a vocabulary has its size in the option `draft_vocab_size`, as servers call it,

@@ -1,95 +1,165 @@
-"""The source `hf`: tables that the library `datasets` reads, on this machine or from the Hub."""
+"""Open what `data.train` and `data.eval` name, by the plugin that offers the source of its scheme.
+
+Files without one are JSON lines, the source `jsonl` here, unless they are tables, compressed
+or lie elsewhere (`scheme://`): those are the source `files`. Several sources follow each other. A
+source is a stream: nothing here holds more than one row.
+"""
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftcore.data.conversations import ROW_KEYS
-from draftcore.data.sources import content_key
 from draftcore.errors import UsageError, nearest
-from draftcore.uris import parse_options
+from draftcore_data.conversations import Row, parse_row
+from draftcore_data.options import Sources
+from draftcore_data.source import Source
+
+PLUGIN_SCHEME = re.compile(r"([a-z][\w+.-]+):(?!//|:)")
+TABLE_SUFFIXES = (".arrow", ".parquet")
+OTHER_SUFFIXES = (*TABLE_SUFFIXES, ".bz2", ".gz", ".xz", ".zip", ".zst")
+
+Find = Callable[[str], Source]  # opens the URI of a plugin's source
+
+
+class Line(bytes):
+    """A line of a file in `folder`, which the paths in it are relative to."""
+
+    folder: str
 
 
 @dataclass(frozen=True)
-class Table:
-    """The rows of a table, each named by its place from 0."""
+class JsonLines:
+    """The lines of local files, each named by its file and its number from 1; empty ones are none."""
 
-    name: str
-    files: Sequence[Path]  # that hold the rows, where they are local
-    table: Any
+    files: Sequence[Path]
 
     def key(self) -> str:
-        if not self.files:
-            return str(self.table._fingerprint)
         return content_key(self.files)
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        return ((f"{self.name}:{at}", row) for at, row in enumerate(self.table))
+        above = os.path.commonpath([file.parent for file in self.files])
+        for file in self.files:
+            with file.open("rb") as lines:
+                yield from lines_of(str(file), above, lines)
 
 
-def open_table(uri: str) -> Table:
-    """Open `hf:org/name?split=train&config=...&revision=...`, or a parquet file, or a folder of them.
-
-    A folder may also be one that `datasets` saved. Raises `UsageError` for what cannot be opened.
-    """
-    name, _, query = uri.removeprefix("hf:").partition("?")
-    path, options = Path(name).expanduser(), parse_options(uri, query, KNOWN)
-    if path.exists():
-        files = _files(path, options.get("split"))
-        # Streamed: loading them would first copy them into a cache.
-        given = {"data_files": list(map(str, files)), "split": "train", "streaming": True}
-        return _load(uri, path.name, files, {"path": files[0].suffix[1:], **given})
-    if "://" in name:
-        given = {"data_files": name, "split": "train", "streaming": True}
-        return _load(uri, path.name, [], {"path": path.suffix[1:], **given})
-    given = {"path": name, "name": options.pop("config", None), "split": "train", **options}
-    return _load(uri, f"{name}[{given['split']}]", [], given)
+def content_key(files: Iterable[str | Path]) -> str:
+    """Return what changes when the content of a file on this machine does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "blake2b").digest())
+    return digest.hexdigest()
 
 
-KNOWN = ("split", "config", "revision")
+def lines_of(file: str, above: str, lines: Iterable[bytes]) -> Iterator[tuple[str, Line]]:
+    """Yield the lines of a file, each with its place below the folder `above`."""
+    name, folder = os.path.relpath(file, above), os.path.dirname(os.path.abspath(file))
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            row = Line(line)
+            row.folder = folder
+            yield f"{name}:{number}", row
 
 
-def _files(path: Path, split: str | None) -> list[Path]:
-    """Return the files of a table, or those of its split: train-00000.parquet, train/data-0.arrow."""
-    # What `datasets` saves is called data-*.arrow or dataset.arrow; cache-*.arrow is something else.
-    found = itertools.chain(path.rglob("*.parquet"), path.rglob("data*.arrow"))
-    files = [path] if path.is_file() else sorted(found)
-    if (path / "state.json").is_file():
-        return files  # one saved table, which has no splits
-    if (path / "dataset_dict.json").is_file():
-        split = split or "train"
-    chosen = [f for f in files if not split or f.parent.name == split or f.name.startswith(split)]
-    if not chosen:
-        known = {file.parent.name for file in files} | {file.name.split("-")[0] for file in files}
-        what = (
-            f"split {split!r}{nearest(split, known)}" if split else "dataset or parquet file in it"
+def _files(name: str) -> list[Path]:
+    """Return the files that a path, a folder or a glob names, in the order of their names."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        return sorted(map(Path, glob.glob(str(path), recursive=True)))
+    files = path.rglob("*")
+    return sorted(file for file in files if ".jsonl" in file.name or file.suffix in TABLE_SUFFIXES)
+
+
+def open_lines(uri: str) -> JsonLines:
+    """Open `jsonl:PATH`, where PATH is a file, a folder or a glob. Raises `UsageError`."""
+    name = uri.removeprefix("jsonl:")
+    if not (files := _files(name)):
+        near = nearest(Path(name).name, [file.name for file in Path(name).parent.glob("*")])
+        raise UsageError(
+            f"no such data: {name}{near}\n"
+            "  give JSON lines (a file, a glob, a folder of *.jsonl), a table of parquet files, or\n"
+            "  hf:org/name?split=train"
         )
-        there = ", ".join(str(file.relative_to(path)) for file in files) or "none"
-        raise UsageError(f"{path} has no {what}\n  its tables: {there}")
-    return chosen
-
-
-def _load(uri: str, name: str, files: Sequence[Path], options: Mapping[str, Any]) -> Table:
-    """Open what `datasets.load_dataset` reads, and take from it what a row needs."""
-    import datasets  # a second to import
-
     try:
-        table = datasets.load_dataset(**options)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        with files[0].open("rb") as stream:
+            require_lines(str(files[0]), stream.read(64))
+    except OSError as error:
+        raise UsageError(f"cannot open {name}\n  {error}") from error
+    return JsonLines(files)
+
+
+def require_lines(file: str, head: bytes) -> None:
+    """Raise `UsageError` for a file that begins as a JSON array does."""
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
         raise UsageError(
-            f"cannot load the dataset {uri}, split {options['split']}\n"
-            f"  {type(error).__name__}: {error}\n"
-            "  check the name, ?split= and &config=; a private one needs `hf auth login`"
-        ) from error
-    columns = table.column_names
-    wanted = [column for column in columns if column in ROW_KEYS]
-    if not wanted:
-        raise UsageError(
-            f"{name} has no column of conversations\n  columns: {', '.join(columns)}\n"
-            f"  known are: {', '.join(ROW_KEYS)}"
+            f"{file} is one JSON array, not JSON lines\n"
+            f"  convert it: jq -c '.[]' {file} > {Path(file).with_suffix('.jsonl')}"
         )
-    return Table(name, files, table.select_columns(wanted))
+
+
+# ---------------------------------------------------------------- sources of all kinds
+
+
+def read_conversations(
+    sources: Sources, limit: int | None = None, find: Find = open_lines
+) -> Iterator[Row]:
+    """Stream the rows of sources, at most `limit` of them; for errors see `open_source`."""
+    return itertools.starmap(parse_row, itertools.islice(open_source(sources, find).rows(), limit))
+
+
+def named(sources: Sources) -> str:
+    """Return the names of sources, for a message."""
+    return sources if isinstance(sources, str) else ", ".join(_weighted(s)[0] for s in sources)
+
+
+def open_source(sources: Sources, find: Find = open_lines) -> Source:
+    """Open all that a run names as its data, as one source.
+
+    Raises `UsageError` for what cannot be opened, before its first row.
+    """
+    if isinstance(sources, str):
+        return _open(sources, find)
+    return Mixture([(weight, _open(name, find)) for name, weight in map(_weighted, sources)])
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources one after the other, each row as often as the source's weight says.
+
+    Weight 2 is each row twice; 0.5 is each with a chance of a half, and always the same rows.
+    """
+
+    parts: Sequence[tuple[float, Source]]
+
+    def key(self) -> str:
+        return "\0".join(f"{weight} {source.key()}" for weight, source in self.parts)
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        for weight, source in self.parts:
+            dice = random.Random(0)
+            for row in source.rows():
+                yield from itertools.repeat(row, int(weight + dice.random()))
+
+
+def _weighted(source: Any) -> tuple[str, float]:
+    return (source, 1.0) if isinstance(source, str) else (source.source, source.weight)
+
+
+def _open(source: str, find: Find) -> Source:
+    if PLUGIN_SCHEME.match(source):
+        return find(source)
+    name, _, query = source.partition("?")
+    others = "://" in name or query or any(file.suffix in OTHER_SUFFIXES for file in _files(name))
+    return find(f"{'files' if others else 'jsonl'}:{source}")

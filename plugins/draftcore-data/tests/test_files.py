@@ -11,7 +11,7 @@ import fsspec
 import pytest
 from draftcore_sdk.sources import SourceSuite
 
-from draftcore.data.sources import open_source
+from draftcore_data.sources import open_source
 from draftcore.errors import UsageError
 from draftcore.plugins.binding import find_source
 from draftcore.plugins.registry import load

@@ -17,8 +17,8 @@ import pytest
 from click.testing import Result
 from talking import Json, Server, chat, echo, rows_of, write_rows
 
-from draftcore.data.conversations import Conversation
-from draftcore.data.sources import read_conversations
+from draftcore_data.conversations import Conversation
+from draftcore_data.sources import read_conversations
 
 Cli = Callable[..., Result]
 Serve = Callable[..., Server]
@@ -409,8 +409,8 @@ def test_the_target_in_this_process_answers_as_it_generates(
     cli: Cli, tmp_path: Path, target_folder: Path, out: Path
 ) -> None:
     """Whatever batches the prompts fall into; and answers in turn are asked after each other."""
-    from draftcore.data.rendering import Renderer
-    from draftcore.target import TransformersTarget
+    from draftcore_data.rendering import Renderer
+    from draftcore_hf.target import TransformersTarget
 
     rows = [chat("hi" * i, "old", "more", "old") for i in range(1, 8)]
     (tmp_path / "run.yaml").write_text(

@@ -13,9 +13,9 @@ from click.testing import Result
 from draftcore_sdk.serving import Serving
 from talking import chat, rows_of, write_rows
 
-from draftcore.data.conversations import Conversation
-from draftcore.data.rendering import Renderer
-from draftcore.target import TransformersTarget
+from draftcore_data.conversations import Conversation
+from draftcore_data.rendering import Renderer
+from draftcore_hf.target import TransformersTarget
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)

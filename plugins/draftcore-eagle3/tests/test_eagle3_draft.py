@@ -18,7 +18,7 @@ from draftcore_sdk.exports import change
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 SEEN = DataSummary("", 1, 6, 6, 6, {5: 3, 40: 2, 7: 1})
 

@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from draftcore_eval.decode import Eager
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import PrefillRunner, TargetModel
-from draftcore.evaluation.decode import Eager
 
 
 class Compiled(Eager):

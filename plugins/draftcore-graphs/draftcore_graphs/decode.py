@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from draftcore_eval.decode import EagerRunner, right_padded
+from draftcore_eval.proposals import checked_proposal, verify
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Drafter, Proposal
@@ -33,8 +35,6 @@ from draftcore.contracts.runner import (
 )
 from draftcore.contracts.target import TargetCache, TargetModel
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation.decode import EagerRunner, right_padded
-from draftcore.evaluation.proposals import checked_proposal, verify
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
 from draftcore_graphs.divided import DividedRow

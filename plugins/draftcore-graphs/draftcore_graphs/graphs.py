@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from draftcore_eval.decode import EagerRunner
 from torch import nn
 
 from draftcore.contracts.algorithm import Drafter
 from draftcore.contracts.runner import DecodeRunner, GraphBackend, GraphPlugin, RunnerContext
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 from draftcore.errors import UsageError
-from draftcore.evaluation.decode import EagerRunner
 from draftcore.tensors import resolve_device
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.options import GraphsOptions

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.target import TargetModel
-from draftcore.target import TransformersModel, TransformersTarget
+from draftcore_hf.target import TransformersModel, TransformersTarget
 
 PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
 

@@ -18,7 +18,7 @@ from draftcore_sdk.runners import RunnerSuite
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetModel
-from draftcore.evaluation.decode import right_padded
+from draftcore_eval.decode import right_padded
 
 PLUGIN = "draftcore_graphs.plugin"
 

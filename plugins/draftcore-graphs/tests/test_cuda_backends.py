@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
 from draftcore.errors import DraftcoreError
-from draftcore.target import TransformersModel, TransformersTarget
+from draftcore_hf.target import TransformersModel, TransformersTarget
 
 pytestmark = pytest.mark.gpu
 

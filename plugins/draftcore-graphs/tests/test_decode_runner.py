@@ -19,9 +19,9 @@ from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.runner import Batch, GraphPlugin, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError
-from draftcore.evaluation.decode import EagerRunner, right_padded, speculate
-from draftcore.evaluation.proposals import verify
-from draftcore.evaluation.report import Decoded
+from draftcore_eval.decode import EagerRunner, right_padded, speculate
+from draftcore_eval.proposals import verify
+from draftcore_eval.report import Decoded
 
 CONFIG = EvalConfig(max_new_tokens=24, batch=4)
 

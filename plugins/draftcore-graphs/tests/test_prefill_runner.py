@@ -20,8 +20,8 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.evaluation.decode import right_padded
-from draftcore.target import TransformersModel, TransformersTarget
+from draftcore_eval.decode import right_padded
+from draftcore_hf.target import TransformersModel, TransformersTarget
 
 REQUEST = FeatureRequest((1, 4), True, "float32", topk=3, embeddings=True)
 ROUNDING = 2e-6  # fp32, another padded shape: 1.2e-6 seen at numbers of about 3 (2026-11)

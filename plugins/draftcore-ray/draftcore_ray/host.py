@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ray
-
-from draftcore.launcher import die_with_parent
+from draftcore_disagg.local import die_with_parent
 
 
 @ray.remote

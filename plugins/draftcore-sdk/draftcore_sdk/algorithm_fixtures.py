@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_hf.target import TransformersTarget
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import (
@@ -32,7 +33,6 @@ from draftcore.contracts.algorithm import (
 )
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.target import TransformersTarget
 from draftcore_sdk.targets import tiny_target
 
 MakeTarget = Callable[..., TargetSpec]

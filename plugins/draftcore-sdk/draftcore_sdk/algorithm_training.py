@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_hf.target import TransformersTarget
 from torch import Tensor
 
 from draftcore.contracts.algorithm import StepOutput
 from draftcore.errors import DraftcoreError
-from draftcore.target import TransformersTarget
 from draftcore.training.checkpoint import trained_tensors
 from draftcore.training.optimizer import build_optimizer
 from draftcore_sdk.example import LAYERS, Example, WatchedTarget

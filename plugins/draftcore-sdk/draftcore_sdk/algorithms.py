@@ -19,13 +19,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore_eval.proposals import depth_of
 from draftcore_sglang.rows import HandedOver, RowError, first_draft_input, wire_row
 from draftcore_tools.served import Host, ServedDraft, Suspect, gaps, leads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.evaluation.proposals import depth_of
 from draftcore.plugins.binding import type_error
 from draftcore.training.checkpoint import trained_tensors
 from draftcore_sdk.algorithm_training import (

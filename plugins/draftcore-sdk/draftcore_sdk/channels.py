@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_disagg import queue as core
+from draftcore_disagg.channel import Channel, ChannelAway, Json, RunEnded, Task
+from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
 
 from draftcore.contracts.capture import BadRows, CaptureBatch
-from draftcore.contracts.channel import Channel, ChannelAway, Json, RunEnded, Task
 from draftcore.contracts.store import SampleRef, TensorSpec
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.features import queue as core
-from draftcore.features.queue import Queue, QueueService, RemoteQueue
 from draftcore_sdk.suite import Suite, child_environment, offer_of, opened
 
 SOON = 60.0  # seconds within which it comes on a busy machine

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_eval.proposals import checked_proposal, depth_of
 from draftcore_graphs.states import fault
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from draftcore.contracts.algorithm import Draft, Drafter, Proposal, Sample
-from draftcore.evaluation.proposals import checked_proposal, depth_of
 from draftcore_sdk.algorithm_training import Training
 from draftcore_sdk.check import variants
 from draftcore_sdk.example import ANSWER, VOCABULARY

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from draftcore_hf.target import TransformersTarget
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
-from draftcore.target import TransformersTarget
 from draftcore_sdk.targets import tiny_target
 
 LAYERS, GROWTH, ANSWER = 12, 1.5, 10

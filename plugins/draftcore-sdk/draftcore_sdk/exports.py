@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftcore_hf.target import TransformersTarget
 from draftcore_tools.served import Host, Round, gaps
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.contracts.algorithm import DataSummary
-from draftcore.target import TransformersTarget
 from draftcore_sdk.suite import bound
 from draftcore_sdk.targets import tiny_target
 

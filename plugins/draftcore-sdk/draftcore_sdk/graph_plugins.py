@@ -19,13 +19,13 @@ import torch
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.recording import RecordingBackend, require_no_wait
 from draftcore_graphs.resolve import Phase
+from draftcore_hf.target import TransformersModel, TransformersTarget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
-from draftcore.target import TransformersModel, TransformersTarget
 from draftcore_sdk.graphs import REPLAYS, copied, require_same
 from draftcore_sdk.memory import CYCLES, differing, watched_bytes
 from draftcore_sdk.suite import Suite

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+from draftcore_data.conversations import IMAGE_UNREAD, RowError
+from draftcore_hf.target import TransformersTarget
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import ImageProcessor
-from draftcore.data.conversations import IMAGE_UNREAD, RowError
-from draftcore.target import TransformersTarget
 from draftcore_sdk.suite import Suite, opened
 from draftcore_sdk.targets import byte_tokenizer, tiny_target
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_eval.decode import EagerRunner, right_padded, speculate
+from draftcore_hf.target import TransformersModel, TransformersTarget
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,10 +25,8 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import UsageError
-from draftcore.evaluation.decode import EagerRunner, right_padded, speculate
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load
-from draftcore.target import TransformersModel, TransformersTarget
 from draftcore_sdk.captures import ROWS, capture_target, require_near
 from draftcore_sdk.suite import Suite
 

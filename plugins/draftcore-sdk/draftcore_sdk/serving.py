@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from draftcore.launcher import Child
+from draftcore_disagg.local import Child
+
 from draftcore_sdk.suite import child_environment
 
 LINES = 40  # of the log that an error shows

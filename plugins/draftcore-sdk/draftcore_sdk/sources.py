@@ -4,9 +4,9 @@ A subclass sets `plugin`, and the fixture `source_uri` to data of at least two r
 """
 
 import pytest
+from draftcore_data.conversations import BadRow, parse_row
+from draftcore_data.source import Source
 
-from draftcore.contracts.source import Source
-from draftcore.data.conversations import BadRow, parse_row
 from draftcore.errors import UsageError
 from draftcore_sdk.suite import Suite, opened
 

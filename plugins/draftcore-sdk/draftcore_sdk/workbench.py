@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draftcore_eval.decode import EagerRunner, speculate
+from draftcore_eval.report import Decoded
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
@@ -39,8 +41,6 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetSpec
-from draftcore.evaluation.decode import EagerRunner, speculate
-from draftcore.evaluation.report import Decoded
 from draftcore.plugins.binding import type_error
 from draftcore.training.optimizer import build_optimizer, scale_and_clip
 from draftcore_sdk.algorithm_fixtures import as_ratio, summed

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftcore_hf.target import TransformersModel
 from torch import Tensor
 from transformers import BatchFeature
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.target import TransformersModel
 from draftcore.tensors import resolve_device
 
 # Mean over tokens of |difference| / |state|, both the L2 norm over the width. Rounding over the

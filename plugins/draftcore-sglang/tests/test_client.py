@@ -27,11 +27,11 @@ from draftcore_sglang.remote import ServerCapture
 from draftcore_sglang.wire import FIELD, VERSION, digest
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, FeatureRequest, Image
-from draftcore.contracts.channel import RunEnded
+from draftcore_disagg.channel import RunEnded
 from draftcore.contracts.store import SampleRef
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 from draftcore.training.loop import stop_on_signal
 
 

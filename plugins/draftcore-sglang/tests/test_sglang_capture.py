@@ -15,7 +15,7 @@ from draftcore_sglang.options import SglangOptions
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 

@@ -18,8 +18,8 @@ from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen
 from draftcore.cli import main
 from draftcore.contracts.capture import BadRows, CaptureBatch
 from draftcore.errors import UsageError
-from draftcore.features.hf import LocalCapture
-from draftcore.target import TransformersTarget
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
 from draftcore.features.provenance import choices
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 ROOT = Path(__file__).parents[3]
 REQUEST = FeatureRequest((0,), True, "float32")

@@ -20,8 +20,8 @@ from draftcore_sglang.ranks import Ranks
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError
-from draftcore.features.hf import LocalCapture
-from draftcore.target import TransformersTarget
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 
 LAYERS = 4
 REQUEST = FeatureRequest(tuple(range(LAYERS)), True, "float32")

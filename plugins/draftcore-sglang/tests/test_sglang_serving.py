@@ -26,8 +26,8 @@ from draftcore_sglang.ranks import free_port
 
 from draftcore.cli import main
 from draftcore.config import DataConfig
-from draftcore.data.dataset import read_prompts
-from draftcore.target import TransformersTarget
+from draftcore_data.dataset import read_prompts
+from draftcore_hf.target import TransformersTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 

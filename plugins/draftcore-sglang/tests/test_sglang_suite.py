@@ -8,7 +8,7 @@ from draftcore_sdk.captures import CaptureSuite, capture_target
 from draftcore_sdk.suite import opened
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 

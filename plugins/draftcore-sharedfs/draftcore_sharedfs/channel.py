@@ -27,7 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from draftcore.contracts.channel import PATIENCE, ChannelAway, Client, Json, Service, to_bytes
+from draftcore_disagg.channel import PATIENCE, ChannelAway, Client, Json, Service, to_bytes
+
 from draftcore.errors import UsageError
 from draftcore.uris import parse_uri
 

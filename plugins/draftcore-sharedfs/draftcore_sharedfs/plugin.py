@@ -9,7 +9,7 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
-    from draftcore.contracts.channel import Channel
+    from draftcore_disagg.channel import Channel
 
 
 @hookimpl

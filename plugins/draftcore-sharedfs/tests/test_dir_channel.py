@@ -11,7 +11,7 @@ from draftcore_sdk.plugins import PluginSuite
 from draftcore_sharedfs import channel as module
 from draftcore_sharedfs.channel import DirChannel, Lines
 
-from draftcore.contracts.channel import Client, Json
+from draftcore_disagg.channel import Client, Json
 from draftcore.errors import UsageError
 
 SECRET = b"what both ends know"

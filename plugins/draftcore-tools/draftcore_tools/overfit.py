@@ -23,25 +23,25 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
+from draftcore_data.conversations import BadRow
+from draftcore_data.rendering import Renderer
+from draftcore_data.sources import named, read_conversations
+from draftcore_eval.decode import EagerRunner, resolve_ties, speculate
+from draftcore_eval.proposals import depth_of
+from draftcore_hf.target import TransformersTarget
 from numpy.typing import NDArray
 
 from draftcore.config import EvalConfig, RunConfig, TopologyConfig
 from draftcore.contracts.algorithm import DataSummary, Draft
 from draftcore.contracts.capture import Image
 from draftcore.contracts.target import TargetSpec
-from draftcore.data.conversations import BadRow
-from draftcore.data.rendering import Renderer
-from draftcore.data.sources import named, read_conversations
 from draftcore.drafts import export, find_checkpoint, load_checkpoint, load_export
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.evaluation.decode import EagerRunner, resolve_ties, speculate
-from draftcore.evaluation.proposals import depth_of
 from draftcore.plugins.binding import find_source
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run
 from draftcore.run.capture import capture_all
 from draftcore.run.train import train
-from draftcore.target import TransformersTarget
 from draftcore_tools.reference import open_reference
 from draftcore_tools.verify import servers_of, verify_export
 

@@ -130,53 +130,6 @@ def config(
         click.echo(as_yaml(resolved(config, overrides, registry)))
 
 
-@click.command()
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option(
-    "--seconds", default=5.0, show_default=True, type=click.FloatRange(0.1, 3600),
-    help="Time over which rates are taken.",
-)  # fmt: skip
-@click.pass_obj
-def status(registry: Registry, config: Path, overrides: tuple[str, ...], seconds: float) -> None:
-    """Say how a run stands, and who waits for whom.
-
-    From another terminal, in the run's folder or anywhere that sees it.
-    """
-    from draftcore.api import open_run
-    from draftcore_tools.status import lines
-
-    with open_run(config, overrides, registry) as run:
-        for name, value in lines(run, seconds):
-            click.echo(f"{name:28}  {value}")
-
-
-@click.command(epilog="For example: draftcore scale run.yaml producers=24")
-@click.argument("config", type=click.Path(path_type=Path))
-@click.argument("asked", metavar="producers=N")
-def scale(config: Path, asked: str) -> None:
-    """Change how many producers a run has.
-
-    From another terminal, while it goes on; at least one stays. Started again, the run has as many as
-    its configuration says.
-    """
-    from draftcore.config import load_config
-    from draftcore.contracts.launcher import SCALE
-    from draftcore.files import write_atomic
-
-    name, _, number = asked.partition("=")
-    if name != "producers" or not number.isdecimal() or not 1 <= int(number) <= 1000:
-        raise UsageError(f"{asked!r} is not producers=N\n  N is 1 to 1000, as in producers=24")
-    run = load_config(config).run
-    if not (run / "queue.json").exists():
-        raise UsageError(
-            f"no run with producers is under way in {run}\n"
-            "  start one with topology.producers, and scale it while it goes on"
-        )
-    write_atomic(run / SCALE, f'{{"producers": {int(number)}}}')
-    click.echo(f"{number} producers are asked for; draftcore status shows when they are there")
-
-
 @hookimpl
 def commands() -> Sequence[click.Command]:
-    return [verify, overfit, config, status, scale]
+    return [verify, overfit, config]

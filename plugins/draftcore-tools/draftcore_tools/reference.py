@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from draftcore_data.conversations import Conversation
+from draftcore_data.dataset import read_prompts
+from draftcore_data.rendering import Renderer
+from draftcore_eval.proposals import verify
 from torch import Tensor
 
 from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import Draft, Drafter
-from draftcore.data.conversations import Conversation
-from draftcore.data.dataset import read_prompts
-from draftcore.data.rendering import Renderer
 from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore.errors import UsageError
-from draftcore.evaluation.proposals import verify
 from draftcore.files import EXPORT, read_sealed
 from draftcore.plugins.registry import Registry
 from draftcore.run import DraftRun, Run

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftcore_data.rendering import Renderer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.data.rendering import Renderer
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import altered
 from draftcore.plugins.binding import type_error

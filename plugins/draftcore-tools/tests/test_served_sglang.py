@@ -20,7 +20,7 @@ from draftcore_tools.served import Host, Round, leads, proposals, rotate, served
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)

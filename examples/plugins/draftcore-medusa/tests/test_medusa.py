@@ -18,7 +18,7 @@ from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId, 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.target import TransformersModel, TransformersTarget
+from draftcore_hf.target import TransformersModel, TransformersTarget
 
 WIDTH, NO_DATA = 48, DataSummary("", 0, 0, 0, 0, {})
 CONTEXT = StepContext(step=1, total_steps=1, seed=0)

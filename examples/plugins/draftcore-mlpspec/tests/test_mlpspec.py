@@ -20,7 +20,7 @@ from torch.nn.functional import gelu
 from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 WIDTH, NO_DATA = 32, DataSummary("", 0, 0, 0, 0, {})
 

@@ -12,7 +12,7 @@ import torch
 from draftcore import hookimpl
 from draftcore.contracts.capture import CapturedBatch
 from draftcore.errors import UsageError
-from draftcore.features.hf import LocalCapture
+from draftcore_hf.capture import LocalCapture
 from draftcore.contracts.offers import Offer
 
 class Changing(LocalCapture):

@@ -10,9 +10,9 @@ import threading
 import time
 
 from draftcore import hookimpl
-from draftcore.contracts.channel import ChannelAway
+from draftcore_disagg.channel import ChannelAway
 from draftcore.contracts.offers import Offer
-from draftcore.features import tcp
+from draftcore_disagg import tcp
 
 class Client(tcp.TcpClient):
     pass

@@ -10,7 +10,7 @@ import signal
 import subprocess
 
 from draftcore import hookimpl
-from draftcore import launcher as local
+from draftcore_disagg import local
 from draftcore.contracts.launcher import Job
 from draftcore.contracts.offers import Offer
 from draftcore.errors import DraftcoreError, UsageError

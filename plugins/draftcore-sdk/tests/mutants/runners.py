@@ -8,7 +8,7 @@ RIGHT = """\
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 from draftcore.evaluation import decode as eager
-from draftcore.evaluation.decode import EagerRunner
+from draftcore_eval.decode import EagerRunner
 
 class Runner(eager.Eager):
     pass

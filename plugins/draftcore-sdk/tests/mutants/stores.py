@@ -22,7 +22,7 @@ from draftcore.contracts.offers import Offer
 from draftcore.contracts.store import Handle, StoreFull, StoreStats
 from draftcore.features.stores import base, file
 from draftcore.features.stores.base import Counter
-from draftcore.features.stores.file import FileStore
+from draftcore_file.store import FileStore
 
 
 class Store(FileStore):

@@ -19,7 +19,7 @@ from draftcore_shm.store import ShmStore
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 StartServer = Callable[..., Serving]
 OpenCapture = Callable[..., ServerCapture]

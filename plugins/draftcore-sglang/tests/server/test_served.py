@@ -24,7 +24,7 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.store import SampleRef, StoreFull, StoreItem
 from draftcore.errors import UsageError
 from draftcore.features.storing import put_batch
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 LONG = [list(range(3, 103)), [7] * 41, list(range(50, 83))]

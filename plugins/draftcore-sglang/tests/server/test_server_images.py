@@ -16,9 +16,9 @@ from draftcore_shm.store import ShmStore
 from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen
 
 from draftcore.errors import UsageError
-from draftcore.features.hf import LocalCapture
+from draftcore_hf.capture import LocalCapture
 from draftcore.features.storing import put_batch
-from draftcore.target import TransformersTarget
+from draftcore_hf.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 

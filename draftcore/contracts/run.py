@@ -1,0 +1,331 @@
+"""A run as plugins see it: its target, drafts, rows, where its batches come from, what evaluates it.
+
+The trainer opens a run and hands it out; plugins answer with the records here. Shape letters: T tokens
+of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from draftcore.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from draftcore.contracts.algorithm import DataSummary, Draft, Drafter, Sample
+    from draftcore.contracts.capture import (
+        CaptureBatch,
+        FeatureRequest,
+        Image,
+    )
+    from draftcore.contracts.offers import Bound
+    from draftcore.contracts.runner import Runner
+    from draftcore.contracts.store import FeatureStore, SampleRef
+    from draftcore.contracts.target import TargetSpec
+
+# ---------------------------------------------------------------- rows
+
+
+class Samples(Protocol):
+    """Rows of a run: rendered, or described by the manifest of a store that holds their features."""
+
+    @property
+    def feature_ids(self) -> tuple[str, ...]:
+        """What a store keeps each row's features under."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row."""
+
+    @property
+    def summary(self) -> DataSummary: ...
+
+    def tokens(self, row: int) -> NDArray[np.int64]:
+        """Return a row's token ids, [T]."""
+
+    def loss_mask(self, row: int) -> NDArray[np.bool_]:
+        """Return where the loss counts, [T]."""
+
+    def images(self, row: int) -> tuple[Image, ...]:
+        """Return a row's images, in their order."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts to decode from, and for reports what they are: where they came from, what was left out."""
+
+    token_ids: Sequence[Sequence[int]]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RunSamples(Protocol):
+    """All rows of a run. `longest` bounds the tokens of a row; `train` and `eval` name where they lie.
+
+    What is named nowhere is None, and so are the samples of it.
+    """
+
+    longest: int
+    train: str | None
+    eval: str | None
+
+    def samples(self, part: Literal["train", "eval"], date: str = "", limit: int = 0) -> Samples:
+        """Open the rows to train on, or held-out ones; at most `limit`, if it is not 0.
+
+        `date` is what a template is told for today; '' for that of the rows that are there. Raises
+        UsageError where they cannot be read, and for none.
+        """
+
+    def prompts(self, limit: int = 0) -> Prompts:
+        """Read the held-out prompts. Raises UsageError where there are none."""
+
+
+# ---------------------------------------------------------------- a run
+
+
+class Processes(Protocol):
+    """The ranks of a run, and this one's place among them."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Give every rank the values of all, by rank: small data."""
+
+    def raise_on_all(self) -> AbstractContextManager[None]:
+        """Raise a DraftcoreError of any rank on all, where the block ends."""
+
+    def on_rank0(self, work: Callable[[], Any]) -> Any:
+        """Let rank 0 do something and give its result, small data, to all."""
+
+
+class OpenDraft(Protocol):
+    """One draft of a run; `label` is empty for a single one, and `prefix` begins a line about it.
+
+    `folder` is its own, `config` the run's as if it were the only draft.
+    """
+
+    run: OpenRun
+    label: str
+    prefix: str
+    folder: Path
+    config: Any
+    options: Any
+    algorithm: Bound
+
+    def drafter(self, draft: Draft) -> Drafter:
+        """Return the reference decoder of the draft."""
+
+    def more_metrics(self, draft: Draft, report: Mapping[str, Any]) -> dict[str, float]:
+        """Return what the algorithm and the plugins of the run add to a report (`eval_metrics`)."""
+
+
+class OpenCapture(Protocol):
+    """A run's capture, whose every batch is checked."""
+
+    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[Any]:
+        """Yield each CapturedBatch, as `Capture.features` does."""
+
+    def put(
+        self, batch: CaptureBatch, loss_masks: Sequence[Sequence[bool]], store: FeatureStore,
+        provenance: str,
+    ) -> tuple[SampleRef, ...]:  # fmt: skip
+        """Capture a batch and put it, with its text. Raises BadRows for features that are not finite."""
+
+    def close(self) -> None: ...
+
+
+class OpenRun(Protocol):
+    """A run that is opened: its configuration (`draftcore.config.RunConfig`), and what it selects.
+
+    Raises UsageError wherever the configuration names what is not here.
+    """
+
+    config: Any
+    folder: Path
+    ranks: Processes
+    target: TargetSpec
+    width: int  # of the target's hidden states
+    capture: Bound
+    prefill: Runner | None  # who runs the target in capture, if the run names one
+    drafts: Sequence[OpenDraft]
+    observers: Any  # the hooks of the run's observers
+    closing: ExitStack  # what is opened here is closed with the run
+
+    @property
+    def data(self) -> RunSamples:
+        """The rows of the run, by the plugin that `data.name` selects."""
+
+    def bind(
+        self, kind: str, name: str, options: Mapping[str, Any] | None = None, plugin: str = ""
+    ) -> Bound:
+        """Bind an offer with the run's wrappers."""
+
+    def offered(self, kind: str) -> Mapping[str, frozenset[str]]:
+        """Return the capabilities of the usable offers of a kind, by name."""
+
+    def chosen(self, label: str | None, **folders: Path | None) -> Sequence[OpenDraft]:
+        """Return the draft of this label, or all; `folders` are options that can be of one alone."""
+
+    def open_store(self, uri: str) -> tuple[Bound, FeatureStore]:
+        """Open a store: a durable one on each rank, any other on rank 0, whose URI the others join."""
+
+    def open_capture(self, request: FeatureRequest, samples: Samples | None = None) -> OpenCapture:
+        """Open the run's capture, which checks itself."""
+
+    def provenance(self, request: FeatureRequest) -> str:
+        """Say how features of this request are made here."""
+
+    def differences(self, request: FeatureRequest, theirs: str, whose: str) -> str:
+        """Say where another provenance of these features differs from that here, a line each."""
+
+    def evaluation(self) -> Evaluation:
+        """Open what measures drafts, by the plugin that `eval.name` selects."""
+
+    def manifest(self, drafts: Iterable[Any], *shared: Bound) -> list[dict[str, str]]:
+        """Name, dist, version and origin of every plugin that these drafts depend on."""
+
+
+# ---------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """One use of a batch. `position` counts uses over the whole run, `index` is the cut's.
+
+    They and `step` count from 0, as indices do, `epoch` from 1, as for plugins. `place` is the batch's
+    position in its step: rank `place % ranks` trains on it.
+    """
+
+    position: int
+    step: int
+    place: int
+    epoch: int
+    index: int
+    rows: tuple[int, ...]
+
+
+@dataclass
+class Loaded:
+    """A batch as it is trained on, without skipped rows. Its tensors are valid until `handles` close."""
+
+    planned: PlannedBatch
+    samples: list[Sample]
+    handles: ExitStack = field(default_factory=ExitStack)
+
+
+class Skipped(Protocol):
+    """The rows that a run leaves out, by number with the reason: a mapping."""
+
+    def add(self, reasons: Mapping[int, str]) -> None:
+        """Skip rows. Raises DraftcoreError where they are more than may be, or none."""
+
+    def __contains__(self, row: object) -> bool: ...
+
+
+class Needed(Protocol):
+    """What a run's batches are made of; the trainer has opened it.
+
+    `keeps` says that the store keeps what is read from it; what it holds is freed otherwise.
+    `prefetch` batches lie ready per rank, `held_batches` are held over all ranks.
+    """
+
+    request: FeatureRequest
+    provenance: str
+    store: FeatureStore | None
+    keeps: bool
+    feature_ids: Sequence[str]
+    skipped: Skipped
+    prefetch: int
+    held_batches: int
+    token_bytes: int  # of a token in a store, its text included
+
+    def uses(self, rank: int = 0, ranks: int = 1) -> Iterator[PlannedBatch]:
+        """Yield the batches that a rank still trains on, in order."""
+
+    def largest(self, count: int) -> int:
+        """Return the tokens of the `count` largest batches together."""
+
+    def batch_of(self, planned: PlannedBatch) -> tuple[CaptureBatch, tuple[Any, ...]]:
+        """Return a planned batch, all rows of it, and their loss masks."""
+
+    def open_refs(
+        self, planned: PlannedBatch, refs: Sequence[SampleRef], on_close: Callable[[int], None]
+    ) -> Loaded:
+        """Open a batch's refs; `on_close` is told its position once its tensors are closed."""
+
+    def ref_error(self, batch: CaptureBatch, refs: Sequence[SampleRef]) -> Exception | None:
+        """Say what is wrong with published refs: BadRows where rows are to blame."""
+
+
+class BatchSource(Protocol):
+    """How batches reach the ranks of a run where other processes capture."""
+
+    def open_store(self, needed: Needed, run_id: str) -> tuple[Bound, FeatureStore]:
+        """Open the store of `store: auto`; it is the same at every start of a run."""
+
+    def open(self, needed: Needed) -> AbstractContextManager[Batches]:
+        """Begin to have batches captured; entered on every rank together."""
+
+
+class Batches(Protocol):
+    """A rank's batches. Only rank 0's are told how the run goes on."""
+
+    def __iter__(self) -> Iterator[Loaded | None]:
+        """Yield batches in the plan's order, and None while one is waited for."""
+
+    def finished(self, position: int) -> None:
+        """Hear that all before this position are trained on by all ranks."""
+
+    def status(self) -> str:
+        """Return what a progress line says of capture."""
+
+    def end(self, state: Literal["finished", "failed"]) -> None:
+        """Hear how the run ended."""
+
+
+class RunEnded(UsageError):  # noqa: N818  how the work of a process that captures normally ends
+    """The run is over, as its trainer said, or was asked to stop: there is nothing left to capture.
+
+    `state` is `finished`, `interrupted`, or `failed` for a run that may be resumed.
+    """
+
+    def __init__(self, message: str, state: str) -> None:
+        super().__init__(message)
+        self.state = state
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+class EvaluationReport(Protocol):
+    """What an evaluation of one draft found."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return names and values for people."""
+
+    def write(self, folder: Path) -> None:
+        """Write the report, with what shows it, into a folder."""
+
+
+class Evaluation(Protocol):
+    """Measures drafts: each one alone by the verb `eval`, and in training beside the held-out loss."""
+
+    def evaluate(self, draft: OpenDraft, built: Draft, step: int) -> EvaluationReport:
+        """Measure a draft, which is moved to the target's device. Raises UsageError without prompts."""
+
+    def compare(self, reports: Mapping[str, Any], folder: Path) -> Iterable[str]:
+        """Return lines that compare the reports of several drafts by label, and show them in a folder."""
+
+    def in_training(self, draft: OpenDraft) -> Callable[[Draft], dict[str, float]]:
+        """Return what measures a draft in training; raises UsageError for what cannot work, at once.
+
+        Weights may be updated in place between two calls.
+        """

@@ -1,1 +1,0 @@
-"""Acceptance measured by real speculative decoding (`decode`), and its report (`report`)."""

@@ -1,0 +1,322 @@
+"""A rendered dataset: token ids and loss masks in one flat file that is mapped, not loaded.
+
+A folder holds `rows.bin` (a `TOKEN` for each token, row after row) and, written last and sealed,
+`dataset.json`: the digest of `rows.bin`, lengths, ids and summary of the rows, and the report with
+every row left out, and why. One process builds at a time, under a lock that dies with it; the others
+wait and find what it built, which is reused while its key (content of the source, tokenizer and
+template, options) is the same and both files are as they were written. The date that a template was
+given is kept and given again, so that tomorrow's rows are today's. A row's id is a digest of its content,
+its images' too, compared whenever it is read; rows are rendered anew when a file of an image has changed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftcore.contracts.algorithm import DataSummary
+from draftcore.contracts.capture import Image, RowError
+from draftcore.contracts.target import ImageProcessor
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.files import digest, read_sealed, sync, write_sealed
+from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR, BadRow, Rendered
+from draftcore_data.options import DataOptions, Sources
+from draftcore_data.parallel import render_all, report_progress
+from draftcore_data.rendering import FORMAT, Renderer
+from draftcore_data.sources import Find, named, open_lines, open_source, read_conversations
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+TOKEN = np.dtype([("id", "<i4"), ("learned", "?")])
+CACHED_ROWS = 256  # that were checked: a row's tokens are asked for shortly before its mask is
+
+
+@dataclass
+class DataReport:
+    """What became of each row that was read: how many are kept, and all that are left out."""
+
+    source: str
+    kept: int = 0
+    truncated: int = 0
+    skipped: list[BadRow] = field(default_factory=list)
+    overlong: list[int] = field(default_factory=list)  # lengths of the rows above the longest
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def text(self) -> str:
+        """Return a few lines for people, with the most frequent reason first."""
+        rows = self.kept + len(self.skipped)
+        lines = [f"{self.source}: {self.kept:,} of {rows:,} rows kept"]
+        if self.truncated:
+            lines.append(f"  {self.truncated:,} cut at the longest length")
+        lines += [f"  {note.format(count)}" for note, count in self.notes.items()]
+        for reason, count in Counter(bad.reason for bad in self.skipped).most_common():
+            places = [bad.where for bad in self.skipped if bad.reason == reason]
+            named = ", ".join(places[:3]) + (", ..." if count > 3 else "")
+            lines.append(f"  {count:,} left out: {reason} ({named})")
+        return "\n".join(lines)
+
+    def require_rows(self) -> None:
+        """Raise UsageError if no row was kept."""
+        if self.kept:
+            return
+        first = "".join(f"  {bad}\n" for bad in self.skipped[:3])
+        raise UsageError(
+            f"no row of {self.source} can be used\n{self.text()}\nthe first ones:\n{first}"
+            "  name a file with conversations, or correct its rows or the options that leave them out;\n"
+            "  where no answer is found: its role is 'assistant' or 'gpt', and the chat template writes\n"
+            "  it, inside its {% generation %} markers if it has those"
+        )
+
+
+class Dataset:
+    """Rendered rows on disk. Made by `build_dataset`; arrays are copies, so they may be changed.
+
+    Raises ValueError for a file that was altered since, OSError for one that is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        meta, self.file = read_sealed(folder / "dataset.json"), folder / "rows.bin"
+        if digest(self.file) != meta["rows"]:
+            raise ValueError("the digest of rows.bin is not what it says")
+        self.feature_ids: tuple[str, ...] = tuple(meta["feature_ids"])
+        self.lengths: NDArray[np.int64] = np.array(meta["lengths"], dtype=np.int64)
+        self.summary = DataSummary.from_json(meta["summary"])
+        self.key, self.fingerprint = meta["key"], self.summary.fingerprint
+        report, skipped = meta["report"], [BadRow(*bad) for bad in meta["report"]["skipped"]]
+        self.report = DataReport(
+            **{**report, "skipped": skipped, "notes": Counter(report["notes"])}
+        )
+        self.all_images = {
+            int(row): tuple(Image(*fields) for fields in images) for row, images in meta["images"]
+        }
+        self.images_key = str(meta["images_key"])
+        self._tokens = np.memmap(self.file, TOKEN, "r", shape=(self.summary.tokens,))
+        self._ends = np.cumsum(self.lengths)
+        self._row = functools.lru_cache(maxsize=CACHED_ROWS)(self._read_row)
+
+    def tokens(self, row: int) -> NDArray[np.int64]:
+        """A row's token ids, [T]."""
+        return self._row(row)["id"].astype(np.int64)
+
+    def loss_mask(self, row: int) -> NDArray[np.bool_]:
+        """True where the assistant produced the token, [T]."""
+        return self._row(row)["learned"].astype(np.bool_)
+
+    def images(self, row: int) -> tuple[Image, ...]:
+        """A row's images, in their order."""
+        return self.all_images.get(row, ())
+
+    def _read_row(self, row: int) -> NDArray[Any]:
+        """Copy a row out of the file, and raise DraftcoreError if it is not what was written there."""
+        end = int(self._ends[row])
+        tokens = np.array(self._tokens[end - int(self.lengths[row]) : end])
+        content = _content(tokens, self.images(row))
+        if _feature_id(self.fingerprint, row, content) != self.feature_ids[row]:
+            raise DraftcoreError(
+                f"row {row} in {self.file} was altered while it was in use\n"
+                "  start the same command again: the file is rendered anew"
+            )
+        return tokens
+
+
+def build_dataset(
+    sources: Sources,
+    tokenizer: PreTrainedTokenizerFast,
+    options: DataOptions,
+    folder: Path,
+    *,
+    find: Find = open_lines,
+    date: str = "",
+    processor: ImageProcessor | None = None,
+) -> Dataset:
+    """Render sources into `folder`, or reuse what is there if nothing it depends on changed.
+
+    A template that asks for the date gets `date`; without one, that of the rows which are there.
+    `processor` is for rows with images, which are left out without it.
+    Raises `UsageError` for a source that cannot be read, a tokenizer that cannot render, a row that
+    a `refuse` policy meets (naming file, line and reason), and when no row is left.
+    """
+    source = open_source(sources, find)
+    folder.mkdir(parents=True, exist_ok=True)
+    marker, rows, partial = (folder / name for name in ("dataset.json", "rows.bin", "rows.partial"))
+    with open(folder / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        renderer = Renderer(tokenizer, options, date or date_of(folder), processor)
+        settings = options.model_dump_json(exclude={"train", "eval", "chat_template"})
+        parts = (str(FORMAT), source.key(), renderer.identity, settings, repr(processor))
+        key = _hash("\0".join(parts).encode()).hex()
+        try:
+            old = Dataset(folder)
+            images = images_key(old.all_images, old.report, processor)
+            if (old.key, old.summary.date, old.images_key) == (key, renderer.date, images):
+                return old
+        except (ValueError, KeyError, OSError) as error:
+            if marker.exists():
+                logger.warning("%s is not what was written there: %s; rendered anew", marker, error)
+        report = DataReport(named(sources))
+        rendered = render_all(renderer, itertools.islice(source.rows(), options.limit))
+        samples = _write(partial, _keep(report_progress(rendered), options, report), renderer)
+        report.require_rows()
+        meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
+        meta["images_key"] = images_key(dict(samples["images"]), report, processor)
+        marker.unlink(missing_ok=True)
+        partial.replace(rows)
+        write_sealed(marker, meta)
+        return Dataset(folder)
+
+
+def date_of(folder: Path) -> str:
+    """The date that the template got for the rows in a folder; '' if it asked for none."""
+    try:
+        return str(read_sealed(folder / "dataset.json")["summary"]["date"])
+    except (ValueError, KeyError, OSError):
+        return ""
+
+
+def _keep(
+    rows: Iterable[Rendered | BadRow], options: DataOptions, report: DataReport
+) -> Iterator[Rendered]:
+    """Apply the policies: keep a row, cut it, leave it out, or raise `UsageError`.
+
+    A row with images is not cut: the place of one may be at the cut.
+    """
+    longest = options.max_length
+    for row in rows:
+        report.notes.update(getattr(row, "notes", {}))
+        policy, remedy = options.bad_rows, "correct it, or leave such rows out: data.bad_rows=skip"
+        if isinstance(row, Rendered):
+            where, length, answered = row.where, len(row.token_ids), row.loss_mask.any()
+            overlong = answered and length > longest
+            if overlong:
+                report.overlong.append(length)
+            if overlong and (row.images or options.overlong != "truncate"):
+                policy = "refuse" if options.overlong == "refuse" else "skip"
+                remedy = "raise data.max_length, or set data.overlong=truncate or skip"
+                row = BadRow(where, f"longer than {longest} tokens", f"{length} tokens")
+            elif row.loss_mask[:longest].any():
+                report.kept += 1
+                report.truncated += length > longest
+                ids, mask = row.token_ids[:longest], row.loss_mask[:longest]
+                yield Rendered(where, ids, mask, images=row.images)
+                continue
+            else:
+                among = f" in the first {longest}" if answered else ""
+                row = BadRow(where, f"no token of an assistant{among}")
+        if policy == "refuse":
+            raise UsageError(f"{row}\n  {remedy}")
+        report.skipped.append(row)
+
+
+def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str, Any]:
+    """Write the rows' tokens, and return what `Dataset` reads of them."""
+    lengths: list[int] = []
+    hashes: list[bytes] = []
+    images: list[tuple[int, tuple[Image, ...]]] = []
+    counts: Counter[int] = Counter()
+    with open(file, "wb") as output:
+        for row in rows:
+            tokens = np.empty(len(row.token_ids), TOKEN)
+            tokens["id"], tokens["learned"] = row.token_ids, row.loss_mask
+            output.write(tokens.tobytes())
+            if row.images:
+                images.append((len(lengths), row.images))
+            lengths.append(len(tokens))
+            hashes.append(_content(tokens, row.images))
+            counts.update(row.token_ids[row.loss_mask].tolist())
+    sync(file)
+    fingerprint = _hash(*hashes).hex()
+    ids = [_feature_id(fingerprint, row, content) for row, content in enumerate(hashes)]
+    summary = {
+        "fingerprint": fingerprint,
+        "samples": len(lengths),
+        "tokens": sum(lengths),
+        "loss_tokens": counts.total(),
+        "max_length": max(lengths, default=0),
+        "token_counts": sorted(counts.items()),
+        "chat_template": renderer.template_hash,
+        "date": renderer.date,
+    }
+    return {"feature_ids": ids, "lengths": lengths, "summary": summary, "images": images}
+
+
+def _content(tokens: NDArray[Any], images: Iterable[Image]) -> bytes:
+    """Return the digest of a row: of its tokens, and of what its images are."""
+    columns = (tokens["id"].tobytes(), tokens["learned"].tobytes())
+    digests = (image.digest.encode() for image in images)
+    return _hash(len(tokens).to_bytes(8, "little"), *columns, *digests)
+
+
+def images_key(
+    images: Mapping[int, Iterable[Image]], report: DataReport, processor: ImageProcessor | None
+) -> str:
+    """Key of the image files and of the processor's settings; rows are rendered again when it changes.
+
+    An image that could not be read counts too: it may be there now.
+    """
+    uris = {image.uri for row in images.values() for image in row}
+    uris |= {bad.detail for bad in report.skipped if bad.reason == IMAGE_UNREAD}
+    unloaded = any(bad.reason.startswith(NO_PROCESSOR) for bad in report.skipped)
+    if processor is None or not (uris or unloaded):
+        return ""
+    times = [os.stat(uri).st_mtime_ns if os.path.exists(uri) else 0 for uri in sorted(uris)]
+    return _hash(repr((times, processor.identity())).encode()).hex()
+
+
+def _feature_id(fingerprint: str, row: int, content: bytes) -> str:
+    return _hash(fingerprint.encode(), row.to_bytes(8, "little"), content, size=12).hex()
+
+
+def _hash(*parts: bytes, size: int = 16) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=size).digest()
+
+
+def read_prompts(
+    sources: Sources,
+    tokenizer: PreTrainedTokenizerFast,
+    limit: int | None,
+    options: DataOptions,
+    *,
+    find: Find = open_lines,
+    date: str = "",
+    report: DataReport | None = None,
+) -> list[list[int]]:
+    """Read what at most `limit` conversations ask of the model in their last assistant turn.
+
+    A prompt over `max_length` tokens is left out, never cut: a cut one asks something else. What is
+    left out is printed on stderr, and is in `report`. Raises `UsageError` as `build_dataset` does, and
+    when no prompt is left.
+    """
+    longest, report = options.max_length, report or DataReport(named(sources))
+    renderer, prompts = Renderer(tokenizer, options, date), list[list[int]]()
+    for row in read_conversations(sources, limit, find):
+        try:
+            if isinstance(row, BadRow):
+                raise RowError(row.reason, row.detail)
+            prompt = renderer.prompt_ids(row)
+            if len(prompt) > longest:
+                reason = f"the prompt is longer than {longest} tokens"
+                raise RowError(reason, f"{len(prompt)} tokens")
+            prompts.append(prompt)
+        except RowError as error:
+            report.skipped.append(BadRow(row.where, *error.args))
+    report.kept = len(prompts)
+    report.require_rows()
+    if report.skipped:
+        print(report.text(), file=sys.stderr)
+    return prompts

@@ -1,0 +1,70 @@
+"""The rows of a run that conversations are: to train on, held out, and to ask from."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from typing import Any, Literal, cast
+
+from draftcore.contracts.run import OpenRun, Prompts
+from draftcore.errors import UsageError
+from draftcore_data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
+from draftcore_data.options import DataOptions, Sources
+from draftcore_data.source import Source
+from draftcore_data.sources import named, open_source
+
+
+class Conversations:
+    """Conversations, rendered with the target's chat template and kept in the run's folder."""
+
+    def __init__(self, run: OpenRun, options: DataOptions) -> None:
+        self.run, self.options, self.longest = run, options, options.max_length
+        self.folder = run.folder / "data"
+        self.train = named(options.train) if options.train is not None else None
+        self.eval = named(options.eval) if options.eval is not None else None
+
+    def find(self, uri: str) -> Source:
+        """Open the data at a URI by the plugin that offers its scheme."""
+        name = uri.partition(":")[0]
+        return cast(Source, self.run.bind("source", name).hook.source(name=name, uri=uri))
+
+    def sources(self, part: Literal["train", "eval"]) -> Sources:
+        """Return what the run names as its data. Raises UsageError for nothing."""
+        sources = self.options.train if part == "train" else self.options.eval
+        if sources is None:
+            held_out = "held-out " * (part == "eval")
+            raise UsageError(
+                f"data.{part} is not set\n  set it to {held_out}conversations in JSONL"
+            )
+        return sources
+
+    def samples(self, part: Literal["train", "eval"], date: str = "", limit: int = 0) -> Dataset:
+        """Render rows with the chat template, which is told `date`; printed is what was left out."""
+        given: Any = limit or (self.options.limit if part == "train" else None)
+        dataset = build_dataset(
+            self.sources(part),
+            self.run.target.load_tokenizer(),
+            self.options.model_copy(update={"limit": given}),
+            self.folder / part,
+            find=self.find,
+            date=date,
+            processor=self.run.target.images,
+        )
+        if (dataset.report.skipped or dataset.report.notes) and not self.run.ranks.rank:
+            print(dataset.report.text(), file=sys.stderr)
+        return dataset
+
+    def prompts(self, limit: int = 0) -> Prompts:
+        """Read the eval prompts, which are told the date of the training data."""
+        sources = self.sources("eval")
+        date = date_of(self.folder / "train") or date_of(self.folder / "eval")
+        report = DataReport(named(sources))
+        read = functools.partial(read_prompts, find=self.find, date=date, report=report)
+        prompts = read(sources, self.run.target.load_tokenizer(), limit or None, self.options)
+        about = {
+            "data": named(sources),
+            "data_digest": open_source(sources, self.find).key(),
+            "left_out": dict(Counter(bad.reason for bad in report.skipped)),
+        }
+        return Prompts(prompts, about)

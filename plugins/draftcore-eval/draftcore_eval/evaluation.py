@@ -1,0 +1,112 @@
+"""The evaluation `decoding`: what a draft saves, by decoding prompts with it for real."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from importlib_metadata import version
+
+from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.run import OpenDraft, OpenRun
+from draftcore.contracts.runner import DecodeRunner, Runner, RunnerContext
+from draftcore.errors import UsageError
+from draftcore.progress import Progress
+from draftcore_eval.decode import evaluate_prompts
+from draftcore_eval.options import EvalOptions
+from draftcore_eval.report import Report, comparison, plot
+
+DEFAULT_RUNNER = "eager"
+
+
+def open_runner(run: OpenRun, options: EvalOptions) -> Runner:
+    """Open who runs target and draft in decoding. Raises UsageError where it is not here."""
+    config, choice = run.config, run.config.runner.decode
+    context = RunnerContext(
+        phase="decode",
+        rows=options.batch,
+        longest=run.data.longest + options.max_new_tokens,
+        temperature=options.temperature,
+        capture=config.capture.name,
+        bind=run.bind,
+        offered=run.offered,
+    )
+    name, given, plugin = DEFAULT_RUNNER, {}, ""
+    if choice is not None:
+        name, given, plugin = choice.name, choice.options, choice.plugin
+    try:
+        bound = run.bind("runner", name, given, plugin)
+    except UsageError as error:
+        raise UsageError(f"runner.decode: {error}") from None
+    runner: Runner = bound.hook.runner(name=name, context=context, options=bound.options)
+    return runner
+
+
+class Decoding:
+    """Decodes held-out prompts with a draft, and compares greedy output with the target's own."""
+
+    def __init__(self, run: OpenRun, options: EvalOptions) -> None:
+        self.run, self.options, self.runner = run, options, open_runner(run, options)
+        self.runner.check(run.target)
+
+    def decoder(self, draft: OpenDraft, built: Draft) -> DecodeRunner:
+        """Return what decodes with the draft, whose weights may be updated in place meanwhile."""
+        return self.runner.decode(self.run.target.load_model(), draft.drafter(built), built.module)
+
+    def evaluate(self, draft: OpenDraft, built: Draft, step: int) -> Report:
+        """Decode the eval prompts with a draft, for real. Raises UsageError without such prompts."""
+        run, options = self.run, self.options
+        prompts = run.data.prompts(options.prompts or 0)
+        device = run.target.load_model().device
+        built.module.to(device).eval()
+        ids = prompts.token_ids
+        with Progress(len(ids), verb="decoding", every=options.batch) as progress:
+            report = evaluate_prompts(self.decoder(draft, built), ids, options, progress.show)
+        about = {
+            "draft": draft.label,
+            "algorithm": draft.algorithm.offer.name,
+            "step": step,
+            "target": run.target.path,
+            "target_fingerprint": run.target.fingerprint(),
+            **prompts.about,
+            "eval": options.model_dump(mode="json"),
+            "device": str(device),
+            "dtype": str(run.target.dtype).removeprefix("torch."),
+            "plugins": run.manifest([draft]),
+            "versions": {name: version(name) for name in ("draftcore", "torch", "transformers")},
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        report = dataclasses.replace(report, about=about)
+        more = draft.more_metrics(built, report.to_json())
+        report = dataclasses.replace(report, more=more)
+        run.observers.evaluated(step=step, report=report.to_json(), draft=draft.label)
+        return report
+
+    def compare(self, reports: Mapping[str, Report], folder: Path) -> Sequence[str]:
+        """Return a table of several drafts by label, and plot them in a folder."""
+        plot(reports, file := folder / "comparison.png")
+        return [*comparison(reports), f"{'plot of all':28}  {file}"]
+
+    def in_training(self, draft: OpenDraft) -> Callable[[Draft], dict[str, float]]:
+        """Return what decodes `train.eval_prompts` with a draft in training, for its acceptance length.
+
+        What decodes is kept from one evaluation to the next: weights are updated in place, so graphs
+        that were captured once serve all of them.
+        """
+        if self.run.target.devices > 1:
+            raise UsageError(
+                "a target that several devices share cannot decode: set train.eval_prompts=0"
+            )
+        prompts = functools.cache(lambda: self.run.data.prompts(draft.config.train.eval_prompts))
+        kept: list[tuple[Draft, DecodeRunner]] = []
+
+        def measure(built: Draft) -> dict[str, float]:
+            if not kept or kept[0][0] is not built:
+                kept[:] = [(built, self.decoder(draft, built))]
+            decoded = evaluate_prompts(kept[0][1], prompts().token_ids, self.options)
+            return {"acceptance_length": decoded.acceptance_length}
+
+        return measure

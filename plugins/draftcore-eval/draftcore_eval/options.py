@@ -1,0 +1,18 @@
+"""What the section `eval` of a run takes where drafts are measured by decoding."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EvalOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    prompts: int | None = Field(
+        None, ge=1, le=10**9, description="decode this many eval prompts at most"
+    )
+    batch: int = Field(32, ge=1, le=10**9, description="prompts decoded together")
+    max_new_tokens: int = Field(128, ge=2, le=10**7)
+    temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy, and then checked")
+    seed: int = Field(0, ge=0, lt=2**32)
+    tie_bound: float | None = Field(None, gt=0, le=1e9, description="top-2 logit gap that is a tie")

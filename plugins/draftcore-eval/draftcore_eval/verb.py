@@ -1,0 +1,77 @@
+"""The verb `eval`, and the function that does its work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from draftcore import open_draft, open_run
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+def evaluate(
+    config: str | Path, *overrides: str, draft: str | None = None, checkpoint: Path | None = None,
+    exported: Path | None = None, out: Path | None = None,
+    registry: Any = None, say: Callable[[str], object] = print,
+) -> list[Any]:  # fmt: skip
+    """Measure each draft of a run, or one, by the evaluation that `eval.name` selects; returns reports.
+
+    They are written, with plots, below the run's folder, or into `out`. The newest checkpoint is
+    evaluated if neither a `checkpoint` nor an `exported` draft is named. Raises DraftcoreError where
+    greedy output is not the target's own.
+    """
+    with open_run(config, overrides, registry) as run:
+        evaluation, reports = run.evaluation(), dict[str, Any]()
+        for draft_run in run.chosen(draft, checkpoint=checkpoint, export=exported, out=out):
+            built, step = open_draft(draft_run, checkpoint, exported)
+            report = reports[draft_run.label] = evaluation.evaluate(draft_run, built, step)
+            folder = out or draft_run.folder / "eval"
+            # Said first, as decoding took minutes and the disk may be full.
+            named = [("draft", draft_run.label)] if draft_run.label else []
+            for name, value in [*named, *report.lines()]:
+                say(f"{name:28}  {value}")
+            report.write(folder)
+            say(f"{'report and plot':28}  {folder}")
+        if len(reports) > 1:
+            for line in ["", *evaluation.compare(reports, run.folder)]:
+                say(line)
+        for phase, runner in (
+            ("prefill", run.prefill),
+            ("decode", getattr(evaluation, "runner", None)),
+        ):
+            for line in runner.report() if runner is not None else ():
+                say(f"{f'runner.{phase}':28}  {line}")
+        return list(reports.values())
+
+
+@click.command(name="eval", epilog="For example: draftcore eval run.yaml eval.prompts=50")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--draft", help="One of the run's `drafts`; all if not given.")
+@click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
+@click.option("--export", "exported", type=FOLDER, help="Evaluate an exported draft instead.")
+@click.option(
+    "--out", type=FOLDER, help="Folder of report and plot; RUN[/DRAFT]/eval if not given."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the report as JSON; by draft if several."
+)
+@click.pass_obj
+def verb(
+    registry: Any, config: Path, overrides: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
+    """Decode the eval prompts for real, and measure acceptance.
+
+    Greedy output is compared with the target's own generate, token by token; a difference is an
+    error, not a statistic.
+    """
+    say = (lambda line: None) if as_json else click.echo
+    reports = evaluate(config, *overrides, registry=registry, say=say, **options)
+    if as_json:
+        data = {report.about["draft"]: report.to_json() for report in reports}
+        click.echo(json.dumps(data.get("", data), indent=1))

@@ -1,0 +1,1 @@
+"""Targets by transformers, and the capture that runs them in this process."""
