@@ -17,7 +17,8 @@ import click
 from draftcore import listing
 from draftcore.errors import DraftcoreError, ExitStatus
 from draftcore.plugins import catalog
-from draftcore.plugins.dists import BUILT_IN, Plugin
+from draftcore.plugins.catalog import BUILT_IN
+from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, load
 
 FILE = click.Path(path_type=Path)

@@ -78,13 +78,18 @@ def parse_options(text: str, query: str, known: Collection[str]) -> dict[str, st
     return options
 
 
+def holds_secret(text: str) -> bool:
+    """Say whether a URI holds `user:password@`, or an option that sounds like one of them."""
+    return SECRET.search(text) is not None
+
+
 def require_no_secret(key: str, uri: str) -> None:
     """Raise ValueError for a URI that holds `user:password@`, or an option that sounds like one of them.
 
     URIs are shown in messages, and stored in checkpoints and logs; what is refused here is shown too, so
     it is not repeated.
     """
-    if SECRET.search(uri) is not None:
+    if holds_secret(uri):
         problem = "its URI holds a user name or a password, and URIs are shown and stored"
         remedy = "set it in the environment: the plugin's README names the variable"
         raise ValueError(f"{key}: {problem}\n    {remedy}")

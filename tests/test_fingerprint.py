@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore_hf.target import TransformersTarget, file_digest
 from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file, save_file
-
-from draftcore_hf.target import TransformersTarget, file_digest
 
 
 def fingerprint(folder: Path) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from draftcore_disagg.local import Child, Processes, devices
 from draftcore_sdk.launchers import LauncherSuite
 
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore_disagg.local import Child, Processes, devices
 
 Make = Callable[..., Child]
 TOOLS = """

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_hf.target import TransformersModel, TransformersTarget
 
 
 def opened(folder: Path) -> TransformersModel:
@@ -55,7 +55,9 @@ def test_the_largest_logits_are_the_models_own(
     """Of equal ones, which are many in bfloat16, the lower id comes first, however many are asked."""
     target = TransformersModel(TransformersTarget(str(target_folder), dtype=dtype, device="cpu"))
     tokens_BT = torch.randint(0, 256, (2, 10), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr("draftcore_hf.target.LOGITS_AT_A_TIME", 20 // slices * target.spec.vocab_size)
+    monkeypatch.setattr(
+        "draftcore_hf.target.LOGITS_AT_A_TIME", 20 // slices * target.spec.vocab_size
+    )
     own_BTV = target.model(input_ids=tokens_BT).logits.float()
     right_BTV = own_BTV.sort(descending=True, stable=True)
     for k in (1, 7, target.spec.vocab_size):

@@ -22,7 +22,6 @@ from types import MappingProxyType, ModuleType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import pluggy
-from draftcore_data.source import Source
 
 from draftcore import contracts, hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
@@ -84,12 +83,6 @@ def bind(
     if missing := missing_hooks(offer, bound.hook):
         raise UsageError(f"{where} lacks {', '.join(missing)}\n  draftcore hooks {missing[0]}")
     return Binding(owner, offer, cast(Specs, bound.hook), checked)
-
-
-def find_source(registry: Registry, uri: str) -> Source:
-    """Open training data by the plugin that offers the scheme of its URI."""
-    name = uri.partition(":")[0]
-    return bind(registry, "source", name).hook.source(name=name, uri=uri)
 
 
 def observers(registry: Registry, extras: Sequence[str] = ()) -> Specs:

@@ -25,7 +25,8 @@ from importlib_metadata import EntryPoint
 from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import UsageError, nearest, one_line, raised
 from draftcore.plugins import catalog, dists
-from draftcore.plugins.dists import BUILT_IN, Plugin
+from draftcore.plugins.catalog import BUILT_IN
+from draftcore.plugins.dists import Plugin
 from draftcore.plugins.specs import NEEDED, bring, hooks, manager, trial
 
 DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg`
@@ -66,16 +67,16 @@ class Registry:
 
     def bring(self, kind: Kind = "") -> None:
         """Load the hooks that installed dists bring, all or those of one kind, by their owners alone."""
-        owner = catalog.owners("kind")
+        owner_of = catalog.owners("kind")
         for plugin in self.installed:
             for name, module in plugin.kinds.items():
-                if kind not in ("", name) or owner.get(name, plugin.dist) != plugin.dist:
+                if kind not in ("", name) or owner_of.get(name, plugin.dist) != plugin.dist:
                     continue
                 try:
                     bring(module)
+                except KeyboardInterrupt:
+                    raise
                 except BaseException as error:  # the plugin's own code may raise anything, or exit
-                    if isinstance(error, KeyboardInterrupt):
-                        raise
                     plugin.problem, plugin.state = one_line(raised(error), 999), "broken"
                     plugin.fix = one_line(dists.remedy(error, plugin))
 
@@ -94,21 +95,21 @@ class Registry:
                 return owner
             offers = ", ".join(map(str, owner.offers)) or "nothing"
             raise UsageError(f"{owner} offers no {kind} {name!r}\n  it offers: {offers}")
-        owner = catalog.owners(kind).get(name)
+        ours = catalog.owners(kind).get(name)
         stages: tuple[Callable[[Plugin], bool], ...] = (
             lambda p: p.loose,
             lambda p: p.name == name,
             lambda p: True,
         )
-        if owner is not None:
-            stages = (lambda p: p.dist == owner,)
+        if ours is not None:
+            stages = (lambda p: p.dist == ours,)
         for stage in stages:
             if usable := [p for p in self.judged(stage) if not p.problem and p.offer(kind, name)]:
                 break
         if len(usable) == 1:
             return usable[0]
         bad = [p for p in self.judged(stage) if p.problem]
-        bad = [p for p in bad if p.offer(kind, name) or {name, owner} & {p.name, p.dist}]
+        bad = [p for p in bad if p.offer(kind, name) or {name, ours} & {p.name, p.dist}]
         raise self._refusal(kind, name, usable or bad, sorted(self.offered(kind)))
 
     def named(self, name: str) -> Plugin:

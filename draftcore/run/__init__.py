@@ -20,7 +20,14 @@ from draftcore.config import RunConfig, TargetConfig
 from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.run import Evaluation, PlannedBatch, RunSamples, Samples
+from draftcore.contracts.run import (
+    Evaluation,
+    OpenDraft,
+    OpenRun,
+    PlannedBatch,
+    RunSamples,
+    Samples,
+)
 from draftcore.contracts.runner import Runner, RunnerContext
 from draftcore.contracts.store import FeatureStore
 from draftcore.contracts.target import ImageProcessor, TargetSpec
@@ -105,19 +112,24 @@ class Run:
         )
 
     @property
+    def open(self) -> OpenRun:
+        """This run as plugins see it."""
+        return cast(OpenRun, self)
+
+    @property
     def data(self) -> RunSamples:
         """The rows of the run; opened when they are first asked for."""
         if self._data is None:
             section = self.config.data
             bound = self.bind("samples", section.name, section.options, section.plugin)
-            self._data = bound.hook.samples(name=section.name, run=self, options=bound.options)
+            self._data = bound.hook.samples(name=section.name, run=self.open, options=bound.options)
         return self._data
 
     def evaluation(self) -> Evaluation:
         """Open what measures drafts."""
         section = self.config.eval
         bound = self.bind("evaluation", section.name, section.options, section.plugin)
-        return bound.hook.evaluation(name=section.name, run=self, options=bound.options)
+        return bound.hook.evaluation(name=section.name, run=self.open, options=bound.options)
 
     def _open_images(self) -> ImageProcessor:
         """Open what reads images, or what refuses rows with images and says why."""
@@ -129,7 +141,8 @@ class Run:
             processor = self.bind("images", "processor").hook
         except UsageError as error:
             return NoImages(str(error))
-        return cast(Any, processor).image_processor(name="processor", target=self.target)
+        hooks = cast(Any, processor)
+        return cast(ImageProcessor, hooks.image_processor(name="processor", target=self.target))
 
     def _open_prefill(self) -> Runner | None:
         """Open who runs the target in capture, if the run names one."""
@@ -231,7 +244,7 @@ class Run:
                 failed.pop_all()
         return checked
 
-    def manifest(self, drafts: Iterable[DraftRun], *shared: Binding) -> list[dict[str, str]]:
+    def manifest(self, drafts: Iterable[DraftRun], *shared: Any) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""
         plugins = [bound.plugin for bound in (*(draft.algorithm for draft in drafts), *shared)]
         plugins += self.registry.extras(self.config.plugins)
@@ -266,6 +279,11 @@ class DraftRun:
         self.options = self.algorithm.options
         for value in filter(lambda value: isinstance(value, str), self.choice.options.values()):
             require_exported(Path(value))  # that the draft starts from
+
+    @property
+    def open(self) -> OpenDraft:
+        """This draft as plugins see it."""
+        return cast(OpenDraft, self)
 
     def checkpoint(self, folder: Path | None = None) -> Checkpoint | None:
         """Open the checkpoint in a folder, or the draft's newest, if any.
@@ -313,5 +331,6 @@ class DraftRun:
 
     def more_metrics(self, draft: Draft, report: Mapping[str, Any]) -> dict[str, float]:
         """Return what the algorithm and the plugins of the run add to a report."""
-        answers = self.algorithm.hook.eval_metrics(draft=draft, report=report, options=self.options)
+        hook: Any = self.algorithm.hook
+        answers = hook.eval_metrics(draft=draft, report=report, options=self.options)
         return {name: float(value) for more in answers for name, value in more.items()}

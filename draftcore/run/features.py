@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.offers import Bound
 from draftcore.contracts.run import Samples
 from draftcore.contracts.store import DurableStore, FeatureStore
 from draftcore.data.plan import Plan
 from draftcore.data.samples import StoredSamples
 from draftcore.errors import UsageError
 from draftcore.features.provenance import differences
-from draftcore.plugins.binding import Binding
 from draftcore.run import Role, Run
 
 
@@ -32,7 +32,7 @@ class Features:
 
     request: FeatureRequest
     provenance: str
-    binding: Binding | None = None
+    binding: Bound | None = None
     store: FeatureStore | None = None
     keeps: bool = False
     manifest: dict[str, Any] | None = None

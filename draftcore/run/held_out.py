@@ -59,7 +59,7 @@ def open_held_out(run: Run, features: Features, date: str) -> Callable[..., Held
     device = run.ranks.device(train.device)
 
     def of_draft(setup: DraftSetup, draft: DraftRun) -> HeldOut:
-        more = evaluation.in_training(draft) if evaluation is not None else lambda built: {}
+        more = evaluation.in_training(draft.open) if evaluation is not None else lambda built: {}
         return HeldOut(samples, device, setup, draft, more)
 
     return of_draft

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel
@@ -22,7 +22,7 @@ from draftcore.contracts.algorithm import DataSummary, Stop
 from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.launcher import LOCK
 from draftcore.contracts.offers import FREE
-from draftcore.contracts.run import Batches, BatchSource, Loaded, PlannedBatch, Samples
+from draftcore.contracts.run import Batches, BatchSource, Loaded, Needed, PlannedBatch, Samples
 from draftcore.contracts.store import FeatureStore, SampleRef
 from draftcore.data.plan import Plan
 from draftcore.data.samples import batch_of
@@ -43,7 +43,6 @@ from draftcore.training.checkpoint import Checkpoint
 from draftcore.training.loop import Trainer
 from draftcore.training.loop import train as train_loop
 from draftcore.uris import format_size
-
 
 TEXT_BYTES = 9  # of a token in a store, beside its features
 
@@ -234,18 +233,18 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
     source: BatchSource | None = None
     if role != "both" and not features.complete:
         bound = run.bind("batches", name := catalog.default("batches"))
-        source = bound.hook.batches(name=name, run=run)
+        source = bound.hook.batches(name=name, run=run.open)
     prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
     held_batches = (prefetch + 1) * ranks.size
     parts = TrainerParts(
         features, samples, plan, skipped, run.width, device, source, prefetch, held_batches
     )
     if source is not None and features.store is None:
-        features.binding, features.store = source.open_store(parts, run_id)
+        features.binding, features.store = source.open_store(cast(Needed, parts), run_id)
     with ranks.raise_on_all():
-        for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
-            if checkpoint is not None:
-                require_same_run(checkpoint, draft, features, plan)
+        for draft, last in zip(run.drafts, checkpoints, strict=True):
+            if last is not None:
+                require_same_run(last, draft, features, plan)
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
@@ -351,7 +350,7 @@ def open_batches(
 ) -> Iterator[tuple[Iterable[Loaded | None], Batches | None]]:
     """Open this rank's batches, and return them twice where other processes capture them."""
     if parts.source is not None:
-        with parts.source.open(parts) as batches:
+        with parts.source.open(cast(Needed, parts)) as batches:
             yield batches, batches
         return
     features, plan, skipped = parts.features, parts.plan, parts.skipped

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from draftcore_data.conversations import BadRow, Conversation, is_learned, parse_row
 from draftcore_data.sources import read_conversations
+
 from draftcore.errors import UsageError
 
 Jsonl = Callable[..., str]

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draftcore_data import parallel
+from draftcore_data.dataset import Dataset, build_dataset, read_prompts
+from draftcore_data.rendering import Renderer
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from draftcore.config import DataConfig
 from draftcore.contracts.algorithm import DataSummary
-from draftcore_data import parallel
-from draftcore_data.dataset import Dataset, build_dataset, read_prompts
-from draftcore_data.rendering import Renderer
 from draftcore.errors import DraftcoreError, UsageError
 
 Jsonl = Callable[..., str]

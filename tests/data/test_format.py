@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_data.conversations import Conversation, Rendered, parse_row
+from draftcore_data.rendering import FORMAT, Renderer
 from draftcore_sdk.targets import byte_tokenizer
 
 from draftcore.config import DataConfig
-from draftcore_data.conversations import Conversation, Rendered, parse_row
-from draftcore_data.rendering import FORMAT, Renderer
 from tests.data import test_rendering as one_text
 from tests.data import test_served as served
 

@@ -11,12 +11,12 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+from draftcore_data.conversations import BadRow, Conversation, Rendered
+from draftcore_data.rendering import Renderer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftcore.config import DataConfig
-from draftcore_data.conversations import BadRow, Conversation, Rendered
-from draftcore_data.rendering import Renderer
 from draftcore.errors import UsageError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_data.conversations import BadRow, Rendered, parse_row
+from draftcore_data.rendering import CALLS_LOST, REASONING_LOST, SPLIT, Renderer
 from transformers import PreTrainedTokenizerFast
 
 from draftcore.config import DataConfig
-from draftcore_data.conversations import BadRow, Rendered, parse_row
-from draftcore_data.rendering import CALLS_LOST, REASONING_LOST, SPLIT, Renderer
 from draftcore.errors import UsageError
 from tests.data.conftest import CHATML
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_data.sources import named, open_lines, open_source
 
 from draftcore.config import DataConfig, SourceConfig
-from draftcore_data.sources import named, open_lines, open_source
 
 
 def lines(*numbers: int) -> bytes:

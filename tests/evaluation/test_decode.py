@@ -11,14 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftcore_sdk.targets import tiny_target
-from torch import Tensor
-
-from draftcore.config import EvalConfig
-from draftcore.contracts.algorithm import Proposal
-from draftcore.contracts.capture import FeatureRequest
-from draftcore.errors import DraftcoreError, UsageError
-from draftcore.evaluation import decode
 from draftcore_eval.decode import (
     EagerRunner,
     evaluate_prompts,
@@ -28,6 +20,14 @@ from draftcore_eval.decode import (
 from draftcore_eval.proposals import verify
 from draftcore_eval.report import Decoded, Report
 from draftcore_hf.target import TransformersModel, TransformersTarget
+from draftcore_sdk.targets import tiny_target
+from torch import Tensor
+
+from draftcore.config import EvalConfig
+from draftcore.contracts.algorithm import Proposal
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore.evaluation import decode
 
 State = dict[str, Tensor]
 

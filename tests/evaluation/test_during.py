@@ -11,6 +11,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from draftcore.training.held_out import Probe, held_out_samples
+from draftcore_data.dataset import Dataset, read_prompts
 from draftcore_sdk.targets import byte_tokenizer, conversations
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -27,10 +29,8 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest, Image
-from draftcore_data.dataset import Dataset, read_prompts
 from draftcore.errors import UsageError
 from draftcore.evaluation import during
-from draftcore.training.held_out import Probe, held_out_samples
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import register
 from draftcore.training.loop import DraftSetup

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_eval.decode import EagerRunner, evaluate_prompts, speculate
+from draftcore_eval.proposals import lineage, verify, verify_tree
 from draftcore_graphs.recording import RecordingBackend
+from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.targets import tiny_target
 from torch import Tensor
 
@@ -22,9 +25,6 @@ from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import ShapeKey
 from draftcore.errors import DraftcoreError
-from draftcore_eval.decode import EagerRunner, evaluate_prompts, speculate
-from draftcore_eval.proposals import lineage, verify, verify_tree
-from draftcore_hf.target import TransformersModel, TransformersTarget
 
 PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
 K, DEPTH, NEW = 9, 4, 24

@@ -36,15 +36,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftcore import hookimpl
-from draftcore_disagg.channel import to_bytes
 from draftcore_disagg import tcp
+from draftcore_disagg.channel import to_bytes
+
+from draftcore import hookimpl
 
 if TYPE_CHECKING:
+    from draftcore_disagg.channel import Client, Json
     from torch import Tensor
 
     from draftcore.contracts.capture import CaptureBatch, CapturedBatch
-    from draftcore_disagg.channel import Client, Json
     from draftcore.contracts.store import Handle, SampleRef, StoreItem
     from draftcore.contracts.target import TargetSpec
 

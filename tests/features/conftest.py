@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from draftcore.contracts.capture import CaptureBatch
 from draftcore_disagg.channel import Json, Task
 from draftcore_disagg.queue import Queue, QueueService
+
+from draftcore.contracts.capture import CaptureBatch
 
 SOON = 60.0  # seconds in which what must happen does, however slow the machine
 LENGTH = 3

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore_file.store import FileStore
 from draftcore_sdk.stores import StoreSuite, numbered
 from draftcore_sdk.suite import child_environment
 from safetensors.torch import load_file
 
 from draftcore.contracts.store import StoreError, StoreItem
 from draftcore.errors import UsageError
-from draftcore_file.store import FileStore
 
 
 class TestFileStore(StoreSuite):

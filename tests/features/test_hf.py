@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import ALL, CaptureSuite, OpenCapture, capture_target
 from draftcore_sdk.targets import tiny_target
 
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore_hf.capture import LocalCapture
-from draftcore_hf.target import TransformersTarget
 
 
 class TestLocalCapture(CaptureSuite):

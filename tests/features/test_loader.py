@@ -13,6 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draftcore.features.storing import fill, put_batch
+from draftcore_disagg.channel import Json, RunEnded
+from draftcore_disagg.producer import produce
+from draftcore_disagg.queue import Queue, RemoteQueue
+from draftcore_disagg.queued import queued, tasks_of
+from draftcore_file.store import FileStore
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 from draftcore_shm.store import ShmStore
 from numpy.typing import NDArray
 from torch import Tensor
@@ -26,7 +34,7 @@ from draftcore.contracts.capture import (
     FeatureRequest,
     Image,
 )
-from draftcore_disagg.channel import Json, RunEnded
+from draftcore.contracts.run import PlannedBatch
 from draftcore.contracts.store import (
     FeatureStore,
     Handle,
@@ -35,20 +43,12 @@ from draftcore.contracts.store import (
     StoreError,
     StoreItem,
 )
-from draftcore.contracts.run import PlannedBatch
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 from draftcore.features.checks import ref_error
-from draftcore_hf.capture import LocalCapture
 from draftcore.features.loader import Captured, Loaded, Loader, stored
-from draftcore_disagg.producer import produce
-from draftcore_disagg.queue import Queue, RemoteQueue
-from draftcore_disagg.queued import queued, tasks_of
-from draftcore_file.store import FileStore
-from draftcore.features.storing import fill, put_batch
 from draftcore.run.features import TEXT_BYTES
-from draftcore_hf.target import TransformersTarget
 from tests.features.conftest import SOON, Loopback
 
 NAMES, WIDTH, ORIGIN = ("hidden.1",), 2, "as always"

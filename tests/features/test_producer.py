@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore.features.storing import put_batch
+from draftcore_disagg import producer as module
+from draftcore_disagg.channel import Json, Task
+from draftcore_disagg.producer import produce
+from draftcore_disagg.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
+from draftcore_file.store import FileStore
 
 from draftcore.contracts.capture import CaptureBatch, CapturedBatch
-from draftcore_disagg.channel import Json, Task
 from draftcore.contracts.store import (
     FeatureStore,
     SampleRef,
@@ -23,12 +28,7 @@ from draftcore.contracts.store import (
 )
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_disagg import producer as module
 from draftcore.features.checks import CheckedCapture
-from draftcore_disagg.producer import produce
-from draftcore_disagg.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
-from draftcore_file.store import FileStore
-from draftcore.features.storing import put_batch
 from tests.features.conftest import LENGTH, SOON, Loopback, task
 
 

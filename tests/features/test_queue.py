@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from draftcore_disagg import queue as module
+from draftcore_disagg.channel import Json, RunEnded, Task
+from draftcore_disagg.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, Image
-from draftcore_disagg.channel import Json, RunEnded, Task
 from draftcore.contracts.store import SampleRef, StoreAway, StoreFull
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore_disagg import queue as module
-from draftcore_disagg.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
 from tests.features.conftest import LENGTH, SOON, Loopback, task
 
 

@@ -15,13 +15,13 @@ from functools import partial
 from itertools import count
 
 import pytest
+from draftcore_disagg.channel import RunEnded, Task
+from draftcore_disagg.queue import Queue
 
 from draftcore.contracts.capture import BadRows, CaptureBatch
-from draftcore_disagg.channel import RunEnded, Task
 from draftcore.contracts.store import SampleRef, StoreError, StoreFull
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from draftcore_disagg.queue import Queue
 
 SEEDS = 400
 Key = tuple[str, str]

@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-
-from draftcore_disagg.channel import ChannelAway, Json, RunEnded
-from draftcore.errors import DraftcoreError, UsageError
 from draftcore_disagg import tcp
+from draftcore_disagg.channel import ChannelAway, Json, RunEnded
 from draftcore_disagg.tcp import MAX_MESSAGE, TcpChannel, TcpClient, authenticated, shut_down
+
+from draftcore.errors import DraftcoreError, UsageError
 from tests.features.conftest import SOON
 
 SECRET = b"the run's secret"

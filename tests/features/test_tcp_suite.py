@@ -1,8 +1,7 @@
 """The built-in channel `tcp` passes the suite of all channels."""
 
-from draftcore_sdk.channels import ChannelSuite
-
 from draftcore_disagg.tcp import TcpChannel
+from draftcore_sdk.channels import ChannelSuite
 
 
 class TestTcp(ChannelSuite):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from draftcore_disagg.tcp import TcpChannel
+
 from draftcore.files import digest
 from tests.together.conftest import make_project
 

@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
+from draftcore_disagg.tcp import TcpChannel
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import batch
 from draftcore_sglang.client import Server
 from draftcore_sglang.options import ServerOptions
@@ -27,9 +30,6 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.store import SampleRef
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, ExitStatus
-from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
-from draftcore_disagg.tcp import TcpChannel
-from draftcore_hf.target import TransformersTarget
 from draftcore.training.ranks import join
 from tests.conftest import Figures
 from tests.features.conftest import SOON, task

@@ -28,6 +28,7 @@ from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.loss import Rows
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.exports import ROPES, change, config_of
 from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file, save_file
@@ -40,7 +41,6 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId
 from draftcore.contracts.target import TargetSpec
-from draftcore_hf.target import TransformersTarget
 
 STEPS, LENGTHS = 3, (23, 14)
 LIMIT, HALF_LIMIT = 1e-5, 0.03

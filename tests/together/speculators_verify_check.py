@@ -27,6 +27,7 @@ import torch
 from click.testing import CliRunner
 from draftcore_dflash.algorithm import DFlash
 from draftcore_eagle3.algorithm import Eagle3
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.exports import change, config_of
 from draftcore_sdk.targets import tiny_target
 from draftcore_tools.served import Host, Round, ServedDraft
@@ -38,7 +39,6 @@ from torch import Tensor
 
 from draftcore.cli import main
 from draftcore.contracts.target import TargetSpec
-from draftcore_hf.target import TransformersTarget
 
 LIMIT, HALF_LIMIT = 1e-5, 6e-3  # of weights in fp32, and rounded to bf16
 BF16 = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}

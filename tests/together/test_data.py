@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from draftcore_data.dataset import read_prompts
+
 from tests.data.conftest import CHATML
 
 if TYPE_CHECKING:

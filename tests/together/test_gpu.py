@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.targets import tiny_target
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore_hf.target import TransformersTarget
 from tests.together.conftest import OPTIONS
 
 if TYPE_CHECKING:

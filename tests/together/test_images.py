@@ -11,18 +11,18 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from draftcore_data.conversations import BadRow
+from draftcore_data.dataset import Dataset, build_dataset
 from draftcore_data.images import OwnProcessor
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.images import PAD, WRITTEN, picture, seeing_target
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from draftcore.config import DataConfig
 from draftcore.contracts.capture import BadRows, FeatureRequest
-from draftcore_data.conversations import BadRow
-from draftcore_data.dataset import Dataset, build_dataset
 from draftcore.contracts.run import PlannedBatch
 from draftcore.data.samples import batch_of
-from draftcore_hf.capture import LocalCapture
-from draftcore_hf.target import TransformersTarget
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from draftcore_eval.decode import EagerRows, EagerRunner
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Proposal
-from draftcore_eval.decode import EagerRows, EagerRunner
 from tests.forks import ENVIRONMENT
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from typing import Any
 
 import httpx2
 
+from draftcore.contracts.capture import RowError
 from draftcore.errors import DraftcoreError, UsageError, one_line, raised
 from draftcore.uris import holds_secret
-from draftcore_data.conversations import Message, RowError
+from draftcore_data.conversations import Message
 from draftcore_data.conversing import Answer, as_asked, tool_as_asked
 
 KEY = "DRAFTCORE_API_KEY"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from draftcore.contracts.capture import Image
-from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR, RowError
+from draftcore.contracts.capture import Image, RowError
+from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
+from draftcore.contracts.capture import RowError
 from draftcore.contracts.target import TargetModel
-from draftcore_data.conversations import Conversation, Message, RowError
+from draftcore_data.conversations import Conversation, Message
 from draftcore_data.conversing import Answer, Talk, converse
 from draftcore_data.rendering import Renderer
 

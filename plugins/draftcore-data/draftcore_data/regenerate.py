@@ -21,18 +21,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from draftcore import bind, load_config
+from draftcore.contracts.capture import RowError
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore.files import hold, write_atomic
 from draftcore.progress import Progress
-from draftcore_data.conversations import (
-    BadRow,
-    Conversation,
-    Message,
-    Rendered,
-    Row,
-    RowError,
-)
+from draftcore_data.conversations import BadRow, Conversation, Message, Rendered, Row
 from draftcore_data.conversing import Answer, converse
 from draftcore_data.endpoints import Endpoints
 from draftcore_data.options import DataOptions, Sources

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from draftcore_data.sources import open_source
 from draftcore_sdk.sources import SourceSuite
 
-from draftcore_data.sources import open_source
 from draftcore.errors import UsageError
 from draftcore.plugins.binding import find_source
 from draftcore.plugins.registry import load

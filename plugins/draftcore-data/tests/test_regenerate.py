@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from talking import Json, Server, chat, echo, rows_of, write_rows
-
 from draftcore_data.conversations import Conversation
 from draftcore_data.sources import read_conversations
+from talking import Json, Server, chat, echo, rows_of, write_rows
 
 Cli = Callable[..., Result]
 Serve = Callable[..., Server]

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from draftcore_sdk.serving import Serving
-from talking import chat, rows_of, write_rows
-
 from draftcore_data.conversations import Conversation
 from draftcore_data.rendering import Renderer
 from draftcore_hf.target import TransformersTarget
+from draftcore_sdk.serving import Serving
+from talking import chat, rows_of, write_rows
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)

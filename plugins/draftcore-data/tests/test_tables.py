@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_data.conversations import Conversation
+from draftcore_data.sources import open_source, read_conversations
 from draftcore_sdk.images import ImageSuite
 from draftcore_sdk.sources import SourceSuite
 
-from draftcore_data.conversations import Conversation
-from draftcore_data.sources import open_source, read_conversations
 from draftcore.errors import UsageError
 from draftcore.plugins.binding import find_source
 from draftcore.plugins.registry import load

@@ -12,13 +12,13 @@ from draftcore_eagle3.config import captured_layers, from_target
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_eagle3.vocabulary import select_tokens
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.algorithm_fixtures import MakeTarget
 from draftcore_sdk.exports import change
 
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore_hf.target import TransformersTarget
 
 SEEN = DataSummary("", 1, 6, 6, 6, {5: 3, 40: 2, 7: 1})
 

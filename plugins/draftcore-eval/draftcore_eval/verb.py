@@ -61,9 +61,9 @@ def evaluate(
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the report as JSON; by draft if several."
 )
-@click.pass_obj
+@click.pass_context
 def verb(
-    registry: Any, config: Path, overrides: tuple[str, ...], as_json: bool, **options: Any
+    ctx: click.Context, /, config: Path, overrides: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
     """Decode the eval prompts for real, and measure acceptance.
 
@@ -71,7 +71,7 @@ def verb(
     error, not a statistic.
     """
     say = (lambda line: None) if as_json else click.echo
-    reports = evaluate(config, *overrides, registry=registry, say=say, **options)
+    reports = evaluate(config, *overrides, registry=ctx.obj, say=say, **options)
     if as_json:
         data = {report.about["draft"]: report.to_json() for report in reports}
         click.echo(json.dumps(data.get("", data), indent=1))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from draftcore_graphs.backend import SegmentBackend
+from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.runners import RepeatingDrafter
 from draftcore_sdk.targets import tiny_target
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.target import TargetModel
-from draftcore_hf.target import TransformersModel, TransformersTarget
 
 PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from draftcore_eval.decode import right_padded
 from draftcore_graphs.backend import SegmentBackend
 from draftcore_sdk.graph_plugins import GraphPluginSuite
 from draftcore_sdk.graphs import GraphBackendSuite
@@ -18,7 +19,6 @@ from draftcore_sdk.runners import RunnerSuite
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetModel
-from draftcore_eval.decode import right_padded
 
 PLUGIN = "draftcore_graphs.plugin"
 

@@ -20,6 +20,7 @@ from draftcore_graphs.piecewise import PiecewiseBackend
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.resolve import Phase
 from draftcore_graphs.tbo import Halves, TwoBatchOverlap
+from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.graphs import GraphBackendSuite
 from draftcore_sdk.replays import largest_gap
 from draftcore_sdk.runners import RepeatingDrafter
@@ -30,7 +31,6 @@ from torch.profiler import ProfilerActivity, profile
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
 from draftcore.errors import DraftcoreError
-from draftcore_hf.target import TransformersModel, TransformersTarget
 
 pytestmark = pytest.mark.gpu
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_eval.decode import EagerRunner, right_padded, speculate
+from draftcore_eval.proposals import verify
+from draftcore_eval.report import Decoded
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
@@ -19,9 +22,6 @@ from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.runner import Batch, GraphPlugin, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError
-from draftcore_eval.decode import EagerRunner, right_padded, speculate
-from draftcore_eval.proposals import verify
-from draftcore_eval.report import Decoded
 
 CONFIG = EvalConfig(max_new_tokens=24, batch=4)
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_eval.decode import right_padded
 from draftcore_graphs.backend import SegmentBackend
 from draftcore_graphs.divided import DividedRow
 from draftcore_graphs.prefill import PrefillGraphRunner, static_features
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
+from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.replays import largest_gap
 from torch import Tensor
 
@@ -20,8 +22,6 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_eval.decode import right_padded
-from draftcore_hf.target import TransformersModel, TransformersTarget
 
 REQUEST = FeatureRequest((1, 4), True, "float32", topk=3, embeddings=True)
 ROUNDING = 2e-6  # fp32, another padded shape: 1.2e-6 seen at numbers of about 3 (2026-11)

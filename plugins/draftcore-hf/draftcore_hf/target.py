@@ -23,7 +23,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, cast
@@ -73,8 +73,9 @@ class TransformersTarget:
     ) -> None:  # fmt: skip
         self.path, self.revision, self.device = path, revision, device
         self.devices, self.images = tensor_parallel, cast(ImageProcessor | None, None)
-        # Several devices add up in another order than one does.
-        self.settings = {"target.tensor_parallel": tensor_parallel} if tensor_parallel > 1 else {}
+        shared = tensor_parallel > 1  # by devices, which add up in another order than one does
+        settings = {"target.tensor_parallel": tensor_parallel} if shared else {}
+        self.settings: Mapping[str, Any] = settings
         # Never None, with which transformers asks standard input.
         self.source = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.prefill_with = prefill_with

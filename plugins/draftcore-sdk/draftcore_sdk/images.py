@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
-from draftcore_data.conversations import IMAGE_UNREAD, RowError
+from draftcore_data.conversations import IMAGE_UNREAD
 from draftcore_hf.target import TransformersTarget
 
-from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.capture import FeatureRequest, RowError
 from draftcore.contracts.target import ImageProcessor
 from draftcore_sdk.suite import Suite, opened
 from draftcore_sdk.targets import byte_tokenizer, tiny_target

@@ -29,7 +29,8 @@ from pydantic import BaseModel, ValidationError
 from draftcore.cli import main
 from draftcore.contracts.offers import Offer
 from draftcore.plugins.binding import bind
-from draftcore.plugins.dists import BUILT_IN, Plugin
+from draftcore.plugins.catalog import BUILT_IN
+from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, load, register
 from draftcore_sdk.suite import Suite, child_environment, registry_of
 

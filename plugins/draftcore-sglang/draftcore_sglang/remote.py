@@ -31,11 +31,16 @@ from urllib.parse import unquote
 from urllib.request import urlopen
 
 import torch
-from draftcore_data.conversations import RowError
 from draftcore_disagg.channel import RunEnded
 from torch import Tensor
 
-from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
+from draftcore.contracts.capture import (
+    BadRows,
+    CaptureBatch,
+    CapturedBatch,
+    FeatureRequest,
+    RowError,
+)
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreFull
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError, one_line

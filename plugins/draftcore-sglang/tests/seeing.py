@@ -7,11 +7,11 @@ from typing import Any
 
 import PIL.Image
 from draftcore_data.images import OwnProcessor
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.images import PAD, SEEN, picture
 from draftcore_sdk.targets import byte_tokenizer, tiny_target
 
 from draftcore.contracts.capture import CaptureBatch, FeatureRequest
-from draftcore_hf.target import TransformersTarget
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
 REQUEST = FeatureRequest((0, 2, 5), True, "float32")

@@ -18,6 +18,8 @@ from urllib.request import urlopen
 
 import PIL.Image
 import pytest
+from draftcore_disagg.channel import RunEnded
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import batch
 from draftcore_sdk.images import picture
 from draftcore_sdk.targets import tiny_target
@@ -27,11 +29,9 @@ from draftcore_sglang.remote import ServerCapture
 from draftcore_sglang.wire import FIELD, VERSION, digest
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, FeatureRequest, Image
-from draftcore_disagg.channel import RunEnded
 from draftcore.contracts.store import SampleRef
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_hf.target import TransformersTarget
 from draftcore.training.loop import stop_on_signal
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import batch, features_of, of_the_process
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang import internals, selftest
@@ -15,7 +16,6 @@ from draftcore_sglang.options import SglangOptions
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_hf.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from capturing import write_run
 from click.testing import CliRunner
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.images import picture
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.options import SglangOptions
@@ -18,8 +20,6 @@ from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen
 from draftcore.cli import main
 from draftcore.contracts.capture import BadRows, CaptureBatch
 from draftcore.errors import UsageError
-from draftcore_hf.capture import LocalCapture
-from draftcore_hf.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 

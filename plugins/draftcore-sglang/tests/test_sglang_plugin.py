@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.capture import SglangCapture
@@ -17,7 +18,6 @@ from packaging.requirements import Requirement
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
 from draftcore.features.provenance import choices
-from draftcore_hf.target import TransformersTarget
 
 ROOT = Path(__file__).parents[3]
 REQUEST = FeatureRequest((0,), True, "float32")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from capturing import answer
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import batch, features_of
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.capture import SglangCapture
@@ -20,8 +22,6 @@ from draftcore_sglang.ranks import Ranks
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError
-from draftcore_hf.capture import LocalCapture
-from draftcore_hf.target import TransformersTarget
 
 LAYERS = 4
 REQUEST = FeatureRequest(tuple(range(LAYERS)), True, "float32")

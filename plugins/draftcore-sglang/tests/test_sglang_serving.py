@@ -21,13 +21,13 @@ from sglang_on_cpu import flags
 
 pytest.importorskip("sglang")
 
+from draftcore_data.dataset import read_prompts
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.serving import Serving
 from draftcore_sglang.ranks import free_port
 
 from draftcore.cli import main
 from draftcore.config import DataConfig
-from draftcore_data.dataset import read_prompts
-from draftcore_hf.target import TransformersTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 

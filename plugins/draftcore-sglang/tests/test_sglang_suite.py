@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import CaptureSuite, capture_target
 from draftcore_sdk.suite import opened
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore_hf.target import TransformersTarget
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 

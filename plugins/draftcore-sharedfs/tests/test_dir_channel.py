@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from draftcore_disagg.channel import Client, Json
 from draftcore_sdk.channels import ChannelSuite
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sharedfs import channel as module
 from draftcore_sharedfs.channel import DirChannel, Lines
 
-from draftcore_disagg.channel import Client, Json
 from draftcore.errors import UsageError
 
 SECRET = b"what both ends know"

@@ -9,7 +9,7 @@ from draftcore_data.images import OwnProcessor
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
-from draftcore_data.conversations import RowError
+from draftcore.contracts.capture import RowError
 
 class Reader(OwnProcessor):
     def __reduce__(self):

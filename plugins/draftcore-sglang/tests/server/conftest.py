@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import ALL, capture_target
 from draftcore_sdk.serving import Serving
 from draftcore_sglang.options import ServerOptions
@@ -19,7 +20,6 @@ from draftcore_shm.store import ShmStore
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
-from draftcore_hf.target import TransformersTarget
 
 StartServer = Callable[..., Serving]
 OpenCapture = Callable[..., ServerCapture]

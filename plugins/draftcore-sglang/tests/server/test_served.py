@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from capturing import require_features
+from draftcore.features.storing import put_batch
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import ALL, ROWS, Reference, batch, features_of
 from draftcore_sdk.serving import Serving
 from draftcore_sdk.targets import tiny_target
@@ -23,8 +25,6 @@ from draftcore_shm.store import ShmStore
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.store import SampleRef, StoreFull, StoreItem
 from draftcore.errors import UsageError
-from draftcore.features.storing import put_batch
-from draftcore_hf.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 LONG = [list(range(3, 103)), [7] * 41, list(range(50, 83))]

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore.features.storing import put_batch
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.serving import Serving
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
@@ -16,9 +19,6 @@ from draftcore_shm.store import ShmStore
 from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen
 
 from draftcore.errors import UsageError
-from draftcore_hf.capture import LocalCapture
-from draftcore.features.storing import put_batch
-from draftcore_hf.target import TransformersTarget
 
 pytestmark = pytest.mark.sglang
 
