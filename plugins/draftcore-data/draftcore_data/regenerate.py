@@ -270,7 +270,8 @@ class Questions:
         options = bind(registry, "samples", data.name, data.options, (), data.plugin).options
         if not isinstance(options, DataOptions):
             raise UsageError(
-                f"data.name={data.name} reads no conversations that could be answered anew"
+                f"data.name={data.name} reads no conversations that could be answered anew\n"
+                "  give a run of conversations: leave data.name out"
             )
         if options.train is None:
             raise UsageError("data.train is not set\n  set it to conversations in JSONL")
