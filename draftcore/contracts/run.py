@@ -138,6 +138,15 @@ class Ranks:
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up a tensor on the device over all ranks, in place."""
 
+    def shard(
+        self, hook: Any, draft: Draft, options: Any, evaluated: bool,
+        trained_tensors: Callable[[Draft, int], Mapping[str, Tensor]],
+    ) -> Any:  # fmt: skip
+        """Shard a draft over several ranks; return what computes its `loss`, and its `whole` for rank 0.
+
+        `trained_tensors` puts shards together. Raises DraftcoreError for weights that cannot be sharded.
+        """
+
     def device(self, name: str) -> torch.device:
         """Return this rank's device, of those that a name stands for."""
         from draftcore.tensors import resolve_device
