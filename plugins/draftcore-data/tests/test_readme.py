@@ -6,15 +6,23 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from click.testing import Result
+from draftcore_data.options import DataOptions
 from talking import Server, chat, write_rows
+
+from draftcore import open_run
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples" / "quickstart"
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```console\n\$ draftcore (.*?)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+(RUN,) = re.findall(r"^```yaml\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+TABLE = re.findall(r"^\| `(\w+)` \| (.+?) \| ", README, re.MULTILINE)
+WORDS: dict[str, Any] = {"none": None, "all": None, "the target's": None}
 FRESH = '```python\ndef fresh():\n    """Return a new list."""\n    return []\n```'
 
 
@@ -50,3 +58,18 @@ def test_the_commands_of_the_data_page_work_one_after_the_other(
     for command in commands:
         shown = cli(*command.replace("http://localhost:8000", serve().url).split()).stdout
     assert "⟦answer 1 to" in shown, "what was made is what is learned"
+
+
+def test_the_readmes_run_names_its_rows_and_its_table_the_options_that_there_are() -> None:
+    Path("readme.yaml").write_text(RUN)
+    with open_run("readme.yaml", (f"target.path={QUICKSTART / 'target'}",)) as run:
+        assert (run.data.train, run.data.eval) == (
+            "chats.jsonl, hf:org/name?split=train", "held-out.jsonl",
+        )  # fmt: skip
+        assert run.data.longest == 4096
+        assert not run.folder.exists(), "rows are read when they are asked for"
+    fields = DataOptions.model_fields
+    assert [name for name, _ in TABLE] == list(fields)
+    for name, default in TABLE:
+        said = WORDS[default] if default in WORDS else yaml.safe_load(default)
+        assert (said or None) == (fields[name].default or None)
