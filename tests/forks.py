@@ -36,9 +36,12 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        "draftcore_eval.evaluation",
-        "draftcore_disagg.produce",
         "draftcore.run.train",
+        "draftcore_data.rows",
+        "draftcore_disagg.produce",
+        "draftcore_eval.evaluation",
+        "draftcore_file.store",
+        "draftcore_hf.capture",
         "pytest",
         "torch.distributed.fsdp",
         "transformers.models.qwen3.modeling_qwen3",

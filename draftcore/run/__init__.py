@@ -93,6 +93,9 @@ class Run:
             "plugin": named.plugin,
         }
         self.config = config.model_copy(update={"target": TargetConfig(**settled)})
+        for what, section in (("samples", config.data), ("evaluation", config.eval)):
+            if section.options:  # a mistake in them is named now, and not when they are first needed
+                self.bind(what, section.name, section.options, section.plugin)
         self.target = target or kind.hook.target(name=named.name, options=kind.options)
         if self.target.devices > 1 and "tensor-parallel" not in self.capture.capabilities:
             raise UsageError(

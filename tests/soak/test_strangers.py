@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_disagg.channel import Task
 from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
 from draftcore_disagg.tcp import TcpChannel
 from draftcore_hf.target import TransformersTarget
@@ -32,10 +33,10 @@ from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, ExitStatus
 from draftcore.training.ranks import join
 from tests.conftest import Figures
-from tests.features.conftest import SOON, task
 from tests.ranks import listening, start_rank
 
 REQUEST = FeatureRequest((0,), True, "float32")
+SOON = 60.0  # seconds in which what must happen does, however slow the machine
 
 
 def pester(dice: random.Random, host: str, port: int, held: ExitStack) -> None:
@@ -60,7 +61,11 @@ def pester(dice: random.Random, host: str, port: int, held: ExitStack) -> None:
 def test_strangers_at_the_queues_port_keep_no_producer_out_and_change_no_batch(
     cases: int, figures: Figures
 ) -> None:
-    dice, tasks = random.Random(cases), [task(at) for at in range(cases)]
+    dice, tasks = random.Random(cases), []
+    for at in range(cases):
+        rows = [2 * at, 2 * at + 1]
+        made = batch(members=[[row] * 3 for row in rows], rows=rows, index=at)
+        tasks.append(Task(at, made, ([True, False, True],) * 2, 10))
     queue = Queue(
         {"store": "shm:x"}, ahead=cases, limit=None, skipped=Skipped({}, rows=9, share=1.0),
         free=lambda refs: None, ref_error=lambda task, refs: None,
