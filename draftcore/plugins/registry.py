@@ -287,6 +287,8 @@ def _check_code(plugin: Plugin, registry: Registry) -> None:
     named = {
         opts["specname"] or name for name, opts in zip(dir(instance), marked, strict=True) if opts
     }
+    for kind in plugin.kinds:
+        registry.bring(kind)
     if named - hooks().keys():
         registry.bring()
     try:

@@ -1,6 +1,6 @@
 """Features made with other settings are never mixed: a store, a run and a producer say which differ.
 
-The capture is a loose plugin around the built-in one, with an option that changes features and one
+The capture is a loose plugin around `hf`, with an option that changes features and one
 that does not.
 """
 
@@ -114,12 +114,12 @@ def test_a_producer_with_another_option_is_refused(
     scaled: Project, plugin: Path, tmp_path: Path
 ) -> None:
     """It ends with what differs, and the trainer, who needs one, is told."""
-    loose = [sys.executable, "-m", "draftcore", "--plugin", str(plugin), "train", str(scaled.yaml)]
+    loose = [sys.executable, "-m", "draftcore", "--plugin", str(plugin)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*loose, "--role", "trainer"], **pipes) as trainer:
-        role = ["--role", "producer"]
-        other = subprocess.run([*loose, *role, "capture.options.scale=3"], **pipes, timeout=300)
-        alike = subprocess.run([*loose, *role, "capture.options.patience=9"], **pipes, timeout=300)
+    with subprocess.Popen([*loose, "train", str(scaled.yaml), "--trainer"], **pipes) as trainer:
+        produce = [*loose, "produce", str(scaled.yaml)]
+        other = subprocess.run([*produce, "capture.options.scale=3"], **pipes, timeout=300)
+        alike = subprocess.run([*produce, "capture.options.patience=9"], **pipes, timeout=300)
         output, _ = trainer.communicate(timeout=300)
     assert other.returncode == 2
     differ = 'capture.options: {"scale": 3.0} here, {"scale": 2.0} for the trainer'

@@ -1,4 +1,4 @@
-"""Built-in verbs import the plugins that a run selects; what else is installed cannot disturb them."""
+"""Our own verbs import the plugins that a run selects; what else is installed cannot disturb them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_only_the_listing_imports_a_plugin_that_nobody_selected(
     assert "complete: step 1 of 1" in trained
     assert "warning" not in done.stderr.lower()
     packages = {name.partition(".")[0] for name in modules.split() if "draftcore_" in name}
-    assert packages == {"draftcore_eagle3", "draftcore_nn"}
+    sections = {"draftcore_data", "draftcore_eval", "draftcore_hf"}
+    assert packages == {"draftcore_eagle3", "draftcore_nn", "draftcore_file", *sections}
 
     for options in ([], ["--traceback"]):
         listing = run("-m", "draftcore", *options, "list-plugins")
