@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftcore_disagg.launcher import MEETING
 
-from draftcore.contracts.launcher import MEETING
 from tests.forks import CONTEXT, take_signals
 
 

@@ -80,7 +80,7 @@ class Site:
         self.module("fake_builtin", STORE.replace("NAME", "builtin"))
         self.metadata("draftcore", {"builtin": "fake_builtin"}, version=version)
 
-    def load_plugins(self, files: Sequence[Path] = (), *more: Path) -> Registry:
+    def load(self, files: Sequence[Path] = (), *more: Path) -> Registry:
         return load_plugins(files=files, path=[str(self.folder), *map(str, more)])
 
     def judged(self, name: str) -> Plugin:
