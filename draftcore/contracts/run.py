@@ -7,16 +7,18 @@ of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from draftcore.contracts.algorithm import DataSummary, Draft, Drafter, Sample
     from draftcore.contracts.capture import (
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
     from draftcore.contracts.offers import Bound
     from draftcore.contracts.runner import Runner
     from draftcore.contracts.store import FeatureStore, SampleRef
-    from draftcore.contracts.target import TargetSpec
+    from draftcore.contracts.target import ImageProcessor, TargetSpec
+
+T = TypeVar("T")
+LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it trains
 
 # ---------------------------------------------------------------- rows
 
@@ -73,6 +78,7 @@ class RunSamples(Protocol):
     longest: int
     train: str | None
     eval: str | None
+    images: ImageProcessor | None  # what reads the images of rows, or refuses them and says why
 
     def samples(self, part: Literal["train", "eval"], date: str = "", limit: int = 0) -> Samples:
         """Open the rows to train on, or held-out ones; at most `limit`, if it is not 0.
@@ -88,20 +94,61 @@ class RunSamples(Protocol):
 # ---------------------------------------------------------------- a run
 
 
-class Processes(Protocol):
-    """The ranks of a run, and this one's place among them."""
+class Ranks:
+    """The ranks of a run, and this one's place; as it stands a single one, which needs nobody.
 
-    rank: int
-    size: int
+    An error that the ranks meet together (`on_rank0`, `raise_on_all`) is raised on all of them, and they
+    may go on. One that strikes a rank alone ends the run on all.
+    """
 
-    def all_gather(self, value: Any) -> list[Any]:
+    rank, size = 0, 1
+    device_group: Any = None  # torch's process group of the devices that train
+    last_common_error: BaseException | None = None  # that all ranks raised
+
+    def all_gather(self, value: T) -> list[T]:
         """Give every rank the values of all, by rank: small data."""
+        return [value]
 
-    def raise_on_all(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def raise_on_all(self) -> Iterator[None]:
         """Raise a DraftcoreError of any rank on all, where the block ends."""
+        mine = None
+        try:
+            yield
+        except DraftcoreError as error:
+            mine = error
+        errors = self.all_gather((str(mine), mine.exit_status) if mine else None)
+        for rank, raised in enumerate(errors):
+            if raised is not None:
+                kind = UsageError if raised[1] == ExitStatus.REFUSED else DraftcoreError
+                self.last_common_error = mine if mine and rank == self.rank else kind(raised[0])
+                raise self.last_common_error
 
-    def on_rank0(self, work: Callable[[], Any]) -> Any:
+    def on_rank0(self, work: Callable[[], T]) -> T:
         """Let rank 0 do something and give its result, small data, to all."""
+        value: T | None = None
+        with self.raise_on_all():
+            if self.rank == 0:
+                value = work()
+        return cast(T, self.all_gather(value)[0])
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give a tensor of rank 0, on the CPU, to all, in place."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Add up a tensor on the device over all ranks, in place."""
+
+    def device(self, name: str) -> torch.device:
+        """Return this rank's device, of those that a name stands for."""
+        from draftcore.tensors import resolve_device
+
+        return resolve_device(name)
+
+    def close(self) -> None:
+        """Part when all ranks are here."""
+
+    def leave(self, error: BaseException) -> None:
+        """Part after an error, for the caller to raise; SystemExit where another rank failed before."""
 
 
 class OpenDraft(Protocol):
@@ -148,7 +195,7 @@ class OpenRun(Protocol):
 
     config: Any
     folder: Path
-    ranks: Processes
+    ranks: Ranks
     target: TargetSpec
     width: int  # of the target's hidden states
     capture: Bound

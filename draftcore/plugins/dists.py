@@ -168,9 +168,9 @@ def _release(version: str) -> list[int]:
     return parts + [0] * (8 - len(parts))
 
 
-def remedy(error: BaseException, plugin: Plugin) -> str:
-    """Return the command that repairs a plugin's failed import, or shows where it fails."""
-    module = plugin.module.partition(":")[0]
+def remedy(error: BaseException, plugin: Plugin, module: str) -> str:
+    """Return the command that repairs the failed import of a plugin's module, or shows where it fails."""
+    module = module.partition(":")[0]
     if module and not isinstance(error, ImportError):
         return f"python -c {shlex.quote(f'import {module}')}   # shows where it fails"
     lacking = str(getattr(error, "name", "") or module).partition(".")[0]

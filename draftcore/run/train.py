@@ -20,9 +20,16 @@ from pydantic import BaseModel
 
 from draftcore.contracts.algorithm import DataSummary, Stop
 from draftcore.contracts.capture import CaptureBatch, FeatureRequest
-from draftcore.contracts.launcher import LOCK
 from draftcore.contracts.offers import FREE
-from draftcore.contracts.run import Batches, BatchSource, Loaded, Needed, PlannedBatch, Samples
+from draftcore.contracts.run import (
+    LOCK,
+    Batches,
+    BatchSource,
+    Loaded,
+    Needed,
+    PlannedBatch,
+    Samples,
+)
 from draftcore.contracts.store import FeatureStore, SampleRef
 from draftcore.data.plan import Plan
 from draftcore.data.samples import batch_of

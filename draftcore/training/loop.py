@@ -40,7 +40,7 @@ from draftcore.contracts.algorithm import (
     Stop,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.run import PlannedBatch
+from draftcore.contracts.run import PlannedBatch, Ranks
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
@@ -51,7 +51,6 @@ from draftcore.training.compiled import MIN_STEPS_TO_COMPILE, Compiled
 from draftcore.training.gradients import Gradients
 from draftcore.training.metrics import MetricsLog, Sums, fetch, ratios, totals, weighted
 from draftcore.training.optimizer import build_optimizer, full, learning_rate, local, scale_and_clip
-from draftcore.training.ranks import Ranks
 
 MAX_WEIGHT = 1e6  # magnitude: what learns stays orders below, and a step from beyond may fail
 

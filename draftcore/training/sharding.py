@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
+from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.training.checkpoint import trained_tensors
 from draftcore.training.metrics import weighted
-from draftcore.training.ranks import Ranks
 
 
 class Sharded(nn.Module):
@@ -43,7 +43,7 @@ class Sharded(nn.Module):
         names = {parameter: name for name, parameter in weights.items()}
         frozen = {weights[name] for name in draft.frozen if name in weights}
         device = next(iter(names)).device
-        mesh = DeviceMesh.from_group(ranks.device_group, device.type)  # type: ignore[arg-type]
+        mesh = DeviceMesh.from_group(ranks.device_group, device.type)
         for part in (*map(module.get_submodule, draft.wrap_units), self):
             sharded = fully_shard(part, mesh=mesh, ignored_params=frozen)
             sharded.set_gradient_divide_factor(1.0)

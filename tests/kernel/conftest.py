@@ -10,7 +10,8 @@ from textwrap import dedent
 import pytest
 
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry, load
+from draftcore.plugins.registry import Registry, load_plugins
+from draftcore.plugins.specs import NEEDED, SPECS, trial
 
 HEADER = """\
 from draftcore import hookimpl
@@ -54,16 +55,21 @@ class Site:
         *,
         version: str = "0.1",
         requires: Sequence[str] = (),
+        kinds: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> Path:
-        """Write a dist-info folder."""
+        """Write a dist-info folder; `kinds` of offers are brought by modules of hooks."""
         info = (folder or self.folder) / f"{dist.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         lines = ["Metadata-Version: 2.1", f"Name: {dist}", f"Version: {version}"]
         lines += [f"Requires-Dist: {requirement}" for requirement in requires]
         (info / "METADATA").write_text("\n".join(lines) + "\n")
-        points = [f"{name} = {value}" for name, value in entry_points.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[draftcore]", *points]) + "\n")
+        groups = {"draftcore": entry_points, "draftcore.hooks": kinds or {}}
+        text = "".join(
+            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+            for group, points in groups.items()
+        )
+        (info / "entry_points.txt").write_text(text)
         return info
 
     def plugin(self, name: str, source: str, *, requires: Sequence[str] = ()) -> None:
@@ -81,7 +87,7 @@ class Site:
         self.metadata("draftcore", {"builtin": "fake_builtin"}, version=version)
 
     def load(self, files: Sequence[Path] = (), *more: Path) -> Registry:
-        return load(files=files, path=[str(self.folder), *map(str, more)])
+        return load_plugins(files=files, path=[str(self.folder), *map(str, more)])
 
     def judged(self, name: str) -> Plugin:
         """Load everything and return what became of one plugin."""
@@ -94,8 +100,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    before = set(sys.modules)
+    before, kinds, brought = set(sys.modules), dict(NEEDED), list(SPECS)
     yield Site(folder)
+    NEEDED.clear()
+    NEEDED.update(kinds)
+    SPECS[:] = brought
+    trial.cache_clear()
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from draftcore import hookimpl
 from draftcore.config import TrainConfig
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, Stop, TrainingDefaults
+from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.training.ranks import SINGLE_RANK, Ranks, join
+from draftcore.plugins.registry import load_plugins
+from draftcore.training.ranks import SINGLE_RANK, join
 from draftcore.training.sharding import require_shardable
 from tests.ranks import start_rank
 from tests.training.conftest import NewRun, Run
@@ -76,7 +78,7 @@ def start(tmp_path: Path) -> Start:
 def be_a_rank(work: Callable[..., Any], folder: Path, settings: dict[str, Any]) -> None:
     """Join the others, work, and say what came of it; ends the process."""
     try:
-        with join(TrainConfig(device="cpu", rank_timeout=30)) as ranks:
+        with join(TrainConfig(device="cpu", rank_timeout=30), load_plugins()) as ranks:
             said = work(ranks, folder, **settings)
             (folder / f"said.{ranks.rank}").write_text(json.dumps(said))
     except DraftcoreError as error:
@@ -271,7 +273,7 @@ def test_what_ranks_say_reaches_all_of_them(start: Start) -> None:
 
 
 def test_one_rank_says_the_same_to_itself(tmp_path: Path) -> None:
-    with join(TrainConfig(device="cpu")) as ranks:
+    with join(TrainConfig(device="cpu"), load_plugins()) as ranks:
         assert ranks is SINGLE_RANK
     assert talk(SINGLE_RANK, tmp_path) == {
         "rank 0": tmp_path.name,
@@ -285,7 +287,7 @@ def test_a_half_environment_is_refused_with_what_it_lacks(monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     lacking = "WORLD_SIZE is 2, but the environment lacks .*MASTER_PORT"
-    with pytest.raises(UsageError, match=lacking), join(TrainConfig(device="cpu")):
+    with pytest.raises(UsageError, match=lacking), join(TrainConfig(device="cpu"), load_plugins()):
         pass
 
 
