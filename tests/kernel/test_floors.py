@@ -128,6 +128,14 @@ def test_the_kernel_imports_no_torch() -> None:
             assert "torch" not in {name.partition(".")[0] for name in names}, file
 
 
+def test_a_run_imports_torch_and_nothing_heavy_beside_it() -> None:
+    code = "import sys, draftcore.run.train\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    packages = {module.partition(".")[0] for module in done.stdout.split()}
+    assert "torch" in packages
+    assert not packages & {"transformers", "tokenizers", "datasets", "matplotlib", "loky", "PIL"}
+
+
 def private_names(file: Path, reached: bool) -> set[str]:
     """Return the names with one leading underscore that a file makes, or reaches for in others."""
     names = set()
