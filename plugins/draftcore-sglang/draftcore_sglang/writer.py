@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftcore import bind, load_plugins
 from draftcore.contracts.store import (
     FeatureStore,
     SampleRef,
@@ -38,8 +39,6 @@ from draftcore.contracts.store import (
     StoreItem,
 )
 from draftcore.errors import DraftcoreError
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load_plugins
 from draftcore.tensors import all_finite
 from draftcore_sglang.wire import (
     AWAY,
