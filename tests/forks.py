@@ -49,7 +49,9 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 EXECUTE = "TESTS_EXECUTE"
-HASHES = {"PYTHONHASHSEED": "1"}  # of the server and its forks, otherwise than in the tests themselves
+HASHES = {
+    "PYTHONHASHSEED": "1"
+}  # of the server and its forks, otherwise than in the tests themselves
 ENVIRONMENT = "TESTS_ENVIRONMENT"  # the folder of the virtual environment in which a fork is to be
 FORKED = ("draftcore", "pytest")
 PATH = list(sys.path)  # as this process began, before tests made plugins importable

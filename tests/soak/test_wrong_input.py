@@ -56,7 +56,11 @@ WRONG: dict[Any, list[str]] = {
 }
 ALGORITHMS: dict[str, type[BaseModel]] = {"eagle3": Eagle3Options, "domino": DominoOptions}
 # The sections of a run that plugins read.
-SECTIONS: dict[str, type[BaseModel]] = {"target.": TargetOptions, "data.": DataOptions, "eval.": EvalOptions}
+SECTIONS: dict[str, type[BaseModel]] = {
+    "target.": TargetOptions,
+    "data.": DataOptions,
+    "eval.": EvalOptions,
+}
 STORES = (
     "file:", "file:a%00b", "file://host/a", "file:a?volatile=yes&volatile=no", "file:a?x=1", "auto",
     "file:a?max_bytes=1&max_bytes=2", f"file:a?max_bytes={LONG}", "file:a?max_bytes=-1", "FILE:a",

@@ -156,7 +156,7 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
     assert graphs.losses() == plain.losses() == eager.losses()
 
     run = Run(load_config(graphs.yaml), load_plugins())
-    evaluation = run.evaluation()
+    evaluation: Any = run.evaluation()
     monkeypatch.setattr(run, "evaluation", lambda: evaluation)
     parts = trainer_parts(run, "both")
     (trainer,) = parts.trainers
