@@ -1,4 +1,4 @@
-"""`pip install "draftcore[standard]" draftcore-eagle3` does the main job; the core alone says what it lacks."""
+"""What `draftcore[standard]` and an algorithm do; what a core alone says that it lacks."""
 
 from __future__ import annotations
 
@@ -46,18 +46,17 @@ def test_they_do_the_main_job_and_ask_for_no_other_dist(
     assert imported == {*standard, "draftcore_nn", "draftcore_eagle3"}
 
 
-def test_a_core_alone_names_the_dists_that_a_run_needs_one_after_the_other(
+def test_a_core_alone_names_what_a_run_needs_and_then_does_it(
     new_environment: NewEnvironment, new_run: NewRun
 ) -> None:
-    """Each by its line for pip; with the last of them it trains, and then evaluates and exports."""
     here = new_environment("draftcore")
     run = new_run("eagle3", layers=[1, 2, 4], draft_vocab_size=240, ttt_length=2, num_drafts=3)
-    needed = ["draftcore-hf", "draftcore-data", "draftcore-eval", "draftcore-eagle3"]
-    for dist in needed:
-        assert f"pip install {dist}" in here.refusal("train", run.yaml)
-        here.install(dist, *["draftcore-nn"][: dist == needed[-1]])
+    for line, dists in (
+        ("pip install 'draftcore[standard]'", STANDARD[1:]),
+        ("pip install draftcore-eagle3", ("draftcore-nn", "draftcore-eagle3")),
+    ):
+        assert line in here.refusal("train", run.yaml)
+        here.install(*dists)
     assert "complete: step 2 of 2" in here.draftcore("train", run.yaml)
     assert json.loads(here.draftcore("eval", run.yaml, "--json"))["lossless"] is True
     here.draftcore("export", run.yaml)
-    refused = here.refusal("train", run.yaml, "topology.producers=1", f"run={run.folder}-more")
-    assert "pip install draftcore-disagg" in refused
