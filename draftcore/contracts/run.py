@@ -138,6 +138,15 @@ class Ranks:
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up a tensor on the device over all ranks, in place."""
 
+    def shard(
+        self, hook: Any, draft: Draft, options: Any, evaluated: bool,
+        trained_tensors: Callable[[Draft, int], Mapping[str, Tensor]],
+    ) -> Any:  # fmt: skip
+        """Shard a draft over several ranks; return what computes its `loss`, and its `whole` for rank 0.
+
+        `trained_tensors` puts shards together. Raises DraftcoreError for weights that cannot be sharded.
+        """
+
     def device(self, name: str) -> torch.device:
         """Return this rank's device, of those that a name stands for."""
         from draftcore.tensors import resolve_device
@@ -275,11 +284,17 @@ class Skipped(Protocol):
     def __contains__(self, row: object) -> bool: ...
 
 
-class Needed(Protocol):
+@dataclass(frozen=True)
+class Needed:
     """What a run's batches are made of; the trainer has opened it.
 
-    `keeps` says that the store keeps what is read from it; what it holds is freed otherwise.
-    `prefetch` batches lie ready per rank, `held_batches` are held over all ranks.
+    `keeps` says that the store keeps what is read from it; what it holds is freed otherwise. A token takes
+    `token_bytes` in it, and `held_batches` are held over all ranks.
+
+    `uses` yields what a rank of so many still trains on, in order. `largest` returns the tokens of so many
+    largest batches together, `batch_of` a planned batch, all rows of it, with their loss masks. `open_refs`
+    opens a batch's refs, and tells a function its position once its tensors are closed. `ref_error` says
+    what is wrong with published refs: BadRows where rows are to blame.
     """
 
     request: FeatureRequest
@@ -288,26 +303,13 @@ class Needed(Protocol):
     keeps: bool
     feature_ids: Sequence[str]
     skipped: Skipped
-    prefetch: int
     held_batches: int
-    token_bytes: int  # of a token in a store, its text included
-
-    def uses(self, rank: int = 0, ranks: int = 1) -> Iterator[PlannedBatch]:
-        """Yield the batches that a rank still trains on, in order."""
-
-    def largest(self, count: int) -> int:
-        """Return the tokens of the `count` largest batches together."""
-
-    def batch_of(self, planned: PlannedBatch) -> tuple[CaptureBatch, tuple[Any, ...]]:
-        """Return a planned batch, all rows of it, and their loss masks."""
-
-    def open_refs(
-        self, planned: PlannedBatch, refs: Sequence[SampleRef], on_close: Callable[[int], None]
-    ) -> Loaded:
-        """Open a batch's refs; `on_close` is told its position once its tensors are closed."""
-
-    def ref_error(self, batch: CaptureBatch, refs: Sequence[SampleRef]) -> Exception | None:
-        """Say what is wrong with published refs: BadRows where rows are to blame."""
+    token_bytes: int
+    uses: Callable[[int, int], Iterator[PlannedBatch]]
+    largest: Callable[[int], int]
+    batch_of: Callable[[PlannedBatch], tuple[CaptureBatch, tuple[Any, ...]]]
+    open_refs: Callable[[PlannedBatch, Sequence[SampleRef], Callable[[int], None]], Loaded]
+    ref_error: Callable[[CaptureBatch, Sequence[SampleRef]], Exception | None]
 
 
 class BatchSource(Protocol):

@@ -316,12 +316,12 @@ class Trainer:
 
     def shard(self) -> None:
         """Shard the draft over the ranks where that is asked for."""
-        self.sharded = None
+        self.sharded: Any = None
         if self.config.shard and self.ranks.size > 1:
-            from draftcore.training.sharding import Sharded  # 1.6 s that others do not pay
-
             setup, evaluated = self.setup, self.evaluate is not None
-            self.sharded = Sharded(setup.hook, self.built, setup.options, self.ranks, evaluated)
+            self.sharded = self.ranks.shard(
+                setup.hook, self.built, setup.options, evaluated, checkpoint.trained_tensors
+            )
 
     def make_optimizer(self) -> None:
         """Make the algorithm's optimizer, or AdamW, and the gradients that it reads."""
@@ -395,7 +395,7 @@ class Trainer:
                 batch = self.setup.collate(samples, self.device)
                 with half:
                     if self.sharded:
-                        output = self.sharded.loss(batch, context, last=last)
+                        output: StepOutput = self.sharded.loss(batch, context, last=last)
                     else:
                         output = hook.forward_loss(
                             draft=draft, batch=batch, context=context, options=options
