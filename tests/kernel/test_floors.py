@@ -21,9 +21,9 @@ CORE = ROOT / "draftcore"
 # From the ground up. A module imports lower floors and its own room (module or package) only.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", ""),  # and the package itself: its two markers
-    ("uris", "files", "options", "stopping", "progress"),
+    ("uris", "files", "options", "stopping", "progress", "tensors"),
     ("contracts",),
-    ("tensors", "plugins"),
+    ("plugins",),
     ("config",),
     ("data",),
     ("training",),
