@@ -49,7 +49,7 @@ def test_a_run_its_drafts_and_what_they_open_have_all_that_plugins_are_promised(
             "eval": str(conversations(tmp_path / "eval.jsonl", ["yes it is", "no"])),
         },
         "drafts": {"one": draft, "other": draft},
-        "train": {"batch": 2, "device": "cpu"},
+        "train": {"batch": 2, "accumulate": 2, "device": "cpu"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     with open_run(tmp_path / "run.yaml") as run:
