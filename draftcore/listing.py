@@ -22,17 +22,7 @@ from draftcore.plugins.specs import NEEDED, SPECS, first_results
 from draftcore.plugins.specs import hooks as all_hooks
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
-ROOMS = (
-    "algorithm",
-    "capture",
-    "store",
-    "target",
-    "run",
-    "runner",
-    "launcher",
-    "serving",
-    "offers",
-)
+ROOMS = ("algorithm", "capture", "store", "target", "run", "runner", "serving", "offers")
 NOT_SHOWN = (
     "module",
     "loose",

@@ -96,16 +96,23 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def kinds() -> Iterator[None]:
+    """Take away again what kinds of offers a test brings."""
+    needed, brought = dict(NEEDED), list(SPECS)
+    yield
+    NEEDED.clear()
+    NEEDED.update(needed)
+    SPECS[:] = brought
+    trial.cache_clear()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: None) -> Iterator[Site]:
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    before, kinds, brought = set(sys.modules), dict(NEEDED), list(SPECS)
+    before = set(sys.modules)
     yield Site(folder)
-    NEEDED.clear()
-    NEEDED.update(kinds)
-    SPECS[:] = brought
-    trial.cache_clear()
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]

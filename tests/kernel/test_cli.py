@@ -201,15 +201,15 @@ def test_a_verb_of_ours_is_its_owners_alone(
     site: Site, monkeypatch: pytest.MonkeyPatch, owner: str
 ) -> None:
     """Whatever else has it, installed or in a loose file: an owner that cannot be used is the error."""
-    ours = VERB.replace("greet", "verify").replace("hello", "ours")
+    ours = VERB.replace("greet", "verify").replace("no voice", "our voice")
     site.plugin("thief", "import sys\nsys.modules['stolen'] = sys\n" + dedent(ours))
     if owner != "missing":
         site.plugin("tools", ours if owner != "broken" else "1 / 0")
     monkeypatch.setenv("DRAFTCORE_DISABLE", "tools" if owner == "disabled" else "")
-    result = invoke(site, "verify")
+    result = invoke(site, "verify", "badly")
     if owner == "ready":
         assert "stolen" not in sys.modules
-        assert "ours from" in result.output
+        assert result.stderr.startswith("error: our voice")
         assert "draftcore-tools and thief have a verb 'verify'" in invoke(site, "--help").stderr
     else:
         says = {

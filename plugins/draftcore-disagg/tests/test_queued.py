@@ -48,14 +48,14 @@ class World(Here):
 
     patience = SOON
 
-    def needed(self, store: FeatureStore | None = None, keeps: bool = False) -> TrainerParts:
-        """The parts of a trainer, whose drafts have made no step."""
+    def needed(self, store: FeatureStore | None = None, keeps: bool = False) -> Needed:
+        """What a trainer needs whose drafts have made no step."""
         features = Features(self.request, ORIGIN, None, store, keeps)
         parts = TrainerParts(
             features, self.samples, self.plan, self.skipped, self.width, CPU, None, 2, 3
         )
         parts.trainers.append(cast(Any, SimpleNamespace(step=0)))
-        return parts
+        return parts.needed()
 
     def prepare(self, about: Json) -> tuple[OpenCapture, str]:
         return self.checked(), ORIGIN
@@ -71,7 +71,7 @@ class World(Here):
         self.store = store = open_store(place.format(self.folder / "ring"))
         self.closing.callback(store.close)
         self.skipped = self.skips()
-        needed = cast(Needed, self.needed(store, keeps))
+        needed = self.needed(store, keeps)
         queue = self.queue = Queue(
             {"store": store.uri}, ahead=ahead, limit=1 << 19, skipped=self.skipped,
             free=(lambda refs: None) if keeps else store.free, ref_error=needed.ref_error,
@@ -153,7 +153,7 @@ def test_too_many_bad_rows_end_the_iteration_with_their_names(world: World) -> N
 
 def test_a_task_says_what_its_features_take_with_their_text(world: World) -> None:
     """Two numbers of four bytes per token, a token id of eight and a mask of one."""
-    for task in tasks_of(cast(Needed, world.needed())):
+    for task in tasks_of(world.needed()):
         assert task.nbytes == (2 * 4 + 8 + 1) * sum(map(len, task.batch.token_ids))
 
 
