@@ -107,8 +107,14 @@ def on_run(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def verb(registry: Any, config: Path, overrides: tuple[str, ...], **given: Any) -> None:
         from draftcore import open_run
+        from draftcore_data.rows import Conversations
 
         with open_run(config, overrides, registry) as run:
+            if not isinstance(run.data, Conversations):
+                raise UsageError(
+                    f"data.name={run.config.data.name} reads no conversations, which are what is "
+                    "rendered here\n  give a run of conversations: leave data.name out"
+                )
             function(run, run.data.samples("train"), **given)
 
     wrapped = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(verb)

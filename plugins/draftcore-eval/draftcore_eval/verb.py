@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from draftcore import open_draft, open_run
+from draftcore import load_config, open_draft, open_run
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -73,5 +73,8 @@ def verb(
     say = (lambda line: None) if as_json else click.echo
     reports = evaluate(config, *overrides, registry=ctx.obj, say=say, **options)
     if as_json:
-        data = {report.about["draft"]: report.to_json() for report in reports}
-        click.echo(json.dumps(data.get("", data), indent=1))
+        label = options["draft"]
+        labels = [label] if label else load_config(config, overrides).drafts
+        data = [report.to_json() for report in reports]
+        by_draft = dict(zip(labels, data, strict=True)) if labels else data[0]
+        click.echo(json.dumps(by_draft, indent=1))

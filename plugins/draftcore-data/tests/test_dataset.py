@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from draftcore_data import parallel
 from draftcore_data.dataset import Dataset, build_dataset, read_prompts
+from draftcore_data.options import DataOptions
 from draftcore_data.rendering import Renderer
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
-from draftcore.config import DataConfig
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.errors import DraftcoreError, UsageError
 
@@ -31,7 +31,7 @@ def chat(*said: str) -> dict[str, Any]:
     return {"messages": [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]}
 
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 LONG = chat("Hi", "yes " * 100)
 LONG_QUESTION = chat("why " * 100, "Four.")
 NO_ANSWER = chat("Hi")
@@ -45,7 +45,7 @@ def source(jsonl: Jsonl) -> str:
 @pytest.fixture
 def build(tmp_path: Path, make_tokenizer: Callable[..., Tokenizer]) -> Build:
     def build(source: str, *template: str, name: str = "data", **options: Any) -> Dataset:
-        config = DataConfig(**{"max_length": 64, **options})
+        config = DataOptions(**{"max_length": 64, **options})
         return build_dataset(source, make_tokenizer(*template), config, tmp_path / name)
 
     return build
@@ -64,7 +64,7 @@ def test_what_checkpoints_hold_of_a_dataset_never_changes(tmp_path: Path, jsonl:
     """Written out: stores of features hold the ids, too."""
     tokenizer = Tokenizer.from_pretrained(QUICKSTART / "target")
     source = jsonl(chat("Hi", "a", "And?", "b"), chat("Hi", "b"))
-    dataset = build_dataset(source, tokenizer, DataConfig(), tmp_path / "data")
+    dataset = build_dataset(source, tokenizer, DataOptions(), tmp_path / "data")
     learned = [dataset.tokens(row)[dataset.loss_mask(row)].tolist() for row in (0, 1)]
     assert learned == [[67, 2, 68, 2], [68, 2]]
     assert dataset.tokens(0).dtype == dataset.lengths.dtype == np.int64
@@ -242,8 +242,8 @@ def test_prompts_drop_the_last_answer_and_those_that_are_too_long_and_say_how_ma
     unasked = {"messages": chat("", "Welcome!")["messages"][1:]}
     rows = (chat("Hi", "Four."), NO_ANSWER, "{", unasked, LONG_QUESTION, chat("past the limit"))
     source = jsonl(*rows, {"input_ids": [7, 8, 9, 10, 11], "loss_mask": [0, 1, 0, 0, 1]})
-    prompt, same = read_prompts(source, chatml, 5, DataConfig(max_length=64))
-    assert read_prompts(source, chatml, None, DataConfig(max_length=64))[-1] == [7, 8, 9, 10]
+    prompt, same = read_prompts(source, chatml, 5, DataOptions(max_length=64))
+    assert read_prompts(source, chatml, None, DataOptions(max_length=64))[-1] == [7, 8, 9, 10]
     assert prompt == same
     expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert chatml.decode(prompt, skip_special_tokens=False) == expected
@@ -251,7 +251,7 @@ def test_prompts_drop_the_last_answer_and_those_that_are_too_long_and_say_how_ma
     assert "2 of 5 rows kept" in told
     assert "1 left out: the prompt is longer than 64 tokens" in told
     with pytest.raises(UsageError, match=r"3 left out: the prompt is longer than 2 tokens"):
-        read_prompts(source, chatml, 5, DataConfig(max_length=2))
+        read_prompts(source, chatml, 5, DataOptions(max_length=2))
 
 
 # ---------------------------------------------------------------- many rows

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from draftcore_data.conversations import BadRow, Rendered, parse_row
+from draftcore_data.options import DataOptions
 from draftcore_data.rendering import CALLS_LOST, REASONING_LOST, SPLIT, Renderer
+from draftcore_sdk.targets import CHATML
 from transformers import PreTrainedTokenizerFast
 
-from draftcore.config import DataConfig
 from draftcore.errors import UsageError
-from tests.data.conftest import CHATML
 
 LAST_QUESTION = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
@@ -178,7 +178,7 @@ def parsed(messages: Any) -> Any:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: Any, **options: Any) -> list[Any]:
-    return list(Renderer(tokenizer, DataConfig(**options)).render([parsed(messages)]))
+    return list(Renderer(tokenizer, DataOptions(**options)).render([parsed(messages)]))
 
 
 def learned(tokenizer: PreTrainedTokenizerFast, row: Any) -> list[str]:
@@ -202,7 +202,7 @@ def test_each_answer_is_learned_as_it_was_served(
     tokenizer = make_tokenizer(template)
     rows = render(tokenizer, messages, **options)
     assert [learned(tokenizer, row) for row in rows] == expected
-    prompt = Renderer(tokenizer, DataConfig(**options)).prompt_ids(parsed(messages))
+    prompt = Renderer(tokenizer, DataOptions(**options)).prompt_ids(parsed(messages))
     whole = tokenizer.decode(rows[-1].token_ids)
     assert whole.startswith(tokenizer.decode(prompt))
 
@@ -267,7 +267,7 @@ def test_rows_of_tokens_are_taken_as_they_are(
 ) -> None:
     row = parse_row("x", {"input_ids": [5, 6, 7, 8, 9], **masked})
     for last_turn_only, expected in ((False, [1, 3, 4]), (True, [3, 4])):
-        config = DataConfig(last_turn_only=last_turn_only)
+        config = DataOptions(last_turn_only=last_turn_only)
         (rendered,) = Renderer(chatml, config).render([row])
         assert isinstance(rendered, Rendered)
         assert rendered.token_ids.tolist() == [5, 6, 7, 8, 9]

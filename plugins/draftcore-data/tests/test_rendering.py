@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from draftcore_data.conversations import BadRow, Conversation, Rendered
+from draftcore_data.options import DataOptions
 from draftcore_data.rendering import Renderer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftcore.config import DataConfig
 from draftcore.errors import UsageError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -103,7 +103,7 @@ def render(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Any], *tools: Any, **options: Any
 ) -> Any:
     row = Conversation("train.jsonl:1", tuple(messages), tools)
-    (result,) = Renderer(tokenizer, DataConfig(**options)).render([row])
+    (result,) = Renderer(tokenizer, DataOptions(**options)).render([row])
     return result
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_data.options import DataOptions, SourceOptions
 from draftcore_data.sources import named, open_lines, open_source
-
-from draftcore.config import DataConfig, SourceConfig
 
 
 def lines(*numbers: int) -> bytes:
@@ -59,7 +58,7 @@ def test_a_weight_is_how_often_a_row_comes_or_the_share_of_rows(tmp_path: Path) 
     source = str(tmp_path / "a.jsonl")
 
     def counts(weight: float) -> Counter[int]:
-        return Counter(read((SourceConfig(source=source, weight=weight),)))
+        return Counter(read((SourceOptions(source=source, weight=weight),)))
 
     assert set(counts(2).values()) == {2}
     half, more = counts(0.5), counts(2.5)
@@ -71,7 +70,7 @@ def test_a_weight_is_how_often_a_row_comes_or_the_share_of_rows(tmp_path: Path) 
 
 
 def test_a_list_is_read_in_its_order_and_its_key_follows_weights_and_content(folder: Path) -> None:
-    config = DataConfig.model_validate(
+    config = DataOptions.model_validate(
         {"train": [f"{folder}/deep", {"source": f"{folder}/a.jsonl", "weight": 2}]}
     )
     assert config.train is not None

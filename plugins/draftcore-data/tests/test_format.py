@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_rendering as one_text
+import test_served as served
 from draftcore_data.conversations import Conversation, Rendered, parse_row
+from draftcore_data.options import DataOptions
 from draftcore_data.rendering import FORMAT, Renderer
 from draftcore_sdk.targets import byte_tokenizer
-
-from draftcore.config import DataConfig
-from tests.data import test_rendering as one_text
-from tests.data import test_served as served
 
 GOLDEN = Path(__file__).with_name("rendering_golden.json")
 SPECIALS = ["</s>", "<|user|>", "<|assistant|>", "<|end|>", "<|call|>"]
@@ -49,7 +48,7 @@ def digest(template: str, row: Any, options: dict[str, Any]) -> str:
     """Return a digest of the tokens, masks and notes of a conversation's rows, and of its prompt."""
     tokenizer = byte_tokenizer(template)
     tokenizer.add_tokens(SPECIALS, special_tokens=True)
-    renderer = Renderer(tokenizer, DataConfig(**options), "2026-01-02T03:04:05")
+    renderer = Renderer(tokenizer, DataOptions(**options), "2026-01-02T03:04:05")
     rows = list(renderer.render([parse_row("x", row if row is TOKENS else {"messages": row})]))
     assert all(isinstance(row, Rendered) and row.loss_mask.any() for row in rows), rows
     data: list[Any] = [
@@ -67,7 +66,7 @@ def test_what_is_rendered_changes_with_the_format_number_alone(way: str) -> None
     golden = json.loads(GOLDEN.read_text())
     rendered = {"format": FORMAT, way: digest(*WAYS[way])}
     assert rendered == {"format": golden["format"], way: golden["rows"].get(way)}, (
-        f"{way}: rendering changed: raise FORMAT in draftcore/data/rendering.py and renew this golden, "
+        f"{way}: rendering changed: raise FORMAT in draftcore_data/rendering.py and renew this golden, "
         f"{GOLDEN.name}, with\n"
         + json.dumps(
             {"format": FORMAT, "rows": {way: digest(*WAYS[way]) for way in WAYS}}, indent=2

@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore_eval import decode
 from draftcore_eval.decode import (
     EagerRunner,
     evaluate_prompts,
     resolve_ties,
     speculate,
 )
+from draftcore_eval.options import EvalOptions
 from draftcore_eval.proposals import verify
 from draftcore_eval.report import Decoded, Report
 from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.targets import tiny_target
 from torch import Tensor
 
-from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.evaluation import decode
 
 State = dict[str, Tensor]
 
@@ -129,7 +129,7 @@ PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 1
 def test_greedy_output_is_the_targets_own_for_every_prompt_and_batch(
     target: TransformersModel, batch: int
 ) -> None:
-    report = evaluate_prompts(eager(target), PROMPTS, EvalConfig(max_new_tokens=24, batch=batch))
+    report = evaluate_prompts(eager(target), PROMPTS, EvalOptions(max_new_tokens=24, batch=batch))
     assert (report.lossless, report.prompts) == (True, 4)
     assert report.acceptance_length > 1.5
 
@@ -139,7 +139,7 @@ def test_a_target_of_windows_or_chunks_decodes_losslessly(tmp_path: Path, family
     """Of 8 tokens."""
     folder = tiny_target(tmp_path, family)
     target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
-    report = evaluate_prompts(eager(target), PROMPTS, EvalConfig(max_new_tokens=30, batch=4))
+    report = evaluate_prompts(eager(target), PROMPTS, EvalOptions(max_new_tokens=30, batch=4))
     assert report.lossless is True
 
 
@@ -151,7 +151,7 @@ def test_states_that_cannot_be_overwritten_go_back_to_what_each_row_accepted(
     """Of linear attention, Mamba beside attention, and convolutions; prompts of 1 to 20 tokens."""
     target = TransformersModel(TransformersTarget(str(tiny_target(tmp_path, family)), device="cpu"))
     runner = EagerRunner(target, ForeseeingDrafter(target, PROMPTS, 24))
-    report = evaluate_prompts(runner, PROMPTS, EvalConfig(max_new_tokens=24, batch=batch))
+    report = evaluate_prompts(runner, PROMPTS, EvalOptions(max_new_tokens=24, batch=batch))
     assert (report.lossless, report.ties) == (True, ())
     assert 2 < report.acceptance_length < 4
     first, *_, last = report.acceptance_by_position
@@ -179,13 +179,13 @@ def test_a_verifier_that_accepts_everything_is_caught(
 
     monkeypatch.setattr(decode, "verify", gullible)
     with pytest.raises(DraftcoreError, match="not lossless"):
-        evaluate_prompts(eager(target), PROMPTS, EvalConfig(max_new_tokens=16))
+        evaluate_prompts(eager(target), PROMPTS, EvalOptions(max_new_tokens=16))
 
 
 def test_in_half_precision_a_tie_is_settled_by_the_targets_own_token(target_folder: Path) -> None:
     """The draft's output is altered at one token; with a bound above the gap that is a tie."""
     spec = TransformersTarget(str(target_folder), dtype="bfloat16", device="cpu")
-    runner, config = eager(TransformersModel(spec)), EvalConfig(max_new_tokens=12, tie_bound=100.0)
+    runner, config = eager(TransformersModel(spec)), EvalOptions(max_new_tokens=12, tie_bound=100.0)
     (reference,) = runner.target.generate([PROMPTS[0]], 12)
     altered = [*reference[:5], (reference[5] + 1) % 256, *reference[6:]]
     wrong = Decoded(PROMPTS[0], altered, [2, 3, 4], [4, 4, 4])
@@ -219,7 +219,7 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
 
 def test_sampled_decoding_follows_the_target_end_to_end(target: TransformersModel) -> None:
     """Second tokens of many sampled runs against the exact distribution, chi-square."""
-    config = EvalConfig(max_new_tokens=3, temperature=0.3, seed=3)
+    config = EvalOptions(max_new_tokens=3, temperature=0.3, seed=3)
     prompt, draws = PROMPTS[1], 3000
     decoded = [one.tokens for one in speculate(eager(target, 2), [prompt] * draws, config)]
     first = int(torch.tensor([tokens[0] for tokens in decoded]).mode().values)
@@ -245,7 +245,7 @@ def test_sampling_refuses_a_draft_without_probabilities(
     without = lambda *given: Proposal(propose(*given).tokens_BK)  # noqa: E731
     monkeypatch.setattr(runner.drafter, "propose", without)
     with pytest.raises(UsageError, match=r"probabilities .*\n.*eval.temperature=0"):
-        evaluate_prompts(runner, PROMPTS, EvalConfig(max_new_tokens=4, temperature=0.7))
+        evaluate_prompts(runner, PROMPTS, EvalOptions(max_new_tokens=4, temperature=0.7))
 
 
 def report_of(*decoded: tuple[Sequence[int], list[int], list[int]], num_drafts: int) -> Report:

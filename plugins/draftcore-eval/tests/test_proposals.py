@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from draftcore_eval.decode import EagerRunner, evaluate_prompts, speculate
+from draftcore_eval.options import EvalOptions
 from draftcore_eval.proposals import lineage, verify, verify_tree
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.targets import tiny_target
 from torch import Tensor
 
-from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import ShapeKey
@@ -113,7 +113,7 @@ def test_greedy_trees_write_the_targets_own_text(
 ) -> None:
     """Mostly wrong and mostly right ones; every row has a tree of its own and ends when it likes."""
     drafter = Knowing(target, right)
-    config = EvalConfig(max_new_tokens=NEW, batch=4)
+    config = EvalOptions(max_new_tokens=NEW, batch=4)
     report = evaluate_prompts(EagerRunner(target, drafter), PROMPTS, config)
     assert report.lossless
     assert low < report.acceptance_length < high
@@ -134,7 +134,7 @@ def test_a_node_sees_the_window_of_its_own_path(tmp_path: Path, window: int) -> 
     folder = tiny_target(tmp_path, std=0.3, **shape)
     target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
     runner = EagerRunner(target, Knowing(target, 0.7))
-    report = evaluate_prompts(runner, PROMPTS, EvalConfig(max_new_tokens=NEW, batch=4))
+    report = evaluate_prompts(runner, PROMPTS, EvalOptions(max_new_tokens=NEW, batch=4))
     assert report.lossless
     assert report.acceptance_length > 1.5
 
@@ -181,7 +181,7 @@ class AsTree(Knowing):
 
 
 def test_a_chain_that_is_given_as_a_tree_is_decoded_as_the_chain(target: TransformersModel) -> None:
-    config = EvalConfig(max_new_tokens=NEW)
+    config = EvalOptions(max_new_tokens=NEW)
     chain, tree = (kind(target, 0.8, chain=True) for kind in (Knowing, AsTree))
     expected = speculate(EagerRunner(target, chain), PROMPTS, config)
     assert speculate(EagerRunner(target, tree), PROMPTS, config) == expected
@@ -261,7 +261,7 @@ def test_what_does_not_count_is_neither_accepted_nor_a_chance(
 ) -> None:
     """All drafts are right, and the first two of a row count."""
     drafter = Knowing(target, 1.0, chain=chain, counts_B=torch.full((4,), 2))
-    decoded = speculate(EagerRunner(target, drafter), PROMPTS, EvalConfig(max_new_tokens=13))
+    decoded = speculate(EagerRunner(target, drafter), PROMPTS, EvalOptions(max_new_tokens=13))
     for one, text, prompt in zip(decoded, drafter.texts, PROMPTS, strict=True):
         assert [*prompt, *one.tokens] == text[: len(prompt) + 13]
         assert one.accepted == one.room  # of a tree, as deep as its first two nodes
@@ -270,7 +270,7 @@ def test_what_does_not_count_is_neither_accepted_nor_a_chance(
 
 def test_the_report_counts_chances_by_what_counted(target: TransformersModel) -> None:
     drafter = Knowing(target, 1.0, chain=True, counts_B=torch.tensor([2]))
-    config = EvalConfig(max_new_tokens=13, batch=1)
+    config = EvalOptions(max_new_tokens=13, batch=1)
     report = evaluate_prompts(EagerRunner(target, drafter), PROMPTS, config)
     assert report.acceptance_by_position == (1, 1, *[0] * (K - 2))
     assert report.acceptance_length == 3
@@ -320,7 +320,7 @@ def test_a_malformed_proposal_is_refused_by_the_drafters_name(
     chain, change, said = WRONG[name]
     runner = EagerRunner(target, Knowing(target, 1.0, chain=chain, **change))
     with pytest.raises(DraftcoreError, match=rf"^Knowing.propose returned (.|\n)*{said}"):
-        speculate(runner, PROMPTS, EvalConfig(max_new_tokens=NEW))
+        speculate(runner, PROMPTS, EvalOptions(max_new_tokens=NEW))
 
 
 def test_a_pair_is_answered_with_what_to_return(
@@ -329,4 +329,4 @@ def test_a_pair_is_answered_with_what_to_return(
     pair = torch.zeros(ROWS, K).long(), None
     monkeypatch.setattr(Knowing, "propose", lambda self, *given: pair)
     with pytest.raises(DraftcoreError, match=r"returned a tuple\n  it returns Proposal\("):
-        speculate(EagerRunner(target, Knowing(target, 1.0)), PROMPTS, EvalConfig(max_new_tokens=4))
+        speculate(EagerRunner(target, Knowing(target, 1.0)), PROMPTS, EvalOptions(max_new_tokens=4))

@@ -1,9 +1,8 @@
-"""Evaluation during training: the right numbers, features captured once, and no trace of itself."""
+"""Held-out loss in training: the right numbers, features captured once, and no trace of itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,14 +10,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from draftcore.training.held_out import Probe, held_out_samples
-from draftcore_data.dataset import Dataset, read_prompts
-from draftcore_sdk.targets import byte_tokenizer, conversations
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from draftcore import hookimpl
-from draftcore.config import Choice, DataConfig, RunConfig, TargetConfig, TrainConfig
+from draftcore.config import Choice, RunConfig, TargetConfig, TrainConfig
 from draftcore.contracts.algorithm import (
     Draft,
     DraftBatch,
@@ -29,11 +25,15 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest, Image
+from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
-from draftcore.evaluation import during
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import register
+from draftcore.run import DraftRun, Run
+from draftcore.run.features import Features
+from draftcore.run.held_out import HeldOut, open_held_out
 from draftcore.training.loop import DraftSetup
+from draftcore.training.ranks import SINGLE_RANK
 
 NAME, ROWS = "hidden.0", 7
 
@@ -120,30 +120,66 @@ class Algorithm:
         return {"twice": torch.tensor(2 * report["loss"]), "training": draft.module.training}
 
 
+class Evaluation:
+    """What is measured beside the loss: draws at random, and notes whether the draft trains then."""
+
+    def __init__(self) -> None:
+        self.opened, self.training = list[str](), list[bool]()
+
+    def in_training(self, draft: OpenDraft) -> Callable[[Draft], dict[str, float]]:
+        self.opened.append(draft.label)
+
+        def measure(built: Draft) -> dict[str, float]:
+            torch.rand(5)
+            self.training.append(built.module.training)
+            return {"acceptance_length": 2.5}
+
+        return measure
+
+
 class Setting:
-    """A probe over the held-out rows, and a draft in training."""
+    """A run with held-out rows, and a draft of it in training."""
+
+    eval = "eval.jsonl"
 
     def __init__(self, folder: Path, **train: Any) -> None:
         self.config = RunConfig(
             run=folder,
-            target=TargetConfig(path="none"),
-            data=DataConfig(eval=str(conversations(folder / "eval.jsonl", 5))),
+            target=TargetConfig(name="toy"),
             algorithm=Choice(name="toy"),
-            train=TrainConfig.model_validate({"batch": 2, "eval_prompts": 0, "seed": 5, **train}),
+            train=TrainConfig.model_validate(
+                {"batch": 2, "eval_prompts": 0, "seed": 5, "device": "cpu", **train}
+            ),
         )
-        self.capture, self.algorithm = Capture(), Algorithm()
-        data, opener = cast(Dataset, Data()), self.capture.open
-        self.tokenizer, eval_data = byte_tokenizer(), self.config.data
-        self.prompts = partial(
-            read_prompts,
-            str(eval_data.eval),
-            self.tokenizer,
-            self.config.train.eval_prompts,
-            eval_data,
-        )
-        self.samples = held_out_samples(self.config, data, opener)
-        self.decoders: list[Draft] = []
+        self.capture, self.algorithm, self.beside = Capture(), Algorithm(), Evaluation()
+        self.asked, self.ranks = list[tuple[Any, ...]](), SINGLE_RANK
+        request = FeatureRequest((0,), False, "float32")
+        self.features = Features(request, "made up")
+        hook = register([Plugin("toy", "", "", "", instance=self.algorithm)]).hook
+        self.bound = SimpleNamespace(hook=hook, options=None, capabilities=frozenset())
         self.draft = self.new_draft()
+
+    # ------------------------------------------------------------ as the run, and its rows
+
+    @property
+    def data(self) -> Setting:
+        return self
+
+    def samples(self, part: str, date: str, limit: int) -> Data:
+        self.asked.append((part, date, limit))
+        return Data()
+
+    def bind(self, *choice: Any) -> Any:
+        return self.bound
+
+    def open_capture(self, request: FeatureRequest, samples: Data) -> Capture:
+        assert request == self.features.request
+        return self.capture.open()
+
+    def evaluation(self) -> Evaluation:
+        return self.beside
+
+    # ------------------------------------------------------------ what is measured
 
     def new_draft(self) -> Draft:
         linear = nn.Linear(1, 1, bias=False)
@@ -151,15 +187,17 @@ class Setting:
         module = nn.Sequential(linear, nn.Dropout(0.5))
         return Draft(module, {}, TrainingDefaults(1e-3, 0.0, 1.0), [])
 
-    def decoder(self, draft: Draft) -> Any:
-        self.decoders.append(draft)
-        return SimpleNamespace(draft=draft)
+    def open(self, drafts: int = 1) -> list[HeldOut]:
+        """What measures drafts, as a run opens it once for all."""
+        run = cast(Run, self)
+        of_draft = open_held_out(run, self.features, "2026-11-25")
+        made = DraftRun(run, "")
+        request = self.features.request
+        setup = DraftSetup("", self.config.run, self.config, self.bound.hook, None, request, {})
+        return [of_draft(setup, made) for _ in range(drafts)]
 
-    def probe(self) -> Probe:
-        request = FeatureRequest((0,), False, "float32")
-        hook = register([Plugin("toy", "", "", "", instance=self.algorithm)]).hook
-        setup = DraftSetup("", self.config.run, self.config, hook, None, request, {})
-        return Probe(self.samples, self.prompts, torch.device("cpu"), setup, self.decoder)
+    def probe(self) -> HeldOut:
+        return self.open()[0]
 
 
 @pytest.fixture
@@ -187,7 +225,7 @@ def test_the_loss_is_one_ratio_over_all_held_out_rows(tmp_path: Path, batch: int
     assert {name: report[name] for name in ("loss", "odd")} == {
         "loss": pytest.approx(2 * mean), "odd": pytest.approx(odd)
     }  # fmt: skip
-    assert setting.decoders == []
+    assert setting.beside.opened == []
 
 
 @pytest.mark.parametrize("batch", [1, 2, 50])
@@ -234,14 +272,16 @@ def test_it_leaves_no_trace(setting: Setting, training: bool) -> None:
 def test_held_out_rows_are_captured_once_for_all_drafts_and_steps_and_stay_whole(
     setting: Setting,
 ) -> None:
+    probes = setting.open(drafts=2)
+    assert setting.asked == [("eval", "2026-11-25", 64)], "the date of the rows trained on"
     assert setting.capture.opened == 0, "not before they are needed"
-    for probe in (setting.probe(), setting.probe()):
+    for probe in probes:
         for step in (1, 2):
             probe.evaluate(setting.draft, at(step))
     assert (setting.capture.opened, setting.capture.closed) == (1, 1)
     assert sorted(row for rows in setting.capture.batches for row in rows) == list(range(ROWS))
     assert {len(rows) for rows in setting.capture.batches} == {1, 2}
-    data, samples = Data(), setting.samples()
+    data, samples = Data(), probes[0].samples()
     assert [one.id for one in samples] == [SampleId(name, 1) for name in data.feature_ids]
     for row, one in enumerate(samples):
         tokens = data.tokens(row).tolist()
@@ -253,34 +293,26 @@ def test_a_held_out_feature_that_is_not_finite_is_refused_and_its_row_named(
     setting: Setting,
 ) -> None:
     setting.capture.broken = 3
-    wanted = r"row 3 of .*eval.jsonl holds inf or nan\n.*capture.dtype=float32"
+    wanted = r"held-out rows of eval.jsonl: .* row 3 .*holds inf or nan .*\n.*capture.dtype=float32"
     with pytest.raises(UsageError, match=wanted):
         setting.probe().evaluate(setting.draft, at(1))
     assert setting.capture.closed == 1
 
 
-def test_the_first_prompts_are_decoded_by_one_runner_as_long_as_the_draft_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_an_evaluation_finds_beside_the_loss_is_in_the_report_and_leaves_no_trace(
+    tmp_path: Path,
 ) -> None:
-    """What it has recorded reads the weights where they are; another draft's lie elsewhere."""
-    given: list[tuple[Any, list[list[int]], bool]] = []
-
-    def decode(runner: Any, prompts: list[list[int]], config: Any) -> Any:
-        torch.rand(5)
-        given.append((runner, prompts, runner.draft.module.training))
-        return SimpleNamespace(acceptance_length=2.5)
-
-    monkeypatch.setattr(during, "evaluate_prompts", decode)
-    setting = Setting(tmp_path, eval_prompts=3)
-    other, probe, before = setting.new_draft(), setting.probe(), torch.get_rng_state()
-    assert probe.evaluate(setting.draft, at(1))["acceptance_length"] == 2.5
-    probe.evaluate(setting.draft, at(2))
-    assert setting.decoders == [setting.draft]
-    probe.evaluate(other, at(3))
-    assert [id(one) for one in setting.decoders] == [id(setting.draft), id(other)]
-    assert len({id(runner) for runner, _, _ in given}) == 2
+    setting, before = Setting(tmp_path, eval_prompts=3), torch.get_rng_state()
+    report = setting.probe().evaluate(setting.draft, at(1))
+    assert report["acceptance_length"] == 2.5
+    assert report["loss"] == pytest.approx(2 * by_hand()[0])
+    assert (setting.beside.opened, setting.beside.training) == ([""], [False])
     assert torch.equal(torch.get_rng_state(), before)
-    assert not any(training for _, _, training in given)
-    texts = [setting.tokenizer.decode(prompt) for prompt in given[0][1]]
-    assert [f"q{at}?" in text for at, text in enumerate(texts)] == [True] * 3
-    assert all(text.endswith("<|im_start|>assistant\n") for text in texts)
+
+
+def test_without_held_out_rows_it_says_what_to_set(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Setting, "eval", None)
+    with pytest.raises(UsageError, match=r"train.eval_every needs held-out rows: set data.eval"):
+        setting.open()
