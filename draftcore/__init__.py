@@ -14,9 +14,10 @@ hookspec = pluggy.HookspecMarker("draftcore")
 hookimpl = pluggy.HookimplMarker("draftcore")
 
 FUNCTIONS = (
-    "bind", "capture", "export", "load_config", "load_plugins", "open_draft", "open_run", "train",
+    "bind", "capture", "export", "load_config", "load_plugins", "open_checkpoint", "open_draft",
+    "open_run", "train",
 )  # fmt: skip
-__all__ = ["__version__", "hookimpl", "hookspec", *FUNCTIONS]
+__all__ = ["__version__", "hookimpl", "hookspec", "RunConfig", *FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,6 +25,8 @@ def __getattr__(name: str) -> Any:
         from importlib_metadata import version  # 40 ms: paid only by who asks
 
         return version("draftcore")
+    if name == "RunConfig":
+        return importlib.import_module("draftcore.config").RunConfig
     if name in FUNCTIONS:
         return getattr(importlib.import_module("draftcore.api"), name)
     raise AttributeError(f"module 'draftcore' has no attribute {name!r}")

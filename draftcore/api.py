@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.algorithm import Draft
     from draftcore.plugins.binding import Binding
     from draftcore.run import DraftRun, Role, Run
+    from draftcore.training.checkpoint import Checkpoint
 
 load_plugins = load
 Say = Callable[[str], None]
@@ -121,6 +122,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     from draftcore.config import load_config  # pydantic: only for what works
 
     return load_config(path, overrides)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open a checkpoint, as `draftcore.training.checkpoint.open_checkpoint` does."""
+    from draftcore.training.checkpoint import open_checkpoint
+
+    return open_checkpoint(folder)
 
 
 def open_draft(
