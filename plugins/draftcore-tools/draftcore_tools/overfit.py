@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from draftcore_eval.decode import EagerRunner, resolve_ties, speculate
@@ -167,7 +167,8 @@ def prepare(settings: Any, registry: Any, row: int, lr: float | None, folder: Pa
 
 def ask(run: OpenRun, row: int) -> tuple[list[int], list[int]]:
     """Return the prompt of a row of the training data with the target's own answer."""
-    part, name = ("train", run.data.train) if run.data.train else ("eval", run.data.eval)
+    part: Literal["train", "eval"] = "train" if run.data.train else "eval"
+    name = run.data.train or run.data.eval
     if name is None:
         raise UsageError("data.train is not set\n  set it to conversations in JSONL")
     samples = run.data.samples(part, limit=row + 1)
@@ -177,10 +178,8 @@ def ask(run: OpenRun, row: int) -> tuple[list[int], list[int]]:
     if samples.images(row):
         raise UsageError(f"row {row} asks about images, and text alone is asked\n  {another}")
     mask = samples.loss_mask(row)
-    starts = np.flatnonzero(
-        np.diff(mask, prepend=False) & mask
-    )  # of answers; the last is asked for
-    prompt: list[int] = samples.tokens(row)[: starts[-1]].tolist()
+    *_, last = np.flatnonzero(np.diff(mask, prepend=False) & mask)  # where each answer begins
+    prompt: list[int] = samples.tokens(row)[:last].tolist()
     (answer,) = run.target.load_model().generate([prompt], ANSWER)
     if len(answer) < 3:
         raise UsageError(
