@@ -13,11 +13,15 @@ import pluggy
 hookspec = pluggy.HookspecMarker("draftcore")
 hookimpl = pluggy.HookimplMarker("draftcore")
 
-FUNCTIONS = (
-    "bind", "capture", "export", "load_config", "load_plugins", "open_checkpoint", "open_draft",
-    "open_run", "train",
-)  # fmt: skip
-__all__ = ["__version__", "hookimpl", "hookspec", "RunConfig", *FUNCTIONS]
+FUNCTIONS = {
+    **dict.fromkeys(("capture", "export", "open_run", "train"), "api"),
+    "bind": "plugins.binding",
+    **dict.fromkeys(("RunConfig", "load_config"), "config"),
+    "load_plugins": "plugins.registry",
+    "open_checkpoint": "training.checkpoint",
+    "open_draft": "drafts",
+}
+__all__ = ["__version__", "hookimpl", "hookspec", *FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,8 +29,6 @@ def __getattr__(name: str) -> Any:
         from importlib_metadata import version  # 40 ms: paid only by who asks
 
         return version("draftcore")
-    if name == "RunConfig":
-        return importlib.import_module("draftcore.config").RunConfig
     if name in FUNCTIONS:
-        return getattr(importlib.import_module("draftcore.api"), name)
+        return getattr(importlib.import_module(f"draftcore.{FUNCTIONS[name]}"), name)
     raise AttributeError(f"module 'draftcore' has no attribute {name!r}")

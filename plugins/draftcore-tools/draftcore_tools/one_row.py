@@ -7,7 +7,6 @@ of drafts there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -30,36 +29,46 @@ class OneRowOptions(BaseModel):
 
 
 class OneRow:
-    """One row: what a run trains on, is held out, and is asked; see `contracts.run.RunSamples`."""
+    """The row as `contracts.run.Samples`, which has this one only."""
 
-    def __init__(self, run: OpenRun, options: OneRowOptions) -> None:
-        self.prompt, self._tokens = list(options.prompt), np.array(options.prompt + options.answer)
-        if (largest := int(self._tokens.max())) >= run.target.vocab_size:
-            raise UsageError(
-                f"the row has the token {largest}, the target {run.target.vocab_size} tokens\n"
-                "  give token ids of this target: data.prompt, data.answer"
-            )
-        self.train = self.eval = "one row"
-        self.longest = len(self._tokens)
-        self.lengths = np.array([self.longest], dtype=np.int64)
-        fingerprint = hashlib.blake2b(self._tokens.tobytes(), digest_size=12).hexdigest()
-        self.feature_ids: Sequence[str] = (fingerprint,)
-        ids, counts = np.unique(self._tokens[self.loss_mask(0)], return_counts=True)
+    def __init__(self, options: OneRowOptions) -> None:
+        self._tokens = np.array(options.prompt + options.answer, dtype=np.int64)
+        length = len(self._tokens)
+        self._mask = np.arange(length) >= len(options.prompt) - 1
+        self.lengths = np.array([length], dtype=np.int64)
+        self.feature_ids = (hashlib.blake2b(self._tokens.tobytes(), digest_size=12).hexdigest(),)
+        ids, counts = np.unique(self._tokens[self._mask], return_counts=True)
         learned = dict(zip(ids.tolist(), counts.tolist(), strict=True))
-        sizes = self.longest, sum(learned.values()), self.longest
-        self.summary = DataSummary(fingerprint, 1, *sizes, learned)
-
-    def samples(self, part: str, date: str = "", limit: int = 0) -> OneRow:
-        return self
-
-    def prompts(self, limit: int = 0) -> Prompts:
-        return Prompts([self.prompt], {"data": self.train})
+        total = sum(learned.values())
+        self.summary = DataSummary(self.feature_ids[0], 1, length, total, length, learned)
 
     def tokens(self, row: int) -> NDArray[np.int64]:
         return self._tokens
 
     def loss_mask(self, row: int) -> NDArray[np.bool_]:
-        return np.arange(self.longest) >= len(self.prompt) - 1
+        return self._mask
 
     def images(self, row: int) -> tuple[Image, ...]:
         return ()
+
+
+class OneRowRun:
+    """The row as a run's data: trained on, held out, and asked from; see `contracts.run.RunSamples`."""
+
+    images = None
+
+    def __init__(self, run: OpenRun, options: OneRowOptions) -> None:
+        largest, vocabulary = max(options.prompt + options.answer), run.target.vocab_size
+        if largest >= vocabulary:
+            raise UsageError(
+                f"the row has the token {largest}, the target has {vocabulary} tokens\n"
+                "  give token ids of this target: data.prompt, data.answer"
+            )
+        self.options, self.train, self.eval = options, "one row", "one row"
+        self.longest = len(options.prompt + options.answer)
+
+    def samples(self, part: str, date: str = "", limit: int = 0) -> OneRow:
+        return OneRow(self.options)
+
+    def prompts(self, limit: int = 0) -> Prompts:
+        return Prompts([list(self.options.prompt)], {"data": self.train})

@@ -15,7 +15,7 @@ from draftcore.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
     from draftcore.contracts.run import OpenRun
-    from draftcore_tools.one_row import OneRow, OneRowOptions
+    from draftcore_tools.one_row import OneRowOptions, OneRowRun
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -135,10 +135,10 @@ def describe() -> Sequence[Offer]:
 
 
 @hookimpl
-def samples(name: str, run: OpenRun, options: OneRowOptions) -> OneRow:
-    from draftcore_tools.one_row import OneRow
+def samples(name: str, run: OpenRun, options: OneRowOptions) -> OneRowRun:
+    from draftcore_tools.one_row import OneRowRun
 
-    return OneRow(run, options)
+    return OneRowRun(run, options)
 
 
 @hookimpl
