@@ -204,7 +204,8 @@ def open_store(uri: str) -> FeatureStore:
             f"the store {uri!r} stays in one process\n"
             "  set DRAFTCORE_SINK to one that `draftcore list-plugins` shows as shared"
         )
-    return binding.hook.feature_store(name=name, uri=uri)
+    store: FeatureStore = binding.hook.feature_store(name=name, uri=uri)
+    return store
 
 
 def shared_memory(fd: int, nbytes: int) -> Tensor:
