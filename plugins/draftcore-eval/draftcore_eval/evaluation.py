@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 from importlib_metadata import version
@@ -20,6 +21,11 @@ from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Report, comparison, plot
 
 DEFAULT_RUNNER = "eager"
+COMPUTE = (
+    "draftcore",
+    "torch",
+    "transformers",
+)  # by what a report's figures came, where it is there
 
 
 def open_runner(run: OpenRun, options: EvalOptions) -> Runner:
@@ -76,7 +82,7 @@ class Decoding:
             "device": str(device),
             "dtype": str(run.target.dtype).removeprefix("torch."),
             "plugins": run.manifest([draft]),
-            "versions": {name: version(name) for name in ("draftcore", "torch", "transformers")},
+            "versions": {name: version(name) for name in COMPUTE if find_spec(name)},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         report = dataclasses.replace(report, about=about)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import Draft, Drafter
+from draftcore.contracts.target import decoder_model
 from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore.errors import UsageError
 from draftcore.files import EXPORT, read_sealed
@@ -186,7 +187,8 @@ def draft_rounds(
                 "  draftcore eval measures the acceptance length of such drafts"
             )
         assert drawn.probs_BKV is not None
-        states = model.model(input_ids=tokens_1T, output_hidden_states=True).hidden_states
+        whole = decoder_model(model, "draftcore verify").model
+        states = whole(input_ids=tokens_1T, output_hidden_states=True).hidden_states
         rounds.append(
             DraftedRound(
                 f"prompt {number + 1}, round {round_ + 1}", tokens_1T[0], int(last_1),
