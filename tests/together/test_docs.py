@@ -22,7 +22,7 @@ from draftcore.cli import main
 from draftcore.config import Choice, RunConfig
 from draftcore.contracts.offers import Kind
 from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 
 ROOT = Path(__file__).parents[2]
 READMES = {path.parent.name: path for path in sorted(ROOT.glob("plugins/*/README.md"))}
@@ -61,7 +61,7 @@ YAML = [
 
 @pytest.mark.parametrize(("name", "text"), YAML, ids=[name for name, _ in YAML])
 def test_every_yaml_is_a_whole_run_with_options_that_its_plugins_take(name: str, text: str) -> None:
-    config, registry = RunConfig.model_validate(yaml.safe_load(text)), load()
+    config, registry = RunConfig.model_validate(yaml.safe_load(text)), load_plugins()
     chosen: list[tuple[Kind, Choice | None]] = [
         ("algorithm", config.algorithm),
         *(("algorithm", draft.algorithm) for draft in config.drafts.values()),
