@@ -94,7 +94,7 @@ class TransformersTarget:
             name = dtype if dtype != "auto" else str(stored)
             self.dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
         self._tokenizer: Any = None
-        self._model: TargetModel | None = None
+        self._model: TransformersModel | None = None
         self._fingerprint = ""
         self._files = dict[str, str]()
 
@@ -118,7 +118,7 @@ class TransformersTarget:
                 self._tokenizer("a")  # some of its files are first read here
         return self._tokenizer
 
-    def load_model(self) -> TargetModel:
+    def load_model(self) -> TransformersModel:
         if self._model is None:
             kind: Any = SharedModel if self.devices > 1 else TransformersModel
             self._model = kind(self)

@@ -23,7 +23,7 @@ from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
-from draftcore.contracts.target import TargetModel
+from draftcore.contracts.target import DecoderModel, TargetModel
 from draftcore.errors import UsageError
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load_plugins
@@ -109,7 +109,7 @@ class RunnerSuite(Suite):
     # ------------------------------------------------------------ fixtures
 
     @pytest.fixture
-    def target(self, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    def target(self, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
         folder = tmp_path_factory.getbasetemp() / "runner-suite"
         path = folder if folder.exists() else capture_target(folder)
         return TransformersModel(TransformersTarget(str(path), device="cpu"))
@@ -224,7 +224,9 @@ class RunnerSuite(Suite):
             "these tokens are not greedy"
         )
 
-    def test_sampling_is_seeded_and_has_the_targets_distribution(self, target: TargetModel) -> None:
+    def test_sampling_is_seeded_and_has_the_targets_distribution(
+        self, target: DecoderModel
+    ) -> None:
         """A token's log-probability has a known mean and variance, so their sums are normal."""
         runner, drafter = self.runner("decode", SAMPLED), CountingDrafter(target.spec.vocab_size)
         try:

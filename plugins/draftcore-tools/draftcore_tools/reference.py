@@ -27,6 +27,7 @@ from torch import Tensor
 from draftcore import RunConfig, open_checkpoint, open_draft, open_run
 from draftcore.contracts.algorithm import Draft, Drafter
 from draftcore.contracts.run import OpenDraft, OpenRun
+from draftcore.contracts.target import decoder_model
 from draftcore.errors import UsageError
 from draftcore.files import EXPORT, read_sealed
 from draftcore_tools.served import Host
@@ -191,7 +192,8 @@ def draft_rounds(
                 "  draftcore eval measures the acceptance length of such drafts"
             )
         assert drawn.probs_BKV is not None
-        states = model.model(input_ids=tokens_1T, output_hidden_states=True).hidden_states
+        whole = decoder_model(model, "draftcore verify").model
+        states = whole(input_ids=tokens_1T, output_hidden_states=True).hidden_states
         rounds.append(
             DraftedRound(
                 f"prompt {number + 1}, round {round_ + 1}", tokens_1T[0], int(last_1),
