@@ -22,7 +22,17 @@ from draftcore.plugins.specs import NEEDED, SPECS, first_results
 from draftcore.plugins.specs import hooks as all_hooks
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
-ROOMS = ("algorithm", "capture", "store", "channel", "target", "runner", "serving", "offers")
+ROOMS = (
+    "algorithm",
+    "run",
+    "capture",
+    "store",
+    "launcher",
+    "target",
+    "runner",
+    "serving",
+    "offers",
+)
 NOT_SHOWN = (
     "module",
     "loose",

@@ -28,11 +28,8 @@ from pydantic import BaseModel
 
 from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import DraftcoreError, UsageError, nearest
-from draftcore.listing import from_here
 from draftcore.options import apply_overrides
-from draftcore.plugins.binding import bind
-from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import NEEDED, Registry, load
+from draftcore_sdk.internals import NEEDED, Plugin, Registry, bind, from_here, load
 from draftcore_sdk.suite import Suite, child_environment
 
 SUITE_OF = {

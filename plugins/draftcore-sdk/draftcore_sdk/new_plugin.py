@@ -19,7 +19,7 @@ import click
 from draftcore.errors import DraftcoreError, UsageError
 
 if TYPE_CHECKING:
-    from draftcore.plugins.registry import Registry
+    from draftcore_sdk.internals import Registry
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Per kind, what the written code imports beside the core: requirements of the core, dists of ours.

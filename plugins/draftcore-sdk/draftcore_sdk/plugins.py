@@ -26,12 +26,8 @@ from importlib_metadata import distribution
 from packaging.requirements import Requirement
 from pydantic import BaseModel, ValidationError
 
-from draftcore.cli import main
 from draftcore.contracts.offers import Offer
-from draftcore.plugins.binding import bind
-from draftcore.plugins.catalog import BUILT_IN
-from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry, load, register
+from draftcore_sdk.internals import BUILT_IN, Plugin, Registry, bind, load, main, register
 from draftcore_sdk.suite import Suite, child_environment, registry_of
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic")

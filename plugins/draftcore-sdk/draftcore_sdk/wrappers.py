@@ -2,7 +2,7 @@
 
 A wrapper of an algorithm's hooks passes what an algorithm must: `WrapperSuite` is the algorithm suite
 with the wrapper around. An observer changes nothing: `ObserverSuite`. What wraps a store, a capture or
-another kind is for the suite of that kind: `plugin = "draftcore.builtin my_wrapper", name = "file"`.
+another kind is for the suite of that kind: `plugin = "draftcore_file.plugin my_wrapper"`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from draftcore.plugins.registry import load
 from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.captures import of_the_process
 from draftcore_sdk.check import WRAPPED
 from draftcore_sdk.example import Example
+from draftcore_sdk.internals import load
 from draftcore_sdk.new_plugin import render, write
 from draftcore_sdk.project import SET_ASIDE, Project
 from draftcore_sdk.suite import Suite, bound, registry_of

@@ -15,14 +15,12 @@ from pathlib import Path
 import draftcore_nn
 import pytest
 from click.testing import CliRunner, Result
+from draftcore_sdk.internals import Plugin, Registry, main
 from draftcore_sdk.new_plugin import LONGEST, NEEDS, PLACEHOLDERS, bounds, plugin_name, require_free
 
 import draftcore
-from draftcore.cli import main
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError
-from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry
 
 ROOT = Path(__file__).parents[3]
 KINDS = sorted(NEEDS)
