@@ -1,4 +1,4 @@
-"""The dist passes what every plugin, its evaluation what every one, its runner what every runner must pass."""
+"""The dist passes what every plugin must, and its evaluation and runner what every one of their kind must."""
 
 from typing import ClassVar
 

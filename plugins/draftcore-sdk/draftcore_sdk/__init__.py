@@ -7,8 +7,9 @@
 
 There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each kind of offer:
 `algorithms.AlgorithmSuite`, `targets.TargetSuite`, `samples.SamplesSuite`, `captures.CaptureSuite`,
-`stores.StoreSuite`, `evaluations.EvaluationSuite`, `channels.ChannelSuite`, `launchers.LauncherSuite`, `sources.SourceSuite`, `images.ImageSuite`,
-`runners.RunnerSuite`, `graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what goes around an
+`stores.StoreSuite`, `evaluations.EvaluationSuite`, `batches.BatchesSuite`, `channels.ChannelSuite`,
+`launchers.LauncherSuite`, `sources.SourceSuite`, `images.ImageSuite`, `runners.RunnerSuite`,
+`graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what goes around an
 algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`.
 `draftcore check-plugin NAME` runs all that apply, `draftcore new-plugin NAME` writes a plugin that
 passes them. A suite opens everything through the plugin's hooks, as a run does.

@@ -106,9 +106,9 @@ class EvaluationSuite(Suite):
         assert all(p.grad is None for p in draft.module.parameters()), "it leaves gradients"
 
     def test_without_prompts_it_refuses(self, bench: Bench, tmp_path: Path) -> None:
-        with self.opened_with(bench, tmp_path, held_out=False) as (run, evaluation):
-            with pytest.raises(UsageError):
-                evaluation.evaluate(run.drafts[0], bench.build(), 3)
+        opened = self.opened_with(bench, tmp_path, held_out=False)
+        with opened as (run, evaluation), pytest.raises(UsageError):
+            evaluation.evaluate(run.drafts[0], bench.build(), 3)
 
     def test_several_drafts_are_compared_by_label(
         self, bench: Bench, opened: tuple[OpenRun, Evaluation], tmp_path: Path

@@ -25,9 +25,12 @@ TEMPLATES = Path(__file__).parent / "templates"
 # Per kind, what the written code imports beside the core: requirements of the core, dists of ours.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("draftcore-nn", "pydantic", "torch"),
+    "target": ("draftcore-hf", "draftcore-nn", "safetensors", "torch"),
+    "samples": ("numpy", "pydantic"),
+    "evaluation": ("pydantic", "torch"),
     "store": ("safetensors",),
     "capture": ("torch",),
-    "channel": (),
+    "channel": ("draftcore-disagg",),
     "launcher": (),
     "graph": ("torch",),
     "graph-plugin": ("torch",),
