@@ -11,7 +11,7 @@ import functools
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,8 +21,10 @@ import importlib_metadata
 from importlib_metadata import Distribution, PackageNotFoundError, distributions
 
 from draftcore.contracts.offers import Offer
-from draftcore.errors import UsageError, one_line
-from draftcore.plugins.catalog import BUILT_IN
+from draftcore.errors import UsageError, closest, one_line
+from draftcore.plugins.catalog import BUILT_IN, owners
+
+STANDARD = "requirements/standard.txt"  # in a checkout
 
 
 @dataclass(eq=False)
@@ -179,6 +181,48 @@ def remedy(error: BaseException, plugin: Plugin) -> str:
     return install(*unmet(plugin.requires) or [lacking])
 
 
+def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
+    """Return a hint and a remedy for a name of which nothing is `here`."""
+    known = owners(kind)
+    near = closest(name, [*here, *known])
+    hint = f" (did you mean {near!r}?)" if near not in ("", name) else ""
+    if near in here or near not in known:
+        return hint, "choose one that is there, or install the plugin that offers it"
+    core = next(iter(distributions(name="draftcore")), None)
+    needs = (core.requires if core else ()) or ()
+    standard = any(re.match(rf"{known[near]}\b.*extra == .standard", need) for need in needs)
+    remedy = install("draftcore[standard]" if standard else known[near])
+    return hint, remedy + f"   # for {near!r}" * bool(hint)
+
+
 def install(*words: str) -> str:
-    """Return the pip line with these words, quoted for a shell; BUILT_IN is what pip knows it as."""
-    return f"pip install {shlex.join(word.replace(BUILT_IN, 'draftcore') for word in words)}"
+    """Return the pip line with these words, quoted for a shell; BUILT_IN is what pip knows it as.
+
+    Where the core was installed from a checkout, our dists are folders there with all that they require.
+    """
+    words = tuple(word.replace(BUILT_IN, "draftcore") for word in words)
+    core = next(iter(distributions(name="draftcore")), None)
+    origin = _origin(core).removeprefix("editable: ") if core else ""
+    if origin and (Path(origin) / STANDARD).is_file():
+        folders = _folders(Path(origin), words)
+        if folders != [*words]:
+            return f"cd {shlex.quote(origin)} && pip install {shlex.join(folders)}"
+    return f"pip install {shlex.join(words)}"
+
+
+def _folders(root: Path, words: Iterable[str]) -> list[str]:
+    """Return what pip is told in a checkout: folders in place of dists, and of those that they lack."""
+    import tomllib  # 5 ms
+
+    lines, todo = dict[str, None](), [*words]
+    for word in todo:
+        folder = f"plugins/{re.split('[^a-z-]', word)[0]}"
+        if word == "draftcore[standard]":
+            lines |= {"-r": None, STANDARD: None}
+        elif (file := root / folder / "pyproject.toml").is_file():
+            lines[folder] = None
+            needs = unmet(tomllib.loads(file.read_text())["project"]["dependencies"])
+            todo += [need for need in needs if need.startswith("draftcore-") and need not in todo]
+        else:
+            lines[word] = None
+    return [*lines]
