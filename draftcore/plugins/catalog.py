@@ -30,6 +30,11 @@ def default(kind: str) -> str:
     return _catalog()["defaults"][kind]
 
 
+def defaults() -> set[str]:
+    """Return our dists of what a run takes that names nothing: the extra `standard` brings them."""
+    return {owners(kind)[name] for kind, name in _catalog()["defaults"].items()}
+
+
 def dists() -> set[str]:
     """Return our dists, which own their names."""
     kinds = (names for kind, names in _catalog().items() if kind != "defaults")

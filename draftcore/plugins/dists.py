@@ -22,7 +22,7 @@ from importlib_metadata import Distribution, PackageNotFoundError, distributions
 
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError, closest, one_line
-from draftcore.plugins.catalog import BUILT_IN, owners
+from draftcore.plugins.catalog import BUILT_IN, defaults, owners
 
 STANDARD = "requirements/standard.txt"  # in a checkout
 
@@ -188,41 +188,36 @@ def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
     hint = f" (did you mean {near!r}?)" if near not in ("", name) else ""
     if near in here or near not in known:
         return hint, "choose one that is there, or install the plugin that offers it"
-    core = next(iter(distributions(name="draftcore")), None)
-    needs = (core.requires if core else ()) or ()
-    standard = any(re.match(rf"{known[near]}\b.*extra == .standard", need) for need in needs)
-    remedy = install("draftcore[standard]" if standard else known[near])
+    by_default = known[near] in defaults()
+    remedy = install("draftcore[standard]" if by_default else known[near])
     return hint, remedy + f"   # for {near!r}" * bool(hint)
 
 
 def install(*words: str) -> str:
     """Return the pip line with these words, quoted for a shell; BUILT_IN is what pip knows it as.
 
-    Where the core was installed from a checkout, our dists are folders there with all that they require.
+    Where the core was installed from a checkout, dists of ours are folders there.
     """
-    words = tuple(word.replace(BUILT_IN, "draftcore") for word in words)
-    core = next(iter(distributions(name="draftcore")), None)
-    origin = _origin(core).removeprefix("editable: ") if core else ""
-    if origin and (Path(origin) / STANDARD).is_file():
-        folders = _folders(Path(origin), words)
-        if folders != [*words]:
-            return f"cd {shlex.quote(origin)} && pip install {shlex.join(folders)}"
-    return f"pip install {shlex.join(words)}"
+    named = [word.replace(BUILT_IN, "draftcore") for word in words]
+    core: Any = next(iter(distributions(name="draftcore")), None)
+    root = Path(_origin(core).removeprefix("editable: ") if core else "")
+    there = ""
+    if root.is_absolute() and (root / STANDARD).is_file():
+        folders = [part for word in named for part in _folders(root, word)]
+        if folders != named:
+            named, there = list(dict.fromkeys(folders)), f"cd {shlex.quote(str(root))} && "
+    return f"{there}pip install {shlex.join(named)}"
 
 
-def _folders(root: Path, words: Iterable[str]) -> list[str]:
-    """Return what pip is told in a checkout: folders in place of dists, and of those that they lack."""
+def _folders(root: Path, dist: str) -> list[str]:
+    """Return what brings a dist from a checkout: its folder, and those of what it requires and lacks."""
     import tomllib  # 5 ms
 
-    lines, todo = dict[str, None](), [*words]
-    for word in todo:
-        folder = f"plugins/{re.split('[^a-z-]', word)[0]}"
-        if word == "draftcore[standard]":
-            lines |= {"-r": None, STANDARD: None}
-        elif (file := root / folder / "pyproject.toml").is_file():
-            lines[folder] = None
-            needs = unmet(tomllib.loads(file.read_text())["project"]["dependencies"])
-            todo += [need for need in needs if need.startswith("draftcore-") and need not in todo]
-        else:
-            lines[word] = None
-    return [*lines]
+    folder = "plugins/" + re.split(r"[^\w-]", dist)[0]
+    if dist == "draftcore[standard]":
+        return ["-r", STANDARD]
+    if not (file := root / folder / "pyproject.toml").is_file():
+        return [dist]
+    needs = unmet(tomllib.loads(file.read_text())["project"]["dependencies"])
+    ours = [need for need in needs if need.startswith("draftcore-")]
+    return [folder, *(part for need in ours for part in _folders(root, need))]
