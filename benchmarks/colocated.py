@@ -18,7 +18,7 @@ from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import Sample
 from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch
 from draftcore.features.loader import Captured, Loaded, Loader
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
 from draftcore.run.features import open_capture
 from draftcore.run.train import trainer_parts
@@ -46,7 +46,7 @@ class Timed:
 def colocated(rounds: int) -> None:
     """The ratio of the two steps, and what a step spends outside of the trainer's."""
     with tempfile.TemporaryDirectory() as folder:
-        ours, bare, control = measure(Run(settings(Path(folder), epochs=2 + rounds), load()))
+        ours, bare, control = measure(Run(settings(Path(folder), epochs=2 + rounds), load_plugins()))
     step, alone, around = ms(ours), ms(bare), 1e3 * ms(control)
     measured = f"{step / alone - 1:+.1%}: {step:.2f} ms beside {alone:.2f} ms"
     report("colocated: a step beside a bare loop's", measured, "within 1 %", step <= 1.01 * alone)

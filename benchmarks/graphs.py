@@ -50,7 +50,7 @@ from draftcore_data.dataset import read_prompts
 from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore_eval.decode import Clock, speculate
 from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
 from draftcore.run.train import train
 from draftcore_hf.target import TransformersModel, TransformersTarget
@@ -201,16 +201,16 @@ def prefill(
 
 def capabilities(name: str) -> frozenset[str]:
     """Return the capabilities of a graph backend."""
-    return bind(load(), "graph", name).capabilities
+    return bind(load_plugins(), "graph", name).capabilities
 
 
 def opened(name: str) -> GraphBackend:
-    binding = bind(load(), "graph", name)
+    binding = bind(load_plugins(), "graph", name)
     return binding.hook.graph_backend(name=name, options=binding.options)
 
 
 def graph_plugins(plugins: Mapping[str, Mapping[str, Any]]) -> list[GraphPlugin]:
-    bindings = {name: bind(load(), "graph-plugin", name, its) for name, its in plugins.items()}
+    bindings = {name: bind(load_plugins(), "graph-plugin", name, its) for name, its in plugins.items()}
     return [
         binding.hook.graph_plugin(name=name, options=binding.options)
         for name, binding in bindings.items()
@@ -233,7 +233,7 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
         f"data.limit={given.samples}",
         "train.epochs=1",
     ]
-    train(Run(load_config(QUICKSTART / "eagle3.yaml", settings), load()))
+    train(Run(load_config(QUICKSTART / "eagle3.yaml", settings), load_plugins()))
     say(f"eval {label}: a draft is trained")
     for batch in (1, 32):
         base = 0.0
@@ -242,7 +242,7 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
                 continue
             decode = f"runner.decode={{name: graphs, options: {{backend: {name}}}}}"
             own = [decode, f"eval.batch={batch}", "eval.max_new_tokens=64"]
-            run = Run(load_config(QUICKSTART / "eagle3.yaml", [*settings, *own]), load())
+            run = Run(load_config(QUICKSTART / "eagle3.yaml", [*settings, *own]), load_plugins())
             rate, rounds, more = decoding_rate(run, batch)
             base = base or rate
             say(

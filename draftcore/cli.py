@@ -19,7 +19,7 @@ from draftcore.errors import DraftcoreError, ExitStatus
 from draftcore.plugins import catalog, dists
 from draftcore.plugins.catalog import BUILT_IN
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry, load
+from draftcore.plugins.registry import Registry, load_plugins
 
 FILE = click.Path(path_type=Path)
 SYSTEM = "check the path, its permissions and the space there; --traceback shows who asked for it"
@@ -92,7 +92,7 @@ class Verbs(click.Group):
 
 
 def _registry(ctx: click.Context) -> Registry:
-    ctx.obj = ctx.obj or load(ctx.params.get("plugin", ()))
+    ctx.obj = ctx.obj or load_plugins(ctx.params.get("plugin", ()))
     ctx.obj.verbose = ctx.params.get("traceback", False)
     return cast(Registry, ctx.obj)
 

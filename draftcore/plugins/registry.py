@@ -195,7 +195,7 @@ class Registry:
         return "\n".join(lines) if lines[1:] else ""
 
 
-def load(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Registry:
+def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Registry:
     """Find the plugins installed on `path` (default: `sys.path`) and the one-file plugins `files`.
 
     Those whose names DRAFTCORE_DISABLE lists are not used. Raises UsageError for a file that is not

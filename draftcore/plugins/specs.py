@@ -24,7 +24,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "store": ("feature_store",),
     "batches": ("batches",),
     "evaluation": ("evaluation",),
-    "launcher": ("launcher",),
+    "ranks": ("ranks", "launch"),
     "runner": ("runner",),
     "graph": ("graph_backend",),
     "graph-plugin": ("graph_plugin",),

@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry, load
+from draftcore.plugins.registry import Registry, load_plugins
 
 HEADER = """\
 from draftcore import hookimpl
@@ -81,8 +81,8 @@ class Site:
         self.module("fake_builtin", STORE.replace("NAME", "builtin"))
         self.metadata("draftcore", {"builtin": "fake_builtin"}, version=version)
 
-    def load(self, files: Sequence[Path] = (), *more: Path) -> Registry:
-        return load(files=files, path=[str(self.folder), *map(str, more)])
+    def load_plugins(self, files: Sequence[Path] = (), *more: Path) -> Registry:
+        return load_plugins(files=files, path=[str(self.folder), *map(str, more)])
 
     def judged(self, name: str) -> Plugin:
         """Load everything and return what became of one plugin."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from draftcore.errors import UsageError
+from draftcore.plugins.registry import load_plugins
 
 if TYPE_CHECKING:
     from tests.kernel.conftest import Site
@@ -35,7 +36,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def last_line(site: Site, kind: Any, name: str) -> str:
     with pytest.raises(UsageError) as caught:
-        site.load().find(kind, name)
+        load_plugins(path=[str(site.folder)]).find(kind, name)
     return str(caught.value).splitlines()[-1].strip()
 
 

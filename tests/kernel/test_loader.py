@@ -13,7 +13,7 @@ import pytest
 
 from draftcore.contracts.offers import Kind
 from draftcore.errors import UsageError
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 from tests.kernel.conftest import STORE
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def test_the_egg_info_of_a_checkout_does_not_make_a_second_dist(site: Site, tmp_
     egg.parent.mkdir()
     site.metadata("draftcore-good", {"good": "fake_good"}, version="9", folder=tmp_path).rename(egg)
     (egg / "METADATA").rename(egg / "PKG-INFO")
-    (plugin,) = load(path=[str(egg.parent), str(site.folder)]).plugins
+    (plugin,) = load_plugins(path=[str(egg.parent), str(site.folder)]).plugins
     assert (plugin.state, plugin.version) == ("ready", "9")
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from draftcore.plugins import catalog
-from draftcore.plugins.registry import load, register
+from draftcore.plugins.registry import load_plugins, register
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 OURS = {f.parents[1].name for f in PLUGINS.glob("*/draftcore_*/plugin.py")}  # draftcore-nn has none
@@ -13,7 +13,7 @@ OURS = {f.parents[1].name for f in PLUGINS.glob("*/draftcore_*/plugin.py")}  # d
 
 def test_the_catalog_has_every_offer_and_verb_of_our_dists_and_no_other() -> None:
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    for plugin in (plugin for plugin in load().ready if plugin.dist in OURS):
+    for plugin in (plugin for plugin in load_plugins().ready if plugin.dist in OURS):
         for offer in plugin.offers:
             found[offer.kind][offer.name] = plugin.dist
         for verbs in register([plugin]).hook.commands():

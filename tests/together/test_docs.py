@@ -23,7 +23,7 @@ from draftcore.config import Choice, RunConfig, Selection
 from draftcore.contracts.offers import Kind
 from draftcore.plugins.binding import bind
 from draftcore.plugins.catalog import defaults
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 
 ROOT = Path(__file__).parents[2]
 READMES = {path.parent.name: path for path in sorted(ROOT.glob("plugins/*/README.md"))}
@@ -62,7 +62,7 @@ YAML = [
 
 @pytest.mark.parametrize(("name", "text"), YAML, ids=[name for name, _ in YAML])
 def test_every_yaml_is_a_whole_run_with_options_that_its_plugins_take(name: str, text: str) -> None:
-    config, registry = RunConfig.model_validate(yaml.safe_load(text)), load()
+    config, registry = RunConfig.model_validate(yaml.safe_load(text)), load_plugins()
     sections: dict[Kind, Selection] = {
         "target": config.target, "samples": config.data, "evaluation": config.eval,
     }  # fmt: skip

@@ -8,11 +8,33 @@ from collections import Counter
 from typing import Any, Literal, cast
 
 from draftcore.contracts.run import OpenRun, Prompts
+from draftcore.contracts.target import ImageProcessor
 from draftcore.errors import UsageError
 from draftcore_data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
 from draftcore_data.options import DataOptions, Sources
 from draftcore_data.source import Source
 from draftcore_data.sources import named, open_source
+
+
+class NoImages:
+    """An image processor for runs that can read no images: it refuses rows with some, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"NoImages({self.reason!r})"
+
+    def identity(self) -> str:
+        return ""
+
+    def write(self, *unread: Any) -> Any:
+        raise UsageError(
+            f"the data has rows with images, and here they cannot be read: {self.reason}\n"
+            "  or leave such rows out of the data"
+        )
+
+    inputs = write
 
 
 class Conversations:
@@ -23,6 +45,21 @@ class Conversations:
         self.folder = run.folder / "data"
         self.train = named(options.train) if options.train is not None else None
         self.eval = named(options.eval) if options.eval is not None else None
+        self.images = self._open_images() if run.target.is_multimodal else None
+
+    def _open_images(self) -> ImageProcessor:
+        """Open what reads images, or what refuses rows with images and says why."""
+        if "images" not in self.run.capture.capabilities:
+            offered = self.run.offered("capture").items()
+            others = ", ".join(name for name, has in offered if "images" in has)
+            name = self.run.config.capture.name
+            return NoImages(f"the capture {name!r} reads text alone\n  set capture.name={others}")
+        try:
+            hooks = self.run.bind("images", "processor").hook
+        except UsageError as error:
+            return NoImages(str(error))
+        processor: ImageProcessor = hooks.image_processor(name="processor", target=self.run.target)
+        return processor
 
     def find(self, uri: str) -> Source:
         """Open the data at a URI by the plugin that offers its scheme."""

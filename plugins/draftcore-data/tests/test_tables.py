@@ -14,9 +14,9 @@ from draftcore_sdk.sources import SourceSuite
 
 from draftcore.errors import UsageError
 from draftcore.plugins.binding import find_source
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 
-find = functools.partial(find_source, load())
+find = functools.partial(find_source, load_plugins())
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]
 

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from draftcore import load_config, open_run
-from draftcore.contracts.launcher import SCALE
 from draftcore.errors import ExitStatus, UsageError
 from draftcore.files import write_atomic
+from draftcore_disagg.launcher import SCALE
 
 
 @click.command(epilog="For example: draftcore produce run.yaml target.device=cuda:1")

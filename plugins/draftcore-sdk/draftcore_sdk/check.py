@@ -32,7 +32,7 @@ from draftcore.listing import from_here
 from draftcore.options import apply_overrides
 from draftcore.plugins.binding import bind
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import NEEDED, Registry, load
+from draftcore.plugins.registry import NEEDED, Registry, load_plugins
 from draftcore_sdk.suite import Suite, child_environment
 
 SUITE_OF = {
@@ -126,7 +126,7 @@ def suites_of(
             checks.append(Check(kind, "", plugin.module, loose, {}, ""))
     for hook in [hook for hook in AROUND if hook in unoffered(plugin)]:
         kind, name = AROUND[hook]
-        owner = load().find(kind, name).module
+        owner = load_plugins().find(kind, name).module
         checks.append(Check(kind, name, f"{owner} {plugin.module}", loose, {}, ""))
     return checks
 

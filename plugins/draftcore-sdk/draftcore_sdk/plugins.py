@@ -31,7 +31,7 @@ from draftcore.contracts.offers import Offer
 from draftcore.plugins.binding import bind
 from draftcore.plugins.catalog import BUILT_IN
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry, load, register
+from draftcore.plugins.registry import Registry, load_plugins, register
 from draftcore_sdk.suite import Suite, child_environment, registry_of
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic")
@@ -238,7 +238,7 @@ class PluginSuite(Suite):
     # ------------------------------------------------------------ verbs
 
     def test_its_verbs_clash_with_none(self, found: Plugin, verbs: list[click.Command]) -> None:
-        others = [p for p in load().ready if p.dist == BUILT_IN and p.name != found.name]
+        others = [p for p in load_plugins().ready if p.dist == BUILT_IN and p.name != found.name]
         core = {*main.commands, *(verb.name for p in others for verb in verbs_of(p.module))}
         for name, count in Counter(verb.name for verb in verbs).items():
             assert name not in core, f"draftcore has a verb {name!r}"
@@ -258,7 +258,7 @@ class PluginSuite(Suite):
 @functools.cache
 def loaded(loose: Path | None, path: Sequence[str]) -> tuple[Plugin, ...]:
     """Load all plugins, once for all tests."""
-    return load(files=[loose] if loose else [], path=path).plugins
+    return load_plugins(files=[loose] if loose else [], path=path).plugins
 
 
 @functools.cache

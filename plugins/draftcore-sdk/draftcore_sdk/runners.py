@@ -26,7 +26,7 @@ from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import UsageError
 from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 from draftcore_sdk.captures import ROWS, capture_target, require_near
 from draftcore_sdk.suite import Suite
 
@@ -116,7 +116,7 @@ class RunnerSuite(Suite):
 
     def runner(self, phase: PhaseName, temperature: float = 0.0) -> Runner:
         """Open the runner for a phase, as a run of batches of this suite's rows does."""
-        registry = load(files=[self.loose] if self.loose else [])
+        registry = load_plugins(files=[self.loose] if self.loose else [])
         context = RunnerContext(
             phase=phase,
             rows=len(ROWS),

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.captures import of_the_process
@@ -46,7 +46,7 @@ class Around(Suite):
     def bench(cls, tmp_path_factory: Any) -> Bench:
         base = tmp_path_factory.getbasetemp()
         small, example = small_algorithm(base), Example.of(base / "algorithm-suite")
-        mine = [p.name for p in load().plugins if p.module == cls.plugin and not cls.loose]
+        mine = [p.name for p in load_plugins().plugins if p.module == cls.plugin and not cls.loose]
         own = bound(f"{small.stem} {cls.plugin}", "algorithm")
         kept = {"layout:serving", *cls.capabilities}
         if not {"forward_loss", "collate"}.intersection(hooks_of(cls.plugin)):

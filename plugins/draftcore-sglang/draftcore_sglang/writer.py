@@ -39,7 +39,7 @@ from draftcore.contracts.store import (
 )
 from draftcore.errors import DraftcoreError
 from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 from draftcore.tensors import all_finite
 from draftcore_sglang.wire import (
     AWAY,
@@ -199,7 +199,7 @@ def require_finite(name: str, value_TH: Tensor) -> None:
 def open_store(uri: str) -> FeatureStore:
     """Open a store through its plugin. Raises DraftcoreError for one that stays in a process."""
     name = uri.partition(":")[0]
-    binding = bind(load(), "store", name)
+    binding = bind(load_plugins(), "store", name)
     if "shared" not in binding.capabilities:
         raise DraftcoreError(
             f"the store {uri!r} stays in one process\n"

@@ -13,7 +13,7 @@ from draftcore_shm.store import ShmStore
 from torch import Tensor
 
 from draftcore.contracts.store import StoreItem
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 
 SAMPLE, OTHER = "ab" * 12, "cd" * 12
 
@@ -117,7 +117,7 @@ def test_a_store_that_cannot_be_opened_is_a_reason_in_the_receipt(
 ) -> None:
     file = tmp_path / "store_of_one_process.py"
     file.write_text(ONE_PROCESS)
-    registry = load(files=[file])
+    registry = load_plugins(files=[file])
     monkeypatch.setattr("draftcore_sglang.writer.load", lambda: registry)
     for uri, reason in {"nosuch:x": "no store 'nosuch'", "only-here:x": "in one process"}.items():
         writer = Writer(uri, torch.zeros(1 << 10, dtype=torch.uint8))

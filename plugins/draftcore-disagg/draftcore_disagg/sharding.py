@@ -12,6 +12,7 @@ supervised token, a loss must call the same wrap units and carry a gradient to t
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -19,20 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput
+from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.training.checkpoint import trained_tensors
-from draftcore.training.metrics import weighted
-from draftcore.training.ranks import Ranks
 
 
 class Sharded(nn.Module):
     """FSDP's root, whose forward is the loss; the draft's parameters are sharded in place."""
 
     def __init__(
-        self, hook: Any, draft: Draft, options: Any, ranks: Ranks, evaluated: bool
-    ) -> None:
+        self, hook: Any, draft: Draft, options: Any, ranks: Ranks, evaluated: bool,
+        trained_tensors: Callable[[Draft, int], Mapping[str, Tensor]],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.hook, self.options, self.ranks = hook, options, ranks
+        self.trained_tensors = trained_tensors
         self.draft = self.copied = draft
         module = self.module = draft.module
         if evaluated and ranks.rank == 0:  # with parameters of its own; buffers are the target's
@@ -43,7 +44,7 @@ class Sharded(nn.Module):
         names = {parameter: name for name, parameter in weights.items()}
         frozen = {weights[name] for name in draft.frozen if name in weights}
         device = next(iter(names)).device
-        mesh = DeviceMesh.from_group(ranks.device_group, device.type)  # type: ignore[arg-type]
+        mesh = DeviceMesh.from_group(ranks.device_group, device.type)
         for part in (*map(module.get_submodule, draft.wrap_units), self):
             sharded = fully_shard(part, mesh=mesh, ignored_params=frozen)
             sharded.set_gradient_divide_factor(1.0)
@@ -62,7 +63,8 @@ class Sharded(nn.Module):
                 f"the loss of this algorithm has {len(output.terms)} terms, which would each need the "
                 "gradient of all weights\n  leave out train.shard, or choose options with a single ratio"
             )
-        return *weighted(output)[0], output.counts
+        ((numerator, denominator, weight),) = output.terms
+        return (numerator if weight == 1 else weight * numerator), denominator, output.counts
 
     def loss(self, batch: DraftBatch, context: StepContext, *, last: bool) -> StepOutput:
         """Return a batch's loss; `last` is true where its backward ends the step's gradient."""
@@ -79,7 +81,7 @@ class Sharded(nn.Module):
 
     def whole(self) -> Draft:
         """The draft with its present weights, for evaluation on rank 0; all ranks take part."""
-        weights = trained_tensors(self.draft, self.ranks.rank)
+        weights = self.trained_tensors(self.draft, self.ranks.rank)
         if self.ranks.rank == 0:
             self.copied.module.load_state_dict(weights, strict=False)
         return self.copied

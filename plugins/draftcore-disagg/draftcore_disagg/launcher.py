@@ -6,13 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from draftcore.errors import ExitStatus
+from draftcore.errors import DraftcoreError, ExitStatus
 
 SCALE = "scale.json"  # in a run's folder: {"producers": N}, written while the run goes on
 MEETING = "DRAFTCORE_RANKS"  # in a rank's environment: the file where the ranks of one machine meet
-LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it trains
 
 
 @dataclass(frozen=True)
@@ -81,3 +80,22 @@ class Launcher(Protocol):
         the status is then `INTERRUPTED`. Raises DraftcoreError where a process cannot be kept alive,
         UsageError where what was asked for cannot be had or a producer was refused.
         """
+
+
+def launch(config: Any, command: Sequence[str], arguments: Sequence[str], bind: Any) -> str:
+    """Run the processes of a topology by its launcher; returns how training ended."""
+    topology, target = config.topology, config.target
+    bound = bind("launcher", topology.launcher, topology.options)
+    launcher = bound.hook.launcher(name=topology.launcher, options=bound.options)
+    (config.run / SCALE).unlink(missing_ok=True)  # of an earlier start
+    given = bind("target", target.name, target.options, (), target.plugin).options
+    devices = getattr(given, "tensor_parallel", 1)
+    counts = topology.ranks, topology.producers, topology.restarts
+    code = launcher.run(Job(command, arguments, config.run, *counts, config.channel, devices))
+    if code == ExitStatus.INTERRUPTED:
+        return "interrupted"
+    if code:
+        failed = DraftcoreError(f"the trainer ended with exit status {code}, for the reason above")
+        failed.exit_status = code
+        raise failed
+    return "complete"
