@@ -57,7 +57,8 @@ def test_a_checkout_is_completed_by_its_folders(site: Site, checkout: Path, edit
     assert last_line(site, "target", "hf") == f"{there} -r requirements/standard.txt"
     assert last_line(site, "store", "shm") == "pip install draftcore-shm"  # it has no such folder
     site.plugin("bad", "import surely_missing")
-    assert site.judged("bad").fix == "pip install surely_missing"
+    with pytest.raises(UsageError, match=r"\n  pip install surely_missing$"):
+        load_plugins(path=[str(site.folder)]).named("bad")
 
 
 def test_a_folder_that_is_no_checkout_of_ours_is_never_named(site: Site, tmp_path: Path) -> None:
