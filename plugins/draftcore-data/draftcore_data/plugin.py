@@ -17,8 +17,9 @@ from draftcore.contracts.offers import Offer
 from draftcore.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
+    from draftcore.contracts.capture import ImageProcessor
     from draftcore.contracts.run import OpenRun
-    from draftcore.contracts.target import ImageProcessor, TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_data.dataset import Dataset
     from draftcore_data.options import DataOptions
     from draftcore_data.rows import Conversations

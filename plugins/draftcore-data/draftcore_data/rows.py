@@ -7,8 +7,8 @@ import sys
 from collections import Counter
 from typing import Any, Literal
 
+from draftcore.contracts.capture import ImageProcessor
 from draftcore.contracts.run import OpenRun, Prompts
-from draftcore.contracts.target import ImageProcessor
 from draftcore.errors import UsageError
 from draftcore_data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
 from draftcore_data.options import DataOptions, Sources

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_medusa import plugin
 from draftcore_medusa.model import MedusaDraft
 from draftcore_medusa.options import MedusaOptions
@@ -18,7 +19,6 @@ from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId, 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore_hf.target import TransformersModel, TransformersTarget
 
 WIDTH, NO_DATA = 48, DataSummary("", 0, 0, 0, 0, {})
 CONTEXT = StepContext(step=1, total_steps=1, seed=0)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draftcore_hf.target import TransformersTarget
 from draftcore_mlpspec.algorithm import MlpSpec, MlpSpecTree
 from draftcore_mlpspec.model import MlpSpecDraft
 from draftcore_mlpspec.options import MlpSpecOptions, MlpSpecTreeOptions
@@ -20,7 +21,6 @@ from torch.nn.functional import gelu
 from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore_hf.target import TransformersTarget
 
 WIDTH, NO_DATA = 32, DataSummary("", 0, 0, 0, 0, {})
 

@@ -134,4 +134,4 @@ def test_ranks_get_gpus_first_and_producers_what_is_left(
 
 
 class TestLocalLauncher(LauncherSuite):
-    plugin = "draftcore.builtin"
+    plugin = "draftcore_disagg.plugin"

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 from draftcore_disagg import queue as module
-from draftcore_disagg.channel import Json, RunEnded, Task
+from draftcore_disagg.channel import Json, Task
 from draftcore_disagg.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
+from queueing import LENGTH, SOON, Loopback, task
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, Image
+from draftcore.contracts.run import RunEnded
 from draftcore.contracts.store import SampleRef, StoreAway, StoreFull
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
-from tests.features.conftest import LENGTH, SOON, Loopback, task
 
 
 def refs(task: Task, generation: str = "g") -> tuple[SampleRef, ...]:
@@ -64,7 +65,7 @@ class Run:
             raise StoreAway("not now")
         self.freed += [f"{ref.feature_id}.{ref.generation}" for ref in refs]
 
-    def ref_error(self, task: Task, refs: Sequence[SampleRef]) -> DraftcoreError | None:
+    def ref_error(self, batch: CaptureBatch, refs: Sequence[SampleRef]) -> BadRows | None:
         return BadRows({0: "it does not fit"}) if refs[0].generation == self.wrong else None
 
     def claim(self, producer: str = "a", count: int = 1) -> list[Task]:

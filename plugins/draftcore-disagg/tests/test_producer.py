@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore.features.storing import put_batch
 from draftcore_disagg import producer as module
-from draftcore_disagg.channel import Json, Task
+from draftcore_disagg.channel import Json
 from draftcore_disagg.producer import produce
 from draftcore_disagg.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
 from draftcore_file.store import FileStore
+from queueing import LENGTH, SOON, Loopback, task
 
-from draftcore.contracts.capture import CaptureBatch, CapturedBatch
+from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch
 from draftcore.contracts.store import (
     FeatureStore,
     SampleRef,
@@ -29,7 +29,6 @@ from draftcore.contracts.store import (
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.features.checks import CheckedCapture
-from tests.features.conftest import LENGTH, SOON, Loopback, task
 
 
 class Counting:
@@ -73,6 +72,11 @@ class Store(FileStore):
         self.closings += 1
 
 
+def checked(capture: Capture) -> CheckedCapture:
+    """Open a capture as a run does."""
+    return CheckedCapture(capture, "mine", {"hidden.1": (4, "float32")})
+
+
 class Trainer:
     """A queue of two batches of two rows, and the store that it names."""
 
@@ -89,17 +93,17 @@ class Trainer:
         self.patience, self.stopped = SOON, False
         self.client = Loopback(self.queue)
 
-    def ref_error(self, task: Task, refs: Sequence[SampleRef]) -> None:
+    def ref_error(self, batch: CaptureBatch, refs: Sequence[SampleRef]) -> None:
         """Note what was published; the last batch ends the run."""
-        self.published.append(task.position)
-        if task.position == 1:
+        self.published.append(batch.index)
+        if batch.index == 1:
             self.queue.end("finished")
 
     def produce(self) -> str:
         opened = self.opened
         reason, line = produce(
             RemoteQueue(self.client),
-            lambda _: (self.capture, "p"),
+            lambda _: (checked(self.capture), "p"),
             opened,
             lambda: self.stopped,
             self.patience,
@@ -131,7 +135,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 def put(trainer: Trainer, position: int, origin: str = "p") -> tuple[SampleRef, ...]:
     one = task(position)
-    return put_batch(one.batch, one.loss_masks, Counting(), trainer.store, origin)
+    return checked(Counting()).put(one.batch, one.loss_masks, trainer.store, origin)
 
 
 # ---------------------------------------------------------------- what is put
@@ -221,9 +225,9 @@ def test_a_capture_that_yields_anything_else_is_named_and_no_sample(
     trainer: Trainer, yields: Callable[[CaptureBatch], Any], says: str
 ) -> None:
     trainer.capture.features = lambda batches: yields(*batches)  # type: ignore[method-assign]
-    capture, one = CheckedCapture(trainer.capture, "mine", {"hidden.1": (4, "float32")}), task(0)
+    one = task(0)
     with pytest.raises(DraftcoreError, match=f"the capture of mine yielded {says}"):
-        put_batch(one.batch, one.loss_masks, capture, trainer.store, "p")
+        checked(trainer.capture).put(one.batch, one.loss_masks, trainer.store, "p")
     assert trainer.store.stats().samples == 0
 
 

@@ -15,10 +15,11 @@ from functools import partial
 from itertools import count
 
 import pytest
-from draftcore_disagg.channel import RunEnded, Task
+from draftcore_disagg.channel import Task
 from draftcore_disagg.queue import Queue
 
 from draftcore.contracts.capture import BadRows, CaptureBatch
+from draftcore.contracts.run import RunEnded
 from draftcore.contracts.store import SampleRef, StoreError, StoreFull
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
@@ -146,7 +147,7 @@ class Play:
             self.limit = size // 2
         self.queue = Queue(
             {}, ahead=self.held, limit=self.limit, skipped=self.skipped, free=self.ring.free,
-            ref_error=lambda task, refs: None,
+            ref_error=lambda batch, refs: None,
         )  # fmt: skip
         self.queue.offer(map(self.task, count(), order), 0)
         steps = [

@@ -20,7 +20,7 @@ from draftcore.errors import UsageError
 
 
 class TestFileStore(StoreSuite):
-    plugin, name = "draftcore.builtin", "file"
+    plugin, name = "draftcore_file.plugin", "file"
 
     def alter(self, uri: str) -> None:
         for shard in shards(Path(uri.removeprefix("file:"))):
@@ -28,7 +28,7 @@ class TestFileStore(StoreSuite):
 
 
 class TestVolatileFileStore(StoreSuite):
-    plugin, name = "draftcore.builtin", "file"
+    plugin, name = "draftcore_file.plugin", "file"
 
     @pytest.fixture
     def store_uri(self, tmp_path: Path) -> str:

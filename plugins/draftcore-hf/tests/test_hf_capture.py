@@ -15,7 +15,7 @@ from draftcore.errors import UsageError
 
 
 class TestLocalCapture(CaptureSuite):
-    plugin = "draftcore.builtin"
+    plugin = "draftcore_hf.plugin"
 
     def test_a_model_that_scales_its_logits_is_refused_before_any_batch(
         self, target_folder: Path
@@ -37,7 +37,7 @@ class TestLocalCapture(CaptureSuite):
 class TestSharedByTwoDevices(CaptureSuite):
     """Two processes on the CPU, over gloo."""
 
-    plugin = "draftcore.builtin"
+    plugin = "draftcore_hf.plugin"
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from draftcore_disagg import tcp
-from draftcore_disagg.channel import ChannelAway, Json, RunEnded
+from draftcore_disagg.channel import ChannelAway, Json
 from draftcore_disagg.tcp import MAX_MESSAGE, TcpChannel, TcpClient, authenticated, shut_down
+from queueing import SOON
 
+from draftcore.contracts.run import RunEnded
 from draftcore.errors import DraftcoreError, UsageError
-from tests.features.conftest import SOON
 
 SECRET = b"the run's secret"
 
