@@ -190,8 +190,8 @@ class Setting:
     def open(self, drafts: int = 1) -> list[HeldOut]:
         """What measures drafts, as a run opens it once for all."""
         run = cast(Run, self)
+        self.drafts = [made := DraftRun(run, "")]
         of_draft = open_held_out(run, self.features, "2026-11-25")
-        made = DraftRun(run, "")
         request = self.features.request
         setup = DraftSetup("", self.config.run, self.config, self.bound.hook, None, request, {})
         return [of_draft(setup, made) for _ in range(drafts)]
