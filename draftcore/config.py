@@ -125,7 +125,7 @@ class DraftConfig(Section):
 
 
 class TopologyConfig(Section):
-    """The processes of a run, and who starts them; `--role` starts single ones, on any machine."""
+    """The processes of a run, and who starts them."""
 
     launcher: str = selected("launcher", "who starts the processes")
     options: dict[str, Any] = Field({}, description="the launcher's")

@@ -167,7 +167,7 @@ class Registry:
             if not same[0].problem:
                 lines.append("  choose one: `plugin`, beside the name; or uninstall the others")
         else:
-            hint, install = catalog.advice(what, name, known)
+            hint, install = dists.advice(what, name, known)
             bad = [f"  quarantined: {p}: {p.problem}" for p in self.installed if p.problem]
             here = f"  installed: {', '.join(known) or 'none'}"
             lines = [f"there is no {what} {name!r}{hint}", here, *bad, f"  {install}"]

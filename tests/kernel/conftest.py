@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
 
@@ -110,7 +111,10 @@ def kinds() -> Iterator[None]:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: None) -> Iterator[Site]:
     folder = tmp_path / "site-packages"
     folder.mkdir()
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    # What pip lines say depends on where the core is from; here it is a release, whatever it is.
+    released = Site(tmp_path / "released").metadata("draftcore", {}, version=version("draftcore"))
+    (released / "entry_points.txt").unlink()
+    monkeypatch.setattr(sys, "path", [str(folder), str(released.parent), *sys.path])
     before = set(sys.modules)
     yield Site(folder)
     for name in set(sys.modules) - before:

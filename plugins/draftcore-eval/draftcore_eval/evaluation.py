@@ -21,10 +21,6 @@ from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Report, comparison, plot
 
 DEFAULT_RUNNER = "eager"
-    "draftcore",
-    "torch",
-    "transformers",
-)  # by what a report's figures came, where it is there
 
 
 def open_runner(run: OpenRun, options: EvalOptions) -> Runner:
