@@ -13,9 +13,14 @@ import pluggy
 hookspec = pluggy.HookspecMarker("draftcore")
 hookimpl = pluggy.HookimplMarker("draftcore")
 
-FUNCTIONS = (
-    "bind", "capture", "export", "load_config", "load_plugins", "open_draft", "open_run", "train",
-)  # fmt: skip
+FUNCTIONS = {
+    **dict.fromkeys(("capture", "export", "open_run", "train"), "api"),
+    "bind": "plugins.binding",
+    **dict.fromkeys(("RunConfig", "load_config"), "config"),
+    "load_plugins": "plugins.registry",
+    "open_checkpoint": "training.checkpoint",
+    "open_draft": "drafts",
+}
 __all__ = ["__version__", "hookimpl", "hookspec", *FUNCTIONS]
 
 
@@ -25,5 +30,5 @@ def __getattr__(name: str) -> Any:
 
         return version("draftcore")
     if name in FUNCTIONS:
-        return getattr(importlib.import_module("draftcore.api"), name)
+        return getattr(importlib.import_module(f"draftcore.{FUNCTIONS[name]}"), name)
     raise AttributeError(f"module 'draftcore' has no attribute {name!r}")

@@ -6,6 +6,7 @@ returns what came of it. The command line calls these functions. What is heavy i
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -13,18 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from draftcore.errors import DraftcoreError, ExitStatus, raised
-from draftcore.plugins.registry import Registry, load
+from draftcore.errors import DraftcoreError, raised
+from draftcore.plugins import catalog
+from draftcore.plugins.registry import Registry, load_plugins
 
 if TYPE_CHECKING:
     from draftcore.config import RunConfig
-    from draftcore.contracts.algorithm import Draft
-    from draftcore.plugins.binding import Binding
-    from draftcore.run import DraftRun, Role, Run
+    from draftcore.run import Role, Run
 
-load_plugins = load
 Say = Callable[[str], None]
 WHOLE = "checkpoints/step-*/COMPLETE"
 
@@ -71,7 +70,18 @@ def train(
     topology = settings.topology
     several = topology.producers > 0 or topology.ranks > 1
     if several and not trainer and "WORLD_SIZE" not in os.environ:
-        reason = launch(settings, config, overrides, registry or load())
+        registry, name = registry or load_plugins(), catalog.default("ranks")
+        files = [part for file in registry.files for part in ("--plugin", file)]
+        from draftcore.plugins.binding import bind
+
+        reason = bind(registry, "ranks", name).hook.launch(
+            config=settings,
+            command=[sys.executable, "-m", "draftcore", *files],
+            arguments=[str(config), *overrides],
+            bind=functools.partial(bind, registry),
+        )
+        if reason == "complete":
+            require_done(settings)
     else:
         role: Role = "trainer" if trainer or topology.producers else "both"
         with open_run(settings, (), registry, role=role) as run:
@@ -109,29 +119,6 @@ def export(
 # ---------------------------------------------------------------- what they share
 
 
-def bind(registry: Registry, kind: str, name: str, *more: Any, **given: Any) -> Binding:
-    """Bind an offer, as `draftcore.plugins.binding.bind` does."""
-    from draftcore.plugins.binding import bind
-
-    return bind(registry, kind, name, *more, **given)
-
-
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's YAML and apply overrides, as `draftcore.config.load_config` does."""
-    from draftcore.config import load_config  # pydantic: only for what works
-
-    return load_config(path, overrides)
-
-
-def open_draft(
-    draft: DraftRun, checkpoint: Path | None, exported: Path | None
-) -> tuple[Draft, int]:
-    """Open a draft of a run and its step, as `draftcore.drafts.open_draft` does."""
-    from draftcore.drafts import open_draft
-
-    return open_draft(draft, checkpoint, exported)
-
-
 @contextmanager
 def open_run(
     config: str | Path | RunConfig, overrides: Sequence[str] = (),
@@ -150,8 +137,9 @@ def open_run(
     from draftcore.run import Run
     from draftcore.training.ranks import join
 
-    with join(settings.train, alone=role in (None, "producer")) as ranks:
-        run = Run(settings, registry or load(), ranks)
+    registry = registry or load_plugins()
+    with join(settings.train, registry, alone=role is None) as ranks:
+        run = Run(settings, registry, ranks)
         with run.closing:
             try:
                 yield run
@@ -159,35 +147,6 @@ def open_run(
                 if error.code:
                     raise
                 raise DraftcoreError(f"{raised(error)} ended the run before its work") from error
-
-
-def launch(
-    settings: RunConfig, config: str | Path, overrides: Sequence[str], registry: Registry
-) -> str:
-    """Run the processes of a topology; returns how training ended."""
-    from draftcore.contracts.launcher import SCALE, Job
-
-    topology = settings.topology
-    files = [part for file in registry.files for part in ("--plugin", file)]
-    command = [sys.executable, "-m", "draftcore", *files]
-    name, options = topology.launcher, topology.options
-    binding = bind(registry, "launcher", name, options, settings.plugins)
-    launcher = binding.hook.launcher(name=name, options=binding.options)
-    (settings.run / SCALE).unlink(missing_ok=True)  # of an earlier start
-    counts = topology.ranks, topology.producers, topology.restarts
-    target = settings.target
-    given = bind(registry, "target", target.name, target.options, (), target.plugin).options
-    devices = getattr(given, "tensor_parallel", 1)
-    arguments = [str(config), *overrides]
-    code = launcher.run(Job(command, arguments, settings.run, *counts, settings.channel, devices))
-    if code == ExitStatus.INTERRUPTED:
-        return "interrupted"
-    if code:
-        failed = DraftcoreError(f"the trainer ended with exit status {code}, for the reason above")
-        failed.exit_status = code
-        raise failed
-    require_done(settings)
-    return "complete"
 
 
 def newest(settings: RunConfig) -> dict[str, Path | None]:

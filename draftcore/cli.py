@@ -16,10 +16,10 @@ import click
 
 from draftcore import listing
 from draftcore.errors import DraftcoreError, ExitStatus
-from draftcore.plugins import catalog
+from draftcore.plugins import catalog, dists
 from draftcore.plugins.catalog import BUILT_IN
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry, load
+from draftcore.plugins.registry import Registry, load_plugins
 
 FILE = click.Path(path_type=Path)
 SYSTEM = "check the path, its permissions and the space there; --traceback shows who asked for it"
@@ -51,7 +51,7 @@ class Verbs(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
             verbs = self.list_commands(ctx)
-            hint, remedy = catalog.advice("verb", args[0], verbs)
+            hint, remedy = dists.advice("verb", args[0], verbs)
             owner = catalog.owners("verb").get(args[0])
             broken = [p for p in _registry(ctx).plugins if p.dist == owner and p.problem]
             for plugin in broken:
@@ -92,7 +92,7 @@ class Verbs(click.Group):
 
 
 def _registry(ctx: click.Context) -> Registry:
-    ctx.obj = ctx.obj or load(ctx.params.get("plugin", ()))
+    ctx.obj = ctx.obj or load_plugins(ctx.params.get("plugin", ()))
     ctx.obj.verbose = ctx.params.get("traceback", False)
     return cast(Registry, ctx.obj)
 

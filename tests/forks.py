@@ -29,6 +29,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import invalidate_caches
 from inspect import signature
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,21 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        "draftcore_eval.evaluation",
-        "draftcore_disagg.produce",
         "draftcore.run.train",
+        "draftcore_data.rows",
+        "draftcore_disagg.produce",
+        "draftcore_eval.evaluation",
+        "draftcore_file.store",
+        "draftcore_hf.capture",
         "pytest",
         "torch.distributed.fsdp",
         "transformers.models.qwen3.modeling_qwen3",
     ]
 )
 EXECUTE = "TESTS_EXECUTE"
+HASHES = {
+    "PYTHONHASHSEED": "1"
+}  # of the server and its forks, otherwise than in the tests themselves
 ENVIRONMENT = "TESTS_ENVIRONMENT"  # the folder of the virtual environment in which a fork is to be
 FORKED = ("draftcore", "pytest")
 PATH = list(sys.path)  # as this process began, before tests made plugins importable
@@ -105,6 +112,7 @@ class Popen(subprocess.Popen[Any]):
                 name: value
                 for name, value in environment.items()
                 if name.startswith(AT_START) and name != "PYTHONPATH"
+                if (name, value) not in HASHES.items()
             }
 
         module = command[command.index("-m") + 1] if command[1:3].count("-m") else ""
@@ -124,6 +132,13 @@ def fork_as_ours(command: Command, places: Mapping[int, int]) -> int:
     reader, writer = os.pipe()
     fds = {at: DupFd(fd) for at, fd in places.items()}
     network = os.open(NETWORK, os.O_RDONLY)
+    before = dict(os.environ)
+    os.environ.update(HASHES)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # whose parent has ended, is this process's
     try:
         between = CONTEXT.Process(target=_fork, args=(command, fds, DupFd(network), DupFd(writer)))
@@ -156,7 +171,7 @@ def become(command: Command, places: Mapping[int, int]) -> None:
         argv, env, folder, new_session, preexec, sys.path[:] = command
         _take_descriptors(places)
         os.environ.clear()
-        os.environ.update(env)
+        os.environ.update({**env, **HASHES})
         if folder is not None:
             os.chdir(folder)
         if new_session:

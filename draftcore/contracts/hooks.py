@@ -35,9 +35,8 @@ if TYPE_CHECKING:
         Stop,
     )
     from draftcore.contracts.capture import Capture, FeatureRequest
-    from draftcore.contracts.launcher import Launcher
     from draftcore.contracts.offers import Offer
-    from draftcore.contracts.run import BatchSource, Evaluation, OpenRun, RunSamples
+    from draftcore.contracts.run import BatchSource, Evaluation, OpenRun, Ranks, RunSamples
     from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
     from draftcore.contracts.serving import DisaggBatch, DraftInput, DraftShape, RowField
     from draftcore.contracts.store import FeatureStore
@@ -86,8 +85,18 @@ class Specs:
         """Open the store at `uri`, whose scheme is `name` and whose query its options. First result."""
 
     @hookspec(firstresult=True)
-    def launcher(self, name: str, options: Any) -> Launcher:
-        """Open the launcher `name`, which starts the processes of a run. First result."""
+    def launch(
+        self, config: Any, command: Sequence[str], arguments: Sequence[str], bind: Any
+    ) -> str:
+        """Start the processes of a run and keep them alive; return how training ended. First result.
+
+        `config` is the run's, `command` draftcore's and `arguments` those of its verb; `bind` reaches other
+        offers by kind, name and options.
+        """
+
+    @hookspec(firstresult=True)
+    def ranks(self, name: str, config: Any) -> Ranks:
+        """Join the ranks that the environment speaks of; `config` is the section train. First result."""
 
     @hookspec(firstresult=True)
     def runner(self, name: str, context: RunnerContext, options: Any) -> Runner:

@@ -7,27 +7,33 @@ of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from draftcore.contracts.algorithm import DataSummary, Draft, Drafter, Sample
     from draftcore.contracts.capture import (
         CaptureBatch,
         FeatureRequest,
         Image,
+        ImageProcessor,
     )
     from draftcore.contracts.offers import Bound
     from draftcore.contracts.runner import Runner
     from draftcore.contracts.store import FeatureStore, SampleRef
     from draftcore.contracts.target import TargetSpec
+
+T = TypeVar("T")
+LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it trains
 
 # ---------------------------------------------------------------- rows
 
@@ -73,6 +79,7 @@ class RunSamples(Protocol):
     longest: int
     train: str | None
     eval: str | None
+    images: ImageProcessor | None  # what reads the images of rows, or refuses them and says why
 
     def samples(self, part: Literal["train", "eval"], date: str = "", limit: int = 0) -> Samples:
         """Open the rows to train on, or held-out ones; at most `limit`, if it is not 0.
@@ -88,20 +95,70 @@ class RunSamples(Protocol):
 # ---------------------------------------------------------------- a run
 
 
-class Processes(Protocol):
-    """The ranks of a run, and this one's place among them."""
+class Ranks:
+    """The ranks of a run, and this one's place; as it stands a single one, which needs nobody.
 
-    rank: int
-    size: int
+    An error that the ranks meet together (`on_rank0`, `raise_on_all`) is raised on all of them, and they
+    may go on. One that strikes a rank alone ends the run on all.
+    """
 
-    def all_gather(self, value: Any) -> list[Any]:
+    rank, size = 0, 1
+    device_group: Any = None  # torch's process group of the devices that train
+    last_common_error: BaseException | None = None  # that all ranks raised
+
+    def all_gather(self, value: T) -> list[T]:
         """Give every rank the values of all, by rank: small data."""
+        return [value]
 
-    def raise_on_all(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def raise_on_all(self) -> Iterator[None]:
         """Raise a DraftcoreError of any rank on all, where the block ends."""
+        mine = None
+        try:
+            yield
+        except DraftcoreError as error:
+            mine = error
+        errors = self.all_gather((str(mine), mine.exit_status) if mine else None)
+        for rank, raised in enumerate(errors):
+            if raised is not None:
+                kind = UsageError if raised[1] == ExitStatus.REFUSED else DraftcoreError
+                self.last_common_error = mine if mine and rank == self.rank else kind(raised[0])
+                raise self.last_common_error
 
-    def on_rank0(self, work: Callable[[], Any]) -> Any:
+    def on_rank0(self, work: Callable[[], T]) -> T:
         """Let rank 0 do something and give its result, small data, to all."""
+        value: T | None = None
+        with self.raise_on_all():
+            if self.rank == 0:
+                value = work()
+        return cast(T, self.all_gather(value)[0])
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give a tensor of rank 0, on the CPU, to all, in place."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Add up a tensor on the device over all ranks, in place."""
+
+    def shard(
+        self, hook: Any, draft: Draft, options: Any, evaluated: bool,
+        trained_tensors: Callable[[Draft, int], Mapping[str, Tensor]],
+    ) -> Any:  # fmt: skip
+        """Shard a draft over several ranks; return what computes its `loss`, and its `whole` for rank 0.
+
+        `trained_tensors` puts shards together. Raises DraftcoreError for weights that cannot be sharded.
+        """
+
+    def device(self, name: str) -> torch.device:
+        """Return this rank's device, of those that a name stands for."""
+        from draftcore.tensors import resolve_device
+
+        return resolve_device(name)
+
+    def close(self) -> None:
+        """Part when all ranks are here."""
+
+    def leave(self, error: BaseException) -> None:
+        """Part after an error, for the caller to raise; SystemExit where another rank failed before."""
 
 
 class OpenDraft(Protocol):
@@ -148,7 +205,7 @@ class OpenRun(Protocol):
 
     config: Any
     folder: Path
-    ranks: Processes
+    ranks: Ranks
     target: TargetSpec
     width: int  # of the target's hidden states
     capture: Bound
@@ -228,11 +285,17 @@ class Skipped(Protocol):
     def __contains__(self, row: object) -> bool: ...
 
 
-class Needed(Protocol):
+@dataclass(frozen=True)
+class Needed:
     """What a run's batches are made of; the trainer has opened it.
 
-    `keeps` says that the store keeps what is read from it; what it holds is freed otherwise.
-    `prefetch` batches lie ready per rank, `held_batches` are held over all ranks.
+    `keeps` says that the store keeps what is read from it; what it holds is freed otherwise. A token takes
+    `token_bytes` in it, and `held_batches` are held over all ranks.
+
+    `uses` yields what a rank of so many still trains on, in order. `largest` returns the tokens of so many
+    largest batches together, `batch_of` a planned batch, all rows of it, with their loss masks. `open_refs`
+    opens a batch's refs, and tells a function its position once its tensors are closed. `ref_error` says
+    what is wrong with published refs: BadRows where rows are to blame.
     """
 
     request: FeatureRequest
@@ -241,26 +304,13 @@ class Needed(Protocol):
     keeps: bool
     feature_ids: Sequence[str]
     skipped: Skipped
-    prefetch: int
     held_batches: int
-    token_bytes: int  # of a token in a store, its text included
-
-    def uses(self, rank: int = 0, ranks: int = 1) -> Iterator[PlannedBatch]:
-        """Yield the batches that a rank still trains on, in order."""
-
-    def largest(self, count: int) -> int:
-        """Return the tokens of the `count` largest batches together."""
-
-    def batch_of(self, planned: PlannedBatch) -> tuple[CaptureBatch, tuple[Any, ...]]:
-        """Return a planned batch, all rows of it, and their loss masks."""
-
-    def open_refs(
-        self, planned: PlannedBatch, refs: Sequence[SampleRef], on_close: Callable[[int], None]
-    ) -> Loaded:
-        """Open a batch's refs; `on_close` is told its position once its tensors are closed."""
-
-    def ref_error(self, batch: CaptureBatch, refs: Sequence[SampleRef]) -> Exception | None:
-        """Say what is wrong with published refs: BadRows where rows are to blame."""
+    token_bytes: int
+    uses: Callable[[int, int], Iterator[PlannedBatch]]
+    largest: Callable[[int], int]
+    batch_of: Callable[[PlannedBatch], tuple[CaptureBatch, tuple[Any, ...]]]
+    open_refs: Callable[[PlannedBatch, Sequence[SampleRef], Callable[[int], None]], Loaded]
+    ref_error: Callable[[CaptureBatch, Sequence[SampleRef]], Exception | None]
 
 
 class BatchSource(Protocol):

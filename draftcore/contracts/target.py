@@ -7,13 +7,15 @@ slots, H hidden, D head width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from draftcore.contracts.capture import FeatureRequest, Image
+    from draftcore.contracts.capture import FeatureRequest, ImageProcessor
 
 # By layer its keys and its values, [B, S, heads, D]: a token's slot is its position in its row.
 # A recurrent layer has states, [B, ...], behind them; what `allocate` adds for those is the model's own.
@@ -29,37 +31,17 @@ class PrefillRunner(Protocol):
         """Run right-padded rows once; return [B, T, H] or [B, T, K] per feature, in its dtype."""
 
 
-class ImageProcessor(Protocol):
-    """Reads the images of rows, and lays them out among a row's tokens as the target's own processor does.
-
-    Its `repr` tells one way to do so from another.
-    """
-
-    def identity(self) -> str:
-        """Return all that images are read by."""
-
-    def write(
-        self, text: str, spans: Sequence[tuple[int, int]], uris: Sequence[str]
-    ) -> tuple[str, list[tuple[int, int]], list[int], tuple[Image, ...]]:
-        """Write images' tokens into a text; return it, the spans in it, all its tokens, and the images.
-
-        Raises `RowError` for an image that cannot be read, and where the processor refuses.
-        """
-
-    def inputs(self, token_ids: Sequence[int], images: Sequence[Image]) -> Any:
-        """Return what the target's forward is given of a row, a BatchFeature of tensors.
-
-        Raises `RowError` for an image that is not what it was when the row was rendered.
-        """
-
-
 class TargetSpec(Protocol):
     """A target's config, tokenizer and tensors; all but the config is read by methods, once.
 
-    `text_config` is the language model's part of `config`, the same for a text-only model.
+    `text_config` is the language model's part of `config`, the same for a text-only model: any object that
+    has, by transformers' names, `model_type`, `hidden_size`, `max_position_embeddings`, and what else drafts
+    take over where a target has it: `num_attention_heads`, `num_key_value_heads`, `head_dim`,
+    `intermediate_size`, `rms_norm_eps`, `rope_parameters`. The algorithm's options say the rest.
     Its logits are the last hidden state x `head()` x `logit_scale`; where there is a `logit_softcap` c,
     then c x tanh(logits / c).
-    `source` is the revision, and whether the model's own code may run, as `from_pretrained` takes them.
+    `source` is the revision, and whether the model's own code may run, as `from_pretrained` takes them;
+    empty for a target that transformers does not read.
     Options may have `tensor_parallel`, which launchers read: so many devices a process that captures takes.
     `settings` are those that change a bit of its features, beside its fingerprint and dtype: they are part
     of what features are known by. A run sets `prefill_with`, which makes what runs the model for capture,
@@ -84,7 +66,7 @@ class TargetSpec(Protocol):
     prefill_with: Callable[[TargetModel], PrefillRunner]
 
     def load_tokenizer(self) -> Any:
-        """Return the tokenizer."""
+        """Return the tokenizer; raises UsageError for a target that has none."""
 
     def load_model(self) -> TargetModel:
         """Return the running target, which capture and decoding share."""
@@ -111,29 +93,13 @@ class TargetSpec(Protocol):
 class TargetModel(PrefillRunner, Protocol):
     """The running target, frozen: features for capture, cached forwards for decoding.
 
-    `model` is the whole transformers model; `decoder` its stack of `layers` with the final norm.
     Generation stops at the `end_tokens`.
     """
 
     spec: TargetSpec
     device: torch.device
     dtype: torch.dtype
-    model: Any
-    decoder: nn.Module
-    layers: nn.ModuleList
     end_tokens: frozenset[int]
-
-    def run(self, request: FeatureRequest, **inputs: Any) -> dict[str, Tensor]:
-        """Run `decoder` on its inputs; return what is requested, and `last_hidden`.
-
-        States are in the model's dtype, logits in fp32.
-        """
-
-    def forward_images(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
-        """Run the full multimodal model on one row; returns the same features as `features()`.
-
-        `inputs` are a BatchFeature of the target's processor. Of a layer it takes what the next is given.
-        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of last hidden states [..., H], scaled and capped; [..., V]."""
@@ -150,7 +116,10 @@ class TargetModel(PrefillRunner, Protocol):
         request: FeatureRequest,
         seen_BTT: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Read tokens from a position of each row on, keeping keys and values; return as `run` does.
+        """Read tokens from a position of each row on, keeping what the next are read with.
+
+        Returns what is requested, and `last_hidden`, [B, T, H]; states are in the model's dtype, logits in
+        fp32. Tokens from that position on that were read before are no longer there.
 
         `span` bounds the slots (exclusive), known on the host, so attention covers only those in
         use. A row's query at position p sees its slots 0..p. The tokens of a tree come with
@@ -159,14 +128,45 @@ class TargetModel(PrefillRunner, Protocol):
         layers are recurrent.
         """
 
-    def masks(self, positions_BT: Tensor, span: int, seen_BTT: Tensor | None = None) -> Any:
-        """Return additive masks [B, 1, T, S]: the slots that `forward` says, within the window."""
-
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Continue prompts greedily by transformers' own `generate`, cut after the first end token."""
+        """Continue prompts greedily in a way that shares nothing with `forward`, up to an end token."""
 
     def top2_gap(self, tokens: Sequence[int]) -> float:
         """Return the gap between the two best next-token logits after `tokens`, in a wider type."""
 
+
+@runtime_checkable
+class DecoderModel(TargetModel, Protocol):
+    """A running target of transformers', for runners and captures that reach into its layers.
+
+    `model` is the whole transformers model; `decoder` its stack of `layers` with the final norm.
+    """
+
+    model: Any
+    decoder: nn.Module
+    layers: nn.ModuleList
+
+    def run(self, request: FeatureRequest, **inputs: Any) -> dict[str, Tensor]:
+        """Run `decoder` on its inputs; return as `forward` does."""
+
+    def forward_images(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
+        """Run the full multimodal model on one row; returns the same features as `features()`.
+
+        `inputs` are a BatchFeature of the target's processor. Of a layer it takes what the next is given.
+        """
+
+    def masks(self, positions_BT: Tensor, span: int, seen_BTT: Tensor | None = None) -> Any:
+        """Return additive masks [B, 1, T, S]: the slots that `forward` says, within the window."""
+
     def check(self) -> None:
         """Raise unless last hidden x head gives the model's own log-probabilities on some tokens."""
+
+
+def decoder_model(model: TargetModel, wanted: str) -> DecoderModel:
+    """Return a target as a DecoderModel; raises UsageError where it is none, naming who wanted it."""
+    if not isinstance(model, DecoderModel):
+        raise UsageError(
+            f"{wanted} reaches into the layers of transformers' models, and target {model.spec.path!r} "
+            "is none\n  choose another, or leave it out"
+        )
+    return model

@@ -25,12 +25,13 @@ from draftcore.contracts.run import (
     OpenDraft,
     OpenRun,
     PlannedBatch,
+    Ranks,
     RunSamples,
     Samples,
 )
 from draftcore.contracts.runner import Runner, RunnerContext
 from draftcore.contracts.store import FeatureStore
-from draftcore.contracts.target import ImageProcessor, TargetSpec
+from draftcore.contracts.target import TargetSpec
 from draftcore.data.samples import batch_of
 from draftcore.errors import UsageError, nearest
 from draftcore.features.checks import CheckedCapture
@@ -41,30 +42,9 @@ from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
 from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
 from draftcore.training.loop import DraftSetup
-from draftcore.training.ranks import SINGLE_RANK, Ranks
+from draftcore.training.ranks import SINGLE_RANK
 
-Role = Literal["both", "trainer", "producer"]
-
-
-class NoImages:
-    """An image processor for runs that can read no images: it refuses rows with some, and says why."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    def __repr__(self) -> str:
-        return f"NoImages({self.reason!r})"
-
-    def identity(self) -> str:
-        return ""
-
-    def write(self, *unread: Any) -> Any:
-        raise UsageError(
-            f"the data has rows with images, and here they cannot be read: {self.reason}\n"
-            "  or leave such rows out of the data"
-        )
-
-    inputs = write
+Role = Literal["both", "trainer"]
 
 
 class Run:
@@ -85,6 +65,8 @@ class Run:
         self.capture = self.bind("capture", choice.name, choice.options, choice.plugin)
         if config.store != "auto":
             registry.find("store", config.store.partition(":")[0])
+        if "channel" in config.model_fields_set:
+            registry.find("channel", config.channel.partition(":")[0])
         kind = self.bind("target", named.name, named.options, named.plugin)
         self.target_options = kind.options
         settled = {
@@ -93,6 +75,14 @@ class Run:
             "plugin": named.plugin,
         }
         self.config = config.model_copy(update={"target": TargetConfig(**settled)})
+        sections = {
+            "samples": config.data,
+            "evaluation": config.eval,
+            "runner": config.runner.decode,
+        }
+        for what, section in sections.items():
+            if section is not None and section.model_fields_set:  # a mistake there is named now
+                self.bind(what, section.name, section.options, section.plugin)
         self.target = target or kind.hook.target(name=named.name, options=kind.options)
         if self.target.devices > 1 and "tensor-parallel" not in self.capture.capabilities:
             raise UsageError(
@@ -104,7 +94,7 @@ class Run:
         if self.prefill is not None:
             self.target.prefill_with = self.prefill.prefill
         if self.target.is_multimodal:
-            self.target.images = self._open_images()
+            self.target.images = self.data.images
         self.width = int(self.target.text_config.hidden_size)
         self.drafts = tuple(DraftRun(self, label) for label in config.drafts or [""])
         self.observers: Specs = observers(
@@ -130,19 +120,6 @@ class Run:
         section = self.config.eval
         bound = self.bind("evaluation", section.name, section.options, section.plugin)
         return bound.hook.evaluation(name=section.name, run=self.open, options=bound.options)
-
-    def _open_images(self) -> ImageProcessor:
-        """Open what reads images, or what refuses rows with images and says why."""
-        if "images" not in self.capture.capabilities:
-            others = ", ".join(self.registry.offering("capture", "images"))
-            name = self.config.capture.name
-            return NoImages(f"the capture {name!r} reads text alone\n  set capture.name={others}")
-        try:
-            processor = self.bind("images", "processor").hook
-        except UsageError as error:
-            return NoImages(str(error))
-        hooks = cast(Any, processor)
-        return cast(ImageProcessor, hooks.image_processor(name="processor", target=self.target))
 
     def _open_prefill(self) -> Runner | None:
         """Open who runs the target in capture, if the run names one."""

@@ -13,17 +13,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from pydantic import BaseModel
 
 from draftcore.contracts.algorithm import DataSummary, Stop
-from draftcore.contracts.capture import CaptureBatch, FeatureRequest
-from draftcore.contracts.launcher import LOCK
+from draftcore.contracts.capture import CaptureBatch
 from draftcore.contracts.offers import FREE
-from draftcore.contracts.run import Batches, BatchSource, Loaded, Needed, PlannedBatch, Samples
-from draftcore.contracts.store import FeatureStore, SampleRef
+from draftcore.contracts.run import (
+    LOCK,
+    Batches,
+    BatchSource,
+    Loaded,
+    Needed,
+    PlannedBatch,
+    Samples,
+)
+from draftcore.contracts.store import SampleRef
 from draftcore.data.plan import Plan
 from draftcore.data.samples import batch_of
 from draftcore.data.skipped import Skipped
@@ -35,7 +42,7 @@ from draftcore.files import hold, write_atomic
 from draftcore.run import DraftRun, Role, Run
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
-from draftcore.run.held_out import open_held_out
+from draftcore.run.held_out import HeldOut, open_held_out
 from draftcore.stopping import stop_on_signal
 from draftcore.tensors import resolve_device
 from draftcore.training.checkpoint import Checkpoint
@@ -145,8 +152,7 @@ class TrainerParts:
     """What trains: the plan, the drafts where they stand, and what is skipped so far.
 
     `source` brings batches where other processes capture. `prefetch` batches lie ready per rank beside the
-    one in training; `held_batches` are held over all ranks. What brings batches sees it as
-    `contracts.run.Needed`.
+    one in training; `held_batches` are held over all ranks.
     """
 
     features: Features
@@ -165,49 +171,31 @@ class TrainerParts:
         """The first step that a draft has not made."""
         return min(trainer.step for trainer in self.trainers)
 
-    @property
-    def request(self) -> FeatureRequest:
-        return self.features.request
+    def needed(self) -> Needed:
+        """What brings batches from elsewhere is told."""
+        features, plan, samples = self.features, self.plan, self.samples
+        request, store = features.request, features.store
 
-    @property
-    def provenance(self) -> str:
-        return self.features.provenance
+        def batch_of_all(planned: PlannedBatch) -> tuple[CaptureBatch, tuple[Any, ...]]:
+            batch = batch_of(planned, samples, plan.feature_ids, {})
+            return batch, tuple(samples.loss_mask(row) for row in batch.rows)
 
-    @property
-    def store(self) -> FeatureStore | None:
-        return self.features.store
+        def open_batch(
+            planned: PlannedBatch, refs: Sequence[SampleRef], on_close: Callable[[int], None]
+        ) -> Loaded:
+            assert store is not None
+            return open_refs(planned, refs, store, request.names, on_close)
 
-    @property
-    def keeps(self) -> bool:
-        return self.features.keeps
-
-    @property
-    def feature_ids(self) -> Sequence[str]:
-        return self.plan.feature_ids
-
-    @property
-    def token_bytes(self) -> int:
-        return self.features.request.token_bytes(self.width) + TEXT_BYTES
-
-    def uses(self, rank: int = 0, ranks: int = 1) -> Iterator[PlannedBatch]:
-        return self.plan.uses(self.first_step, rank, ranks)
-
-    def largest(self, count: int) -> int:
-        return self.plan.largest(count)
-
-    def batch_of(self, planned: PlannedBatch) -> tuple[CaptureBatch, tuple[Any, ...]]:
-        batch = batch_of(planned, self.samples, self.plan.feature_ids, {})
-        return batch, tuple(self.samples.loss_mask(row) for row in batch.rows)
-
-    def open_refs(
-        self, planned: PlannedBatch, refs: Sequence[SampleRef], on_close: Callable[[int], None]
-    ) -> Loaded:
-        assert self.store is not None  # `source` opened one
-        return open_refs(planned, refs, self.store, self.features.request.names, on_close)
-
-    def ref_error(self, batch: CaptureBatch, refs: Sequence[SampleRef]) -> Exception | None:
-        specs = self.features.request.feature_specs(self.width)
-        return ref_error(batch, refs, specs, self.features.provenance)
+        specs = request.feature_specs(self.width)
+        return Needed(
+            request, features.provenance, store, features.keeps, plan.feature_ids, self.skipped,
+            self.held_batches, request.token_bytes(self.width) + TEXT_BYTES,
+            uses=lambda rank, ranks: plan.uses(self.first_step, rank, ranks),
+            largest=plan.largest,
+            batch_of=batch_of_all,
+            open_refs=open_batch,
+            ref_error=lambda batch, refs: ref_error(batch, refs, specs, features.provenance),
+        )  # fmt: skip
 
 
 def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> TrainerParts:
@@ -239,16 +227,20 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
         features, samples, plan, skipped, run.width, device, source, prefetch, held_batches
     )
     if source is not None and features.store is None:
-        features.binding, features.store = source.open_store(cast(Needed, parts), run_id)
+        features.binding, features.store = source.open_store(parts.needed(), run_id)
     with ranks.raise_on_all():
         for draft, last in zip(run.drafts, checkpoints, strict=True):
             if last is not None:
                 require_same_run(last, draft, features, plan)
+    every, date = config.train.eval_every, samples.summary.date
+    held_out = open_held_out(run, features, date) if every else None  # before what takes hours
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
     about = {"run_id": run_id, "target": run.target.fingerprint(), "width": run.width}
-    parts.trainers = open_trainers(run, about, features, samples, plan, skipped, checkpoints)
+    parts.trainers = open_trainers(
+        run, about, features, samples, plan, skipped, checkpoints, held_out
+    )
     return parts
 
 
@@ -272,10 +264,9 @@ def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
 def open_trainers(
     run: Run, about: Mapping[str, Any], features: Features, samples: Samples, plan: Plan,
     skipped: Skipped, checkpoints: Sequence[Checkpoint | None],
+    held_out: Callable[..., HeldOut] | None,
 ) -> list[Trainer]:  # fmt: skip
     """Build each draft, or read it from its checkpoint, with what evaluates it in training."""
-    every, date = run.config.train.eval_every, samples.summary.date
-    held_out = open_held_out(run, features, date) if every else None
     shared, trainers = [run.capture, *([features.binding] if features.binding else [])], []
     for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
         data = checkpoint.state["data"] if checkpoint else samples.summary.to_json()
@@ -349,11 +340,11 @@ def open_batches(
 ) -> Iterator[tuple[Iterable[Loaded | None], Batches | None]]:
     """Open this rank's batches, and return them twice where other processes capture them."""
     if parts.source is not None:
-        with parts.source.open(cast(Needed, parts)) as batches:
+        with parts.source.open(parts.needed()) as batches:
             yield batches, batches
         return
     features, plan, skipped = parts.features, parts.plan, parts.skipped
-    uses = parts.uses(run.ranks.rank, run.ranks.size)
+    uses = plan.uses(parts.first_step, run.ranks.rank, run.ranks.size)
     require_memory(run, parts)
     if features.store is None:
         with closing(run.open_capture(features.request, parts.samples)) as capture:

@@ -23,10 +23,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import digest, sync, write_atomic
 from draftcore.training.optimizer import full, shard_like
-from draftcore.training.ranks import SINGLE_RANK, Ranks
+from draftcore.training.ranks import SINGLE_RANK
 
 logger = logging.getLogger(__name__)
 MARK = "COMPLETE"

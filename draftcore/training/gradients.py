@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from draftcore.training.ranks import Ranks
+from draftcore.contracts.run import Ranks
 
 
 class Gradients:
@@ -43,8 +42,8 @@ class Gradients:
         if (terms := len(denominators)) > max(1, len(self.buffers)):  # terms of other ranks alone
             self.view_in_buffer(terms - 1)
             self.view_in_buffer(0)
-        for tensor in (denominators, *self.buffers) if ranks.size > 1 else ():
-            dist.all_reduce(tensor, group=ranks.device_group)
+        for tensor in (denominators, *self.buffers):
+            ranks.all_reduce(tensor)
         if len(self.buffers) < 2:
             return denominators.sum().float()
         for term, (buffer, below) in enumerate(zip(self.buffers, denominators, strict=False)):

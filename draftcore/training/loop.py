@@ -40,7 +40,7 @@ from draftcore.contracts.algorithm import (
     Stop,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.run import PlannedBatch
+from draftcore.contracts.run import PlannedBatch, Ranks
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
@@ -51,7 +51,6 @@ from draftcore.training.compiled import MIN_STEPS_TO_COMPILE, Compiled
 from draftcore.training.gradients import Gradients
 from draftcore.training.metrics import MetricsLog, Sums, fetch, ratios, totals, weighted
 from draftcore.training.optimizer import build_optimizer, full, learning_rate, local, scale_and_clip
-from draftcore.training.ranks import Ranks
 
 MAX_WEIGHT = 1e6  # magnitude: what learns stays orders below, and a step from beyond may fail
 
@@ -317,12 +316,12 @@ class Trainer:
 
     def shard(self) -> None:
         """Shard the draft over the ranks where that is asked for."""
-        self.sharded = None
+        self.sharded: Any = None
         if self.config.shard and self.ranks.size > 1:
-            from draftcore.training.sharding import Sharded  # 1.6 s that others do not pay
-
             setup, evaluated = self.setup, self.evaluate is not None
-            self.sharded = Sharded(setup.hook, self.built, setup.options, self.ranks, evaluated)
+            self.sharded = self.ranks.shard(
+                setup.hook, self.built, setup.options, evaluated, checkpoint.trained_tensors
+            )
 
     def make_optimizer(self) -> None:
         """Make the algorithm's optimizer, or AdamW, and the gradients that it reads."""
@@ -396,7 +395,7 @@ class Trainer:
                 batch = self.setup.collate(samples, self.device)
                 with half:
                     if self.sharded:
-                        output = self.sharded.loss(batch, context, last=last)
+                        output: StepOutput = self.sharded.loss(batch, context, last=last)
                     else:
                         output = hook.forward_loss(
                             draft=draft, batch=batch, context=context, options=options

@@ -1,122 +1,29 @@
-"""The ranks of a run: what they do together, and how each learns that another failed or is lost.
-
-A run that a launcher or `torchrun` started has several ranks, each with a process and a device of its
-own. Each holds a replica of every draft, captures and trains its share of a step's batches, and adds
-up gradients with the others: one all-reduce of a flat buffer. One `all_gather` a step agrees on the
-rest. Rank 0 alone evaluates and writes checkpoints, metrics and messages.
-
-The ranks of one machine meet in memory that the launcher made, and talk over loopback; those of
-several in the store of `torchrun`, a port that a firewall has to keep. gloo's ports accept whoever
-connects first, so each rank proves to each that it was at the meeting.
-
-Odd: collectives on the CPU have no timeout, as rank 0 may work alone, be it an hour of evaluation,
-and as features may be late. Whether a rank that is waited for is busy or dead, `Heartbeat` knows.
-
-An error that the ranks meet together (`on_rank0`, `raise_on_all`) is raised on all of them, and they
-may go on. One that strikes a rank alone ends the run on all.
-"""
+"""Joins the ranks that a launcher or `torchrun` started; a single one needs no plugin."""
 
 from __future__ import annotations
 
-import hmac
 import io
 import os
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from datetime import timedelta
-from typing import NamedTuple, TypeVar, cast
-
-import torch
-from torch import Tensor
-from torch import distributed as dist
-from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
 from draftcore.config import TrainConfig
-from draftcore.contracts.launcher import MEETING
-from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore.tensors import resolve_device
-
-T = TypeVar("T")
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun's
-NO_TIMEOUT = timedelta(days=365)
-BEAT_EVERY = 0.5  # seconds between two heartbeats
-UNWIND = 5.0  # seconds for a main thread to end by itself once the run has failed
-
-
-class Ranks:
-    """The ranks of a run, and this one's place; as it stands a single one, which needs nobody."""
-
-    rank, size = 0, 1
-    cpu_group: dist.ProcessGroup | None = None
-    device_group: dist.ProcessGroup | None = None
-    last_common_error: BaseException | None = None  # that all ranks raised
-
-    def all_gather(self, value: T) -> list[T]:
-        """Give every rank the values of all, by rank: small data."""
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value, group=self.cpu_group)
-        return values
-
-    @contextmanager
-    def raise_on_all(self) -> Iterator[None]:
-        """Raise a DraftcoreError of any rank on all, where the block ends."""
-        mine = None
-        try:
-            yield
-        except DraftcoreError as error:
-            mine = error
-        errors = self.all_gather((str(mine), mine.exit_status) if mine else None)
-        for rank, raised in enumerate(errors):
-            if raised is not None:
-                kind = UsageError if raised[1] == ExitStatus.REFUSED else DraftcoreError
-                self.last_common_error = mine if mine and rank == self.rank else kind(raised[0])
-                raise self.last_common_error
-
-    def on_rank0(self, work: Callable[[], T]) -> T:
-        """Let rank 0 do something and give its result, small data, to all."""
-        value: T | None = None
-        with self.raise_on_all():
-            if self.rank == 0:
-                value = work()
-        return cast(T, self.all_gather(value)[0])
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Give a tensor of rank 0, on the CPU, to all, in place."""
-        if self.size > 1:
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0, group=self.cpu_group)
-
-    def device(self, name: str) -> torch.device:
-        """This rank's device: of several ranks, the CPU or the CUDA device of its place on its host."""
-        device = resolve_device(name)
-        if self.size == 1 or device.type != "cuda":
-            return device
-        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if device.index is not None or local >= count:
-            raise UsageError(
-                f"rank {local} of this host asked for device {name!r}, of {count} CUDA devices\n"
-                "  set train.device=cuda and start one rank per device: each has one of its own"
-            )
-        return torch.device("cuda", local)
-
+from draftcore.contracts.run import Ranks
+from draftcore.errors import ExitStatus, UsageError
+from draftcore.plugins import catalog
+from draftcore.plugins.binding import bind
+from draftcore.plugins.registry import Registry
 
 SINGLE_RANK = Ranks()
 
 
-# ---------------------------------------------------------------- several ranks
-
-
 @contextmanager
-def join(config: TrainConfig, *, alone: bool = False) -> Iterator[Ranks]:
+def join(config: TrainConfig, registry: Registry, *, alone: bool = False) -> Iterator[Ranks]:
     """The ranks that torchrun started, joined until the block ends; a single one without it.
 
-    Raises UsageError where torchrun's environment is not whole, ranks lack a device each or the work
-    is for one `alone`; DraftcoreError where they do not come together; on every rank, the error of any.
+    Raises UsageError where ranks cannot be, lack a device each or the work is for one `alone`;
+    DraftcoreError where they do not come together; on every rank, the error of any.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -127,13 +34,8 @@ def join(config: TrainConfig, *, alone: bool = False) -> Iterator[Ranks]:
             f"torchrun started {size} ranks, and of all verbs only train knows what to do with them\n"
             "  start this one without torchrun"
         )
-    missing = [name for name in ENVIRONMENT if name not in os.environ]
-    if missing and MEETING not in os.environ:
-        raise UsageError(
-            f"WORLD_SIZE is {size}, but the environment lacks {', '.join(missing)}\n"
-            "  start ranks with `torchrun --nproc-per-node N -m draftcore train run.yaml`"
-        )
-    ranks = Group(config, size)
+    hook = bind(registry, "ranks", name := catalog.default("ranks")).hook
+    ranks = hook.ranks(name=name, config=config)
     try:
         with redirect_stdout(io.StringIO() if ranks.rank else sys.stdout):
             yield ranks
@@ -146,134 +48,3 @@ def join(config: TrainConfig, *, alone: bool = False) -> Iterator[Ranks]:
             raise SystemExit(getattr(error, "exit_status", ExitStatus.FAILED)) from None
         raise
     ranks.close()
-
-
-class Group(Ranks):
-    """One of several ranks."""
-
-    def __init__(self, config: TrainConfig, size: int) -> None:
-        self.rank, self.size = int(os.environ["RANK"]), size
-        timeout, device = timedelta(seconds=config.rank_timeout), self.device(config.device)
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # all of them on this machine
-            for library in ("GLOO", "NCCL"):
-                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        try:
-            if file := os.environ.get(MEETING):
-                store: Store = dist.FileStore(file, size)  # type: ignore[attr-defined]
-            else:
-                store, _, _ = next(rendezvous("env://", timeout=timeout))
-            store.set_timeout(timeout)
-            if self.rank == 0:
-                store.set("key", os.urandom(32).hex())
-            dist.init_process_group(
-                "gloo", store=store, rank=self.rank, world_size=size, timeout=timeout
-            )
-            cpu_group = cast(dist.ProcessGroup, dist.group.WORLD)
-            beat_group = dist.new_group(backend="gloo", timeout=timeout)
-            for group in (cpu_group, beat_group):
-                self._prove(group, store.get("key"))
-            cpu_group.set_timeout(NO_TIMEOUT)
-        except RuntimeError as error:
-            raise DraftcoreError(
-                f"{size} ranks did not come together within {config.rank_timeout:g} s: {error}\n"
-                "  start as many as WORLD_SIZE says, with one MASTER_ADDR that all of them reach"
-            ) from None
-        self.heartbeat = Heartbeat(self, beat_group, timeout)
-        self.heartbeat.start()
-        self.cpu_group = self.device_group = cpu_group
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            self.device_group = dist.new_group(backend="nccl", timeout=timeout)
-
-    def _prove(self, group: dist.ProcessGroup, key: bytes) -> None:
-        """Show each rank that this one knows the key. Raises DraftcoreError where another does not."""
-        pairs = [(a, b) for a in range(self.size) for b in range(self.size)]
-        made = [list(hmac.digest(key, b"%d to %d" % pair, "sha256")) for pair in pairs]
-        proofs_RRD = torch.tensor(made, dtype=torch.uint8).view(self.size, self.size, -1)
-        found_RD = torch.empty_like(proofs_RRD[0])
-        dist.all_to_all_single(found_RD, proofs_RRD[self.rank], group=group)
-        if not torch.equal(found_RD, proofs_RRD[:, self.rank]):
-            raise DraftcoreError(
-                f"another process than a rank of this run answered rank {self.rank}\n"
-                "  start the same command again; no other user should reach the ports of a run"
-            )
-
-    def close(self) -> None:
-        """Part when all ranks are here.
-
-        The groups end with their last reference: threads of theirs that outlive the interpreter may
-        abort the process.
-        """
-        self.heartbeat.ending.set()
-        self.heartbeat.join()
-        self.cpu_group = self.device_group = self.heartbeat.group = None
-        dist.destroy_process_group()
-
-    def leave(self, error: BaseException) -> None:
-        """Part after an error, for the caller to raise; SystemExit where another rank failed before."""
-        # torchrun ends the others as soon as one is gone; there is something to say first.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        name = "" if isinstance(error, DraftcoreError) else f"{type(error).__name__}: "
-        failure = Failure(
-            self.rank, f"{name}{error}", getattr(error, "exit_status", ExitStatus.FAILED)
-        )
-        self.heartbeat.own_failure = failure
-        self.heartbeat.ending.set()
-        self.heartbeat.failure_known.wait(UNWIND)
-        failure = self.heartbeat.failure or failure
-        if failure.rank != self.rank:
-            raise SystemExit(failure.code)
-
-
-class Failure(NamedTuple):
-    """Why the run ends: the rank that failed, None for one that is lost, its error, the exit status."""
-
-    rank: int | None
-    text: str
-    code: int
-
-
-class Heartbeat(threading.Thread):
-    """Meets the other ranks twice a second, in a thread and a process group of its own.
-
-    A rank that does not come there within `train.rank_timeout` was killed or frozen; one that is busy
-    comes. A rank that failed says so there. Then all end: a main thread that still waits in a
-    collective, where it cannot be woken, is ended with its process.
-    """
-
-    def __init__(self, ranks: Ranks, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        super().__init__(name="draftcore-heartbeat", daemon=True)
-        self.rank, self.size, self.timeout = ranks.rank, ranks.size, timeout
-        self.group: dist.ProcessGroup | None = group
-        self.ending, self.failure_known = threading.Event(), threading.Event()
-        self.own_failure: Failure | None = None  # this rank's
-        self.failure: Failure | None = None  # the run's, once it is known
-
-    def run(self) -> None:
-        answers: list[tuple[bool, Failure | None]] = [(False, None)] * self.size
-        while not all(ending for ending, _ in answers):
-            self.ending.wait(min(BEAT_EVERY, self.timeout.total_seconds() / 4))
-            try:
-                dist.monitored_barrier(self.group, self.timeout)  # which names who did not come
-                answer = self.ending.is_set(), self.own_failure
-                dist.all_gather_object(answers, answer, group=self.group)
-            except RuntimeError as error:
-                text = f"it was killed or frozen, or its host is lost: {str(error).splitlines()[0]}"
-                remedy = "start the same command again: the run goes on from its last checkpoint"
-                return self.end(Failure(None, f"{text}\n{remedy}", ExitStatus.RANK_LOST))
-            for failure in [failure for _, failure in answers if failure]:
-                return self.end(failure)
-
-    def end(self, failure: Failure) -> None:
-        """Say why the run ends, and end this process where its main thread does not.
-
-        Of the ranks that did not fail one says it, or all would; of a rank that is lost all do.
-        """
-        self.failure = failure
-        if failure.rank is None or self.rank == (1 if failure.rank == 0 else 0):
-            name = "another rank" if failure.rank is None else f"rank {failure.rank}"
-            text = failure.text.replace("\n", "\n  ")
-            print(f"error: {name} failed\n  {text}", file=sys.stderr, flush=True)
-        self.failure_known.set()
-        time.sleep(UNWIND)
-        os._exit(failure.code)

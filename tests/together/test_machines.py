@@ -20,7 +20,7 @@ import yaml
 
 from draftcore.config import RunConfig
 from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject
@@ -169,7 +169,7 @@ def test_the_file_for_kubernetes_has_room_for_the_run_that_it_holds() -> None:
     config = RunConfig.model_validate(yaml.safe_load(settings["data"][Path(folder).name]))
     assert config.run.is_relative_to("/shared")
     topology = config.topology
-    options = bind(load(), "launcher", topology.launcher, topology.options).options
+    options = bind(load_plugins(), "launcher", topology.launcher, topology.options).options
     for request, count in ((options.rank, topology.ranks), (options.producer, topology.producers)):
         (name,) = request.resources
         (group,) = (

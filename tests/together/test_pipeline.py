@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from draftcore.config import load_config
 from draftcore.contracts.algorithm import Sample, SampleId
 from draftcore.drafts import find_checkpoint, load_checkpoint, load_export
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def test_capture_train_eval_export(project: Project) -> None:
     os.umask(before)
     origin = json.loads((project.run / "export" / "draftcore.json").read_text())
     assert origin["samples_seen"] == 24
-    assert {plugin["name"] for plugin in origin["plugins"]} >= {"eagle3", "builtin"}
+    assert {plugin["name"] for plugin in origin["plugins"]} >= {"eagle3", "hf", "file"}
     for file in (project.run / "export").iterdir():
         assert file.stat().st_mode & 0o777 == 0o640, "as the umask says, weights and all"
         assert str(project.folder.parent).encode() not in file.read_bytes(), "no path of ours"
     assert origin["target"] == Path(project.config["target"]["path"]).name
     again = json.loads(project.cli("eval", "--export", project.run / "export", "--json").stdout)
     assert again["acceptance_length"] == report["acceptance_length"]
-    (draft,) = Run(load_config(project.yaml), load()).drafts
+    (draft,) = Run(load_config(project.yaml), load_plugins()).drafts
     trained = load_checkpoint(draft, find_checkpoint(draft, None)).module.state_dict()
     exported = load_export(draft, project.run / "export").module.state_dict()
     assert trained.keys() == exported.keys()
@@ -113,7 +113,7 @@ def test_features_are_moved_to_the_device_before_they_are_padded(
         return pad(parts, *args, **kwargs)
 
     monkeypatch.setattr("draftcore_nn.batches.pad_sequence", noted)
-    (draft,) = Run(load_config(project.yaml), load()).drafts
+    (draft,) = Run(load_config(project.yaml), load_plugins()).drafts
     samples = [
         Sample(
             SampleId(f"{length:024x}", 1),

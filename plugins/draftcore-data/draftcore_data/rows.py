@@ -5,14 +5,35 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from draftcore.contracts.capture import ImageProcessor
 from draftcore.contracts.run import OpenRun, Prompts
 from draftcore.errors import UsageError
 from draftcore_data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
 from draftcore_data.options import DataOptions, Sources
-from draftcore_data.source import Source
-from draftcore_data.sources import named, open_source
+from draftcore_data.sources import finder, named, open_source
+
+
+class NoImages:
+    """An image processor for runs that can read no images: it refuses rows with some, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        return f"NoImages({self.reason!r})"
+
+    def identity(self) -> str:
+        return ""
+
+    def write(self, *unread: Any) -> Any:
+        raise UsageError(
+            f"the data has rows with images, and here they cannot be read: {self.reason}\n"
+            "  or leave such rows out of the data"
+        )
+
+    inputs = write
 
 
 class Conversations:
@@ -20,14 +41,24 @@ class Conversations:
 
     def __init__(self, run: OpenRun, options: DataOptions) -> None:
         self.run, self.options, self.longest = run, options, options.max_length
-        self.folder = run.folder / "data"
+        self.folder, self.find = run.folder / "data", finder(run.bind)
         self.train = named(options.train) if options.train is not None else None
         self.eval = named(options.eval) if options.eval is not None else None
+        self.images = self._open_images() if run.target.is_multimodal else None
 
-    def find(self, uri: str) -> Source:
-        """Open the data at a URI by the plugin that offers its scheme."""
-        name = uri.partition(":")[0]
-        return cast(Source, self.run.bind("source", name).hook.source(name=name, uri=uri))
+    def _open_images(self) -> ImageProcessor:
+        """Open what reads images, or what refuses rows with images and says why."""
+        if "images" not in self.run.capture.capabilities:
+            offered = self.run.offered("capture").items()
+            others = ", ".join(name for name, has in offered if "images" in has)
+            name = self.run.config.capture.name
+            return NoImages(f"the capture {name!r} reads text alone\n  set capture.name={others}")
+        try:
+            hooks = self.run.bind("images", "processor").hook
+        except UsageError as error:
+            return NoImages(str(error))
+        processor: ImageProcessor = hooks.image_processor(name="processor", target=self.run.target)
+        return processor
 
     def sources(self, part: Literal["train", "eval"]) -> Sources:
         """Return what the run names as its data. Raises UsageError for nothing."""

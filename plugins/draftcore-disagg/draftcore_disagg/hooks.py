@@ -1,12 +1,15 @@
-"""The hook of the kind `channel`, which this dist brings."""
+"""The hooks of the kinds `channel` and `launcher`, which this dist brings."""
 
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
+from typing import Any
+
 from draftcore import hookspec
 from draftcore_disagg.channel import Channel
+from draftcore_disagg.launcher import Launcher
 
-NEEDED = {"channel": ("channel",)}
+NEEDED = {"channel": ("channel",), "launcher": ("launcher",)}
 
 
 class Specs:
@@ -18,3 +21,7 @@ class Specs:
 
         `secret` is what both ends of a run know, and nobody else.
         """
+
+    @hookspec(firstresult=True)
+    def launcher(self, name: str, options: Any) -> Launcher:
+        """Open the launcher `name`, which starts the processes of a run. First result."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftcore.contracts.launcher import MEETING, Job, verdict
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
+from draftcore_disagg.launcher import MEETING, Job, verdict
 
 PR_SET_PDEATHSIG = 1
 POLL_EVERY = 0.1  # seconds between two polls of the children

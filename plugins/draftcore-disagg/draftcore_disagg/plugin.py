@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
@@ -11,14 +11,15 @@ from draftcore.contracts.offers import Offer
 if TYPE_CHECKING:
     import click
 
-    from draftcore.contracts.launcher import Launcher
-    from draftcore.contracts.run import BatchSource, OpenRun
+    from draftcore.contracts.run import BatchSource, OpenRun, Ranks
     from draftcore_disagg.channel import Channel
+    from draftcore_disagg.launcher import Launcher
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("batches", "queue"), Offer("channel", "tcp"), Offer("launcher", "local")]
+    offers = {"batches": "queue", "ranks": "processes", "channel": "tcp", "launcher": "local"}
+    return [Offer(kind, name) for kind, name in offers.items()]
 
 
 @hookimpl
@@ -33,6 +34,20 @@ def batches(name: str, run: OpenRun) -> BatchSource:
     from draftcore_disagg.queued import QueueSource
 
     return QueueSource(run)
+
+
+@hookimpl
+def ranks(config: Any) -> Ranks:
+    from draftcore_disagg.ranks import Group
+
+    return Group(config)
+
+
+@hookimpl
+def launch(config: Any, command: Sequence[str], arguments: Sequence[str], bind: Any) -> str:
+    from draftcore_disagg.launcher import launch
+
+    return launch(config, command, arguments, bind)
 
 
 @hookimpl

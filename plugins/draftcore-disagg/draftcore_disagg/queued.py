@@ -146,13 +146,13 @@ def open_queue(run: OpenRun, needed: Needed, store: FeatureStore) -> Queue:
     )
     if not needed.keeps:
         forget(store, needed.feature_ids)  # what a trainer that was killed left behind
-    queue.offer(tasks_of(needed), next(needed.uses()).position)
+    queue.offer(tasks_of(needed), next(needed.uses(0, 1)).position)
     return queue
 
 
 def tasks_of(needed: Needed) -> Iterator[Task]:
     """Yield what producers are asked for, in the plan's order."""
-    for planned in needed.uses():
+    for planned in needed.uses(0, 1):
         batch, masks = needed.batch_of(planned)
         tokens = sum(map(len, batch.token_ids))
         yield Task(planned.position, batch, masks, tokens * needed.token_bytes)

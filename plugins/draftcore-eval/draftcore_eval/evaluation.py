@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from importlib_metadata import version
+from importlib_metadata import PackageNotFoundError, version
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun
@@ -45,6 +46,15 @@ def open_runner(run: OpenRun, options: EvalOptions) -> Runner:
     return runner
 
 
+def versions(*names: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    there = dict[str, str]()
+    for name in names:
+        with suppress(PackageNotFoundError):
+            there[name] = version(name)
+    return there
+
+
 class Decoding:
     """Decodes held-out prompts with a draft, and compares greedy output with the target's own."""
 
@@ -76,7 +86,7 @@ class Decoding:
             "device": str(device),
             "dtype": str(run.target.dtype).removeprefix("torch."),
             "plugins": run.manifest([draft]),
-            "versions": {name: version(name) for name in ("draftcore", "torch", "transformers")},
+            "versions": versions("draftcore", "torch", "transformers"),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         report = dataclasses.replace(report, about=about)

@@ -14,20 +14,20 @@ from draftcore_eval.decode import Eager
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.target import PrefillRunner, TargetModel
+from draftcore.contracts.target import DecoderModel, PrefillRunner, TargetModel, decoder_model
 
 
 class Compiled(Eager):
     """Compiles the target for capture; decoding is eager. See `contracts.runner.Runner`."""
 
     def prefill(self, model: TargetModel) -> PrefillRunner:
-        return CompiledLayers(model)
+        return CompiledLayers(decoder_model(model, "the runner 'compiled'"))
 
 
 class CompiledLayers:
     """Runs the target for capture with its layers compiled, as the first batch comes."""
 
-    def __init__(self, model: TargetModel) -> None:
+    def __init__(self, model: DecoderModel) -> None:
         self.model = model
         self.compiled = [torch.compile(layer.forward, dynamic=True) for layer in model.layers]
 

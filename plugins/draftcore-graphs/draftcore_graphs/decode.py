@@ -33,7 +33,7 @@ from draftcore.contracts.runner import (
     ShapeKey,
     Work,
 )
-from draftcore.contracts.target import TargetCache, TargetModel
+from draftcore.contracts.target import TargetCache, TargetModel, decoder_model
 from draftcore.errors import DraftcoreError
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
@@ -139,7 +139,7 @@ class DecodeGraphRunner(GraphRunner):
         self.admit(key.rows, token_B1, torch.ones_like(token_B1[:, 0]))
 
     def weights(self) -> Iterable[Tensor]:
-        modules = (self.target.model, self.module)
+        modules = (decoder_model(self.target, "a graph of a round").model, self.module)
         return [t for module in modules for t in (*module.parameters(), *module.buffers())]
 
     def work(self, key: ShapeKey) -> Work:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
-from draftcore.contracts.target import TargetModel
+from draftcore.contracts.target import DecoderModel, TargetModel, decoder_model
 from draftcore_graphs.breaks import run_eager
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Slot, StaticBuffers
@@ -39,7 +39,7 @@ SAME_MASKS_IN_HALF = 0.05
 
 @torch.inference_mode()
 def static_features(
-    target: TargetModel,
+    target: DecoderModel,
     tokens_BT: Tensor,
     request: FeatureRequest,
     ends: DividedRow | None = None,
@@ -86,7 +86,7 @@ class PrefillGraphRunner(GraphRunner):
         breaks: bool = False,
     ) -> None:
         super().__init__(phase, backend, plugins)
-        self.target, self.breaks = target, breaks
+        self.target, self.breaks = decoder_model(target, "a graph of the target"), breaks
         self.requests: dict[str, FeatureRequest] = {}
         self.masks_differ: bool | None = (
             None  # from those of the model; None before the first batch

@@ -10,12 +10,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
+from draftcore.errors import UsageError
+from draftcore_hf.target import TransformersTarget
 
 
 class LocalCapture:
     """Runs batches through the target, right-padded, without a cache; rows with images one by one."""
 
     def __init__(self, target: TargetSpec, request: FeatureRequest) -> None:
+        if not isinstance(target, TransformersTarget):
+            raise UsageError(
+                f"the capture 'hf' runs targets by transformers, and {target.path!r} is none\n"
+                "  set capture.name to that of the target's own plugin"
+            )
         target.require_layers(request)
         self.model, self.request = target.load_model(), request
         self.images = target.images

@@ -37,9 +37,8 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.capture import FeatureRequest, ImageProcessor
 from draftcore.contracts.target import (
-    ImageProcessor,
     PrefillRunner,
     TargetCache,
     TargetModel,
@@ -95,7 +94,7 @@ class TransformersTarget:
             name = dtype if dtype != "auto" else str(stored)
             self.dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
         self._tokenizer: Any = None
-        self._model: TargetModel | None = None
+        self._model: TransformersModel | None = None
         self._fingerprint = ""
         self._files = dict[str, str]()
 
@@ -119,7 +118,7 @@ class TransformersTarget:
                 self._tokenizer("a")  # some of its files are first read here
         return self._tokenizer
 
-    def load_model(self) -> TargetModel:
+    def load_model(self) -> TransformersModel:
         if self._model is None:
             kind: Any = SharedModel if self.devices > 1 else TransformersModel
             self._model = kind(self)

@@ -7,6 +7,7 @@ Shape letters: A heads, D head width, D' the rotated part of a head, H hidden, V
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -115,34 +116,52 @@ class SwiGLU(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class Rotary(nn.Module):
-    """Rotary positions (arXiv 2104.09864) by transformers' own frequencies.
+def rotary_frequencies(
+    rope: Mapping[str, Any], head_dim: int, max_positions: int
+) -> tuple[Tensor, float]:
+    """Return by how much a position turns each pair of a head, [D'/2], and the scale of cosines and sines.
 
-    `rope` has the keys of transformers' `rope_parameters`, see `target.rope_of`.
+    Every operation stands in the order in which transformers has it, as servers do: the same bits.
     """
+    kind, base = rope["rope_type"], rope["rope_theta"]
+    width = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    period = base ** (torch.arange(0, width, 2).float() / width)
+    plain = 1.0 / period
+    if kind == "default":
+        return plain, 1.0
+    factor = rope["factor"]
+    if kind == "linear":
+        return plain / factor, 1.0
+    length = rope.get("original_max_position_embeddings", max_positions)
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        wave = 2 * math.pi / plain
+        share = (length / wave - low) / (high - low)
+        between = (1 - share) * plain / factor + share * plain
+        quick = torch.where(wave < length / high, plain, between)
+        return torch.where(wave > length / low, plain / factor, quick), 1.0
+
+    def pair_of(turns: float) -> float:  # the pair that turns so often within `length`
+        return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    last += 0.001 * (first == last)
+    kept = 1 - ((torch.arange(width // 2).float() - first) / (last - first)).clamp(0, 1)
+    frequency = 1.0 / (factor * period) * (1 - kept) + plain * kept
+    return frequency, float(rope["attention_factor"])
+
+
+class Rotary(nn.Module):
+    """Rotary positions (arXiv 2104.09864); `rope` has the keys of `target.rope_of`."""
 
     inverse_frequency: Tensor
 
     def __init__(self, rope: Mapping[str, Any], head_dim: int, max_positions: int) -> None:
         super().__init__()
-        from transformers import LlamaConfig
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        rope = {
-            name: value for name, value in rope.items() if name != "attn_factor"
-        }  # servers' own
-        if rope["rope_type"] == "default":
-            # Linear scaling by one is the default, and knows the partial rotary factor.
-            rope.update(rope_type="linear", factor=1.0)
-        one_head = LlamaConfig(
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rope_parameters=rope,
-        )
-        frequency, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](one_head)
-        self.scale = float(scale)
+        frequency, self.scale = rotary_frequencies(rope, head_dim, max_positions)
         self.register_buffer("inverse_frequency", frequency, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from draftcore.errors import UsageError
@@ -135,7 +136,8 @@ def shape_of_target(target: TargetSpec, options: DecoderOptions) -> dict[str, An
     reads from a latent state (MLA) would fill a draft's cache: it has fewer. Raises UsageError where
     the target lacks a size, or has no supported RoPE.
     """
-    text = target.text_config.per_layer_config[0]  # the config itself where layers are alike
+    text = target.text_config
+    text = getattr(text, "per_layer_config", [text])[0]  # of transformers', whose layers may differ
 
     def size(name: str, fallback: int | None = None) -> int:
         value = largest(text, name) or fallback
@@ -146,7 +148,7 @@ def shape_of_target(target: TargetSpec, options: DecoderOptions) -> dict[str, An
             )
         return value
 
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    hidden, heads = size("hidden_size"), size("num_attention_heads", options.num_attention_heads)
     latent = largest(text, "kv_lora_rank") > 0
     width = options.head_dim or size("v_head_dim" if latent else "head_dim", hidden // heads)
     heads = options.num_attention_heads or (max(1, hidden // width) if latent else heads)
@@ -191,7 +193,7 @@ def rope_of(text: Any) -> dict[str, Any]:
     """
     rope = dict(getattr(text, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention") or rope)
-    kind = rope.setdefault("rope_type", "default")
+    kind = rope.setdefault("rope_type", rope.get("type", "default"))
     if "rope_theta" not in rope or kind not in ROPE_TYPES:
         found = f"RoPE type {kind!r}" if "rope_theta" in rope else "no rotary positions"
         raise UsageError(
@@ -203,6 +205,8 @@ def rope_of(text: Any) -> dict[str, Any]:
     rope.setdefault("partial_rotary_factor", getattr(text, "partial_rotary_factor", None) or 1.0)
     if rope["partial_rotary_factor"] == 1:
         del rope["partial_rotary_factor"]
+    if kind in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", text.max_position_embeddings)
     if kind != "yarn":
         return {key: value for key, value in rope.items() if key not in TEXT_IRRELEVANT}
     length = rope["original_max_position_embeddings"]
@@ -252,23 +256,19 @@ def shape_of_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises UsageError for a field that is missing, or a RoPE that is not supported.
     """
-    from transformers import LlamaConfig
-
     hidden, heads, vocab, inner = (
         int(required(config, name, folder))
         for name in ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
     )
     head_dim = int(config.get("head_dim") or hidden // heads)
     positions = int(config.get("max_position_embeddings") or 2048)
-    stated: dict[str, Any] = {"max_position_embeddings": positions}
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in config:
-            stated[name] = config[name]
-    for name in ("rope_parameters", "rope_scaling"):
-        if rope := dict(config.get(name) or {}):
-            if (dim := rope.pop("rope_dim", None)) is not None:  # sglang's name
-                rope.setdefault("partial_rotary_factor", dim / head_dim)
-            stated[name] = rope
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if (dim := rope.pop("rope_dim", None)) is not None:  # sglang's name
+        rope.setdefault("partial_rotary_factor", dim / head_dim)
+    rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
+    if partial := config.get("partial_rotary_factor"):
+        rope.setdefault("partial_rotary_factor", partial)
+    stated = {"model_type": "draft", "max_position_embeddings": positions, "rope_parameters": rope}
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -278,5 +278,5 @@ def shape_of_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "vocab_size": vocab,
         "rms_norm_eps": float(required(config, "rms_norm_eps", folder)),
         "max_position_embeddings": positions,
-        "rope": rope_of(LlamaConfig.from_dict(stated)),
+        "rope": rope_of(SimpleNamespace(**stated)),
     }

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import draftcore_nn
 import pytest
@@ -179,7 +179,10 @@ def test_rotary_positions_are_those_of_transformers(rope: str) -> None:
     positions_BT = torch.tensor([[*range(9)], [*range(20, 29)]])
     rotary = Rotary(rope_of(config), 8, config.max_position_embeddings)
     x_BATD = x_BTAD.transpose(1, 2)
-    cos, sin = LlamaRotaryEmbedding(config)(x_BTAD, positions_BT)
+    theirs = LlamaRotaryEmbedding(config)
+    assert rotary.inverse_frequency.equal(theirs.inv_freq), "to the bit"
+    assert rotary.scale == theirs.attention_scaling
+    cos, sin = theirs(x_BTAD, positions_BT)
     expected_BATD, _ = apply_rotary_pos_emb(x_BATD, x_BATD, cos, sin)
     found = rotate(x_BTAD, *rotary(positions_BT)).transpose(1, 2)
     torch.testing.assert_close(found, expected_BATD, rtol=1e-5, atol=1e-5)
@@ -261,6 +264,28 @@ def test_a_draft_has_positions_of_its_own_where_it_cannot_have_its_targets() -> 
             shape_of_target(target, DecoderOptions())
         own = shape_of_target(target, DecoderOptions(rope_theta=5e5))["rope"]
         assert own == {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_a_target_of_another_kind_says_what_it_has_and_options_say_the_rest() -> None:
+    """A recurrent one has neither heads nor positions; one with attention may say all by itself."""
+    sizes = {"model_type": "mine", "hidden_size": 32, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    scaled = {**ROPES["llama3"]}
+    del scaled["original_max_position_embeddings"]
+
+    def shape(options: DecoderOptions, **more: Any) -> dict[str, Any]:
+        text = SimpleNamespace(**sizes, **more)
+        return shape_of_target(cast(Any, SimpleNamespace(text_config=text, vocab_size=50)), options)
+
+    by_options = shape(DecoderOptions(**heads, rope_theta=1e4))
+    assert by_options["head_dim"] == 8
+    assert by_options == shape(DecoderOptions(), **heads, rope_parameters={"rope_theta": 1e4})
+    by_config = shape(DecoderOptions(), **heads, rope_parameters=scaled)
+    assert by_config["rope"] == {**scaled, "original_max_position_embeddings": 64}
+    with pytest.raises(UsageError, match=r"\(mine\) has no num_attention_heads\n  set the option"):
+        shape(DecoderOptions())
+    with pytest.raises(UsageError, match=r"\(mine\) has no rotary positions"):
+        shape(DecoderOptions(**heads))
 
 
 def test_layers_that_servers_cannot_capture_are_refused() -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from draftcore_disagg.launcher import Job, verdict
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
@@ -32,7 +33,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from draftcore.contracts.launcher import LOCK, Job, verdict
+from draftcore.contracts.run import LOCK
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore.files import hold, secret
 from draftcore_ray.host import Host
@@ -63,7 +64,7 @@ class Process:
 
 
 class RayLauncher:
-    """Runs a job on a Ray cluster; see `draftcore.contracts.launcher.Launcher`."""
+    """Runs a job on a Ray cluster; see `draftcore_disagg.launcher.Launcher`."""
 
     def __init__(self, options: RayOptions) -> None:
         self.options = options

@@ -9,7 +9,8 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
-    from draftcore.contracts.launcher import Launcher
+    from draftcore_disagg.launcher import Launcher
+
     from draftcore_ray.options import RayOptions
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch, FeatureRequest
-from draftcore.contracts.target import TargetSpec
+from draftcore.contracts.target import TargetSpec, decoder_model
 from draftcore.errors import UsageError
 from draftcore_sdk.memory import CYCLES, differing, watched_bytes
 from draftcore_sdk.suite import Suite
@@ -219,12 +219,13 @@ class CaptureSuite(Suite):
         self, open_capture: OpenCapture, target: TargetSpec
     ) -> None:
         tokens = torch.tensor([ROWS[1]])
-        before_TV = target.load_model().model(input_ids=tokens).logits
+        model = decoder_model(target.load_model(), "this test").model
+        before_TV = model(input_ids=tokens).logits
         capture = open_capture(REQUESTS["both"])
         list(capture.features([batch(0, 1), batch(2)]))
-        assert torch.equal(target.load_model().model(input_ids=tokens).logits, before_TV)
+        assert torch.equal(model(input_ids=tokens).logits, before_TV)
         capture.close()
-        assert torch.equal(target.load_model().model(input_ids=tokens).logits, before_TV)
+        assert torch.equal(model(input_ids=tokens).logits, before_TV)
 
     def test_batches_are_asked_for_as_features_are_taken(self, open_capture: OpenCapture) -> None:
         """A data set does not fit into memory: some look-ahead is welcome, all of it is not."""

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.options import apply_overrides
-from draftcore_sdk.internals import NEEDED, Plugin, Registry, bind, from_here, load
+from draftcore_sdk.internals import NEEDED, Plugin, Registry, bind, from_here, load_plugins
 from draftcore_sdk.suite import Suite, child_environment
 
 SUITE_OF = {
@@ -131,7 +131,7 @@ def suites_of(
             checks.append(Check(kind, "", plugin.module, loose, {}, ""))
     for hook in [hook for hook in AROUND if hook in unoffered(plugin)]:
         kind, name = AROUND[hook]
-        owner = load().find(kind, name).module
+        owner = load_plugins().find(kind, name).module
         checks.append(Check(kind, name, f"{owner} {plugin.module}", loose, {}, ""))
     return checks
 

@@ -18,7 +18,7 @@ from draftcore.plugins.binding import type_error as type_error
 from draftcore.plugins.catalog import BUILT_IN as BUILT_IN
 from draftcore.plugins.dists import Plugin as Plugin
 from draftcore.plugins.registry import Registry as Registry
-from draftcore.plugins.registry import load as load
+from draftcore.plugins.registry import load_plugins as load_plugins
 from draftcore.plugins.registry import register as register
 from draftcore.plugins.specs import NEEDED as NEEDED
 from draftcore.plugins.specs import hooks as hooks
@@ -39,7 +39,7 @@ LATER = {
 @functools.cache
 def bring_kinds() -> None:
     """Load the kinds of offers that installed dists bring, as a run of one of them would."""
-    load().bring()
+    load_plugins().bring()
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from draftcore_disagg.launcher import Job
 
-from draftcore.contracts.launcher import Job
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore_sdk.suite import Suite
 

@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 from pydantic import BaseModel, ValidationError
 
 from draftcore.contracts.offers import Offer
-from draftcore_sdk.internals import BUILT_IN, Plugin, Registry, bind, load, main, register
+from draftcore_sdk.internals import BUILT_IN, Plugin, Registry, bind, load_plugins, main, register
 from draftcore_sdk.suite import Suite, child_environment, registry_of
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic")
@@ -237,7 +237,7 @@ class PluginSuite(Suite):
     # ------------------------------------------------------------ verbs
 
     def test_its_verbs_clash_with_none(self, found: Plugin, verbs: list[click.Command]) -> None:
-        others = [p for p in load().ready if p.dist == BUILT_IN and p.name != found.name]
+        others = [p for p in load_plugins().ready if p.dist == BUILT_IN and p.name != found.name]
         core = {*main.commands, *(verb.name for p in others for verb in verbs_of(p.module))}
         for name, count in Counter(verb.name for verb in verbs).items():
             assert name not in core, f"draftcore has a verb {name!r}"
@@ -257,7 +257,7 @@ class PluginSuite(Suite):
 @functools.cache
 def loaded(loose: Path | None, path: Sequence[str]) -> tuple[Plugin, ...]:
     """Load all plugins, once for all tests."""
-    return load(files=[loose] if loose else [], path=path).plugins
+    return load_plugins(files=[loose] if loose else [], path=path).plugins
 
 
 @functools.cache

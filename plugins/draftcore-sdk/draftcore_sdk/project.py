@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from subprocess import PIPE, STDOUT
@@ -52,7 +53,8 @@ class Project:
 
     def begin(self, verb: str, **environment: str) -> subprocess.Popen[str]:
         """Run a verb in a process of its own, where Python also hashes strings otherwise."""
-        env = {**child_environment(), "PYTHONHASHSEED": "1", **environment}
+        seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+        env = {**child_environment(), "PYTHONHASHSEED": seed, **environment}
         command = [sys.executable, "-m", "draftcore", *self._arguments(verb)]
         return subprocess.Popen(command, env=env, text=True, stdout=PIPE, stderr=STDOUT)
 

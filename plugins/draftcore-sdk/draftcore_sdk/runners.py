@@ -23,10 +23,10 @@ from torch.nn import functional
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
-from draftcore.contracts.target import TargetModel
+from draftcore.contracts.target import DecoderModel, TargetModel
 from draftcore.errors import UsageError
 from draftcore_sdk.captures import ROWS, capture_target, require_near
-from draftcore_sdk.internals import bind, load
+from draftcore_sdk.internals import bind, load_plugins
 from draftcore_sdk.suite import Suite
 
 REQUEST = FeatureRequest((1, 3), True, "float32")
@@ -108,14 +108,14 @@ class RunnerSuite(Suite):
     # ------------------------------------------------------------ fixtures
 
     @pytest.fixture
-    def target(self, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    def target(self, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
         folder = tmp_path_factory.getbasetemp() / "runner-suite"
         path = folder if folder.exists() else capture_target(folder)
         return TransformersModel(TransformersTarget(str(path), device="cpu"))
 
     def runner(self, phase: PhaseName, temperature: float = 0.0) -> Runner:
         """Open the runner for a phase, as a run of batches of this suite's rows does."""
-        registry = load(files=[self.loose] if self.loose else [])
+        registry = load_plugins(files=[self.loose] if self.loose else [])
         context = RunnerContext(
             phase=phase,
             rows=len(ROWS),
@@ -223,7 +223,9 @@ class RunnerSuite(Suite):
             "these tokens are not greedy"
         )
 
-    def test_sampling_is_seeded_and_has_the_targets_distribution(self, target: TargetModel) -> None:
+    def test_sampling_is_seeded_and_has_the_targets_distribution(
+        self, target: DecoderModel
+    ) -> None:
         """A token's log-probability has a known mean and variance, so their sums are normal."""
         runner, drafter = self.runner("decode", SAMPLED), CountingDrafter(target.spec.vocab_size)
         try:

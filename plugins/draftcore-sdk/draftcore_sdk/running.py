@@ -12,7 +12,7 @@ import yaml
 
 import draftcore
 from draftcore.contracts.run import OpenRun
-from draftcore_sdk.internals import Registry, load
+from draftcore_sdk.internals import Registry, load_plugins
 from draftcore_sdk.new_plugin import render, write
 from draftcore_sdk.suite import registry_of
 
@@ -34,7 +34,7 @@ def small_algorithm(folder: Path) -> Path:
 @contextmanager
 def open_run(base: Path, folder: Path, plugin: str, **sections: Any) -> Iterator[OpenRun]:
     """Open a run in a folder with a plugin, installed or not; `base` is that of all tests."""
-    registry = load(files=[small_algorithm(base)])
+    registry = load_plugins(files=[small_algorithm(base)])
     registry = Registry([*registry.installed, *registry_of(plugin).installed])
     folder.mkdir(parents=True, exist_ok=True)
     config = {"run": str(folder / "run"), "algorithm": {"name": SMALL}, **sections}

@@ -24,7 +24,7 @@ from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.captures import of_the_process
 from draftcore_sdk.check import WRAPPED
 from draftcore_sdk.example import Example
-from draftcore_sdk.internals import load
+from draftcore_sdk.internals import load_plugins
 from draftcore_sdk.project import SET_ASIDE, Project
 from draftcore_sdk.running import small_algorithm
 from draftcore_sdk.suite import Suite, bound, registry_of
@@ -45,7 +45,7 @@ class Around(Suite):
     def bench(cls, tmp_path_factory: Any) -> Bench:
         base = tmp_path_factory.getbasetemp()
         small, example = small_algorithm(base), Example.of(base / "algorithm-suite")
-        mine = [p.name for p in load().plugins if p.module == cls.plugin and not cls.loose]
+        mine = [p.name for p in load_plugins().plugins if p.module == cls.plugin and not cls.loose]
         own = bound(f"{small.stem} {cls.plugin}", "algorithm")
         kept = {"layout:serving", *cls.capabilities}
         if not {"forward_loss", "collate"}.intersection(hooks_of(cls.plugin)):

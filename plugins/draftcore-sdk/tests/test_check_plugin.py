@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from draftcore_sdk import check
-from draftcore_sdk.internals import NEEDED, hooks, load, main
+from draftcore_sdk.internals import NEEDED, hooks, load_plugins, main
 from draftcore_sdk.suite import child_environment
 from importlib_metadata import version
 
@@ -175,7 +175,7 @@ def test_the_report_as_data(loose: Loose) -> None:
 
 
 def test_there_is_a_suite_for_every_kind() -> None:
-    load().bring()
+    load_plugins().bring()
     assert check.SUITE_OF.keys() == {"plugin", "wrapper", "observer", *NEEDED}
     assert {"algorithm", *(kind for kind, *_ in check.AROUND.values())} == {*NEEDED}
     known = check.WRAPPED | check.OBSERVED | check.UNTRIED | check.AROUND.keys()
@@ -255,7 +255,7 @@ def test_a_plugin_that_is_not_there_or_broken_is_refused_with_the_reason(loose: 
 
 def test_options_and_uri_reach_the_offers_that_they_are_for(loose: Loose) -> None:
     loose.write(OFFERS)
-    plugin = load(files=[loose.file]).named(loose.name)
+    plugin = load_plugins(files=[loose.file]).named(loose.name)
     checks = check.suites_of(plugin, ["width=3e-1"], "mine:here{tmp}?a=1")
     assert [(c.kind, c.offer, c.options, c.uri) for c in checks] == [
         ("plugin", "", {}, ""),
@@ -273,7 +273,7 @@ def test_options_and_uri_reach_the_offers_that_they_are_for(loose: Loose) -> Non
 def test_each_value_of_a_literal_or_boolean_option_is_tried_once(loose: Loose) -> None:
     """But for values that the options' own model refuses beside the others' defaults."""
     loose.write(OFFERS)
-    plugin = load(files=[loose.file]).named(loose.name)
+    plugin = load_plugins(files=[loose.file]).named(loose.name)
     checks = check.suites_of(plugin, ["width=2"], None, each=True)
     assert [c.title for c in checks if c.kind == "runner"] == [
         "runner mine (width=2)",
@@ -361,7 +361,7 @@ def gone(note: Path) -> bool:
 def test_a_test_that_hangs_is_ended_and_says_where(loose: Loose, tmp_path: Path) -> None:
     body = SLEEPS.format(note=str(tmp_path / "pid"))
     loose.write(GRAPHS.replace("{body}", body))
-    plugin = load(files=[loose.file]).named(loose.name)
+    plugin = load_plugins(files=[loose.file]).named(loose.name)
     *_, last = check.run(check.suites_of(plugin, [], None)[1:], limit=20)
     first, *lines = last.message.splitlines()
     assert (last.outcome, first) == ("failed", "no end after 20 s, here:")

@@ -25,10 +25,9 @@ from typing import Any
 
 from torch import Tensor
 
+from draftcore import bind, load_plugins
 from draftcore.contracts.serving import DraftShape, RowField
 from draftcore.errors import UsageError
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load
 from draftcore_sglang.internals import disagg as internals
 from draftcore_sglang.internals.signatures import require_sglang
 from draftcore_sglang.rows import (
@@ -55,7 +54,7 @@ def register() -> None:
     """Register the algorithm that the launch names, if it names one. Exits if it cannot be used."""
     if name := os.environ.get(VARIABLE):
         try:
-            serve(bind(load(), "algorithm", name))
+            serve(bind(load_plugins(), "algorithm", name))
         except UsageError as error:
             raise SystemExit(f"{VARIABLE}={name}: {error}") from None
 

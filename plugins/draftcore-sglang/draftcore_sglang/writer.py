@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftcore import bind, load_plugins
 from draftcore.contracts.store import (
     FeatureStore,
     SampleRef,
@@ -38,8 +39,6 @@ from draftcore.contracts.store import (
     StoreItem,
 )
 from draftcore.errors import DraftcoreError
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load
 from draftcore.tensors import all_finite
 from draftcore_sglang.wire import (
     AWAY,
@@ -199,13 +198,14 @@ def require_finite(name: str, value_TH: Tensor) -> None:
 def open_store(uri: str) -> FeatureStore:
     """Open a store through its plugin. Raises DraftcoreError for one that stays in a process."""
     name = uri.partition(":")[0]
-    binding = bind(load(), "store", name)
+    binding = bind(load_plugins(), "store", name)
     if "shared" not in binding.capabilities:
         raise DraftcoreError(
             f"the store {uri!r} stays in one process\n"
             "  set DRAFTCORE_SINK to one that `draftcore list-plugins` shows as shared"
         )
-    return binding.hook.feature_store(name=name, uri=uri)
+    store: FeatureStore = binding.hook.feature_store(name=name, uri=uri)
+    return store
 
 
 def shared_memory(fd: int, nbytes: int) -> Tensor:

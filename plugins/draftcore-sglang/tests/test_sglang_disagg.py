@@ -45,10 +45,9 @@ from sglang.srt.speculative.eagle_disaggregation import (
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_on_cpu import ARGUMENTS
 
+from draftcore import bind, load_plugins
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load
 
 pytestmark = pytest.mark.sglang
 HERE = Path(__file__).parent
@@ -146,7 +145,7 @@ def last_tokens(batch: Any) -> torch.Tensor:
 
 def taken_over(name: str, batch: Any) -> tuple[Any, Watched]:
     """What an installed algorithm makes of a batch, and what it relayed."""
-    future_map, algorithm = Watched(batch), bind(load(), "algorithm", name)
+    future_map, algorithm = Watched(batch), bind(load_plugins(), "algorithm", name)
     return disagg.take_over(algorithm, batch, last_tokens(batch), future_map), future_map
 
 
@@ -201,7 +200,7 @@ def test_ours_is_what_sglangs_own_builder_makes_of_the_same_rows(
     server: Path, name: str, algorithm: str, settings: str, overlap: bool
 ) -> None:
     """And sglang merges it with its own, and filters it, where batches do."""
-    ours_algorithm = bind(load(), "algorithm", name)
+    ours_algorithm = bind(load_plugins(), "algorithm", name)
     assert disagg.served_as(ours_algorithm) == algorithm
     batch, other = batch_of(algorithm, 3, overlap), batch_of(algorithm, 2, overlap)
     tokens_B, build = last_tokens(batch), BUILDERS[algorithm]
@@ -297,7 +296,7 @@ def registered() -> Iterator[None]:
 @pytest.mark.usefixtures("registered")
 def test_a_builtin_algorithm_keeps_its_name_and_asks_us_for_the_first_input(server: Path) -> None:
     """Through sglang's own processing of a batch that was prefilled elsewhere."""
-    assert disagg.serve(bind(load(), "algorithm", "eagle3")) == "EAGLE3"
+    assert disagg.serve(bind(load_plugins(), "algorithm", "eagle3")) == "EAGLE3"
     HookRegistry.apply_hooks()
     batch = batch_of("EAGLE3", 2, overlap=True)
     cache = SimpleNamespace(checkpoint=lambda request, up_to: None)

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from draftcore.cli import main
 from draftcore.errors import UsageError
 from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load
+from draftcore.plugins.registry import load_plugins
 
 def cli(*arguments):
     result = CliRunner().invoke(main, arguments)
@@ -33,7 +33,7 @@ for name in algorithms:
     cli("export", config, "--draft", name, "--out", str(out))
     assert (out / "model.safetensors").exists()
     try:
-        algorithm = bind(load(), "algorithm", name)
+        algorithm = bind(load_plugins(), "algorithm", name)
         algorithm.hook.read_export(folder=out, server="sglang", options=algorithm.options)
     except UsageError as error:
         print(f"{name}: {error}")

@@ -11,7 +11,7 @@ import subprocess
 
 from draftcore import hookimpl
 from draftcore_disagg import local
-from draftcore.contracts.launcher import Job
+from draftcore_disagg.launcher import Job
 from draftcore.contracts.offers import Offer
 from draftcore.errors import DraftcoreError, UsageError
 
