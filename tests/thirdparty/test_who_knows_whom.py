@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OUTSIDE = {"draftcore_medusa", "draftcore_mlpspec"}
+OUTSIDE = {"draftcore_medusa", "draftcore_mlpspec", "draftcore_tinylm"}
 ALGORITHMS = {"draftcore_eagle3", "draftcore_dflash", "draftcore_domino", *OUTSIDE}
 FOLDERS = [*ROOT.glob("plugins/*/"), *ROOT.glob("examples/plugins/*/")]
 PACKAGES = {ROOT: "draftcore"} | {
@@ -64,5 +64,5 @@ def test_the_examples_took_no_line_outside_their_folders() -> None:
     files = [file for kind in kinds for folder in folders for file in folder.rglob(kind)]
     files += [file for kind in kinds for file in ROOT.glob(kind)]
     assert len(files) > 50
-    named = re.compile("draftcore.(medusa|mlpspec)")
+    named = re.compile("draftcore.(medusa|mlpspec|tinylm)")
     assert not [file for file in files if named.search(file.read_text())]
