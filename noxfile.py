@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import filecmp
 import functools
 import hashlib
 import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,7 +37,8 @@ BASE = ROOT / ".nox" / "base"
 SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"  # in an environment
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
-KINDS = ("algorithm", "store", "capture", "channel", "launcher", "graph", "graph-plugin")
+KINDS = ("algorithm", "target", "samples", "evaluation", "batches", "store", "capture", "channel")
+KINDS += ("launcher", "graph", "graph-plugin")
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
 SGLANG, RAY = (ROOT / "plugins" / f"draftcore-{name}" for name in ("sglang", "ray"))
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
@@ -211,6 +214,19 @@ def base_without(package: str) -> Path:
     return folder
 
 
+def build(session: nox.Session, out: Path) -> None:
+    """Build every dist into a folder, with the time of the last commit in place of now."""
+    command = (base_python(session), "-m", "build", "-q", "--no-isolation", "--outdir", str(out))
+    shutil.rmtree(out, ignore_errors=True)
+    commit = subprocess.run(["git", "log", "-1", "--format=%ct"], stdout=subprocess.PIPE, cwd=ROOT)
+    env = {**os.environ, "SOURCE_DATE_EPOCH": commit.stdout.decode().strip() or "1580601600"}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        run = functools.partial(subprocess.run, check=False, env=env)
+        for done in pool.map(lambda project: run([*command, str(project)]), PROJECTS):
+            if done.returncode:
+                session.error(f"{done.args[-1]} was not built")
+
+
 def install_debian_packages(session: nox.Session, project: Path) -> None:
     """Install the system libraries that a dist's dependencies link but do not bring along."""
     wanted = nox.project.load_toml(project / "pyproject.toml").get("tool", {}).get("draftcore", {})
@@ -307,12 +323,7 @@ def typing(session: nox.Session) -> None:
 @job()
 def wheels(session: nox.Session) -> None:
     """Build every dist and check what ships: typed, entry point, no tests, valid metadata."""
-    build = (base_python(session), "-m", "build", "-q", "--no-isolation", "--outdir", str(DIST))
-    shutil.rmtree(DIST, ignore_errors=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for done in pool.map(lambda p: subprocess.run([*build, str(p)], check=False), PROJECTS):
-            if done.returncode:
-                session.error(f"{done.args[-1]} was not built")
+    build(session, DIST)
     built = sorted(DIST.glob("*.whl"))
     if len(built) != len(PROJECTS):
         session.error(f"{len(PROJECTS)} dists, but {len(built)} wheels in {DIST}")
@@ -472,6 +483,46 @@ def quickstart(session: nox.Session) -> None:
     """Capture, train, evaluate and export on this machine's CPU; prints the run's folder."""
     command = (all_dists(session), "examples/quickstart/quickstart.py", QUICKSTART)
     session.run(*command, *session.posargs)
+
+
+@job(requires=["wheels"])
+def release(session: nox.Session) -> None:
+    """What is to be published: the same bytes when built again, installed by name, and used.
+
+    `dist` is the index, and the base environment has everybody else's packages: no network is needed.
+    """
+    again = Path(session.create_tmp()).resolve() / "again"
+    build(session, again)
+    differ = filecmp.cmpfiles(DIST, again, os.listdir(DIST), shallow=False)[1:]
+    if any(differ) or len(os.listdir(again)) != len(os.listdir(DIST)):
+        session.error(f"built twice, these are not the same: {differ}")
+    python = str(ROOT / ".nox" / "release" / "bin" / "python")
+    session.env["PATH"] = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
+    session.env["PYTHONSAFEPATH"] = "1"
+    index = ("--no-index", "--find-links", str(DIST))
+
+    def use(config: str) -> tuple[str, ...]:
+        run = Path(session.create_tmp()).resolve() / Path(config).stem
+        shutil.rmtree(run, ignore_errors=True)
+        few = ("data.limit=40", "train.epochs=1", "train.max_steps=4", "eval.prompts=4")
+        return config, f"run={run}", f"store=file:{run}/features", *few, "eval.max_new_tokens=24"
+
+    make(session, Path(python).parents[1], BASE)
+    session.run_install(*pip(python), *index, "draftcore[standard]", "draftcore-eagle3")
+    session.run(python, "-m", "draftcore", "list-plugins", "--check")
+    session.run(python, "examples/quickstart/quickstart.py", *use(QUICKSTART))
+    # The core and an algorithm alone name the line that is missing, and need no other.
+    make(session, Path(python).parents[1], BASE)
+    session.run_install(*pip(python), *index, "draftcore", "draftcore-domino")
+    domino = use(QUICKSTART.replace("eagle3", "domino"))
+    train = (python, "-m", "draftcore", "train")
+    said = str(session.run(*train, *domino, success_codes=[2], silent=True))
+    session.log(said)
+    line = shlex.split(said.splitlines()[-1])
+    if line[:2] != ["pip", "install"]:
+        session.error("that names no line to install what is missing")
+    session.run_install(*pip(python), *index, *line[2:])
+    session.run(python, "examples/quickstart/quickstart.py", *domino)
 
 
 @job(requires=["wheels"])

@@ -17,10 +17,10 @@ from report import ms, report, seconds
 from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import Sample
 from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch
-from draftcore.features.loader import Captured, Loaded, Loader
+from draftcore.contracts.run import Loaded
+from draftcore.features.loader import Captured, Loader
 from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
-from draftcore.run.features import open_capture
 from draftcore.run.train import trainer_parts
 from draftcore.training.loop import Step, Trainer
 
@@ -46,7 +46,9 @@ class Timed:
 def colocated(rounds: int) -> None:
     """The ratio of the two steps, and what a step spends outside of the trainer's."""
     with tempfile.TemporaryDirectory() as folder:
-        ours, bare, control = measure(Run(settings(Path(folder), epochs=2 + rounds), load_plugins()))
+        ours, bare, control = measure(
+            Run(settings(Path(folder), epochs=2 + rounds), load_plugins())
+        )
     step, alone, around = ms(ours), ms(bare), 1e3 * ms(control)
     measured = f"{step / alone - 1:+.1%}: {step:.2f} ms beside {alone:.2f} ms"
     report("colocated: a step beside a bare loop's", measured, "within 1 %", step <= 1.01 * alone)
@@ -59,7 +61,7 @@ def measure(run: Run) -> tuple[list[float], list[float], list[float]]:
     """Seconds of each of our steps, of each bare one, and of ours what is not the trainer's."""
     parts = trainer_parts(run, "both")
     (trainer,) = parts.trainers
-    capture = Timed(open_capture(run, parts.features.request))
+    capture = Timed(run.open_capture(parts.features.request))
     uses = parts.plan.uses(0)
     batches = Captured(uses, capture, parts.samples, parts.plan, parts.skipped)
     device, held = torch.device("cpu"), dict[int, list[Sample]]()

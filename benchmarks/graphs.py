@@ -33,27 +33,23 @@ from typing import Any
 
 import torch
 from billion import LAYERS, QUICKSTART, random_llama
+from draftcore_eval.decode import Clock, speculate
+from draftcore_eval.evaluation import Decoding
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.resolve import Phase
+from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.replays import largest_gap
 from timing import Watch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from draftcore.config import load_config
+from draftcore import bind, load_plugins, open_draft, open_run, train
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.run import OpenRun
 from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
 from draftcore.contracts.target import PrefillRunner, TargetModel
-from draftcore_data.dataset import read_prompts
-from draftcore.drafts import find_checkpoint, load_checkpoint
-from draftcore_eval.decode import Clock, speculate
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load_plugins
-from draftcore.run import Run
-from draftcore.run.train import train
-from draftcore_hf.target import TransformersModel, TransformersTarget
 
 COMPILED = "piecewise"
 HALVES = {"tbo": {}}
@@ -210,7 +206,9 @@ def opened(name: str) -> GraphBackend:
 
 
 def graph_plugins(plugins: Mapping[str, Mapping[str, Any]]) -> list[GraphPlugin]:
-    bindings = {name: bind(load_plugins(), "graph-plugin", name, its) for name, its in plugins.items()}
+    bindings = {
+        name: bind(load_plugins(), "graph-plugin", name, its) for name, its in plugins.items()
+    }
     return [
         binding.hook.graph_plugin(name=name, options=binding.options)
         for name, binding in bindings.items()
@@ -233,7 +231,7 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
         f"data.limit={given.samples}",
         "train.epochs=1",
     ]
-    train(Run(load_config(QUICKSTART / "eagle3.yaml", settings), load_plugins()))
+    train(QUICKSTART / "eagle3.yaml", *settings)
     say(f"eval {label}: a draft is trained")
     for batch in (1, 32):
         base = 0.0
@@ -242,8 +240,8 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
                 continue
             decode = f"runner.decode={{name: graphs, options: {{backend: {name}}}}}"
             own = [decode, f"eval.batch={batch}", "eval.max_new_tokens=64"]
-            run = Run(load_config(QUICKSTART / "eagle3.yaml", [*settings, *own]), load_plugins())
-            rate, rounds, more = decoding_rate(run, batch)
+            with open_run(QUICKSTART / "eagle3.yaml", [*settings, *own]) as run:
+                rate, rounds, more = decoding_rate(run, batch)
             base = base or rate
             say(
                 f"eval {label} {name}, {batch} prompts: {rate:.0f} tokens/s, {rate / base:.2f} x eager; "
@@ -251,23 +249,23 @@ def time_decoding(label: str, targets: Targets, backends: list[str]) -> None:
             )
 
 
-def decoding_rate(run: Run, batch: int) -> tuple[float, float, str]:
+def decoding_rate(run: OpenRun, batch: int) -> tuple[float, float, str]:
     """Tokens per second, milliseconds of a round, and the memory that decoding took."""
-    (draft,), config, target = run.drafts, run.config.eval, run.target.load_model()
-    built = load_checkpoint(draft, find_checkpoint(draft, None))
+    (draft,), evaluation, target = run.drafts, run.evaluation(), run.target.load_model()
+    built, _ = open_draft(draft, None, None)
     built.module.to(target.device).eval()
-    assert run.config.data.eval is not None
-    data = run.config.data.model_copy(update={"max_length": 512})
-    prompts = read_prompts(run.config.data.eval, run.target.load_tokenizer(), max(batch, 8), data)
+    assert isinstance(evaluation, Decoding)
+    prompts = [ids for ids in run.data.prompts(max(batch, 8)).token_ids if len(ids) <= 512]
+    options = evaluation.options
     batches = [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
     before = memory()
-    runner = draft.decoder(built)
+    runner = evaluation.decoder(draft, built)
     drafter, longest = runner.drafter, max(map(len, prompts))
-    runner.reserve(batch, longest + config.max_new_tokens + drafter.num_drafts + 1)
-    speculate(runner, batches[0], config)  # records
+    runner.reserve(batch, longest + options.max_new_tokens + drafter.num_drafts + 1)
+    speculate(runner, batches[0], options)  # records
     clock, tokens, started = Clock(), 0, time.perf_counter()
     for group in batches * (4 if batch > 1 else 1):
-        tokens += sum(len(d.tokens) for d in speculate(runner, group, config, clock))
+        tokens += sum(len(d.tokens) for d in speculate(runner, group, options, clock))
     seconds = time.perf_counter() - started
     return tokens / seconds, 1e3 * seconds / clock.rounds, grown(before)
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftcore_file.store import FileStore
 from draftcore_shm.store import ShmStore
 from torch import Tensor
 
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreItem, TensorSpec
-from draftcore_file.store import FileStore
 
 LOOPBACK = "127.0.0.1"
 UNCACHED = 256 << 20  # bytes that are gone through before any of them is used again

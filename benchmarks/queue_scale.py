@@ -23,16 +23,17 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
+from draftcore_disagg.channel import Task
+from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
+from draftcore_disagg.tcp import TcpChannel
 from report import report
 
 from draftcore.contracts.capture import CaptureBatch
-from draftcore_disagg.channel import RunEnded, Task
+from draftcore.contracts.run import RunEnded
 from draftcore.contracts.store import SampleRef, TensorSpec
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 from draftcore.features.checks import ref_error
-from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
-from draftcore_disagg.tcp import TcpChannel
 
 SECRET = b"a benchmark's secret"
 ROWS, TOKENS, WIDTH = 8, 2048, 3 * 4096
@@ -68,7 +69,7 @@ def measure(
         limit=None,
         skipped=Skipped({}, rows=1, share=0.0),
         free=lambda refs: None,
-        ref_error=lambda task, refs: ref_error(task, refs, FORMS, ""),
+        ref_error=lambda batch, refs: ref_error(batch, refs, FORMS, ""),
     )
     queue.offer(tasks(), 0)
     channel, before = TcpChannel.open("tcp", SECRET), memory()

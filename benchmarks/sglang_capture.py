@@ -33,6 +33,7 @@ from typing import Any
 
 import sglang_sink
 import torch
+from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.serving import Serving
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang import client
@@ -45,7 +46,6 @@ from draftcore_shm.store import ShmStore
 from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.store import SampleRef
 from draftcore.contracts.target import TargetSpec
-from draftcore_hf.target import TransformersTarget
 
 Prompts = list[list[int]]
 BATCH, PRODUCERS, ROUNDS = 64, 6, 3

@@ -16,8 +16,9 @@ hookimpl = pluggy.HookimplMarker("draftcore")
 FUNCTIONS = {
     **dict.fromkeys(("capture", "export", "open_run", "train"), "api"),
     "bind": "plugins.binding",
-    "load_config": "config",
+    **dict.fromkeys(("RunConfig", "load_config"), "config"),
     "load_plugins": "plugins.registry",
+    "open_checkpoint": "training.checkpoint",
     "open_draft": "drafts",
 }
 __all__ = ["__version__", "hookimpl", "hookspec", *FUNCTIONS]

@@ -16,7 +16,7 @@ import click
 
 from draftcore import listing
 from draftcore.errors import DraftcoreError, ExitStatus
-from draftcore.plugins import catalog
+from draftcore.plugins import catalog, dists
 from draftcore.plugins.catalog import BUILT_IN
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, load_plugins
@@ -51,7 +51,7 @@ class Verbs(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
             verbs = self.list_commands(ctx)
-            hint, remedy = catalog.advice("verb", args[0], verbs)
+            hint, remedy = dists.advice("verb", args[0], verbs)
             owner = catalog.owners("verb").get(args[0])
             broken = [p for p in _registry(ctx).plugins if p.dist == owner and p.problem]
             for plugin in broken:

@@ -52,7 +52,7 @@ class Selection(Section):
 
 def selected(kind: str, description: str) -> Any:
     """Return the field of a name that is our own where a run names none."""
-    return Field(default_factory=lambda: catalog.default(kind), description=description)
+    return Field(catalog.default(kind), description=description)
 
 
 class TargetConfig(Selection):
@@ -125,12 +125,12 @@ class DraftConfig(Section):
 
 
 class TopologyConfig(Section):
-    """The processes of a run, and who starts them; `--role` starts single ones, on any machine."""
+    """The processes of a run, and who starts them."""
 
     launcher: str = selected("launcher", "who starts the processes")
     options: dict[str, Any] = Field({}, description="the launcher's")
     producers: Few = Field(0, description="that capture for the trainer; 0: it does itself")
-    ranks: Few = Field(1, ge=1, description="processes of the trainer")
+    ranks: int = Field(1, ge=1, le=1000, description="processes of the trainer")
     restarts: Few = Field(3, description="times that a process which dies is started again")
 
 

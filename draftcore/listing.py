@@ -22,7 +22,7 @@ from draftcore.plugins.specs import NEEDED, SPECS, first_results
 from draftcore.plugins.specs import hooks as all_hooks
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
-ROOMS = ("algorithm", "capture", "store", "channel", "target", "runner", "serving", "offers")
+ROOMS = ("algorithm", "capture", "store", "target", "run", "runner", "serving", "offers")
 NOT_SHOWN = (
     "module",
     "loose",
@@ -43,7 +43,7 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
     offered = Counter((o.kind, o.name) for plugin in registry.ready for o in plugin.offers)
     clashes = [
         f"{' and '.join(p.name for p in registry.ready if p.offer(kind, name))} offer the {kind} "
-        f"{name!r}: a run chooses by `plugin` beside the name, and else what is built in"
+        f"{name!r}: a run chooses by `plugin` beside the name, and else takes that of our own dist, if any"
         for (kind, name), count in offered.items()
         if count > 1
     ]

@@ -37,16 +37,21 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        "draftcore_eval.evaluation",
-        "draftcore_disagg.produce",
         "draftcore.run.train",
+        "draftcore_data.rows",
+        "draftcore_disagg.produce",
+        "draftcore_eval.evaluation",
+        "draftcore_file.store",
+        "draftcore_hf.capture",
         "pytest",
         "torch.distributed.fsdp",
         "transformers.models.qwen3.modeling_qwen3",
     ]
 )
 EXECUTE = "TESTS_EXECUTE"
-HASHES = {"PYTHONHASHSEED": "1"}  # of the server and its forks, otherwise than in the tests themselves
+HASHES = {
+    "PYTHONHASHSEED": "1"
+}  # of the server and its forks, otherwise than in the tests themselves
 ENVIRONMENT = "TESTS_ENVIRONMENT"  # the folder of the virtual environment in which a fork is to be
 FORKED = ("draftcore", "pytest")
 PATH = list(sys.path)  # as this process began, before tests made plugins importable

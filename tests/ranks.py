@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draftcore_disagg.local import MEETING
+from draftcore_disagg.launcher import MEETING
 
 from tests.forks import CONTEXT, take_signals
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.contracts.store import FeatureStore, SampleRef
-    from draftcore.contracts.target import ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,30 @@ class Image(NamedTuple):
 
     uri: str
     digest: str
+
+
+class ImageProcessor(Protocol):
+    """Reads the images of rows, and lays them out among a row's tokens as the target's own processor does.
+
+    Its `repr` tells one way to do so from another.
+    """
+
+    def identity(self) -> str:
+        """Return all that images are read by."""
+
+    def write(
+        self, text: str, spans: Sequence[tuple[int, int]], uris: Sequence[str]
+    ) -> tuple[str, list[tuple[int, int]], list[int], tuple[Image, ...]]:
+        """Write images' tokens into a text; return it, the spans in it, all its tokens, and the images.
+
+        Raises `RowError` for an image that cannot be read, and where the processor refuses.
+        """
+
+    def inputs(self, token_ids: Sequence[int], images: Sequence[Image]) -> Any:
+        """Return what the target's forward is given of a row, a BatchFeature of tensors.
+
+        Raises `RowError` for an image that is not what it was when the row was rendered.
+        """
 
 
 @dataclass(frozen=True)

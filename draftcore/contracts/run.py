@@ -25,11 +25,12 @@ if TYPE_CHECKING:
         CaptureBatch,
         FeatureRequest,
         Image,
+        ImageProcessor,
     )
     from draftcore.contracts.offers import Bound
     from draftcore.contracts.runner import Runner
     from draftcore.contracts.store import FeatureStore, SampleRef
-    from draftcore.contracts.target import ImageProcessor, TargetSpec
+    from draftcore.contracts.target import TargetSpec
 
 T = TypeVar("T")
 LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it trains

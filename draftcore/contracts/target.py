@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from draftcore.contracts.capture import FeatureRequest, Image
+    from draftcore.contracts.capture import FeatureRequest, ImageProcessor
 
 # By layer its keys and its values, [B, S, heads, D]: a token's slot is its position in its row.
 # A recurrent layer has states, [B, ...], behind them; what `allocate` adds for those is the model's own.
@@ -29,30 +29,6 @@ class PrefillRunner(Protocol):
         self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
     ) -> dict[str, Tensor]:
         """Run right-padded rows once; return [B, T, H] or [B, T, K] per feature, in its dtype."""
-
-
-class ImageProcessor(Protocol):
-    """Reads the images of rows, and lays them out among a row's tokens as the target's own processor does.
-
-    Its `repr` tells one way to do so from another.
-    """
-
-    def identity(self) -> str:
-        """Return all that images are read by."""
-
-    def write(
-        self, text: str, spans: Sequence[tuple[int, int]], uris: Sequence[str]
-    ) -> tuple[str, list[tuple[int, int]], list[int], tuple[Image, ...]]:
-        """Write images' tokens into a text; return it, the spans in it, all its tokens, and the images.
-
-        Raises `RowError` for an image that cannot be read, and where the processor refuses.
-        """
-
-    def inputs(self, token_ids: Sequence[int], images: Sequence[Image]) -> Any:
-        """Return what the target's forward is given of a row, a BatchFeature of tensors.
-
-        Raises `RowError` for an image that is not what it was when the row was rendered.
-        """
 
 
 class TargetSpec(Protocol):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
-
-from draftcore.errors import closest
 
 BUILT_IN = "(built in)"  # how the dist draftcore itself is shown
 
@@ -33,17 +30,12 @@ def default(kind: str) -> str:
     return _catalog()["defaults"][kind]
 
 
+def defaults() -> set[str]:
+    """Return our dists of what a run takes that names nothing: the extra `standard` brings them."""
+    return {owners(kind)[name] for kind, name in _catalog()["defaults"].items()}
+
+
 def dists() -> set[str]:
     """Return our dists, which own their names."""
     kinds = (names for kind, names in _catalog().items() if kind != "defaults")
     return {BUILT_IN, *(dist for names in kinds for dist in names.values())}
-
-
-def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
-    """Return a hint and a remedy for a name of which nothing is `here`."""
-    known = owners(kind)
-    near = closest(name, [*here, *known])
-    hint = f" (did you mean {near!r}?)" if near not in ("", name) else ""
-    if near in here or near not in known:
-        return hint, "choose one that is there, or install the plugin that offers it"
-    return hint, f"pip install {known[near]}" + f"   # for {near!r}" * bool(hint)

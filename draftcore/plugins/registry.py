@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,11 @@ class Registry:
         owner_of = catalog.owners("kind")
         for plugin in self.installed:
             for name, module in plugin.kinds.items():
-                if kind not in ("", name) or owner_of.get(name, plugin.dist) != plugin.dist:
-                    continue
-                try:
-                    bring(module)
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:  # the plugin's own code may raise anything, or exit
-                    plugin.problem, plugin.state = one_line(raised(error), 999), "broken"
-                    plugin.fix = one_line(dists.remedy(error, plugin))
+                ours = owner_of.get(name, plugin.dist) == plugin.dist
+                if ours and kind in ("", name) and not plugin.problem:
+                    with _setting_aside(plugin, module):
+                        _check_metadata(plugin, self.installed)
+                        bring(module)
 
     def find(self, kind: Kind, name: str, plugin: str = "") -> Plugin:
         """Return the one plugin that offers (kind, name). Raises UsageError unless it is ready.
@@ -171,7 +167,7 @@ class Registry:
             if not same[0].problem:
                 lines.append("  choose one: `plugin`, beside the name; or uninstall the others")
         else:
-            hint, install = catalog.advice(what, name, known)
+            hint, install = dists.advice(what, name, known)
             bad = [f"  quarantined: {p}: {p.problem}" for p in self.installed if p.problem]
             here = f"  installed: {', '.join(known) or 'none'}"
             lines = [f"there is no {what} {name!r}{hint}", here, *bad, f"  {install}"]
@@ -235,27 +231,36 @@ class _UnusableError(Exception):
 
 
 def _judge(plugin: Plugin, registry: Registry) -> None:
-    """Check a plugin's metadata, import it and check its hooks and offers; keep the first problem."""
-    try:
+    """Check a plugin's metadata, import it and check its hooks and offers."""
+    with _setting_aside(plugin, plugin.module):
         _check_metadata(plugin, registry.installed)
         started = time.perf_counter()
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # as stdout may be read by a program
-                _check_code(plugin, registry)
+            _check_code(plugin, registry)
         finally:
             plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
-        plugin.state = "ready"
+        if not plugin.problem:  # of the hooks that its dist brings
+            plugin.state = "ready"
+
+
+@contextlib.contextmanager
+def _setting_aside(plugin: Plugin, module: str) -> Iterator[None]:
+    """Keep what a plugin's module raises as its problem, unless it has one; what it prints goes to stderr."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # as stdout may be read by a program
+            yield
+            return
     except _UnusableError as error:
-        plugin.problem, plugin.fix, plugin.state = error.args
+        problem, fix, state = error.args
     except pluggy.PluginValidationError as error:
-        plugin.problem, plugin.fix, plugin.state = str(error), SEE_HOOKS, "broken"
+        problem, fix, state = str(error), SEE_HOOKS, "broken"
     except KeyboardInterrupt:
         print(f"while looking at {plugin}; {DISABLE}={plugin.name} leaves it out", file=sys.stderr)
         raise
     except BaseException as error:  # the plugin's own code may raise anything, or exit
-        plugin.problem, plugin.state = raised(error), "broken"
-        plugin.fix = dists.remedy(error, plugin)
-    plugin.problem, plugin.fix = one_line(plugin.problem, 999), one_line(plugin.fix)
+        problem, fix, state = raised(error), dists.remedy(error, plugin, module), "broken"
+    if not plugin.problem:
+        plugin.problem, plugin.fix, plugin.state = one_line(problem, 999), one_line(fix), state
 
 
 def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
@@ -287,6 +292,8 @@ def _check_code(plugin: Plugin, registry: Registry) -> None:
     named = {
         opts["specname"] or name for name, opts in zip(dir(instance), marked, strict=True) if opts
     }
+    for kind in plugin.kinds:
+        registry.bring(kind)
     if named - hooks().keys():
         registry.bring()
     try:

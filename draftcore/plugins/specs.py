@@ -48,7 +48,7 @@ def bring(module: str) -> None:
     if brought.Specs not in SPECS:
         trial().add_hookspecs(brought.Specs)
         SPECS.append(brought.Specs)
-        NEEDED.update(brought.NEEDED)
+        NEEDED.update({**brought.NEEDED, **NEEDED})  # what is there stays as it is
 
 
 def manager() -> pluggy.PluginManager:

@@ -65,6 +65,8 @@ class Run:
         self.capture = self.bind("capture", choice.name, choice.options, choice.plugin)
         if config.store != "auto":
             registry.find("store", config.store.partition(":")[0])
+        if "channel" in config.model_fields_set:
+            registry.find("channel", config.channel.partition(":")[0])
         kind = self.bind("target", named.name, named.options, named.plugin)
         self.target_options = kind.options
         settled = {
@@ -73,6 +75,14 @@ class Run:
             "plugin": named.plugin,
         }
         self.config = config.model_copy(update={"target": TargetConfig(**settled)})
+        sections = {
+            "samples": config.data,
+            "evaluation": config.eval,
+            "runner": config.runner.decode,
+        }
+        for what, section in sections.items():
+            if section is not None and section.model_fields_set:  # a mistake there is named now
+                self.bind(what, section.name, section.options, section.plugin)
         self.target = target or kind.hook.target(name=named.name, options=kind.options)
         if self.target.devices > 1 and "tensor-parallel" not in self.capture.capabilities:
             raise UsageError(

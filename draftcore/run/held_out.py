@@ -55,12 +55,13 @@ def open_held_out(run: Run, features: Features, date: str) -> Callable[..., Held
                     by_row[row] = Sample(sample_id, tokens_T, mask_T, values)
         return [by_row[row] for row in sorted(by_row)]
 
-    evaluation = run.evaluation() if train.eval_prompts else None
+    evaluation, more = run.evaluation() if train.eval_prompts else None, {}
+    if evaluation is not None:
+        more = {draft.label: evaluation.in_training(draft.open) for draft in run.drafts}
     device = run.ranks.device(train.device)
 
     def of_draft(setup: DraftSetup, draft: DraftRun) -> HeldOut:
-        more = evaluation.in_training(draft.open) if evaluation is not None else lambda built: {}
-        return HeldOut(samples, device, setup, draft, more)
+        return HeldOut(samples, device, setup, draft, more.get(draft.label, lambda built: {}))
 
     return of_draft
 

@@ -43,7 +43,7 @@ from draftcore.plugins import catalog
 from draftcore.run import DraftRun, Role, Run
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
-from draftcore.run.held_out import open_held_out
+from draftcore.run.held_out import HeldOut, open_held_out
 from draftcore.stopping import stop_on_signal
 from draftcore.tensors import resolve_device
 from draftcore.training.checkpoint import Checkpoint
@@ -233,11 +233,15 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
         for draft, last in zip(run.drafts, checkpoints, strict=True):
             if last is not None:
                 require_same_run(last, draft, features, plan)
+    every, date = config.train.eval_every, samples.summary.date
+    held_out = open_held_out(run, features, date) if every else None  # before what takes hours
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
     about = {"run_id": run_id, "target": run.target.fingerprint(), "width": run.width}
-    parts.trainers = open_trainers(run, about, features, samples, plan, skipped, checkpoints)
+    parts.trainers = open_trainers(
+        run, about, features, samples, plan, skipped, checkpoints, held_out
+    )
     return parts
 
 
@@ -261,10 +265,9 @@ def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
 def open_trainers(
     run: Run, about: Mapping[str, Any], features: Features, samples: Samples, plan: Plan,
     skipped: Skipped, checkpoints: Sequence[Checkpoint | None],
+    held_out: Callable[..., HeldOut] | None,
 ) -> list[Trainer]:  # fmt: skip
     """Build each draft, or read it from its checkpoint, with what evaluates it in training."""
-    every, date = run.config.train.eval_every, samples.summary.date
-    held_out = open_held_out(run, features, date) if every else None
     shared, trainers = [run.capture, *([features.binding] if features.binding else [])], []
     for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
         data = checkpoint.state["data"] if checkpoint else samples.summary.to_json()

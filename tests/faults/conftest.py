@@ -124,10 +124,11 @@ class Run:
         return sorted(set(found) - set(self.processes()))
 
     def producers(self) -> list[int]:
-        return [pid for pid in self.processes() if "--role producer" in self.command(pid)]
+        return [pid for pid in self.processes() if f" produce {self.yaml}" in self.command(pid)]
 
     def trainers(self) -> list[int]:
-        return [pid for pid in self.processes() if "--role trainer" in self.command(pid)]
+        """Return the ranks of a run with producers."""
+        return [pid for pid in self.processes() if "--trainer" in self.command(pid)]
 
     @staticmethod
     def command(pid: int) -> str:

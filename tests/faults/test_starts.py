@@ -32,11 +32,11 @@ def test_a_producer_with_another_target_is_turned_away(
 ) -> None:
     other = tiny_target(tmp_path / "other", seed=1)
     run = make_run()
-    trainer = run.start("--role", "trainer")
-    stranger = run.start("--role", "producer", f"target.path={other}")
+    trainer = run.start("--trainer")
+    stranger = run.start(f"target.path={other}", verb="produce")
     assert run.wait(stranger) == 2
     assert "features captured here are not what the trainer trains on" in run.output()
-    producer = run.start("--role", "producer")
+    producer = run.start(verb="produce")
     assert run.wait(trainer) == 0
     assert run.wait(producer) == 0
     run.require_done(undisturbed)
@@ -51,11 +51,11 @@ def test_a_producer_needs_target_and_plugins_and_neither_data_nor_the_runs_folde
 ) -> None:
     monkeypatch.setenv("DRAFTCORE_SECRET", "known to both machines")
     run = make_run(channel=f"tcp://127.0.0.1:{port}")
-    trainer = run.start("--role", "trainer")
+    trainer = run.start("--trainer")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     place = [f"run={elsewhere}/run", f"data.train={elsewhere}/no.jsonl"]
-    producer = run.start("--role", "producer", *place)
+    producer = run.start(*place, verb="produce")
     assert run.wait(trainer) == 0
     assert run.wait(producer) == 0
     assert not list(elsewhere.rglob("*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
 
@@ -11,6 +12,7 @@ import pytest
 
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, load_plugins
+from draftcore.plugins.specs import NEEDED, SPECS, trial
 
 HEADER = """\
 from draftcore import hookimpl
@@ -54,16 +56,21 @@ class Site:
         *,
         version: str = "0.1",
         requires: Sequence[str] = (),
+        kinds: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> Path:
-        """Write a dist-info folder."""
+        """Write a dist-info folder; `kinds` of offers are brought by modules of hooks."""
         info = (folder or self.folder) / f"{dist.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         lines = ["Metadata-Version: 2.1", f"Name: {dist}", f"Version: {version}"]
         lines += [f"Requires-Dist: {requirement}" for requirement in requires]
         (info / "METADATA").write_text("\n".join(lines) + "\n")
-        points = [f"{name} = {value}" for name, value in entry_points.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[draftcore]", *points]) + "\n")
+        groups = {"draftcore": entry_points, "draftcore.hooks": kinds or {}}
+        text = "".join(
+            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+            for group, points in groups.items()
+        )
+        (info / "entry_points.txt").write_text(text)
         return info
 
     def plugin(self, name: str, source: str, *, requires: Sequence[str] = ()) -> None:
@@ -80,7 +87,7 @@ class Site:
         self.module("fake_builtin", STORE.replace("NAME", "builtin"))
         self.metadata("draftcore", {"builtin": "fake_builtin"}, version=version)
 
-    def load_plugins(self, files: Sequence[Path] = (), *more: Path) -> Registry:
+    def load(self, files: Sequence[Path] = (), *more: Path) -> Registry:
         return load_plugins(files=files, path=[str(self.folder), *map(str, more)])
 
     def judged(self, name: str) -> Plugin:
@@ -90,10 +97,24 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def kinds() -> Iterator[None]:
+    """Take away again what kinds of offers a test brings."""
+    needed, brought = dict(NEEDED), list(SPECS)
+    yield
+    NEEDED.clear()
+    NEEDED.update(needed)
+    SPECS[:] = brought
+    trial.cache_clear()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: None) -> Iterator[Site]:
     folder = tmp_path / "site-packages"
     folder.mkdir()
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    # What pip lines say depends on where the core is from; here it is a release, whatever it is.
+    released = Site(tmp_path / "released").metadata("draftcore", {}, version=version("draftcore"))
+    (released / "entry_points.txt").unlink()
+    monkeypatch.setattr(sys, "path", [str(folder), str(released.parent), *sys.path])
     before = set(sys.modules)
     yield Site(folder)
     for name in set(sys.modules) - before:

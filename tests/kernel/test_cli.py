@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING
 
 import pytest
@@ -115,7 +116,7 @@ def test_two_plugins_of_one_offer_are_both_ready_and_the_clash_is_told(site: Sit
     for name in ("a", "b"):
         site.plugin(name, STORE.replace("NAME", "same"))
     told = "a and b offer the store 'same': a run chooses by `plugin` beside the name, and else "
-    told += "what is built in"
+    told += "takes that of our own dist, if any"
     assert told in invoke(site, "list-plugins").output.splitlines()
     assert json.loads(invoke(site, "list-plugins", "--json").output)["clashes"] == [told]
     assert invoke(site, "list-plugins", "--check").exit_code == 1
@@ -142,7 +143,7 @@ def test_hooks_shows_signature_document_and_who_implements(site: Site) -> None:
     hooks = json.loads(invoke(site, "hooks", "--json").output)["hooks"]
     data = {hook["name"]: hook for hook in hooks}
     assert data["feature_store"]["plugins"] == ["good"]
-    assert data["channel"]["plugins"] == []
+    assert data["runner"]["plugins"] == []
     assert all(hook["doc"] and hook["signature"].startswith(hook["name"]) for hook in hooks)
 
 
@@ -193,6 +194,32 @@ def test_of_two_plugins_with_one_verb_neither_answers_and_the_cores_are_not_take
     assert "warning: a and b have a verb 'greet'" in result.stderr
     assert "draftcore and greedy have a verb 'hooks'" in result.stderr
     assert "mine" not in invoke(site, "hooks").output
+
+
+@pytest.mark.parametrize("owner", ["ready", "broken", "disabled", "missing"])
+def test_a_verb_of_ours_is_its_owners_alone(
+    site: Site, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    """Whatever else has it, installed or in a loose file: an owner that cannot be used is the error."""
+    ours = VERB.replace("greet", "verify").replace("no voice", "our voice")
+    site.plugin("thief", "import sys\nsys.modules['stolen'] = sys\n" + dedent(ours))
+    if owner != "missing":
+        site.plugin("tools", ours if owner != "broken" else "1 / 0")
+    monkeypatch.setenv("DRAFTCORE_DISABLE", "tools" if owner == "disabled" else "")
+    result = invoke(site, "verify", "badly")
+    if owner == "ready":
+        assert "stolen" not in sys.modules
+        assert result.stderr.startswith("error: our voice")
+        assert "draftcore-tools and thief have a verb 'verify'" in invoke(site, "--help").stderr
+    else:
+        says = {
+            "broken": "tools (draftcore-tools 0.1) is broken: ZeroDivisionError",
+            "disabled": "tools (draftcore-tools 0.1) is disabled: left out",
+            "missing": "pip install draftcore-tools",
+        }
+        assert result.exit_code == 2
+        assert says[owner] in result.stderr
+    sys.modules.pop("stolen", None)
 
 
 # ------------------------------------------------------------ errors

@@ -365,6 +365,44 @@ def test_what_is_built_in_wins_its_name_and_those_of_its_offers(site: Site) -> N
     assert site.load().find("store", "builtin").dist == site.load().named("builtin").dist
 
 
+def test_a_name_of_ours_is_taken_from_its_dist_and_another_only_by_its_plugin(site: Site) -> None:
+    """Neither a plugin, nor an entry point of that name, nor a loose file takes part otherwise."""
+    site.store("shm")
+    site.plugin("fork", STORE.replace("NAME", "shm"))
+    site.module("fake_thief", "raise AssertionError('imported')")
+    site.metadata("thief", {"shm": "fake_thief"})
+    registry = site.load([site.loose("fake_loose", STORE.replace("NAME", "shm"))])
+    assert registry.find("store", "shm").dist == "draftcore-shm"
+    assert imported() == {"fake_shm"}
+    assert [registry.find("store", "shm", plugin).name for plugin in ("fork", "fake_loose")] == [
+        "fork", "fake_loose",
+    ]  # fmt: skip
+    assert registry.find("store", "shm").dist == "draftcore-shm"
+    offer = STORE.replace('"NAME")', '"NAME", frozenset({"fast"}))').replace("NAME", "shm")
+    site.plugin("faster", offer)
+    assert site.load().offering("store", "fast") == []
+
+
+@pytest.mark.parametrize("owner", ["broken", "disabled", "missing"])
+def test_where_the_owner_of_a_name_cannot_be_used_that_is_the_error_and_nobody_stands_in(
+    site: Site, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    for name in ("fork", "another"):
+        site.plugin(name, STORE.replace("NAME", "shm"))
+    if owner != "missing":
+        site.plugin("shm", "1 / 0" if owner == "broken" else STORE.replace("NAME", "shm"))
+    monkeypatch.setenv("DRAFTCORE_DISABLE", "shm" if owner == "disabled" else "")
+    with pytest.raises(UsageError) as caught:
+        site.load().find("store", "shm")
+    says = {
+        "broken": "  shm (draftcore-shm 0.1) is broken: ZeroDivisionError: division by zero",
+        "disabled": "  shm (draftcore-shm 0.1) is disabled: left out",
+        "missing": "  pip install draftcore-shm",
+    }
+    assert says[owner] in str(caught.value).splitlines()
+    assert imported() == set()
+
+
 def test_two_plugins_with_one_offer_are_both_named(site: Site) -> None:
     for name in ("a", "b"):
         site.plugin(name, STORE.replace("NAME", "same"))

@@ -120,14 +120,14 @@ def test_a_damaged_address_of_the_queue_is_waited_out(
     """By a producer whose patience is short here; the trainer writes the file anew."""
     monkeypatch.chdir(shutil.copytree(whole.folder, tmp_path / "whole"))
     monkeypatch.setattr(
-        "draftcore.run.Run.open_channel", lambda run: TcpChannel.open("tcp", b"", 0.01)
+        "draftcore_disagg.produce.open_channel", lambda run: TcpChannel.open("tcp", b"", 0.01)
     )
     dice, tried = random.Random("queue"), cases // 5
     for made in dice.choices(
         [*OTHER, *(b'{"address": "127.0.0.1:1"}'[:at] for at in range(9))], k=tried
     ):
         Path("run/queue.json").write_bytes(made)
-        found, said = outcome(whole, "train --role producer")
+        found, said = outcome(whole, "produce")
         assert found is None, made
         assert "error: " in said, made
     figures("damaged: address of the queue", tried, f"{tried} waited for another")

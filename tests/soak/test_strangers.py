@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_disagg.channel import Task
 from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
 from draftcore_disagg.tcp import TcpChannel
 from draftcore_hf.target import TransformersTarget
@@ -26,16 +27,17 @@ from draftcore_sglang.remote import ServerCapture
 from draftcore_sglang.wire import FIELD, VERSION
 
 from draftcore.config import TrainConfig
-from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.store import SampleRef
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, ExitStatus
+from draftcore.plugins.registry import load_plugins
 from draftcore.training.ranks import join
 from tests.conftest import Figures
-from tests.features.conftest import SOON, task
 from tests.ranks import listening, start_rank
 
 REQUEST = FeatureRequest((0,), True, "float32")
+SOON = 60.0  # seconds in which what must happen does, however slow the machine
 
 
 def pester(dice: random.Random, host: str, port: int, held: ExitStack) -> None:
@@ -60,7 +62,10 @@ def pester(dice: random.Random, host: str, port: int, held: ExitStack) -> None:
 def test_strangers_at_the_queues_port_keep_no_producer_out_and_change_no_batch(
     cases: int, figures: Figures
 ) -> None:
-    dice, tasks = random.Random(cases), [task(at) for at in range(cases)]
+    dice, tasks = random.Random(cases), list[Task]()
+    for at in range(cases):
+        batch = CaptureBatch(at, (2 * at, 2 * at + 1), (f"s{at}", f"t{at}"), ([at] * 3,) * 2)
+        tasks.append(Task(at, batch, ([True, False, True],) * 2, 10))
     queue = Queue(
         {"store": "shm:x"}, ahead=cases, limit=None, skipped=Skipped({}, rows=9, share=1.0),
         free=lambda refs: None, ref_error=lambda task, refs: None,
@@ -84,11 +89,11 @@ def test_strangers_at_the_queues_port_keep_no_producer_out_and_change_no_batch(
 def add_up(folder: Path) -> None:
     """Be a rank that adds up with the other one until there is `enough`."""
     try:
-        with join(TrainConfig(device="cpu", rank_timeout=5)) as ranks:
+        with join(TrainConfig(device="cpu", rank_timeout=5), load_plugins()) as ranks:
             step = 0
             while not ranks.on_rank0(lambda: (folder / "enough").exists()):
                 sum_N, step = torch.full((1000,), ranks.rank + step), step + 1
-                torch.distributed.all_reduce(sum_N, group=ranks.cpu_group)
+                torch.distributed.all_reduce(sum_N, group=ranks.device_group)
                 assert sum_N.tolist() == [2 * step - 1] * 1000
                 (folder / "adding").touch()
     except DraftcoreError as error:

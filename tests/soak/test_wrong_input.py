@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import pytest
 import yaml
 from click.testing import CliRunner
+from draftcore_data.options import DataOptions
 from draftcore_domino.options import DominoOptions
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_eval.options import EvalOptions
+from draftcore_hf.options import TargetOptions
 from pydantic import BaseModel
 
 from draftcore.cli import main
@@ -52,6 +55,12 @@ WRONG: dict[Any, list[str]] = {
     dict: ["3", "true", '"a"', "[a]", "{a: 3}", "{a: {}}", "{a: 1, a: 2}"],
 }
 ALGORITHMS: dict[str, type[BaseModel]] = {"eagle3": Eagle3Options, "domino": DominoOptions}
+# The sections of a run that plugins read.
+SECTIONS: dict[str, type[BaseModel]] = {
+    "target.": TargetOptions,
+    "data.": DataOptions,
+    "eval.": EvalOptions,
+}
 STORES = (
     "file:", "file:a%00b", "file://host/a", "file:a?volatile=yes&volatile=no", "file:a?x=1", "auto",
     "file:a?max_bytes=1&max_bytes=2", f"file:a?max_bytes={LONG}", "file:a?max_bytes=-1", "FILE:a",
@@ -85,8 +94,15 @@ def fields(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any, b
             yield f"{path}{name}", get_origin(kind) or kind, optional
 
 
+def of_a_run() -> Iterator[tuple[str, Any, bool]]:
+    """Yield each key of a run's configuration, as `fields` does."""
+    yield from fields(RunConfig)
+    for path, model in SECTIONS.items():
+        yield from fields(model, path)
+
+
 def wrong_values(project: Project, dice: random.Random) -> Lines:
-    every = [field for field in fields(RunConfig) if field[0] != "data.template_options"]
+    every = [field for field in of_a_run() if field[0] != "data.template_options"]
     of_run: list[Any] = [([], *field) for field in every]
     of_drafts: list[Any] = [
         (["algorithm.options={}", f"algorithm.name={name}"], *field)
@@ -100,7 +116,7 @@ def wrong_values(project: Project, dice: random.Random) -> Lines:
 
 
 def wrong_keys(project: Project, dice: random.Random) -> Lines:
-    names = {name for name, *_ in fields(RunConfig) if not name.endswith("options")}
+    names = {name for name, *_ in of_a_run() if not name.endswith("options")}
     while True:
         name, other = dice.choice(sorted(names)), dice.choice(string.printable[:94])
         at, deep = dice.randrange(len(name)), ".".join("a" * 3000)
@@ -113,7 +129,7 @@ def wrong_uris(project: Project, dice: random.Random) -> Lines:
     while True:
         yield dice.choice([
             ["capture", str(project.yaml), f"store={dice.choice(STORES)}"],
-            ["train", str(project.yaml), f"channel={dice.choice(CHANNELS)}", "--role=producer"],
+            ["produce", str(project.yaml), f"channel={dice.choice(CHANNELS)}"],
             ["train", str(project.yaml), f"data.train={dice.choice(DATA)}", "store=auto"],
         ])  # fmt: skip
 
@@ -142,7 +158,7 @@ def wrong_lines(project: Project, dice: random.Random) -> Lines:
     number = ["", "-1", "-inf", "nan", "1e999", LONG, "x", "0x1"]
     known = {
         "eval": "--draft --checkpoint --export --nope", "export": "--draft --checkpoint --layout",
-        "train": "--role --draft -x", "overfit": "--row --steps --minutes --lr", "trian": "--json",
+        "train": "--role --draft --trainer -x", "overfit": "--row --steps --minutes --lr", "trian": "--json",
         "verify": "--target --server --run --prompts", "check-plugin": "--uri --jsn",
         "new-plugin": "--nope", "list-plugins": "--nope", "hooks": "--nope",
     }  # fmt: skip

@@ -27,6 +27,10 @@ from tests.forks import ENVIRONMENT
 ROOT = Path(__file__).parents[2]
 OFFLINE = ("--no-deps", "--no-index")
 HEAVY = ("train", "eval", "export")  # verbs that import torch
+STANDARD = (
+    "draftcore",
+    *(f"draftcore-{name}" for name in ("data", "disagg", "eval", "file", "hf")),
+)
 WHEELS = "DRAFTCORE_WHEELS"  # the folders of wheels under test, joined as in PATH
 
 

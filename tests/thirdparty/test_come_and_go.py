@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
+from tests.thirdparty.conftest import STANDARD
+
 if TYPE_CHECKING:
     from tests.thirdparty.conftest import NewEnvironment, NewRun, Run
 
@@ -26,7 +28,7 @@ def same_bits(one: Run, other: Run) -> bool:
 def test_domino_comes_and_goes_and_dflash_notices_nothing(
     new_environment: NewEnvironment, new_run: NewRun
 ) -> None:
-    here = new_environment("draftcore", "draftcore-nn", "draftcore-dflash")
+    here = new_environment(*STANDARD, "draftcore-nn", "draftcore-dflash")
     listed = here.plugins()
     assert "dflash" in listed
     assert "domino" not in listed

@@ -8,6 +8,8 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.thirdparty.conftest import STANDARD
+
 if TYPE_CHECKING:
     from tests.thirdparty.conftest import NewEnvironment, NewRun
 
@@ -18,7 +20,7 @@ MEDUSA = {"name": "medusa", "dist": "draftcore-medusa", "version": "0.1.0", "ori
 def test_it_is_trained_evaluated_and_exported_and_goes_on_in_another_version_from_a_checkout(
     new_environment: NewEnvironment, new_run: NewRun, tmp_path: Path
 ) -> None:
-    here = new_environment("draftcore", "draftcore-nn", "draftcore-medusa")
+    here = new_environment(*STANDARD, "draftcore-nn", "draftcore-medusa")
     run = new_run("medusa", num_heads=3)
     here.draftcore("train", run.yaml)
     assert run.manifest(2, "medusa") == MEDUSA
@@ -36,7 +38,7 @@ def test_it_is_trained_evaluated_and_exported_and_goes_on_in_another_version_fro
     project = shutil.copytree(PROJECT, tmp_path / "project")
     text = (project / "pyproject.toml").read_text()
     (project / "pyproject.toml").write_text(text.replace('version = "0.1.0"', 'version = "0.2.0"'))
-    there = new_environment("draftcore", "draftcore-nn")
+    there = new_environment(*STANDARD, "draftcore-nn")
     there.install_editable(project)
     assert f"editable: {project}" in there.draftcore("list-plugins")
     assert json.loads(there.draftcore("eval", run.yaml, "--json"))["lossless"] is True

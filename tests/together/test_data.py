@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from draftcore_data.dataset import read_prompts
-
-from tests.data.conftest import CHATML
+from draftcore_sdk.targets import CHATML
 
 if TYPE_CHECKING:
     from tests.together.conftest import Project

@@ -135,7 +135,7 @@ def test_a_producer_waits_for_its_trainer_until_it_is_asked_to_stop(
     tmp_path: Path, new_project: NewProject
 ) -> None:
     project = new_project(tmp_path / "lonely", store="auto")
-    process = project.start("train", "--role", "producer")
+    process = project.start("produce")
     assert process.stdout is not None
     said = process.stdout.readline()
     while not (project.run / "secret").exists():

@@ -19,9 +19,10 @@ import yaml
 from click.testing import CliRunner
 
 from draftcore.cli import main
-from draftcore.config import Choice, RunConfig
+from draftcore.config import Choice, RunConfig, Selection
 from draftcore.contracts.offers import Kind
 from draftcore.plugins.binding import bind
+from draftcore.plugins.catalog import defaults
 from draftcore.plugins.registry import load_plugins
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,12 @@ YAML = [
 @pytest.mark.parametrize(("name", "text"), YAML, ids=[name for name, _ in YAML])
 def test_every_yaml_is_a_whole_run_with_options_that_its_plugins_take(name: str, text: str) -> None:
     config, registry = RunConfig.model_validate(yaml.safe_load(text)), load_plugins()
+    sections: dict[Kind, Selection] = {
+        "target": config.target, "samples": config.data, "evaluation": config.eval,
+    }  # fmt: skip
+    for kind, section in sections.items():
+        if section.name not in INVENTED:
+            bind(registry, kind, section.name, section.options)
     chosen: list[tuple[Kind, Choice | None]] = [
         ("algorithm", config.algorithm),
         *(("algorithm", draft.algorithm) for draft in config.drafts.values()),
@@ -79,6 +86,31 @@ def test_every_yaml_is_a_whole_run_with_options_that_its_plugins_take(name: str,
                     bind(registry, "graph", options.backend, options.options)
                 for plugin, its in options.plugins.items():
                     bind(registry, "graph-plugin", plugin, its)
+
+
+def test_extras_requirements_and_pages_list_every_dist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    names = {extra: {line.partition("==")[0] for line in lines} for extra, lines in extras.items()}
+    assert names.pop("all") == set(READMES)
+    assert (standard := names.pop("standard")) == {*defaults(), "draftcore-file"}
+    assert names == {dist.removeprefix("draftcore-"): {dist} for dist in READMES}
+    bounds = {re.sub(r"^[\w-]+==| ;.*", "", line) for lines in extras.values() for line in lines}
+    assert bounds == {project["version"]}
+    marked = {line.partition(" ;")[0]: line.partition(" ;")[2] for line in extras["all"]}
+
+    def folders(name: str) -> dict[str, str]:
+        text = (ROOT / "requirements" / name).read_text()
+        return dict(re.findall(r"^\./plugins/([\w-]+)(?: ;(.*))?$", text, re.MULTILINE))
+
+    assert set(folders("standard.txt")) == {*standard, "draftcore-nn"}
+    for dist, marker in (everything := folders("standard.txt") | folders("all.txt")).items():
+        assert marked[f"{dist}=={project['version']}"] == marker
+    assert set(everything) == set(READMES)
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert set(READMES) <= set(re.findall(r"`(draftcore-\w+)`", TEXT[ROOT / page])), page
+    for dist in READMES:
+        assert dist in TEXT[ROOT / "README.md"].partition("| `draftcore` |")[2]
 
 
 SHOWN = [text for page in DOCS if page.name != OWN_TEST for text in blocks(page, "console")]

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.run.features import read_request
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
@@ -53,7 +52,7 @@ def test_they_train_to_the_same_bits_from_anywhere_and_resumed(
 
 def test_a_manifest_of_before_there_were_others_is_read() -> None:
     held = {"layers": [1, 3], "last_hidden": True, "dtype": "float32"}
-    assert read_request(held) == FeatureRequest((1, 3), True, "float32")
+    assert FeatureRequest.from_json(held) == FeatureRequest((1, 3), True, "float32")
 
 
 def test_each_draft_gets_as_many_tokens_as_it_asks_for(

@@ -133,7 +133,7 @@ def test_features_of_halves_or_other_buckets_are_not_mixed(
 
 
 def test_evaluation_in_training_captures_once_and_changes_no_loss(
-    tmp_path: Path, new_project: NewProject
+    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"eval_every": 2, "eval_prompts": 2, "eval_samples": 2, "checkpoint_every": 6}
     plain = new_project(tmp_path / "plain")
@@ -156,6 +156,8 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
     assert graphs.losses() == plain.losses() == eager.losses()
 
     run = Run(load_config(graphs.yaml), load_plugins())
+    evaluation: Any = run.evaluation()
+    monkeypatch.setattr(run, "evaluation", lambda: evaluation)
     parts = trainer_parts(run, "both")
     (trainer,) = parts.trainers
     assert trainer.evaluate is not None
@@ -164,7 +166,7 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
     weight = next(iter(trainer.built.module.parameters()))
     weight.data = weight.data.clone()  # what was captured reads the old ones
     trainer.evaluate(trainer.built, context)
-    assert next(iter(run.runners["decode"].report())).startswith(f"{2 * captures} captured")
+    assert next(iter(evaluation.runner.report())).startswith(f"{2 * captures} captured")
     assert parts.features.store is not None
     parts.features.store.close()
 

@@ -14,12 +14,12 @@ import torch
 from draftcore_data.conversations import BadRow
 from draftcore_data.dataset import Dataset, build_dataset
 from draftcore_data.images import OwnProcessor
+from draftcore_data.options import DataOptions
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.images import PAD, WRITTEN, picture, seeing_target
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from draftcore.config import DataConfig
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.run import PlannedBatch
 from draftcore.data.samples import batch_of
@@ -98,7 +98,7 @@ def project_of(make: NewProject, folder: Path, family: str, **changes: Any) -> P
 
 
 def dataset_of(folder: Path, target: TransformersTarget, **options: Any) -> Dataset:
-    given = str(folder / "train.jsonl"), target.load_tokenizer(), DataConfig(**options)
+    given = str(folder / "train.jsonl"), target.load_tokenizer(), DataOptions(**options)
     return build_dataset(*given, folder / "data", processor=target.images)
 
 
@@ -269,7 +269,7 @@ def test_a_target_of_text_and_one_without_processor_leave_images_out_and_say_so(
         ("processor_config.json", qwen.images),
     ):
         (tmp_path / "target" / gone).unlink() if gone else None
-        given = str(tmp_path / "train.jsonl"), qwen.load_tokenizer(), DataConfig()
+        given = str(tmp_path / "train.jsonl"), qwen.load_tokenizer(), DataOptions()
         dataset = build_dataset(*given, tmp_path / f"data{gone}", processor=processor)
         said = (
             "images need the target's processor, which cannot be loaded: " if gone else "text alone"

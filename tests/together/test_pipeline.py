@@ -42,7 +42,7 @@ def test_capture_train_eval_export(project: Project) -> None:
     os.umask(before)
     origin = json.loads((project.run / "export" / "draftcore.json").read_text())
     assert origin["samples_seen"] == 24
-    assert {plugin["name"] for plugin in origin["plugins"]} >= {"eagle3", "builtin"}
+    assert {plugin["name"] for plugin in origin["plugins"]} >= {"eagle3", "hf", "file"}
     for file in (project.run / "export").iterdir():
         assert file.stat().st_mode & 0o777 == 0o640, "as the umask says, weights and all"
         assert str(project.folder.parent).encode() not in file.read_bytes(), "no path of ours"

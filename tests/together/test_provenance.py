@@ -1,6 +1,6 @@
 """Features made with other settings are never mixed: a store, a run and a producer say which differ.
 
-The capture is a loose plugin around the built-in one, with an option that changes features and one
+The capture is a loose plugin around `hf`, with an option that changes features and one
 that does not.
 """
 
@@ -90,7 +90,10 @@ def test_features_computed_in_another_type_are_refused_though_stored_alike(
 def test_features_of_a_target_on_other_devices_are_refused(scaled: Project, plugin: Path) -> None:
     """Several add up in another order than one; and a capture that cannot share a target says so."""
     refused = scaled.cli("train", "target.tensor_parallel=2", plugin=plugin, ok=False)
-    assert "the capture 'scaled' does not read target.tensor_parallel" in refused.output
+    assert (
+        "the capture 'scaled' does not share a target over devices as target.tensor_parallel"
+        in refused.output
+    )
     assert "or capture.name=hf" in refused.output
     own = ("capture.name=hf", "capture.options={}")
     scaled.cli("capture", *own)
@@ -114,12 +117,12 @@ def test_a_producer_with_another_option_is_refused(
     scaled: Project, plugin: Path, tmp_path: Path
 ) -> None:
     """It ends with what differs, and the trainer, who needs one, is told."""
-    loose = [sys.executable, "-m", "draftcore", "--plugin", str(plugin), "train", str(scaled.yaml)]
+    loose = [sys.executable, "-m", "draftcore", "--plugin", str(plugin)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*loose, "--role", "trainer"], **pipes) as trainer:
-        role = ["--role", "producer"]
-        other = subprocess.run([*loose, *role, "capture.options.scale=3"], **pipes, timeout=300)
-        alike = subprocess.run([*loose, *role, "capture.options.patience=9"], **pipes, timeout=300)
+    with subprocess.Popen([*loose, "train", str(scaled.yaml), "--trainer"], **pipes) as trainer:
+        produce = [*loose, "produce", str(scaled.yaml)]
+        other = subprocess.run([*produce, "capture.options.scale=3"], **pipes, timeout=300)
+        alike = subprocess.run([*produce, "capture.options.patience=9"], **pipes, timeout=300)
         output, _ = trainer.communicate(timeout=300)
     assert other.returncode == 2
     differ = 'capture.options: {"scale": 3.0} here, {"scale": 2.0} for the trainer'

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from draftcore_eval.verb import evaluate
 
 import draftcore
 from draftcore.errors import UsageError
@@ -21,7 +22,7 @@ def test_a_program_trains_evaluates_and_exports(project: Project) -> None:
     assert draftcore.capture(project.yaml).startswith("captured 24 samples")
     done = draftcore.train(str(project.yaml), "train.epochs=2")
     assert (done.reason, done.checkpoints[""].name) == ("complete", "step-00000012")
-    (report,) = draftcore.evaluate(project.yaml, "train.epochs=2", "eval.prompts=2")
+    (report,) = evaluate(project.yaml, "train.epochs=2", "eval.prompts=2")
     assert (report.prompts, report.lossless) == (2, True)
     (folder,) = draftcore.export(project.yaml)
     assert (folder / "config.json").exists()

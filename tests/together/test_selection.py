@@ -1,19 +1,20 @@
-"""Built-in verbs import the plugins that a run selects; what else is installed cannot disturb them."""
+"""Our own verbs import the plugins that a run selects; what else is installed cannot disturb them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from tests.together.conftest import Project
+    from tests.together.conftest import NewProject, Project
 
 TRAIN = """
 import sys
@@ -49,7 +50,8 @@ def test_only_the_listing_imports_a_plugin_that_nobody_selected(
     assert "complete: step 1 of 1" in trained
     assert "warning" not in done.stderr.lower()
     packages = {name.partition(".")[0] for name in modules.split() if "draftcore_" in name}
-    assert packages == {"draftcore_eagle3", "draftcore_nn"}
+    sections = {"draftcore_data", "draftcore_eval", "draftcore_hf"}
+    assert packages == {"draftcore_eagle3", "draftcore_nn", "draftcore_file", *sections}
 
     for options in ([], ["--traceback"]):
         listing = run("-m", "draftcore", *options, "list-plugins")
@@ -58,6 +60,69 @@ def test_only_the_listing_imports_a_plugin_that_nobody_selected(
         assert ("importing killer (draftcore-killer 0.1)\n" in listing.stderr) == bool(options)
     left_out = run("-m", "draftcore", "list-plugins", DRAFTCORE_DISABLE="killer").stdout
     assert re.search("^killer .* disabled", left_out, re.MULTILINE)
+
+
+TAKER = """
+import click
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+
+OURS = {"target": "hf", "capture": "hf", "store": "file", "samples": "conversations"}
+
+@hookimpl
+def describe():
+    return [Offer(kind, name) for kind, name in OURS.items()]
+
+@hookimpl
+def commands():
+    return [click.Command("eval", callback=refuse, help="Take its place.")]
+
+def refuse(*given, **more):
+    raise AssertionError("nobody chose this one")
+
+target = capture = feature_store = samples = hookimpl(refuse)
+"""
+PRINT = "print(1 / 0)\n"
+
+
+def test_what_offers_our_names_or_fails_at_import_changes_no_bit(
+    tmp_path: Path, new_project: NewProject
+) -> None:
+    """Installed beside a run are a plugin whose modules raise, and one with `eval`, `hf` and `file`."""
+    site, ways = tmp_path / "site", dict[str, Any]()
+    for name, code in (("broken", PRINT), ("taker", TAKER)):
+        info = site / f"draftcore_{name}-0.1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+        points = f"[draftcore]\n{name} = draftcore_{name}\n"
+        points += f"[draftcore.hooks]\nkind-of-{name} = broken_hooks\n"
+        (info / "entry_points.txt").write_text(points)
+        (site / f"draftcore_{name}.py").write_text(code)
+    (site / "broken_hooks.py").write_text(PRINT)
+    for way, path in (("alone", ""), ("beside", str(site))):
+        project = new_project(tmp_path / way)
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+        def run(*command: str, env: dict[str, str] = env) -> str:
+            line = [sys.executable, "-m", "draftcore", *command]
+            done = subprocess.run(line, env=env, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert "warning" not in done.stderr
+            return done.stdout
+
+        for verb in ("capture", "train"):
+            run(verb, str(project.yaml))
+        report = json.loads(run("eval", str(project.yaml), "--json"))
+        last = project.run / "checkpoints" / "step-00000006"
+        files = ("draft.safetensors", "optimizer.safetensors")
+        told = report["rows"], report["acceptance_by_position"], report["about"]["plugins"]
+        ways[way] = project.losses(), [(last / file).read_bytes() for file in files], told
+        state = json.loads((last / "state.json").read_text())
+        ways[way] += (state["plugins"], state["features"])
+    assert ways["alone"] == ways["beside"]
+    listed = {p["name"]: p for p in json.loads(run("list-plugins", "--json"))["plugins"]}
+    assert "ZeroDivisionError" in listed["broken"]["problem"]
+    assert "taker" in listed
 
 
 ENDS = {

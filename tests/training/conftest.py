@@ -25,7 +25,7 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.run import PlannedBatch
+from draftcore.contracts.run import PlannedBatch, Ranks
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.plugins.binding import observers
@@ -33,7 +33,7 @@ from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, register
 from draftcore.training.checkpoint import Checkpoint, latest
 from draftcore.training.loop import DraftSetup, Trainer, train
-from draftcore.training.ranks import SINGLE_RANK, Ranks
+from draftcore.training.ranks import SINGLE_RANK
 
 NAME, WIDTH = "hidden.0", 4
 

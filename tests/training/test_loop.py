@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from draftcore import hookimpl
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput, Stop
 from draftcore.errors import DraftcoreError
-from draftcore.training.loop import stop_on_signal
+from draftcore.stopping import stop_on_signal
 
 if TYPE_CHECKING:
     from tests.training.conftest import NewRun, Run
@@ -520,11 +520,11 @@ def test_a_first_signal_is_noted_also_twice_at_once_and_a_later_one_acts(
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     try:
         with stop_on_signal() as caught:
-            monkeypatch.setattr("draftcore.training.loop.SIGNAL_WINDOW", 60)
+            monkeypatch.setattr("draftcore.stopping.SIGNAL_WINDOW", 60)
             for noted in (1, 2):
                 signal.raise_signal(signal.SIGINT)
                 assert len(caught) == noted
-            monkeypatch.setattr("draftcore.training.loop.SIGNAL_WINDOW", 0)
+            monkeypatch.setattr("draftcore.stopping.SIGNAL_WINDOW", 0)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftcore import hookimpl
 from draftcore.config import TrainConfig
-from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, Stop, TrainingDefaults
+from draftcore.contracts.algorithm import DraftBatch, StepContext, Stop
+from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.training.ranks import SINGLE_RANK, Ranks, join
-from draftcore.training.sharding import require_shardable
+from draftcore.plugins.registry import Registry, load_plugins
+from draftcore.training.ranks import SINGLE_RANK, join
 from tests.ranks import start_rank
 from tests.training.conftest import NewRun, Run
 
@@ -76,7 +77,7 @@ def start(tmp_path: Path) -> Start:
 def be_a_rank(work: Callable[..., Any], folder: Path, settings: dict[str, Any]) -> None:
     """Join the others, work, and say what came of it; ends the process."""
     try:
-        with join(TrainConfig(device="cpu", rank_timeout=30)) as ranks:
+        with join(TrainConfig(device="cpu", rank_timeout=30), load_plugins()) as ranks:
             said = work(ranks, folder, **settings)
             (folder / f"said.{ranks.rank}").write_text(json.dumps(said))
     except DraftcoreError as error:
@@ -271,7 +272,7 @@ def test_what_ranks_say_reaches_all_of_them(start: Start) -> None:
 
 
 def test_one_rank_says_the_same_to_itself(tmp_path: Path) -> None:
-    with join(TrainConfig(device="cpu")) as ranks:
+    with join(TrainConfig(device="cpu"), load_plugins()) as ranks:
         assert ranks is SINGLE_RANK
     assert talk(SINGLE_RANK, tmp_path) == {
         "rank 0": tmp_path.name,
@@ -280,27 +281,19 @@ def test_one_rank_says_the_same_to_itself(tmp_path: Path) -> None:
     }
 
 
+def test_ranks_that_nothing_installed_can_join_are_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lacking = "there is no ranks 'processes'\n(.*\n)*  pip install draftcore-disagg"
+    with pytest.raises(UsageError, match=lacking), join(TrainConfig(), Registry(())):
+        pass
+
+
 def test_a_half_environment_is_refused_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     lacking = "WORLD_SIZE is 2, but the environment lacks .*MASTER_PORT"
-    with pytest.raises(UsageError, match=lacking), join(TrainConfig(device="cpu")):
+    with pytest.raises(UsageError, match=lacking), join(TrainConfig(device="cpu"), load_plugins()):
         pass
-
-
-# ---------------------------------------------------------------- drafts that cannot be sharded
-
-
-def test_a_weight_that_two_wrap_units_share_is_named() -> None:
-    inner = nn.Linear(3, 3), nn.Linear(3, 3)
-    inner[0].weight = inner[1].weight
-    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(*inner))
-
-    def draft(*wrap_units: str) -> Draft:
-        groups = [{"params": list(module.parameters())}]
-        return Draft(module, {}, TrainingDefaults(1e-3, 0.0, 1.0), groups, wrap_units=wrap_units)
-
-    require_shardable(draft("0", "1"))
-    with pytest.raises(DraftcoreError, match=r"shared by the wrap units '1' and '1\.1'"):
-        require_shardable(draft("1.1", "1"))

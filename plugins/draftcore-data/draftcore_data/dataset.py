@@ -28,8 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftcore.contracts.algorithm import DataSummary
-from draftcore.contracts.capture import Image, RowError
-from draftcore.contracts.target import ImageProcessor
+from draftcore.contracts.capture import Image, ImageProcessor, RowError
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import digest, read_sealed, sync, write_sealed
 from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR, BadRow, Rendered

@@ -9,7 +9,8 @@ from draftcore import hookspec
 from draftcore_data.source import Source
 
 if TYPE_CHECKING:
-    from draftcore.contracts.target import ImageProcessor, TargetSpec
+    from draftcore.contracts.capture import ImageProcessor
+    from draftcore.contracts.target import TargetSpec
 
 NEEDED = {"source": ("source",), "images": ("image_processor",)}
 

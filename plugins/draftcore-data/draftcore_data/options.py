@@ -16,7 +16,7 @@ class Section(BaseModel):
 
 
 class SourceOptions(Section):
-    source: Named
+    source: Named = Field(description="a file, or another URI of a source")
     weight: float = Field(1.0, gt=0, le=1000, description="how often each row, or which share")
 
 

@@ -17,8 +17,9 @@ from draftcore.contracts.offers import Offer
 from draftcore.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
+    from draftcore.contracts.capture import ImageProcessor
     from draftcore.contracts.run import OpenRun
-    from draftcore.contracts.target import ImageProcessor, TargetSpec
+    from draftcore.contracts.target import TargetSpec
     from draftcore_data.dataset import Dataset
     from draftcore_data.options import DataOptions
     from draftcore_data.rows import Conversations
@@ -106,8 +107,14 @@ def on_run(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def verb(registry: Any, config: Path, overrides: tuple[str, ...], **given: Any) -> None:
         from draftcore import open_run
+        from draftcore_data.rows import Conversations
 
         with open_run(config, overrides, registry) as run:
+            if not isinstance(run.data, Conversations):
+                raise UsageError(
+                    f"data.name={run.config.data.name} reads no conversations, which are what is "
+                    "rendered here\n  give a run of conversations: leave data.name out"
+                )
             function(run, run.data.samples("train"), **given)
 
     wrapped = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(verb)

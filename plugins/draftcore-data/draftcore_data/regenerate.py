@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from draftcore import bind, load_config
 from draftcore.contracts.capture import RowError
@@ -30,8 +30,7 @@ from draftcore_data.conversations import BadRow, Conversation, Message, Rendered
 from draftcore_data.conversing import Answer, converse
 from draftcore_data.endpoints import Endpoints
 from draftcore_data.options import DataOptions, Sources
-from draftcore_data.source import Source
-from draftcore_data.sources import Find, named, read_conversations
+from draftcore_data.sources import Find, finder, named, read_conversations
 
 EVERY = 30.0  # seconds between the lines of a run that is not on a terminal
 Rows = Callable[[], Iterable[Row]]
@@ -258,11 +257,7 @@ class Questions:
     ) -> Questions:  # fmt: skip
         """Take a run's YAML with overrides, or else a source of conversations by itself."""
 
-        def find(uri: str) -> Source:
-            name = uri.partition(":")[0]
-            hooks: Any = bind(registry, "source", name).hook
-            return cast(Source, hooks.source(name=name, uri=uri))
-
+        find = finder(functools.partial(bind, registry))
         if Path(source).suffix not in (".yaml", ".yml"):
             if overrides:
                 raise UsageError(
@@ -275,7 +270,8 @@ class Questions:
         options = bind(registry, "samples", data.name, data.options, (), data.plugin).options
         if not isinstance(options, DataOptions):
             raise UsageError(
-                f"data.name={data.name} reads no conversations that could be answered anew"
+                f"data.name={data.name} reads no conversations that could be answered anew\n"
+                "  give a run of conversations: leave data.name out"
             )
         if options.train is None:
             raise UsageError("data.train is not set\n  set it to conversations in JSONL")

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from draftcore.contracts.capture import Image, RowError
+from draftcore.contracts.capture import Image, ImageProcessor, RowError
 from draftcore.errors import UsageError
 from draftcore_data.conversations import (
     REASONING,
@@ -59,8 +59,6 @@ from draftcore_data.options import DataOptions
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerFast
-
-    from draftcore.contracts.target import ImageProcessor
 
 FORMAT = (
     7  # of rendered datasets: raise it when what is rendered, or what their files hold, changes

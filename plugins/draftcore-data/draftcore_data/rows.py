@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from draftcore.contracts.capture import ImageProcessor
 from draftcore.contracts.run import OpenRun, Prompts
-from draftcore.contracts.target import ImageProcessor
 from draftcore.errors import UsageError
 from draftcore_data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
 from draftcore_data.options import DataOptions, Sources
-from draftcore_data.source import Source
-from draftcore_data.sources import named, open_source
+from draftcore_data.sources import finder, named, open_source
 
 
 class NoImages:
@@ -42,7 +41,7 @@ class Conversations:
 
     def __init__(self, run: OpenRun, options: DataOptions) -> None:
         self.run, self.options, self.longest = run, options, options.max_length
-        self.folder = run.folder / "data"
+        self.folder, self.find = run.folder / "data", finder(run.bind)
         self.train = named(options.train) if options.train is not None else None
         self.eval = named(options.eval) if options.eval is not None else None
         self.images = self._open_images() if run.target.is_multimodal else None
@@ -60,11 +59,6 @@ class Conversations:
             return NoImages(str(error))
         processor: ImageProcessor = hooks.image_processor(name="processor", target=self.run.target)
         return processor
-
-    def find(self, uri: str) -> Source:
-        """Open the data at a URI by the plugin that offers its scheme."""
-        name = uri.partition(":")[0]
-        return cast(Source, self.run.bind("source", name).hook.source(name=name, uri=uri))
 
     def sources(self, part: Literal["train", "eval"]) -> Sources:
         """Return what the run names as its data. Raises UsageError for nothing."""

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from draftcore.errors import UsageError, nearest
 from draftcore_data.conversations import Row, parse_row
@@ -28,6 +28,16 @@ TABLE_SUFFIXES = (".arrow", ".parquet")
 OTHER_SUFFIXES = (*TABLE_SUFFIXES, ".bz2", ".gz", ".xz", ".zip", ".zst")
 
 Find = Callable[[str], Source]  # opens the URI of a plugin's source
+
+
+def finder(bind: Callable[[str, str], Any]) -> Find:
+    """Return what opens a URI by the plugin that offers its scheme; `bind` takes kind and name."""
+
+    def find(uri: str) -> Source:
+        name = uri.partition(":")[0]
+        return cast(Source, bind("source", name).hook.source(name=name, uri=uri))
+
+    return find
 
 
 class Line(bytes):

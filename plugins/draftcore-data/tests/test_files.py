@@ -9,14 +9,13 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from draftcore_data.sources import open_source
+from draftcore_data.sources import finder, open_source
 from draftcore_sdk.sources import SourceSuite
 
+from draftcore import bind, load_plugins
 from draftcore.errors import UsageError
-from draftcore.plugins.binding import find_source
-from draftcore.plugins.registry import load_plugins
 
-find = functools.partial(find_source, load_plugins())
+find = finder(functools.partial(bind, load_plugins()))
 
 
 def lines(*numbers: int) -> bytes:

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 from draftcore_data.conversations import Conversation
-from draftcore_data.sources import open_source, read_conversations
+from draftcore_data.sources import finder, open_source, read_conversations
 from draftcore_sdk.images import ImageSuite
 from draftcore_sdk.sources import SourceSuite
 
+from draftcore import bind, load_plugins
 from draftcore.errors import UsageError
-from draftcore.plugins.binding import find_source
-from draftcore.plugins.registry import load_plugins
 
-find = functools.partial(find_source, load_plugins())
+find = finder(functools.partial(bind, load_plugins()))
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]
 

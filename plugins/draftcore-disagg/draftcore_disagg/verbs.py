@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from draftcore import load_config, open_run
+from draftcore import open_run
 from draftcore.errors import ExitStatus, UsageError
 from draftcore.files import write_atomic
 from draftcore_disagg.launcher import SCALE
@@ -65,6 +65,8 @@ def scale(config: Path, asked: str) -> None:
     name, _, number = asked.partition("=")
     if name != "producers" or not number.isdecimal() or not 1 <= int(number) <= 1000:
         raise UsageError(f"{asked!r} is not producers=N\n  N is 1 to 1000, as in producers=24")
+    from draftcore import load_config
+
     run = load_config(config).run
     if not (run / "queue.json").exists():
         raise UsageError(

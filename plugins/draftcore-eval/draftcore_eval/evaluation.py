@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 
-from importlib_metadata import version
+from importlib_metadata import PackageNotFoundError, version
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun
@@ -21,11 +21,6 @@ from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Report, comparison, plot
 
 DEFAULT_RUNNER = "eager"
-COMPUTE = (
-    "draftcore",
-    "torch",
-    "transformers",
-)  # by what a report's figures came, where it is there
 
 
 def open_runner(run: OpenRun, options: EvalOptions) -> Runner:
@@ -49,6 +44,15 @@ def open_runner(run: OpenRun, options: EvalOptions) -> Runner:
         raise UsageError(f"runner.decode: {error}") from None
     runner: Runner = bound.hook.runner(name=name, context=context, options=bound.options)
     return runner
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    there = dict[str, str]()
+    for name in names:
+        with suppress(PackageNotFoundError):
+            there[name] = version(name)
+    return there
 
 
 class Decoding:
@@ -82,7 +86,7 @@ class Decoding:
             "device": str(device),
             "dtype": str(run.target.dtype).removeprefix("torch."),
             "plugins": run.manifest([draft]),
-            "versions": {name: version(name) for name in COMPUTE if find_spec(name)},
+            "versions": versions("draftcore", "torch", "transformers"),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         report = dataclasses.replace(report, about=about)

@@ -12,7 +12,7 @@ class EvalOptions(BaseModel):
         None, ge=1, le=10**9, description="decode this many eval prompts at most"
     )
     batch: int = Field(32, ge=1, le=10**9, description="prompts decoded together")
-    max_new_tokens: int = Field(128, ge=2, le=10**7)
+    max_new_tokens: int = Field(128, ge=2, le=10**7, description="longest answer, in tokens")
     temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy, and then checked")
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(0, ge=0, lt=2**32, description="of what is drawn above 0")
     tie_bound: float | None = Field(None, gt=0, le=1e9, description="top-2 logit gap that is a tie")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from draftcore import open_draft, open_run
+from draftcore import load_config, open_run
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -25,6 +25,8 @@ def evaluate(
     evaluated if neither a `checkpoint` nor an `exported` draft is named. Raises DraftcoreError where
     greedy output is not the target's own.
     """
+    from draftcore import open_draft  # which imports torch
+
     with open_run(config, overrides, registry) as run:
         evaluation, reports = run.evaluation(), dict[str, Any]()
         for draft_run in run.chosen(draft, checkpoint=checkpoint, export=exported, out=out):
@@ -73,5 +75,8 @@ def verb(
     say = (lambda line: None) if as_json else click.echo
     reports = evaluate(config, *overrides, registry=ctx.obj, say=say, **options)
     if as_json:
-        data = {report.about["draft"]: report.to_json() for report in reports}
-        click.echo(json.dumps(data.get("", data), indent=1))
+        label = options["draft"]
+        labels = [label] if label else load_config(config, overrides).drafts
+        data = [report.to_json() for report in reports]
+        by_draft = dict(zip(labels, data, strict=True)) if labels else data[0]
+        click.echo(json.dumps(by_draft, indent=1))

@@ -16,7 +16,6 @@ from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
     from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
-    from draftcore.plugins.registry import Registry
 
 OPTIONS = "draftcore_graphs.options"
 FULL = frozenset({"device:cuda", "auto:cuda", "forks"})
@@ -29,16 +28,18 @@ TBO = frozenset({"phase:prefill", "forks"})
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_obj
-def runners(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
+def runners(registry: Any, config: Path, overrides: tuple[str, ...]) -> None:
     """Print the runner of each phase, and who decided it."""
-    from draftcore.api import open_run
+    from draftcore import open_run
     from draftcore_graphs.graphs import Graphs
 
     rows = [("PHASE", "KEY", "VALUE", "DECIDED BY")]
     with open_run(config, overrides, registry) as run:
-        for phase, runner in run.runners.items():
-            decided_by = "you" if phase in run.config.runner.model_fields_set else "default"
-            rows.append((phase, "runner", getattr(run.config.runner, phase).name, decided_by))
+        phases = {"prefill": run.prefill, "decode": getattr(run.evaluation(), "runner", None)}
+        for phase, runner in phases.items():
+            choice = getattr(run.config.runner, phase)
+            name, decided_by = (choice.name, "you") if choice else ("eager", "default")
+            rows.append((phase, "runner", name, decided_by))
             if isinstance(runner, Graphs):
                 rows += [(phase, *row) for row in runner.plan(run.target)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

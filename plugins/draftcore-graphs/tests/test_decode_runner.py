@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draftcore_eval.decode import EagerRunner, right_padded, speculate
+from draftcore_eval.options import EvalOptions
 from draftcore_eval.proposals import verify
 from draftcore_eval.report import Decoded
 from draftcore_graphs.decode import DecodeGraphRunner
@@ -17,13 +18,12 @@ from draftcore_graphs.resolve import Phase
 from draftcore_sdk.replays import largest_gap
 from torch import Tensor
 
-from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.runner import Batch, GraphPlugin, ShapeKey, Work
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError
 
-CONFIG = EvalConfig(max_new_tokens=24, batch=4)
+CONFIG = EvalOptions(max_new_tokens=24, batch=4)
 
 
 def make(
@@ -38,7 +38,7 @@ def decode(
     drafter: Any,
     prompts: list[list[int]],
     runner: DecodeGraphRunner | None = None,
-    config: EvalConfig = CONFIG,
+    config: EvalOptions = CONFIG,
 ) -> list[Decoded]:
     if runner is not None:
         runner.reserve(len(prompts), max(map(len, prompts)) + config.max_new_tokens + 5)
@@ -130,7 +130,7 @@ def test_batches_that_no_bucket_holds_and_sampled_ones_decode_eagerly(
     assert decode(target, drafter, prompts, runner) == decode(target, drafter, prompts)
     runner.start([prompts[2]], 20, 0.5, seed=0)
     assert (runner.counts, runner.captures) == ({"no bucket": 2}, 0)
-    config = EvalConfig(max_new_tokens=8, batch=1)
+    config = EvalOptions(max_new_tokens=8, batch=1)
     found = decode(target, drafter, [prompts[2]], runner, config)
     assert found == decode(target, drafter, [prompts[2]], config=config)
     assert runner.counts["replayed"] > 0

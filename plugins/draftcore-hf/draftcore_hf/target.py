@@ -37,9 +37,8 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.capture import FeatureRequest, ImageProcessor
 from draftcore.contracts.target import (
-    ImageProcessor,
     PrefillRunner,
     TargetCache,
     TargetModel,

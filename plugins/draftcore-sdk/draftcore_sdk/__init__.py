@@ -6,7 +6,8 @@
         plugin = "my_package.plugin"
 
 There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each kind of offer:
-`algorithms.AlgorithmSuite`, `captures.CaptureSuite`, `stores.StoreSuite`, `channels.ChannelSuite`,
+`algorithms.AlgorithmSuite`, `targets.TargetSuite`, `samples.SamplesSuite`, `captures.CaptureSuite`,
+`stores.StoreSuite`, `evaluations.EvaluationSuite`, `batches.BatchesSuite`, `channels.ChannelSuite`,
 `launchers.LauncherSuite`, `sources.SourceSuite`, `images.ImageSuite`, `runners.RunnerSuite`,
 `graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what goes around an
 algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`.
@@ -20,14 +21,17 @@ SUITES = (
     "algorithms",
     "captures",
     "channels",
+    "evaluations",
     "graph_plugins",
     "graphs",
     "images",
     "launchers",
     "plugins",
     "runners",
+    "samples",
     "sources",
     "stores",
+    "targets",
     "wrappers",
 )
 PARTS = ("algorithm_fixtures", "algorithm_training", "drafting")

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import StepOutput
 from draftcore.errors import DraftcoreError
-from draftcore.training.checkpoint import trained_tensors
-from draftcore.training.optimizer import build_optimizer
 from draftcore_sdk.example import LAYERS, Example, WatchedTarget
+from draftcore_sdk.internals import build_optimizer, trained_tensors
 from draftcore_sdk.suite import Suite, bound
 from draftcore_sdk.workbench import (
     RATE,

@@ -26,14 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.plugins.binding import type_error
-from draftcore.training.checkpoint import trained_tensors
 from draftcore_sdk.algorithm_training import (
     require_same_bits,
     require_same_output,
 )
 from draftcore_sdk.drafting import Drafting, Told
 from draftcore_sdk.example import STOP_AT
+from draftcore_sdk.internals import trained_tensors, type_error
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
 from draftcore_sdk.workbench import SEED, Bench, snapshot

@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 from draftcore_disagg import queue as core
-from draftcore_disagg.channel import Channel, ChannelAway, Json, RunEnded, Task
+from draftcore_disagg.channel import Channel, ChannelAway, Json, Task
 from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
 
 from draftcore.contracts.capture import BadRows, CaptureBatch
+from draftcore.contracts.run import RunEnded
 from draftcore.contracts.store import SampleRef, TensorSpec
-from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
+from draftcore_sdk.internals import Skipped
 from draftcore_sdk.suite import Suite, child_environment, offer_of, opened
 
 SOON = 60.0  # seconds within which it comes on a busy machine
@@ -39,11 +40,12 @@ class Trainer:
 
     def __init__(self, channel: Channel, ttl: float) -> None:
         self.channel, self.heard, self.freed = channel, list[Json](), list[SampleRef]()
+        self.skipped = Skipped({}, rows=100, share=1.0)
         self.queue = Queue(
             {"store": "test:"},
             ahead=10**6,
             limit=None,
-            skipped=Skipped({}, rows=100, share=1.0),
+            skipped=self.skipped,
             free=self.freed.extend,
             ref_error=lambda task, refs: None,
             ttl=ttl,
@@ -161,7 +163,7 @@ class ChannelSuite(Suite):
         trainer.offer([task(0, rows=3)])
         ((claimed,), _) = producer.claim(1, 0)
         assert producer.publish(claimed.claim, BadRows({1: REASON}))
-        assert trainer.queue.skipped == {claimed.batch.rows[1]: REASON}
+        assert trainer.skipped == {claimed.batch.rows[1]: REASON}
 
     def test_a_batch_without_a_row_is_there(self, ends: Ends, trainer: Trainer) -> None:
         producer = ends.join(trainer)

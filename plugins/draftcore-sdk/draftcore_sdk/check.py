@@ -28,19 +28,19 @@ from pydantic import BaseModel
 
 from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import DraftcoreError, UsageError, nearest
-from draftcore.listing import from_here
 from draftcore.options import apply_overrides
-from draftcore.plugins.binding import bind
-from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import NEEDED, Registry, load_plugins
+from draftcore_sdk.internals import NEEDED, Plugin, Registry, bind, from_here, load_plugins
 from draftcore_sdk.suite import Suite, child_environment
 
 SUITE_OF = {
     "plugin": "plugins:PluginSuite",
     "algorithm": "algorithms:AlgorithmSuite",
+    "target": "targets:TargetSuite",
+    "samples": "samples:SamplesSuite",
     "capture": "captures:CaptureSuite",
     "store": "stores:StoreSuite",
     "channel": "channels:ChannelSuite",
+    "batches": "batches:BatchesSuite",
     "launcher": "launchers:LauncherSuite",
     "source": "sources:SourceSuite",
     "images": "images:ImageSuite",
@@ -48,6 +48,7 @@ SUITE_OF = {
     "graph": "graphs:GraphBackendSuite",
     "graph-plugin": "graph_plugins:GraphPluginSuite",
     "wrapper": "wrappers:WrapperSuite",
+    "evaluation": "evaluations:EvaluationSuite",
     "observer": "wrappers:ObserverSuite",
 }
 WRAPPED = {
@@ -60,6 +61,10 @@ OBSERVED = {
 }
 # What a wrapper of another kind's hook is tried around: the kind, and an offer of it.
 AROUND: Mapping[str, tuple[Kind, str]] = {
+    "target": ("target", "hf"),
+    "samples": ("samples", "conversations"),
+    "batches": ("batches", "queue"),
+    "evaluation": ("evaluation", "decoding"),
     "capture": ("capture", "hf"),
     "feature_store": ("store", "file"),
     "channel": ("channel", "tcp"),

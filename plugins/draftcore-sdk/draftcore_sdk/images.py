@@ -14,8 +14,7 @@ import pytest
 from draftcore_data.conversations import IMAGE_UNREAD
 from draftcore_hf.target import TransformersTarget
 
-from draftcore.contracts.capture import FeatureRequest, RowError
-from draftcore.contracts.target import ImageProcessor
+from draftcore.contracts.capture import FeatureRequest, ImageProcessor, RowError
 from draftcore_sdk.suite import Suite, opened
 from draftcore_sdk.targets import byte_tokenizer, tiny_target
 

@@ -23,7 +23,7 @@ SOON = 120.0  # seconds within which it comes on a busy machine
 TOOLS = f"""
 import os, pathlib, signal, sys, time
 here = pathlib.Path(sys.argv[1])
-role = "producer" if "producer" in sys.argv[2:] else "trainer"
+role = "producer" if "produce" in sys.argv[2:] else "trainer"
 rank = os.environ.get("RANK", "0")
 def note(name, text=""):
     (here / f"{{name}}-{{os.getpid()}}").write_text(text)
@@ -52,7 +52,9 @@ class LauncherSuite(Suite):
             file.write_text(TOOLS + program)
             command = [sys.executable, str(file), str(tmp_path)]
             launcher = self.open("launcher")
-            found: int = launcher.run(Job(command, tmp_path / "run", ranks, producers, restarts))
+            found: int = launcher.run(
+                Job(command, [], tmp_path / "run", ranks, producers, restarts)
+            )
             return found
 
         return start

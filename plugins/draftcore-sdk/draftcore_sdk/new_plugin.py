@@ -19,15 +19,18 @@ import click
 from draftcore.errors import DraftcoreError, UsageError
 
 if TYPE_CHECKING:
-    from draftcore.plugins.registry import Registry
+    from draftcore_sdk.internals import Registry
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Per kind, what the written code imports beside the core: requirements of the core, dists of ours.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("draftcore-nn", "pydantic", "torch"),
+    "target": ("draftcore-hf", "draftcore-nn", "safetensors", "torch"),
+    "samples": ("numpy", "pydantic"),
+    "evaluation": ("pydantic", "torch"),
     "store": ("safetensors",),
     "capture": ("torch",),
-    "channel": (),
+    "channel": ("draftcore-disagg",),
     "launcher": (),
     "graph": ("torch",),
     "graph-plugin": ("torch",),

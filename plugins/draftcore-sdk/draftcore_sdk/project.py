@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftcore.cli import main
+from draftcore_sdk.internals import main
 from draftcore_sdk.suite import child_environment
 from draftcore_sdk.targets import conversations
 from draftcore_sdk.workbench import RATE, Bench

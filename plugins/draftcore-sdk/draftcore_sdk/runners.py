@@ -15,24 +15,23 @@ from typing import Any
 import pytest
 import torch
 from draftcore_eval.decode import EagerRunner, right_padded, speculate
+from draftcore_eval.options import EvalOptions
 from draftcore_hf.target import TransformersModel, TransformersTarget
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.target import DecoderModel, TargetModel
 from draftcore.errors import UsageError
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load_plugins
 from draftcore_sdk.captures import ROWS, capture_target, require_near
+from draftcore_sdk.internals import bind, load_plugins
 from draftcore_sdk.suite import Suite
 
 REQUEST = FeatureRequest((1, 3), True, "float32")
 LONGEST = 64  # tokens of a row, and positions that are read and decoded
-GREEDY = EvalConfig(max_new_tokens=12)
+GREEDY = EvalOptions(max_new_tokens=12)
 SAMPLED = 0.4  # a temperature at which another one shows, and greedy tokens are no surprise
 
 

@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from draftcore.contracts.offers import Kind, Offer
-from draftcore.plugins.binding import Binding, bind
-from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry
+from draftcore_sdk.internals import Binding, Plugin, Registry, bind, bring_kinds
 
 OURS = "draftcore_sdk."
 # Tensors are tiny here: threads are no use, and spinning ones slow down whoever wants the cores.
@@ -71,6 +69,7 @@ def _excused(test: Any) -> bool:
 
 def registry_of(plugin: str) -> Registry:
     """Return a registry of a plugin, and of the wrappers behind it, given as in their entry points."""
+    bring_kinds()
     return Registry([Plugin(one, one, "", one, state="found") for one in plugin.split()])
 
 

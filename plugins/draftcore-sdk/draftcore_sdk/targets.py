@@ -1,11 +1,25 @@
-"""A target small enough for any test: random weights, real config, tokenizer and chat template."""
+"""A target small enough for any test, by transformers; and what every kind of target must do.
+
+It has random weights, a real config, tokenizer and chat template. See `draftcore_sdk` for how to use the
+suite. Shape letters: B batch, T tokens, H width, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.target import TargetModel, TargetSpec
+from draftcore.errors import UsageError
+from draftcore_sdk.suite import Suite, opened
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -157,7 +171,6 @@ def tiny_target(
     Weights of std 0.1 are wide enough that greedy continuations differ from prompt to prompt; at
     0.5 they also vary from token to token, and the next token is a clear choice.
     """
-    import torch
     from transformers import (
         CONFIG_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -221,3 +234,232 @@ def conversations(file: Path, answers: Sequence[str] | int) -> Path:
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
+
+
+# ---------------------------------------------------------------- what every target must do
+
+ROWS = ([5, 6, 7, 8, 9], list(range(40, 60)), [9, 9, 9, 9, 1, 2], [11, 12, 11, 13, 11, 14, 15])
+NEW = 12  # tokens that are generated
+# fp32 rounding over a few layers is a few 1e-7 of the largest number; a mistake is far more.
+ROUNDING = 1e-4
+
+
+class TargetSuite(Suite):
+    """Standard tests of a target: its description, which needs no weights, and its running model.
+
+    A subclass sets `plugin`, and `target_options` unless it reads transformers' folders. What
+    `weights` matches in such a folder are the weights. A target that refuses to decode, or to read trees,
+    is not asked to.
+    """
+
+    weights: ClassVar[str] = "*.safetensors"
+
+    def target_options(self, folder: Path, seed: int) -> Mapping[str, Any]:
+        """Write a small target of this seed's weights, of three layers or more; return what opens it."""
+        tiny_target(folder, "llama", seed=seed, std=0.5)
+        return {"path": str(folder), "device": "cpu"}
+
+    def opened_with(self, options: Mapping[str, Any]) -> TargetSpec:
+        try:
+            found: TargetSpec = opened(
+                self.plugin, "target", self.name, {**options, **self.options}
+            )
+        except UsageError as error:
+            if type(self).target_options is TargetSuite.target_options and not self.options:
+                pytest.skip(f"only its author can make one: override target_options; {error}")
+            raise
+        return found
+
+    @pytest.fixture
+    def target(self, tmp_path: Path) -> TargetSpec:
+        return self.opened_with(self.target_options(tmp_path / "target", 0))
+
+    @pytest.fixture
+    def model(self, target: TargetSpec) -> TargetModel:
+        return target.load_model()
+
+    # ------------------------------------------------------------ its description
+
+    def test_its_config_is_there_before_its_weights(self, tmp_path: Path) -> None:
+        """A trainer on another host reads the config, and the tensors that it asks for."""
+        options = self.target_options(tmp_path / "target", 0)
+        files = list((tmp_path / "target").rglob(self.weights))
+        if not files:
+            pytest.skip(f"no file of the weights is named {self.weights}: set `weights`")
+        for file in files:
+            file.unlink()
+        spec = self.opened_with(options)
+        sizes = (spec.num_layers, spec.vocab_size, spec.text_config.hidden_size)
+        assert all(type(size) is int and size > 0 for size in sizes), f"its sizes are {sizes}"
+        assert spec.dtype.is_floating_point
+        json.dumps(dict(spec.settings))  # they are part of what features are known by
+        spec.require_layers(FeatureRequest((0, spec.num_layers - 1), True, "float32"))
+
+    def test_its_fingerprint_is_that_of_its_weights(self, tmp_path: Path) -> None:
+        targets = [self.target_options(tmp_path / f"{n}", seed) for n, seed in enumerate((0, 0, 1))]
+        if {**targets[0], **self.options} == {**targets[2], **self.options}:
+            pytest.skip("one target alone was named")
+        first, same, other = (self.opened_with(options).fingerprint() for options in targets)
+        assert first == same, "the same weights at another place have another fingerprint"
+        assert first == self.opened_with(targets[0]).fingerprint() != other
+
+    def test_what_it_does_not_have_is_refused(self, target: TargetSpec) -> None:
+        for layer in (target.num_layers, -1):
+            with pytest.raises(UsageError, match=str(layer)):
+                target.require_layers(FeatureRequest((layer,), True, "float32"))
+        with pytest.raises(UsageError, match=str(target.vocab_size)):
+            target.require_layers(FeatureRequest((), True, "float32", target.vocab_size + 1))
+
+    def test_embedding_and_head_are_as_wide_as_its_states(self, target: TargetSpec) -> None:
+        shape = (target.vocab_size, target.text_config.hidden_size)
+        for tensor in (target.embedding(), target.head()):
+            assert tuple(tensor.shape) == shape, f"{(*tensor.shape,)} is not [V, H], {shape}"
+            assert tensor.is_floating_point()
+            assert tensor.isfinite().all()
+        assert target.weight_bytes() >= target.embedding().nbytes
+
+    # ------------------------------------------------------------ features
+
+    def test_the_last_state_times_the_head_gives_its_own_logits(
+        self, target: TargetSpec, model: TargetModel
+    ) -> None:
+        """Scaled and capped as it says, or a draft would learn another distribution."""
+        model.check()
+        hidden_TH = read(model, FeatureRequest((), True, "float32"))[1]["last_hidden"]
+        head_VH = target.head().to(hidden_TH)
+        require_near(model.logits(hidden_TH.to(model.dtype)), target.capped(hidden_TH @ head_VH.T))
+
+    def test_features_are_those_asked_for(self, target: TargetSpec, model: TargetModel) -> None:
+        everything = FeatureRequest((0, target.num_layers - 1), True, "bfloat16", 5, True)
+        specs = everything.feature_specs(target.text_config.hidden_size)
+        logits = read(model, FeatureRequest((), True, "float32"))
+        for row, features, wide in zip(ROWS, read(model, everything), logits, strict=True):
+            forms = {name: (*value.shape, value.dtype) for name, value in features.items()}
+            right = {n: (len(row), size, getattr(torch, t)) for n, (size, t) in specs.items()}
+            assert forms == right
+            assert not any(value.requires_grad for value in features.values())
+            best_TK = model.logits(wide["last_hidden"].to(model.dtype)).float().topk(5).values
+            require_near(features["topk_logits"], best_TK, 1e-2)
+
+    def test_a_row_does_not_depend_on_what_is_beside_and_behind_it(
+        self, target: TargetSpec, model: TargetModel
+    ) -> None:
+        request = FeatureRequest(tuple(range(target.num_layers)), True, "float32")
+        together, padded = read(model, request), read(model, request, padding=3)
+        for row, features, same in zip(ROWS, together, padded, strict=True):
+            (alone,) = read(model, request, [row])
+            for name in request.names:
+                require_near(features[name], alone[name])
+                require_near(same[name], alone[name])
+
+    # ------------------------------------------------------------ decoding
+
+    def test_it_continues_by_the_best_token_of_its_own_forward(self, model: TargetModel) -> None:
+        continued = generated(model, ROWS)
+        for row, tokens in zip(ROWS, continued, strict=True):
+            ended = tokens[-1] in model.end_tokens
+            assert len(tokens) == NEW or ended, f"{len(tokens)} of {NEW} tokens without an end"
+            assert not model.end_tokens & set(tokens[:-1]), "it goes on behind an end token"
+            whole = [*row, *tokens]
+            (features,) = read(model, FeatureRequest((), True, "float32"), [whole])
+            logits_TV = model.logits(features["last_hidden"].to(model.dtype))[len(row) - 1 : -1]
+            best_T = logits_TV.float().max(-1).values
+            chosen_T = logits_TV.float().gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            require_near(chosen_T, best_T)  # which of two alike comes is open
+
+    def test_the_gap_is_between_its_two_best_tokens(self, model: TargetModel) -> None:
+        generated(model, ROWS[:1])
+        for row, features in zip(
+            ROWS, read(model, FeatureRequest((), True, "float32")), strict=True
+        ):
+            logits_V = model.logits(features["last_hidden"][-1].to(model.dtype)).double()
+            best, second = logits_V.topk(2).values
+            assert model.top2_gap(row) == pytest.approx(float(best - second), abs=1e-2)
+
+    def test_a_cached_forward_gives_what_a_whole_one_does(self, model: TargetModel) -> None:
+        """From other places in each row."""
+        decoding = Decoding(model, [row[:-3] for row in ROWS])
+        decoding.require([row[-3:] for row in ROWS])
+
+    def test_tokens_that_are_taken_back_leave_no_trace(self, model: TargetModel) -> None:
+        decoding = Decoding(model, [row[:-3] for row in ROWS])
+        decoding.read([[77, 78, 79, 80]] * len(ROWS))
+        decoding.require([row[-3:] for row in ROWS])
+
+    def test_a_token_of_a_tree_sees_those_before_it_alone(self, model: TargetModel) -> None:
+        """Of a root with two that follow it, and one that follows the first of these."""
+        decoding = Decoding(model, [row[:-1] for row in ROWS])
+        paths = ([0], [0, 1], [0, 2], [0, 1, 3])
+        seen_TT = torch.tensor([[at in path for at in range(4)] for path in paths])
+        tree = [[row[-1], 21, 22, 23] for row in ROWS]
+        try:
+            found = decoding.read(tree, seen_TT.expand(len(ROWS), -1, -1).contiguous())
+        except UsageError as error:
+            pytest.skip(str(error))
+        for number, nodes in enumerate(tree):
+            for node, path in enumerate(paths):
+                row = [*ROWS[number][:-1], *(nodes[at] for at in path)]
+                (alone,) = read(model, decoding.request, [row])
+                require_near(found["last_hidden"][number, node], alone["last_hidden"][-1])
+
+
+def right_padded(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = [torch.tensor(list(row)) for row in rows]
+    lengths_B = torch.tensor([len(row) for row in rows])
+    return pad_sequence(tokens, batch_first=True, padding_value=padding), lengths_B
+
+
+def read(
+    model: TargetModel,
+    request: FeatureRequest,
+    rows: Sequence[Sequence[int]] = ROWS,
+    padding: int = 0,
+) -> list[dict[str, Tensor]]:
+    """Return each row's features, of a batch."""
+    found = model.features(*right_padded(rows, padding), request)
+    return [{n: v[at, : len(row)] for n, v in found.items()} for at, row in enumerate(rows)]
+
+
+def generated(model: TargetModel, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    try:
+        return model.generate(rows, NEW)
+    except UsageError as error:
+        pytest.skip(f"it decodes nothing: {error}")
+
+
+def require_near(found: Tensor, right: Tensor, rounding: float = ROUNDING) -> None:
+    bound = rounding * float(right.abs().max())
+    torch.testing.assert_close(found.to(right.dtype), right, rtol=0, atol=bound)
+
+
+class Decoding:
+    """Rows that a target reads on from a cache."""
+
+    request = FeatureRequest((1,), True, "float32")
+
+    def __init__(self, model: TargetModel, rows: Sequence[Sequence[int]]) -> None:
+        self.model, self.rows = model, rows
+        begun_BT, self.lengths_B = right_padded(rows)
+        try:
+            self.cache = model.allocate(len(rows), begun_BT.shape[1] + NEW)
+        except UsageError as error:
+            pytest.skip(f"it decodes nothing: {error}")
+        start_B = torch.zeros_like(self.lengths_B)
+        model.forward(self.cache, begun_BT, start_B, begun_BT.shape[1], self.request)
+
+    def read(
+        self, tokens: Sequence[Sequence[int]], seen_BTT: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Read further tokens of each row, as many of each."""
+        span = int(self.lengths_B.max()) + len(tokens[0])
+        tokens_BT = torch.tensor([list(row) for row in tokens])
+        return self.model.forward(
+            self.cache, tokens_BT, self.lengths_B, span, self.request, seen_BTT
+        )
+
+    def require(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Require of further tokens what a forward of the whole rows gives."""
+        found, whole = self.read(tokens), [[*a, *b] for a, b in zip(self.rows, tokens, strict=True)]
+        for row, right in enumerate(read(self.model, self.request, whole)):
+            for name in self.request.names:
+                require_near(found[name][row], right[name][-len(tokens[row]) :])

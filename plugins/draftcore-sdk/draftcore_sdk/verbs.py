@@ -12,8 +12,8 @@ import click
 from draftcore.errors import ExitStatus
 
 if TYPE_CHECKING:
-    from draftcore.plugins.registry import Registry
     from draftcore_sdk.check import Result
+    from draftcore_sdk.internals import Registry
 
 
 def watched(results: Iterable[Result]) -> Iterator[Result]:

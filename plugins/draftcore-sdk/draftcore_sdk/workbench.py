@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from draftcore_eval.decode import EagerRunner, speculate
+from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Decoded
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.recording import RecordingBackend
@@ -26,7 +27,6 @@ from draftcore_tools.served import Host, Round, ServedDraft
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.config import EvalConfig
 from draftcore.contracts.algorithm import (
     DataSummary,
     Draft,
@@ -41,14 +41,13 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetSpec
-from draftcore.plugins.binding import type_error
-from draftcore.training.optimizer import build_optimizer, scale_and_clip
 from draftcore_sdk.algorithm_fixtures import as_ratio, summed
 from draftcore_sdk.example import ANSWER, QUESTIONS, Example
+from draftcore_sdk.internals import build_optimizer, scale_and_clip, type_error
 
 STEPS, RATE, SEED = 30, 0.01, 7
 LONGEST = 3 * STEPS  # steps after which a draft has learned what it can
-GREEDY = EvalConfig(max_new_tokens=ANSWER, batch=len(QUESTIONS))
+GREEDY = EvalOptions(max_new_tokens=ANSWER, batch=len(QUESTIONS))
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 A wrapper of an algorithm's hooks passes what an algorithm must: `WrapperSuite` is the algorithm suite
 with the wrapper around. An observer changes nothing: `ObserverSuite`. What wraps a store, a capture or
-another kind is for the suite of that kind: `plugin = "draftcore.builtin my_wrapper", name = "file"`.
+another kind is for the suite of that kind: `plugin = "draftcore_file.plugin my_wrapper"`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import os
 import signal
-import sys
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -20,14 +19,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from draftcore.plugins.registry import load_plugins
 from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.captures import of_the_process
 from draftcore_sdk.check import WRAPPED
 from draftcore_sdk.example import Example
-from draftcore_sdk.new_plugin import render, write
+from draftcore_sdk.internals import load_plugins
 from draftcore_sdk.project import SET_ASIDE, Project
+from draftcore_sdk.running import small_algorithm
 from draftcore_sdk.suite import Suite, bound, registry_of
 from draftcore_sdk.workbench import Bench, snapshot
 
@@ -124,18 +123,6 @@ class ObserverSuite(Around):
 
 def hooks_of(plugin: str) -> Sequence[str]:
     return registry_of(plugin).named(plugin).hooks
-
-
-def small_algorithm(folder: Path) -> Path:
-    """Write the algorithm that `new-plugin` writes, once; return a loose plugin that offers it."""
-    file, package = folder / "small_chain.py", folder / "draftcore-wrapped-chain"
-    if not file.exists():
-        write(package, render("wrapped-chain", "algorithm"))
-        file.write_text("from draftcore_wrapped_chain.plugin import *\n")
-    for place in (str(folder), str(package)):
-        if place not in sys.path:
-            sys.path.append(place)
-    return file
 
 
 def around(bench: Bench) -> dict[str, Any]:

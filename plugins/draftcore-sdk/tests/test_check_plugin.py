@@ -11,17 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from draftcore_sdk import check
+from draftcore_sdk.internals import NEEDED, hooks, load_plugins, main
 from draftcore_sdk.suite import child_environment
 from importlib_metadata import version
-
-from draftcore.cli import main
-from draftcore.contracts.offers import Kind
-from draftcore.plugins.registry import HOOKS, load_plugins
 
 PLAIN = """
 from draftcore import hookimpl
@@ -178,10 +175,11 @@ def test_the_report_as_data(loose: Loose) -> None:
 
 
 def test_there_is_a_suite_for_every_kind() -> None:
-    assert check.SUITE_OF.keys() == {"plugin", "wrapper", "observer", *get_args(Kind)}
-    assert {"algorithm", *(kind for kind, *_ in check.AROUND.values())} == {*get_args(Kind)}
+    load_plugins().bring()
+    assert check.SUITE_OF.keys() == {"plugin", "wrapper", "observer", *NEEDED}
+    assert {"algorithm", *(kind for kind, *_ in check.AROUND.values())} == {*NEEDED}
     known = check.WRAPPED | check.OBSERVED | check.UNTRIED | check.AROUND.keys()
-    assert known == {*HOOKS} - {"describe", "commands"}
+    assert known == {*hooks()} - {"describe", "commands"}
 
 
 def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:

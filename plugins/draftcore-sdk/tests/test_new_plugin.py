@@ -12,20 +12,21 @@ import sys
 import tomllib
 from pathlib import Path
 
+import draftcore_disagg
+import draftcore_hf
 import draftcore_nn
 import pytest
 from click.testing import CliRunner, Result
+from draftcore_sdk.internals import Plugin, Registry, main
 from draftcore_sdk.new_plugin import LONGEST, NEEDS, PLACEHOLDERS, bounds, plugin_name, require_free
 
 import draftcore
-from draftcore.cli import main
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError
-from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry
 
 ROOT = Path(__file__).parents[3]
 KINDS = sorted(NEEDS)
+OURS = (draftcore, draftcore_disagg, draftcore_hf, draftcore_nn)  # that what is written imports
 NAMES = ("x", "my-2nd-idea", "abcdefgh-" + "i" * (LONGEST - 9))
 
 
@@ -135,7 +136,8 @@ def test_its_metadata_says_what_it_imports_and_what_the_core_says(
     bound, *floors = project["dependencies"]
     minor = bounds(core["version"])
     assert bound == f"draftcore{minor}"
-    assert set(floors) <= {*core["dependencies"], f"draftcore-nn{minor}"}
+    ours = {f"{need}{minor}" for need in NEEDS[kind] if need.startswith("draftcore-")}
+    assert set(floors) <= {*core["dependencies"], *ours}
     assert len(floors) == len(NEEDS[kind])
     code = "\n".join(file.read_text() for file in folder.glob("draftcore_*/*.py"))
     imported = set(re.findall(r"^\s*(?:from|import) (\w+)", code, re.MULTILINE))
@@ -173,7 +175,7 @@ def test_every_kind_passes_mypy_strict(tmp_path: Path) -> None:
     folders = [written(tmp_path, kind, f"my-{kind}") for kind in KINDS]
     packages = [str(next(folder.glob("draftcore_*"))) for folder in folders]
     # A source tree, where no wheel is installed.
-    ours = [str(Path(str(one.__file__)).parents[1]) for one in (draftcore, draftcore_nn)]
+    ours = [str(Path(str(one.__file__)).parents[1]) for one in OURS]
     path = {} if ours[0].endswith("site-packages") else {"MYPYPATH": os.pathsep.join(ours)}
     settings = ("--config-file", str(folders[0] / "pyproject.toml"), "--no-error-summary")
     run(tmp_path, "mypy", *settings, *packages, **path)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
-from draftcore.data.samples import image_inputs
 from draftcore.errors import UsageError
 from draftcore.tensors import resolve_device
 from draftcore_sglang import selftest
@@ -82,21 +81,21 @@ class SglangCapture:
         self._require_room(batch)
         prompts = [list(map(int, tokens)) for tokens in batch.token_ids]
         dtype, lengths = getattr(torch, self.request.dtype), [len(prompt) for prompt in prompts]
-        made = image_inputs(batch, self.target.images) if batch.images else {}
+        made = batch.image_inputs(self.target.images)
+        if made and self.tests_images:
+            self._test_images(prompts[min(made)], made[min(made)])
         pictures = {at: dict(inputs) for at, inputs in made.items()}
-        if pictures and self.tests_images:
-            self._test_images(prompts[min(pictures)], pictures[min(pictures)])
         states = self.engine.forward(prompts, self.request.layers, pictures)
         taken = {name: states[name].to(dtype) for name in self.request.names}
         split = {name: torch.split(value, lengths) for name, value in taken.items()}
         return tuple({name: split[name][row] for name in split} for row in range(len(lengths)))
 
-    def _test_images(self, prompt: list[int], made: dict[str, Any]) -> None:
+    def _test_images(self, prompt: list[int], made: Any) -> None:
         """Compare a row with images with transformers. Raises UsageError where they differ."""
         request = replace(self.request, last_hidden=True)
         expected = selftest.reference(self.target, request, prompt, made)
         if expected is not None:
-            found = self.engine.forward([prompt], self.request.layers, {0: made})
+            found = self.engine.forward([prompt], self.request.layers, {0: dict(made)})
             selftest.require_same(self.target, found, expected, selftest.SEEN)
         self.tests_images = False
 

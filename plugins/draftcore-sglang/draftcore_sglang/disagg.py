@@ -25,10 +25,9 @@ from typing import Any
 
 from torch import Tensor
 
+from draftcore import bind, load_plugins
 from draftcore.contracts.serving import DraftShape, RowField
 from draftcore.errors import UsageError
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load_plugins
 from draftcore_sglang.internals import disagg as internals
 from draftcore_sglang.internals.signatures import require_sglang
 from draftcore_sglang.rows import (

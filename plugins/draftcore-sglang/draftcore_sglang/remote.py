@@ -31,7 +31,6 @@ from urllib.parse import unquote
 from urllib.request import urlopen
 
 import torch
-from draftcore_disagg.channel import RunEnded
 from torch import Tensor
 
 from draftcore.contracts.capture import (
@@ -41,10 +40,11 @@ from draftcore.contracts.capture import (
     FeatureRequest,
     RowError,
 )
+from draftcore.contracts.run import RunEnded
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreFull
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError, one_line
-from draftcore.training.loop import asked_to_stop
+from draftcore.stopping import asked_to_stop
 from draftcore_sglang import plain, selftest
 from draftcore_sglang.client import Server, ServerAway, Servers
 from draftcore_sglang.options import ServerOptions
@@ -81,7 +81,7 @@ class Prompt(NamedTuple):
     row: str
     tokens: list[int]
     pictures: tuple[str, ...] = ()
-    made: Mapping[str, Any] | None = None
+    made: Any = None
 
 
 class ServerCapture:

@@ -11,6 +11,7 @@ Shape letters: T tokens, H width, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import warnings
@@ -19,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draftcore_hf.target import TransformersModel
 from torch import Tensor
-from transformers import BatchFeature
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
@@ -45,26 +44,26 @@ def reference(
     target: TargetSpec,
     request: FeatureRequest,
     prompt: Sequence[int],
-    made: Mapping[str, Any] | None = None,
+    made: Any = None,
 ) -> dict[str, Tensor] | None:
     """Return transformers' features [T, H] of a prompt, on the CPU; None where it does not fit.
 
     Of a prompt with images, `made` is what the target's processor makes of them.
     """
-    held = vars(target).get("model")  # loaded already, for decoding
-    if held is None and not fits(target):
+    if not fits(target):
         warnings.warn(
             f"target {target.path!r} does not fit into memory beside sglang's: its layers are not "
             "compared with transformers'\n  capture.options.self_test=false says so without a warning",
             stacklevel=2,
         )
         return None
-    model = held or TransformersModel(target)
+    # A copy of the description, and what it loads goes with it; a model that is there they share.
+    model = copy.copy(target).load_model()
     tokens_BT = torch.tensor([list(prompt)], device=model.device)
     lengths_B = torch.tensor([len(prompt)], device=model.device)
     own = dataclasses.replace(request, dtype=str(model.dtype).removeprefix("torch."))
     taken = (
-        model.forward_images(BatchFeature(made), own)
+        model.forward_images(copy.copy(made), own)
         if made
         else model.features(tokens_BT, lengths_B, own)
     )

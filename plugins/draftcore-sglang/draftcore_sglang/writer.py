@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftcore import bind, load_plugins
 from draftcore.contracts.store import (
     FeatureStore,
     SampleRef,
@@ -38,8 +39,6 @@ from draftcore.contracts.store import (
     StoreItem,
 )
 from draftcore.errors import DraftcoreError
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load_plugins
 from draftcore.tensors import all_finite
 from draftcore_sglang.wire import (
     AWAY,
@@ -205,7 +204,8 @@ def open_store(uri: str) -> FeatureStore:
             f"the store {uri!r} stays in one process\n"
             "  set DRAFTCORE_SINK to one that `draftcore list-plugins` shows as shared"
         )
-    return binding.hook.feature_store(name=name, uri=uri)
+    store: FeatureStore = binding.hook.feature_store(name=name, uri=uri)
+    return store
 
 
 def shared_memory(fd: int, nbytes: int) -> Tensor:

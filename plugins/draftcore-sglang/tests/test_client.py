@@ -18,7 +18,6 @@ from urllib.request import urlopen
 
 import PIL.Image
 import pytest
-from draftcore_disagg.channel import RunEnded
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import batch
 from draftcore_sdk.images import picture
@@ -29,10 +28,11 @@ from draftcore_sglang.remote import ServerCapture
 from draftcore_sglang.wire import FIELD, VERSION, digest
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, FeatureRequest, Image
+from draftcore.contracts.run import RunEnded
 from draftcore.contracts.store import SampleRef
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.training.loop import stop_on_signal
+from draftcore.stopping import stop_on_signal
 
 
 class LittleServer:

@@ -45,10 +45,9 @@ from sglang.srt.speculative.eagle_disaggregation import (
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_on_cpu import ARGUMENTS
 
+from draftcore import bind, load_plugins
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import load_plugins
 
 pytestmark = pytest.mark.sglang
 HERE = Path(__file__).parent

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from capturing import write_run
-from click.testing import CliRunner
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.images import picture
@@ -17,7 +16,7 @@ from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.options import SglangOptions
 from seeing import FAMILIES, REQUEST, batch_about, opened, seeing_qwen
 
-from draftcore.cli import main
+import draftcore
 from draftcore.contracts.capture import BadRows, CaptureBatch
 from draftcore.errors import UsageError
 
@@ -60,7 +59,7 @@ def test_a_run_takes_rows_with_images_by_sglang(tmp_path: Path, qwen: Transforme
     options = {"name": "sglang", "options": {"max_tokens": 512}}
     data, store = {"train": str(train)}, f"file:{tmp_path / 'features'}"
     file = write_run(tmp_path / "run", Path(qwen.path), capture=options, data=data, store=store)
-    assert "captured 2 samples" in CliRunner().invoke(main, ["capture", str(file)]).output
+    assert "captured 2 samples" in draftcore.capture(file)
 
 
 def test_a_target_that_sglang_sees_otherwise_is_refused_at_its_first_row_with_images(

@@ -1,26 +1,30 @@
 """What needs no sglang: the offers, refusals, and where sglang is imported."""
 
+import json
 import re
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from capturing import write_run
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.internals.signatures import TESTED, require_sglang
-from draftcore_sglang.options import ServerOptions, SglangOptions
+from draftcore_sglang.options import SglangOptions
 from packaging.requirements import Requirement
 
+from draftcore import open_run
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
-from draftcore.features.provenance import choices
 
 ROOT = Path(__file__).parents[3]
 REQUEST = FeatureRequest((0,), True, "float32")
+Remembered = Callable[..., Any]
 
 
 class TestPlugin(PluginSuite):
@@ -91,20 +95,37 @@ def test_the_range_is_that_of_the_extra() -> None:
     assert Requirement(line).specifier == TESTED
 
 
+@pytest.fixture
+def remembered(tmp_path: Path, target: TransformersTarget) -> Remembered:
+    """Say which options a store remembers of a capture."""
+
+    def chosen(name: str, **options: Any) -> Any:
+        capture = {"name": name, "options": options}
+        file = write_run(tmp_path / f"run-{len(options)}", Path(target.path), capture=capture)
+        with open_run(file) as run:
+            return json.loads(run.provenance(REQUEST)).get("capture.options", {})
+
+    return chosen
+
+
 @pytest.mark.parametrize(
     ("changed", "same"),
     [
         ({"tp": 2}, {"max_tokens": 512}),
         ({"args": {"quantization": "fp8"}}, {"self_test": False}),
-        ({"args": {"attention_backend": "fa3"}}, {"tp": 1, "args": {}}),
+        ({"args": {"attention_backend": "fa3"}}, {"max_tokens": 512, "self_test": False}),
     ],
     ids=str,
 )
-def test_a_store_remembers_what_changes_bits(changed: dict[str, Any], same: dict[str, Any]) -> None:
-    assert choices(SglangOptions(**same)) == {}
-    assert choices(SglangOptions(**same | changed)) == changed
+def test_a_store_remembers_what_changes_bits(
+    remembered: Remembered, changed: dict[str, Any], same: dict[str, Any]
+) -> None:
+    assert remembered("sglang", **same) == {}
+    assert remembered("sglang", **same, **changed) == changed
 
 
-def test_where_servers_are_and_how_they_are_asked_changes_no_feature() -> None:
-    asked = ServerOptions(servers=("http://10.0.0.7:1",), in_flight=2, timeout=3, self_test=False)
-    assert choices(asked) == {}
+def test_where_servers_are_and_how_they_are_asked_changes_no_feature(
+    remembered: Remembered,
+) -> None:
+    asked = {"servers": ["http://10.0.0.7:1"], "in_flight": 2, "timeout": 3, "self_test": False}
+    assert remembered("sglang-server", **asked) == {}

@@ -16,18 +16,15 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 from sglang_on_cpu import flags
 
 pytest.importorskip("sglang")
 
-from draftcore_data.dataset import read_prompts
-from draftcore_hf.target import TransformersTarget
+from draftcore_eval.verb import evaluate
 from draftcore_sdk.serving import Serving
 from draftcore_sglang.ranks import free_port
 
-from draftcore.cli import main
-from draftcore.config import DataConfig
+import draftcore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
@@ -79,24 +76,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             name: {"algorithm": {"name": name, "options": options}}
             for name, options in DRAFTS.items()
         },
-        "capture": {"batch": 32},
         "train": {"max_steps": 200, "epochs": 4, "batch": 32, "lr": 2e-3, "precision": "bf16"},
         "eval": {"batch": 50, "prompts": PROMPTS, "max_new_tokens": NEW_TOKENS},
     }
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))
-    for verb in ("train", "export"):
-        result = CliRunner().invoke(main, [verb, str(file)])
-        assert result.exit_code == 0, result.output
+    draftcore.train(file)
+    draftcore.export(file)
     return file
 
 
 @pytest.fixture(scope="module")
 def reports(trained: Path) -> dict[str, dict[str, Any]]:
-    result = CliRunner().invoke(main, ["eval", str(trained), "--json"])
-    assert result.exit_code == 0, result.output
-    found: dict[str, dict[str, Any]] = json.loads(result.stdout)
-    return found
+    found = [report.to_json() for report in evaluate(trained)]
+    return {report["about"]["draft"]: report for report in found}
 
 
 @pytest.fixture
@@ -137,12 +130,11 @@ def generate(server: Serving, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("label", DRAFTS)
 def test_a_server_accepts_as_many_tokens_as_eval_says(
-    label: str, serve: Callable[[str], Serving], reports: dict[str, dict[str, Any]]
+    label: str, serve: Callable[[str], Serving], trained: Path, reports: dict[str, dict[str, Any]]
 ) -> None:
     """The first token of an answer comes from the prompt's forward; a round is one verification."""
-    target = TransformersTarget(str(QUICKSTART / "target"))
-    file, data = str(QUICKSTART / "data" / "eval.jsonl"), DataConfig(max_length=512)
-    prompts = read_prompts(file, target.load_tokenizer(), PROMPTS, data)
+    with draftcore.open_run(trained) as run:
+        prompts = [list(ids) for ids in run.data.prompts(PROMPTS).token_ids]
     answers = generate(serve(label), prompts)
     tokens = sum(answer["completion_tokens"] - 1 for answer in answers)
     rounds = sum(answer["spec_verify_ct"] for answer in answers)

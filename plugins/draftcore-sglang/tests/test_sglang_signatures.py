@@ -37,7 +37,7 @@ def test_a_server_whose_sglang_moved_takes_nothing_over(monkeypatch: pytest.Monk
 
 # What stands in the same pages for other programs.
 OTHERS = {
-    "--no-deps", "--role", "--target", "--speculative-config", "--server", "--prompts",
+    "--target", "--speculative-config", "--server", "--prompts",
     "--run", "--device", "--json", "--row", "--steps", "--minutes", "--lr", "--draft", "--only",
     "--shm-size",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A draft trained on what sglang captures, by the command line, beside one on transformers' features."""
+"""A draft trained on what sglang captures, beside one on transformers' features."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from capturing import SAMPLES, losses, write_run
-from click.testing import CliRunner
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.internals import Runner
 
-from draftcore.cli import main
+import draftcore
 
 pytestmark = [pytest.mark.sglang, pytest.mark.smoke]
 
@@ -21,8 +20,7 @@ RTOL = 1e-5
 def train(folder: Path, target: Path, **capture: Any) -> list[float]:
     """Train, evaluating on the way, and return the loss of each step."""
     file = write_run(folder, target, capture=capture, train={"eval_every": 6, "eval_prompts": 2})
-    result = CliRunner().invoke(main, ["train", str(file)])
-    assert result.exit_code == 0, result.output
+    draftcore.train(file)
     return losses(file)
 
 

@@ -12,8 +12,8 @@ from draftcore_sglang.writer import LARGEST, Job, Place, Writer
 from draftcore_shm.store import ShmStore
 from torch import Tensor
 
+from draftcore import load_plugins
 from draftcore.contracts.store import StoreItem
-from draftcore.plugins.registry import load_plugins
 
 SAMPLE, OTHER = "ab" * 12, "cd" * 12
 
@@ -118,7 +118,7 @@ def test_a_store_that_cannot_be_opened_is_a_reason_in_the_receipt(
     file = tmp_path / "store_of_one_process.py"
     file.write_text(ONE_PROCESS)
     registry = load_plugins(files=[file])
-    monkeypatch.setattr("draftcore_sglang.writer.load", lambda: registry)
+    monkeypatch.setattr("draftcore_sglang.writer.load_plugins", lambda: registry)
     for uri, reason in {"nosuch:x": "no store 'nosuch'", "only-here:x": "in one process"}.items():
         writer = Writer(uri, torch.zeros(1 << 10, dtype=torch.uint8))
         assert reason in writer.write([job(writer, torch.zeros(3, 4))])[SAMPLE]["reason"]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from draftcore.config import Choice, RunConfig, load_config
-from draftcore.contracts.offers import Kind
-from draftcore.options import apply_overrides, read_yaml
-from draftcore.plugins.binding import bind
-from draftcore.plugins.registry import Registry
+from draftcore import RunConfig, bind, load_config
+from draftcore.errors import UsageError
+from draftcore.options import apply_overrides, imported, read_yaml
 
+# The sections that belong to the plugin they select, with its kind.
+SECTIONS = {"target": "target", "data": "samples", "eval": "evaluation"}
 MOST = 1e6  # bounds beyond it only keep numbers within what a computer holds
 Row = tuple[str, Any, str]  # a dotted key, its value, where it was set
 
 
-def resolved(config: Path, overrides: Sequence[str], registry: Registry) -> list[Row]:
+def resolved(config: Path, overrides: Sequence[str], registry: Any) -> list[Row]:
     """Return every key of a run with its value, plugins' options too, and who set it.
 
     That is the command line, the file, or the default. Raises UsageError as `load_config` and the
@@ -27,7 +28,15 @@ def resolved(config: Path, overrides: Sequence[str], registry: Registry) -> list
     settings, file, commanded = load_config(config, overrides), read_yaml(config), dict[str, Any]()
     apply_overrides(commanded, overrides)
     data = settings.model_dump(mode="json")
-    chosen: list[tuple[Kind, Choice | None, dict[str, Any] | None]] = [
+
+    def options_of(kind: str, choice: Any) -> dict[str, Any]:
+        given = registry, kind, choice.name, choice.options, settings.plugins, choice.plugin
+        options = bind(*given).options
+        return options.model_dump(mode="json") if options else {}
+
+    for name, kind in SECTIONS.items():
+        data[name] |= options_of(kind, getattr(settings, name))
+    chosen: list[tuple[str, Any, Any]] = [
         ("algorithm", settings.algorithm, data["algorithm"]),
         ("capture", settings.capture, data["capture"]),
         ("runner", settings.runner.prefill, data["runner"]["prefill"]),
@@ -39,9 +48,7 @@ def resolved(config: Path, overrides: Sequence[str], registry: Registry) -> list
     ]
     for kind, choice, section in chosen:
         if choice is not None and section is not None:
-            given = registry, kind, choice.name, choice.options, settings.plugins, choice.plugin
-            options = bind(*given).options
-            section["options"] = options.model_dump(mode="json") if options else {}
+            section["options"] = options_of(kind, choice)
     who = {"command line": commanded, str(config): file}
     return [
         (".".join(path), value, next((one for one in who if _sets(who[one], path)), "default"))
@@ -66,9 +73,27 @@ def as_yaml(rows: Sequence[Row]) -> str:
     return "\n".join(f"{line.ljust(width)}  {origin}".rstrip() for line, origin in lines)
 
 
-def reference() -> str:
+def schema_of_run(registry: Any) -> dict[str, Any]:
+    """Return the JSON schema of a run.
+
+    Sections that belong to a plugin have the keys of the one that is selected where none is named.
+    """
+    schema: dict[str, Any] = RunConfig.model_json_schema()
+    for name, kind in SECTIONS.items():
+        section = schema["$defs"][schema["properties"][name]["$ref"].rpartition("/")[2]]
+        owned = section["properties"]["name"]["default"]
+        with suppress(UsageError):  # it is not installed
+            offer = registry.find(kind, owned).offer(kind, owned)
+            keys = imported(offer.options, f"the {kind} {owned!r}").model_json_schema()
+            section["properties"] |= keys["properties"]
+            section["required"] = [*section.get("required", ()), *keys.get("required", ())]
+            schema["$defs"] |= keys.get("$defs", {})
+    return schema
+
+
+def reference(registry: Any) -> str:
     """Return a table in Markdown of every key: its values, its default, what it is for."""
-    schema = RunConfig.model_json_schema()
+    schema = schema_of_run(registry)
     lines = ["| key | values | default | says |", "|---|---|---|---|"]
     for key, field, default in _fields(schema, schema["$defs"], "", {}):
         about = field.get("description", "").replace("|", "\\|")
@@ -85,10 +110,10 @@ def _fields(
         choices = [field, several, *field.get("anyOf", ())]
         inside = next((one["$ref"] for one in choices if "$ref" in one), None)
         default = defaults.get(name, field.get("default"))
-        if inside is None:
+        if inside is None or "anyOf" in field:  # a section that may be left out is a value, too
             needed = name in section.get("required", ()) and name not in defaults
             yield before + name, field, "needed" if needed else f"`{json.dumps(default)}`"
-        else:
+        if inside is not None:
             label = ".LABEL" if several else ""
             below = named[inside.rpartition("/")[2]], named, f"{before}{name}{label}."
             yield from _fields(*below, default or {})
@@ -98,6 +123,8 @@ def _values(field: Any) -> str:
     """Say in a word or two which values the JSON schema of a key allows."""
     if "anyOf" in field:
         return " or ".join(map(_values, field["anyOf"]))
+    if "$ref" in field:
+        return "mapping"
     if "enum" in field or "const" in field:
         return ", ".join(f"`{one}`" for one in field.get("enum", [field.get("const")]))
     bounds = [

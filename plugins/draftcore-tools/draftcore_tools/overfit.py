@@ -12,36 +12,25 @@ the answer counts as well: EAGLE-3's published mask supervises the first round o
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-from draftcore_data.conversations import BadRow
-from draftcore_data.rendering import Renderer
-from draftcore_data.sources import named, read_conversations
 from draftcore_eval.decode import EagerRunner, resolve_ties, speculate
+from draftcore_eval.options import EvalOptions
 from draftcore_eval.proposals import depth_of
-from draftcore_hf.target import TransformersTarget
-from numpy.typing import NDArray
 
-from draftcore.config import EvalConfig, RunConfig, TopologyConfig
-from draftcore.contracts.algorithm import DataSummary, Draft
-from draftcore.contracts.capture import Image
-from draftcore.contracts.target import TargetSpec
-from draftcore.drafts import export, find_checkpoint, load_checkpoint, load_export
+from draftcore import capture, export, open_draft, open_run, train
+from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.run import OpenDraft, OpenRun
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.plugins.binding import find_source
-from draftcore.plugins.registry import Registry
-from draftcore.run import DraftRun, Run
-from draftcore.run.capture import capture_all
-from draftcore.run.train import train
 from draftcore_tools.reference import open_reference
 from draftcore_tools.verify import servers_of, verify_export
 
@@ -65,43 +54,12 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class OneSample:
-    """The only sample of the run, in the place of a dataset."""
+class OneRun:
+    """A run on one conversation: its YAML file, and the tokens that it learns."""
 
+    file: Path
     prompt: list[int]
     answer: list[int]
-    chat_template: str
-
-    @cached_property
-    def _tokens(self) -> NDArray[np.int64]:
-        return np.array(self.prompt + self.answer, dtype=np.int64)
-
-    def tokens(self, row: int) -> NDArray[np.int64]:
-        return self._tokens
-
-    def loss_mask(self, row: int) -> NDArray[np.bool_]:
-        return np.arange(len(self._tokens)) >= len(self.prompt) - 1
-
-    def images(self, row: int) -> tuple[Image, ...]:
-        return ()
-
-    @property
-    def feature_ids(self) -> tuple[str, ...]:
-        return (hashlib.blake2b(self._tokens.tobytes(), digest_size=12).hexdigest(),)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.array([len(self._tokens)], dtype=np.int64)
-
-    @property
-    def summary(self) -> DataSummary:
-        learned = self._tokens[self.loss_mask(0)]
-        ids, counts = np.unique(learned, return_counts=True)
-        length = len(self._tokens)
-        return DataSummary(
-            self.feature_ids[0], 1, length, len(learned), length,
-            dict(zip(ids.tolist(), counts.tolist(), strict=True)), self.chat_template,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,9 +84,8 @@ class Measurement:
 
 
 def overfit_and_verify(
-    settings: RunConfig, registry: Registry, row: int, limits: Limits,
-    say: Callable[[str], None],
-) -> None:  # fmt: skip
+    settings: Any, registry: Any, row: int, limits: Limits, say: Callable[[str], None]
+) -> None:
     """Overfit one draft's configuration, and compare its export with what servers would compute.
 
     Raises DraftcoreError where it stops before every draft is accepted, naming the stage and the
@@ -145,88 +102,90 @@ def overfit_and_verify(
 
 
 def overfit(
-    settings: RunConfig, registry: Registry, row: int, limits: Limits, folder: Path,
+    settings: Any, registry: Any, row: int, limits: Limits, folder: Path,
     say: Callable[[str], None],
 ) -> Path | None:  # fmt: skip
     """Train and decode, twice as many steps each time, until every draft is accepted.
 
     Returns the export of that draft; None where the algorithm has no layout.
     """
-    target = settings.target
-    spec = TransformersTarget(**target.model_dump())
-    rate = limits.lr or RATE / int(spec.text_config.hidden_size)
-    settings = settings_for_one(settings, folder, rate)
+    quietly = {"registry": registry, "say": lambda line: None}
     with stage("rendering"):
-        sample = make_sample(settings, registry, spec, row)
-    say(f"prompt of {len(sample.prompt)} tokens, the target's own answer has {len(sample.answer)}")
+        one = prepare(settings, registry, row, limits.lr, folder)
+    gc.collect()  # of this target, before the next is read
+    say(f"prompt of {len(one.prompt)} tokens, the target's own answer has {len(one.answer)}")
     with stage("capture"):
-        capture_all(open_run(settings, registry, spec, FIRST), sample)
-    measured, began, steps = list[Measurement](), time.perf_counter(), FIRST
-    while True:
-        steps = min(steps, limits.steps)
-        run = open_run(settings, registry, spec, steps)
-        draft = run.drafts[0]
-        with stage("training"):
-            if train(run, say=lambda line: None, samples=sample) == "interrupted":
-                raise Interrupted
-        written = write_export(draft, settings.run / f"export-{steps}")
-        with stage("decoding"):
-            built = load_export(draft, written) if written else newest_draft(draft)
-            found = decode(draft, built, sample)
-        measured.append(Measurement(steps, last_loss(run.folder), *found))
-        say(str(measured[-1]))
-        if measured[-1].perfect:
-            return written
-        minutes = (time.perf_counter() - began) / 60
-        if steps >= limits.steps or 2 * minutes > limits.minutes:
-            trained, *_ = decode(draft, newest_draft(draft), sample)
-            raise DraftcoreError(diagnosis(measured, trained, draft))
-        steps *= 2
-
-
-def make_sample(settings: RunConfig, registry: Registry, target: TargetSpec, row: int) -> OneSample:
-    """Return the prompt of a row of the training data with the target's own answer."""
-    source = settings.data.train or settings.data.eval
-    if source is None:
-        raise UsageError("data.train is not set\n  set it to conversations in JSONL")
-    rows = list(read_conversations(source, row + 1, partial(find_source, registry)))
-    if len(rows) <= row:
-        raise UsageError(
-            f"{named(source)} has {len(rows)} rows, and row {row} was asked for (from 0)"
+        capture(one.file, **quietly)
+    gc.collect()
+    with open_run(one.file, (), registry) as run:
+        draft, measured, began, steps = (
+            run.drafts[0],
+            list[Measurement](),
+            time.perf_counter(),
+            FIRST,
         )
-    if isinstance(chosen := rows[row], BadRow):
-        raise UsageError(f"{chosen}\n  choose another row with --row")
-    renderer = Renderer(target.load_tokenizer(), settings.data)
-    prompt = renderer.prompt_ids(chosen)
-    (answer,) = target.load_model().generate([prompt], ANSWER)
+        layouts = [name for name in draft.algorithm.capabilities if name.startswith("layout:")]
+        while True:
+            steps = min(steps, limits.steps)
+            keys = ("epochs", "max_steps", "checkpoint_every", "log_every")
+            with stage("training"):
+                trained = train(one.file, *(f"train.{key}={steps}" for key in keys), **quietly)
+                if trained.reason == "interrupted":
+                    raise Interrupted
+            written = None
+            if layouts:
+                written, layout = folder / f"run/export-{steps}", min(layouts)
+                with stage("export"):
+                    export(one.file, out=written, layout=layout.removeprefix("layout:"), **quietly)
+            with stage("decoding"):
+                figures = decode(draft, open_draft(draft, None, written)[0], one)
+            measured.append(Measurement(steps, last_loss(run.folder), *figures))
+            say(str(measured[-1]))
+            if measured[-1].perfect:
+                return written
+            minutes = (time.perf_counter() - began) / 60
+            if steps >= limits.steps or 2 * minutes > limits.minutes:
+                unexported, *_ = decode(draft, open_draft(draft, None, None)[0], one)
+                raise DraftcoreError(diagnosis(measured, unexported, draft))
+            steps *= 2
+
+
+def prepare(settings: Any, registry: Any, row: int, lr: float | None, folder: Path) -> OneRun:
+    """Write the run on one conversation, all of it in a folder of its own."""
+    given = settings.model_dump(mode="json")
+    given |= {"run": str(folder / "run"), "store": f"file:{folder / 'features'}", "topology": {}}
+    tuning = {"batch": 1, "accumulate": 1, "schedule": "cosine", "eval_every": None}
+    given["train"] |= {**tuning, "keep_checkpoints": 1}
+    (file := folder / "run.yaml").write_text(json.dumps(given))
+    with open_run(file, (), registry) as run:
+        prompt, answer = ask(run, row)
+        given["train"]["lr"] = lr or RATE / run.width
+    given["data"] = {"name": "one-row", "prompt": prompt, "answer": answer}
+    file.write_text(json.dumps(given))
+    return OneRun(file, prompt, answer)
+
+
+def ask(run: OpenRun, row: int) -> tuple[list[int], list[int]]:
+    """Return the prompt of a row of the training data with the target's own answer."""
+    part: Literal["train", "eval"] = "train" if run.data.train else "eval"
+    name = run.data.train or run.data.eval
+    if name is None:
+        raise UsageError("data.train is not set\n  set it to conversations in JSONL")
+    samples = run.data.samples(part, limit=row + 1)
+    if (rows := len(samples.feature_ids)) <= row:
+        raise UsageError(f"{name} has {rows} rows, and row {row} was asked for (from 0)")
+    another = "choose another row with --row"
+    if samples.images(row):
+        raise UsageError(f"row {row} asks about images, and text alone is asked\n  {another}")
+    mask = samples.loss_mask(row)
+    *_, last = np.flatnonzero(np.diff(mask, prepend=False) & mask)  # where each answer begins
+    prompt: list[int] = samples.tokens(row)[:last].tolist()
+    (answer,) = run.target.load_model().generate([prompt], ANSWER)
     if len(answer) < 3:
         raise UsageError(
-            f"the target answers row {row} with {len(answer)} tokens: too few to draft\n"
-            "  choose another row with --row"
+            f"the target answers row {row} with {len(answer)} tokens: too few to draft\n  {another}"
         )
-    return OneSample(prompt, answer, renderer.template_hash)
-
-
-def settings_for_one(settings: RunConfig, folder: Path, rate: float) -> RunConfig:
-    """Return the settings of a run on one conversation, in a folder of its own."""
-    tuning = {"batch": 1, "accumulate": 1, "lr": rate, "schedule": "cosine", "eval_every": None}
-    return settings.model_copy(
-        update={
-            "run": folder / "run",
-            "store": f"file:{folder / 'features'}",
-            "topology": TopologyConfig(),
-            "train": settings.train.model_copy(update={**tuning, "keep_checkpoints": 1}),
-        }
-    )
-
-
-def open_run(
-    settings: RunConfig, registry: Registry, target: TransformersTarget, steps: int
-) -> Run:
-    """Open the run up to a number of steps; it resumes what is in its folder."""
-    length = {"epochs": steps, "max_steps": steps, "checkpoint_every": steps, "log_every": steps}
-    train = settings.train.model_copy(update=length)
-    return Run(settings.model_copy(update={"train": train}), registry, target=target)
+    return prompt, answer
 
 
 def last_loss(folder: Path) -> float:
@@ -235,24 +194,7 @@ def last_loss(folder: Path) -> float:
     return [float(line["loss"]) for line in lines if "loss" in line][-1]
 
 
-def write_export(draft: DraftRun, folder: Path) -> Path | None:
-    """Export the newest checkpoint in the algorithm's first layout, if it has one."""
-    layouts = [name for name in draft.algorithm.capabilities if name.startswith("layout:")]
-    if not layouts:
-        return None
-    with stage("export"):
-        found = find_checkpoint(draft, None)
-        return export(draft, found, folder, min(layouts).removeprefix("layout:"))
-
-
-def newest_draft(draft: DraftRun) -> Draft:
-    """Load the draft of the newest checkpoint."""
-    return load_checkpoint(draft, find_checkpoint(draft, None))
-
-
-def decode(
-    draft: DraftRun, built: Draft, sample: OneSample
-) -> tuple[float, float, tuple[float, ...]]:
+def decode(draft: OpenDraft, built: Draft, one: OneRun) -> tuple[float, float, tuple[float, ...]]:
     """Decode the answer; returns acceptance length, the best that is possible, and by position.
 
     As many whole rounds are asked for as the answer has. Raises DraftcoreError where the output is
@@ -262,12 +204,12 @@ def decode(
     built.module.to(model.device).eval()
     drafter = draft.drafter(built)
     block = depth_of(drafter) + 1
-    whole = (len(sample.answer) - 1) // block * block
-    wanted = 1 + (whole or len(sample.answer) - 1)
-    config = EvalConfig(max_new_tokens=wanted)
+    whole = (len(one.answer) - 1) // block * block
+    wanted = 1 + (whole or len(one.answer) - 1)
+    options = EvalOptions(max_new_tokens=wanted)
     runner = EagerRunner(model, drafter)
-    (decoded,) = speculate(runner, [sample.prompt], config)
-    resolve_ties(runner, decoded, sample.answer[:wanted], config)
+    (decoded,) = speculate(runner, [one.prompt], options)
+    resolve_ties(runner, decoded, one.answer[:wanted], options)
     tokens = len(decoded.tokens) - 1
     rounds = -(-tokens // block)  # as many as there are if no draft is wrong
     by_position = tuple(
@@ -277,14 +219,14 @@ def decode(
     return tokens / len(decoded.accepted), tokens / rounds, by_position
 
 
-def diagnosis(measured: list[Measurement], trained: float, draft: DraftRun) -> str:
+def diagnosis(measured: list[Measurement], trained: float, draft: OpenDraft) -> str:
     """Say at which stage the draft stopped learning, with the figures and the usual causes.
 
     `trained` is the acceptance length of the checkpoint itself, not read back from its export.
     """
     first, last, best = measured[0], measured[-1], max(one.acceptance for one in measured)
     head = (
-        f"{draft.choice.name} did not learn one conversation in {last.step} steps\n"
+        f"{draft.algorithm.offer.name} did not learn one conversation in {last.step} steps\n"
         f"  acceptance length {best:.2f} at best, {last.most:.2f} is possible; loss "
         f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} now\n"
         f"  accepted by position: {'  '.join(f'{rate:.2f}' for rate in last.by_position)}\n"
@@ -309,19 +251,17 @@ def diagnosis(measured: list[Measurement], trained: float, draft: DraftRun) -> s
     )
 
 
-def verify_served(
-    settings: RunConfig, registry: Registry, written: Path, say: Callable[[str], None]
-) -> None:
+def verify_served(settings: Any, registry: Any, written: Path, say: Callable[[str], None]) -> None:
     """Verify the export for the servers that its algorithm knows, if any; raises DraftcoreError."""
-    target = settings.target
-    reference = open_reference(registry, written, None, target.path, target.device, None)
-    if not any(name.startswith("served:") for name in reference.run.algorithm.capabilities):
-        return
-    for server in servers_of(reference, "all"):
-        verdict = verify_export(reference, written, server)
-        if verdict.divergence is not None:
-            raise DraftcoreError("stopped at: serving\n" + "\n".join(verdict.lines()))
-        say("\n".join(verdict.lines()))
+    target = settings.target.options
+    with open_reference(registry, written, None, target["path"], target["device"]) as reference:
+        if not any(name.startswith("served:") for name in reference.run.algorithm.capabilities):
+            return
+        for server in servers_of(reference, "all"):
+            verdict = verify_export(reference, written, server)
+            if verdict.divergence is not None:
+                raise DraftcoreError("stopped at: serving\n" + "\n".join(verdict.lines()))
+            say("\n".join(verdict.lines()))
 
 
 @contextmanager

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
 from draftcore.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
-    from draftcore.plugins.registry import Registry
+    from draftcore.contracts.run import OpenRun
+    from draftcore_tools.one_row import OneRowOptions, OneRowRun
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -44,9 +46,9 @@ def verify(
     from draftcore_tools.reference import open_reference
     from draftcore_tools.verify import servers_of, verify_export
 
-    registry: Registry = ctx.obj
-    reference = open_reference(registry, export, run, target, device, prompts)
-    verdicts = [verify_export(reference, export, name) for name in servers_of(reference, server)]
+    with open_reference(ctx.obj, export, run, target, device, prompts) as reference:
+        servers = servers_of(reference, server)
+        verdicts = [verify_export(reference, export, name) for name in servers]
     for verdict in verdicts:
         for line in verdict.lines() if not as_json else ():
             click.echo(line)
@@ -77,7 +79,7 @@ def overfit(
     temporary folder; what a server would compute is compared at the end. If acceptance stays behind,
     the stage and the usual causes are named, and the exit status is 1.
     """
-    from draftcore.config import load_config
+    from draftcore import open_run
 
     rate = 0 < lr <= 100 if lr is not None else True
     if not (rate and 0 <= row <= 10**9 and 0 < steps <= 10**9 and 0 < minutes <= 10**6):
@@ -85,17 +87,15 @@ def overfit(
             f"--row {row}, --steps {steps}, --minutes {minutes}, --lr {lr}: one is out of its range\n"
             "  rows count from 0; steps, minutes and lr are above 0, and lr at most 100"
         )
-    settings = load_config(config, overrides)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from draftcore.run import Run
+    with open_run(config, overrides, ctx.obj) as run:
+        drafts = [(draft.label, draft.config) for draft in run.chosen(label)]
     from draftcore_tools.overfit import Interrupted, Limits, overfit_and_verify
 
-    registry: Registry = ctx.obj
-    for draft in Run(settings, registry).chosen(label):
-        if draft.label:
-            click.echo(f"{draft.label}:")
+    for name, settings in drafts:
+        if name:
+            click.echo(f"{name}:")
         try:
-            overfit_and_verify(draft.config, registry, row, Limits(steps, minutes, lr), click.echo)
+            overfit_and_verify(settings, ctx.obj, row, Limits(steps, minutes, lr), click.echo)
         except Interrupted:
             raise click.exceptions.Exit(ExitStatus.INTERRUPTED) from None
 
@@ -107,7 +107,7 @@ def overfit(
 @click.option("--schema", is_flag=True, help="Print the JSON schema of a run, for editors.")
 @click.pass_obj
 def config(
-    registry: Registry, config: Path | None, overrides: tuple[str, ...], keys: bool, schema: bool
+    registry: Any, config: Path | None, overrides: tuple[str, ...], keys: bool, schema: bool
 ) -> None:
     """Show a run's settings, and who set each.
 
@@ -115,19 +115,30 @@ def config(
     """
     import json
 
-    from draftcore.config import RunConfig
-    from draftcore_tools.configuration import as_yaml, reference, resolved
+    from draftcore_tools.configuration import as_yaml, reference, resolved, schema_of_run
 
     if keys:
-        click.echo(reference())
+        click.echo(reference(registry))
     elif schema:
-        click.echo(json.dumps(RunConfig.model_json_schema(), indent=1))
+        click.echo(json.dumps(schema_of_run(registry), indent=1))
     elif config is None:
         raise UsageError(
             "no CONFIG was given\n  name a run's YAML file, or ask for --keys or --schema"
         )
     else:
         click.echo(as_yaml(resolved(config, overrides, registry)))
+
+
+@hookimpl
+def describe() -> Sequence[Offer]:
+    return [Offer("samples", "one-row", options="draftcore_tools.one_row:OneRowOptions")]
+
+
+@hookimpl
+def samples(name: str, run: OpenRun, options: OneRowOptions) -> OneRowRun:
+    from draftcore_tools.one_row import OneRowRun
+
+    return OneRowRun(run, options)
 
 
 @hookimpl

@@ -9,7 +9,8 @@ All in fp32. Shape letters: T tokens, K drafts, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,24 +18,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from draftcore_data.conversations import Conversation
 from draftcore_data.dataset import read_prompts
+from draftcore_data.options import DataOptions
 from draftcore_data.rendering import Renderer
+from draftcore_data.rows import Conversations
 from draftcore_eval.proposals import verify
 from torch import Tensor
 
-from draftcore.config import RunConfig
+from draftcore import RunConfig, open_checkpoint, open_draft, open_run
 from draftcore.contracts.algorithm import Draft, Drafter
+from draftcore.contracts.run import OpenDraft, OpenRun
 from draftcore.contracts.target import decoder_model
-from draftcore.drafts import find_checkpoint, load_checkpoint
 from draftcore.errors import UsageError
 from draftcore.files import EXPORT, read_sealed
-from draftcore.plugins.registry import Registry
-from draftcore.run import DraftRun, Run
-from draftcore.training.checkpoint import MARK, Checkpoint, open_checkpoint
 from draftcore_tools.served import Host
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetModel, TargetSpec
 
+MARK = "COMPLETE"  # lies in every finished checkpoint
 ROUNDS, PROMPTS, LONGEST = 3, 4, 1024
 QUESTIONS = (
     "Name three colours.",
@@ -68,12 +69,13 @@ class DraftedRound:
 class Reference:
     """The trained draft of an export, the target it drafts for, and what it drafted.
 
-    `layers` are those that its features were captured at; `manifest` is the export's.
+    `layers` are those that its features were captured at; `chat_template` is the hash of the one that
+    wrote its samples; `manifest` is the export's.
     """
 
-    run: DraftRun
+    run: OpenDraft
     target: TargetSpec
-    checkpoint: Checkpoint
+    chat_template: str
     draft: Draft
     host: Host
     layers: tuple[int, ...]
@@ -81,37 +83,34 @@ class Reference:
     manifest: Mapping[str, Any]
 
 
+@contextmanager
 def open_reference(
-    registry: Registry, export: Path, run: Path | None, target: str, device: str,
-    prompts: str | None,
-) -> Reference:  # fmt: skip
+    registry: Any, export: Path, run: Path | None, target: str, device: str,
+    prompts: str | None = None,
+) -> Iterator[Reference]:  # fmt: skip
     """Open the draft that was trained, and let it draft on the prompts.
 
     Raises UsageError where its checkpoint cannot be found, or is of another target.
     """
     manifest = read_manifest(export)
     folder = find_folder(export, manifest, run)
-    config = open_checkpoint(folder).state["config"]
-    place = config["target"] | {
-        "path": target,
-        "revision": None,
-        "dtype": "float32",
-        "device": device,
-    }
-    opened = Run(RunConfig.model_validate({**config, "target": place}), registry)
-    draft, spec = opened.drafts[0], opened.target
-    found = find_checkpoint(draft, folder)
-    built, model = load_checkpoint(draft, found), spec.load_model()
-    built.module.to(model.device).eval()
-    drafter = draft.drafter(built)
-    asked = prompts_of(opened, prompts, found.state["data"].get("date", ""))
-    rounds = tuple(
-        drafted
-        for number, tokens in enumerate(asked)
-        for drafted in draft_rounds(model, drafter, tokens, number)
-    )
-    host, layers = Host.of(spec, model.device), drafter.request.layers
-    return Reference(draft, spec, found, built, host, layers, rounds, manifest)
+    state = open_checkpoint(folder).state
+    config, data = state["config"], state["data"]
+    place = {"path": target, "revision": None, "dtype": "float32", "device": device}
+    settings = {**config, "target": {**config["target"], **place}}
+    with open_run(RunConfig.model_validate(settings), (), registry) as opened:
+        draft, spec = opened.drafts[0], opened.target
+        built, model = open_draft(draft, folder, None)[0], spec.load_model()
+        built.module.to(model.device).eval()
+        drafter = draft.drafter(built)
+        rounds = tuple(
+            drafted
+            for number, tokens in enumerate(prompts_of(opened, prompts, data.get("date", "")))
+            for drafted in draft_rounds(model, drafter, tokens, number)
+        )
+        host, layers = Host.of(spec, model.device), drafter.request.layers
+        template = manifest.get("chat_template") or data.get("chat_template", "")
+        yield Reference(draft, spec, template, built, host, layers, rounds, manifest)
 
 
 def read_manifest(export: Path) -> dict[str, Any]:
@@ -152,13 +151,19 @@ def find_folder(export: Path, manifest: Mapping[str, Any], run: Path | None) -> 
     return steps[-1]
 
 
-def prompts_of(run: Run, source: str | None, date: str) -> list[list[int]]:
+def conversations(run: OpenRun) -> Conversations:
+    """Return the run's conversations, with their options; of a run on other rows, the default ones."""
+    rows = run.data
+    return rows if isinstance(rows, Conversations) else Conversations(run, DataOptions())
+
+
+def prompts_of(run: OpenRun, source: str | None, date: str) -> list[list[int]]:
     """Return the token ids of a few prompts: a file's first, or built-in questions."""
-    data = run.config.data.model_copy(update={"max_length": LONGEST})
-    tokenizer = run.target.load_tokenizer()
+    rows, tokenizer = conversations(run), run.target.load_tokenizer()
+    options = rows.options.model_copy(update={"max_length": LONGEST})
     if source is not None:
-        return read_prompts(source, tokenizer, PROMPTS, data, find=run.find, date=date)
-    renderer = Renderer(tokenizer, data, date)
+        return read_prompts(source, tokenizer, PROMPTS, options, find=rows.find, date=date)
+    renderer = Renderer(tokenizer, options, date)
     asked = [{"role": "user", "content": text} for text in QUESTIONS]
     return [renderer.prompt_ids(Conversation("", (message,))) for message in asked]
 

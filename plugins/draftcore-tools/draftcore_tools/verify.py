@@ -24,8 +24,7 @@ from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import altered
-from draftcore.plugins.binding import type_error
-from draftcore_tools.reference import DraftedRound, Reference
+from draftcore_tools.reference import DraftedRound, Reference, conversations
 from draftcore_tools.served import Round, ServedDraft, UnservableError, gaps, leads, proposals
 
 # Largest difference of log-probabilities, in nats (`served.gaps`). Both sides compute in fp32, in
@@ -82,7 +81,7 @@ def servers_of(reference: Reference, asked: str) -> list[str]:
     )
     if not known:
         raise UsageError(
-            f"the algorithm {reference.run.choice.name!r} cannot be verified: its plugin "
+            f"the algorithm {algorithm.offer.name!r} cannot be verified: its plugin "
             f"{algorithm.plugin} has no hook read_export\n"
             "  implement read_export and declare the capability served:NAME (docs/hooks.md)"
         )
@@ -100,8 +99,12 @@ def verify_export(reference: Reference, export: Path, server: str) -> Verdict:
     except UnservableError as error:
         verdict.divergence = Divergence("loading", str(error))
         return verdict
-    if mistake := type_error(served, ServedDraft):
-        raise DraftcoreError(f"the hook read_export of {draft.algorithm.plugin}: {mistake}")
+    parts = (name for name in vars(ServedDraft) if not name.startswith("_"))
+    if lacking := [name for name in parts if not hasattr(served, name)]:
+        raise DraftcoreError(
+            f"the hook read_export of {draft.algorithm.plugin} returned a {type(served).__name__}, "
+            f"which is no ServedDraft: it lacks {', '.join(lacking)}"
+        )
     verdict.notes += notes(served, reference)
     found = (
         check_template(reference)
@@ -125,12 +128,9 @@ def verify_export(reference: Reference, export: Path, server: str) -> Verdict:
 
 def check_template(reference: Reference) -> Divergence | None:
     """Compare the chat template of training with the one that the server would use."""
-    state, target = reference.checkpoint.state, reference.target
-    then = reference.manifest.get("chat_template") or state["data"].get("chat_template")
-    if (
-        not then
-        or then == Renderer(target.load_tokenizer(), reference.run.config.data).template_hash
-    ):
+    then, target = reference.chat_template, reference.target
+    options = conversations(reference.run.run).options
+    if not then or then == Renderer(target.load_tokenizer(), options).template_hash:
         return None
     return Divergence(
         "chat template",

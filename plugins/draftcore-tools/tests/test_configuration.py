@@ -36,6 +36,8 @@ def test_what_is_printed_is_the_same_run_with_who_set_each_key(run: Path) -> Non
     text = config(run, "train.lr=3e-4", "eval={batch: 4}").output
     data = yaml.safe_load(text)
     assert RunConfig.model_validate(data).train.epochs == 2
+    assert data["target"] | {"path": "nobody/nothing", "dtype": "auto"} == data["target"]
+    assert (data["data"]["max_length"], data["data"]["max_skipped"]) == (2048, 0.01)
     assert data["algorithm"]["options"]["ttt_length"] == 3
     assert data["algorithm"]["options"]["num_drafts"] == 7  # the plugin's own default
     origins = {
@@ -53,6 +55,16 @@ def test_options_that_a_plugin_refuses_are_refused_before_anything_is_opened(run
     assert "did you mean 'ttt_length'" in result.output
 
 
+def test_a_section_has_the_keys_of_the_plugin_that_it_selects(run: Path) -> None:
+    text = config(run, "data={name: one-row, prompt: [1], answer: [2, 3]}").output
+    assert yaml.safe_load(text)["data"] == {
+        "name": "one-row", "plugin": "", "max_skipped": 0.01, "prompt": [1], "answer": [2, 3],
+    }  # fmt: skip
+    assert "data.train" not in text
+    result = config(run, "data.max_lenght=9")
+    assert (result.exit_code, "did you mean 'max_length'" in result.output) == (2, True)
+
+
 def test_the_page_of_all_keys_is_what_the_verb_prints() -> None:
     assert config("--keys").output in PAGE.read_text(), "draftcore config --keys prints the table"
 
@@ -60,4 +72,6 @@ def test_the_page_of_all_keys_is_what_the_verb_prints() -> None:
 def test_the_schema_describes_every_section() -> None:
     schema = json.loads(config("--schema").output)
     assert schema["properties"].keys() == RunConfig.model_fields.keys()
+    target = schema["$defs"]["TargetConfig"]
+    assert (target["required"], target["properties"]["name"]["default"]) == (["path"], "hf")
     assert "name a run's YAML file" in config().output

@@ -7,7 +7,7 @@ from mutants import Mutants, wrong
 RIGHT = """\
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
-from draftcore.evaluation import decode as eager
+from draftcore_eval import decode as eager
 from draftcore_eval.decode import EagerRunner
 
 class Runner(eager.Eager):

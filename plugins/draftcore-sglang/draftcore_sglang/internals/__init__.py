@@ -192,7 +192,7 @@ class Runner:
         if torch.distributed.is_initialized():
             raise UsageError(
                 "sglang needs torch.distributed for itself, and this process uses it already\n"
-                "  capture in processes of their own: set topology.producers, or --role producer"
+                "  capture in processes of their own: set topology.producers, or start draftcore produce"
             )
         device = torch.device(settings.device)
         if current_platform.device_type != device.type:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from capturing import require_features
-from draftcore.features.storing import put_batch
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import ALL, ROWS, Reference, batch, features_of
 from draftcore_sdk.serving import Serving
@@ -141,8 +140,12 @@ ASKED = replace(MEMBERS, ids=tuple(f"{row:024x}" for row in MEMBERS.rows))
 
 def put(capture: ServerCapture, store: ShmStore) -> tuple[SampleRef, ...]:
     """Capture a batch into a store, as producers do; every third token is to be learned."""
-    masks = [[at % 3 == 0 for at in range(len(tokens))] for tokens in ASKED.token_ids]
-    return put_batch(ASKED, masks, capture, store, "made so")
+    text = [
+        {"token_ids": torch.tensor(tokens), "loss_mask": torch.arange(len(tokens)) % 3 == 0}
+        for tokens in ASKED.token_ids
+    ]
+    assert capture.reaches(store)
+    return capture.deliver(ASKED, text, "made so", store)
 
 
 def test_samples_go_straight_into_the_runs_store(
@@ -183,8 +186,8 @@ def test_where_the_runs_store_is_another_one_features_pass_through(
     server: Serving, open_capture: OpenCapture, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = ShmStore.open("shm:test-other?max_bytes=1MiB")
-    refs = put(open_capture(server), other)
+    capture = open_capture(server)
+    assert not capture.reaches(other)
     assert "features pass through this process" in caplog.text
-    assert len(refs) == len(other.lookup(ASKED.ids)) == len(ASKED.ids)
-    other.free(refs)
+    assert len(features_of(capture, ASKED)) == len(ASKED.ids)
     other.close()

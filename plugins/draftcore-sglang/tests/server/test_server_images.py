@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftcore.features.storing import put_batch
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.serving import Serving
@@ -51,10 +50,10 @@ def test_rows_with_images_go_into_the_runs_store_as_transformers_has_them(
     target = opened(served[0])
     asked = batch_about(tmp_path, target)
     (expected,) = LocalCapture(target, REQUEST).features([asked])
-    masks = [[True] * len(tokens) for tokens in asked.token_ids]
+    text = [{"token_ids": torch.tensor(tokens)} for tokens in asked.token_ids]
     with capture_of(target, served[1]) as capture:
         for _ in range(2):
-            refs = put_batch(asked, masks, capture, store, "made so")
+            refs = capture.deliver(asked, text, "made so", store)
             for ref, features, tokens in zip(refs, expected.features, asked.token_ids, strict=True):
                 with store.get(ref) as handle:
                     assert handle.tensors["token_ids"].tolist() == list(tokens)

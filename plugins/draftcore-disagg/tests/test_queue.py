@@ -1,0 +1,635 @@
+"""The queue: what is handed out, taken, taken back and freed, in which order, and what fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from draftcore_disagg import queue as module
+from draftcore_disagg.channel import Json, Task
+from draftcore_disagg.queue import ATTEMPTS, Queue, QueueService, RemoteQueue
+from queueing import LENGTH, SOON, Loopback, task
+
+from draftcore.contracts.capture import BadRows, CaptureBatch, Image
+from draftcore.contracts.run import RunEnded
+from draftcore.contracts.store import SampleRef, StoreAway, StoreFull
+from draftcore.data.skipped import Skipped
+from draftcore.errors import DraftcoreError
+
+
+def refs(task: Task, generation: str = "g") -> tuple[SampleRef, ...]:
+    return tuple(SampleRef(one, generation, "", (), LENGTH, 5) for one in task.batch.ids)
+
+
+def full() -> StoreFull:
+    return StoreFull(
+        "shm:x", needed=7, samples=2, free=3, limit="max_bytes=9 B", remedy="free some"
+    )
+
+
+@dataclass
+class Run:
+    """A queue with a store that only notes what is freed."""
+
+    sizes: Sequence[int] = (10,) * 6
+    ahead: int = 100
+    limit: int | None = None
+    skipped: dict[int, str] = field(default_factory=dict)
+    share: float = 1.0
+    indices: Sequence[int] = ()
+    wrong: str = ""  # a generation whose refs do not fit
+
+    def __post_init__(self) -> None:
+        self.freed: list[str] = []
+        self.away = False
+        self.skips = Skipped(self.skipped, rows=2 * len(self.sizes), share=self.share)
+        self.queue = Queue(
+            {"store": "shm:x"}, ahead=self.ahead, limit=self.limit, skipped=self.skips,
+            free=self.free, ref_error=self.ref_error,
+        )  # fmt: skip
+        indices = self.indices or range(len(self.sizes))
+        tasks = [
+            task(at, n, index)
+            for at, (n, index) in enumerate(zip(self.sizes, indices, strict=True))
+        ]
+        self.queue.offer(iter(tasks), 0)
+
+    def free(self, refs: Sequence[SampleRef]) -> None:
+        if self.away:
+            raise StoreAway("not now")
+        self.freed += [f"{ref.feature_id}.{ref.generation}" for ref in refs]
+
+    def ref_error(self, batch: CaptureBatch, refs: Sequence[SampleRef]) -> BadRows | None:
+        return BadRows({0: "it does not fit"}) if refs[0].generation == self.wrong else None
+
+    def claim(self, producer: str = "a", count: int = 1) -> list[Task]:
+        return self.queue.claim(producer, count, 0)
+
+    def capture(self, producer: str = "a", generation: str = "g") -> Task:
+        """Claim one task and publish it."""
+        (claimed,) = self.claim(producer)
+        assert self.queue.publish(claimed.claim, refs(claimed, generation))
+        return claimed
+
+    def failing(self, error: Exception, producer: str = "a") -> Task:
+        (claimed,) = self.claim(producer)
+        assert self.queue.publish(claimed.claim, error)
+        return claimed
+
+    def received(self, position: int) -> list[str] | None:
+        found = self.queue.receive(position, 0)
+        return None if found is None else [ref.feature_id for ref in found]
+
+
+def positions(tasks: Sequence[Task]) -> list[int]:
+    return [one.position for one in tasks]
+
+
+class Clock:
+    """The time that the queue sees."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Future[Any]]]:
+    """Call something in another thread, which would wait far longer than a test may last."""
+    monkeypatch.setattr(module, "LONGEST_WAIT", 100 * SOON)
+    with ThreadPoolExecutor(4) as pool:
+
+        def start(work: Callable[[], Any]) -> Future[Any]:
+            begun = threading.Event()
+
+            def run() -> Any:
+                begun.set()
+                return work()
+
+            future = pool.submit(run)
+            assert begun.wait(SOON)
+            return future
+
+        yield start
+
+
+# ---------------------------------------------------------------- claims
+
+
+def test_tasks_are_claimed_once_and_in_the_plans_order_whoever_asks() -> None:
+    run = Run()
+    claimed = [run.claim("a"), run.claim("b", 2), run.claim("c"), run.claim("d", 5)]
+    assert [positions(found) for found in claimed] == [[0], [1, 2], [3], [4, 5]]
+    assert run.claim("e") == []
+    assert len({one.claim for found in claimed for one in found}) == 6
+
+
+def test_no_more_batches_are_claimed_than_may_be_held() -> None:
+    run = Run(ahead=2)
+    assert positions(run.claim("a", 5)) == [0, 1]
+    assert run.claim("b") == []
+    run.queue.advance(1)
+    assert positions(run.claim("b", 5)) == [2]
+
+
+def test_a_claim_reserves_bytes_and_reservations_never_exceed_the_limit() -> None:
+    run = Run(limit=25)
+    assert positions(run.claim("a", 5)) == [0, 1]
+    assert run.queue.status().nbytes == 20
+    assert run.claim("b") == []
+    run.queue.advance(1)
+    assert positions(run.claim("b", 5)) == [2]
+    assert run.queue.status().nbytes == 20
+
+
+def test_a_batch_without_room_is_not_overtaken_by_a_smaller_one() -> None:
+    """Else small batches could keep the one that is needed first waiting for ever."""
+    run = Run(sizes=(10, 20, 1), limit=25)
+    assert positions(run.claim("a", 3)) == [0]
+    run.queue.advance(1)
+    assert positions(run.claim("b", 3)) == [1, 2]
+
+
+@pytest.mark.parametrize("way", ["leave", "silence"])
+def test_a_lost_claim_keeps_its_reservation_and_is_handed_out_first(way: str, clock: Clock) -> None:
+    run = Run(limit=20)
+    (lost,), _ = run.claim("a"), run.claim("b")
+    clock.now += module.TTL - 1
+    run.queue.heartbeat("b")
+    if way == "leave":
+        run.queue.leave("a")
+    else:
+        clock.now += 2
+    found = run.claim("c", 5)
+    assert positions(found) == [0]
+    assert found[0].claim != lost.claim
+    assert run.queue.status().nbytes == 20
+    assert run.queue.status().producers == 2
+
+
+def test_a_producer_that_waits_is_given_what_another_lost_by_its_silence() -> None:
+    run = Run()
+    run.queue.ttl = 0.05
+    assert positions(run.claim("a", 6)) == [0, 1, 2, 3, 4, 5]
+    assert positions(run.queue.claim("b", 1, wait=5)) == [0]
+
+
+# ---------------------------------------------------------------- publications
+
+
+def test_what_was_published_is_received_by_position_and_freed_once_it_is_trained_on() -> None:
+    run = Run()
+    run.capture("a")
+    run.capture("a")
+    assert run.received(1) == ["s2", "s3"]
+    assert run.received(0) == ["s0", "s1"]
+    assert run.received(0) == ["s0", "s1"], "a reply may be lost"
+    assert run.received(2) is None
+    assert run.queue.status().captured == 4
+    assert run.freed == []
+    run.queue.advance(1)
+    assert run.freed == ["s0.g", "s1.g"]
+    run.queue.advance(2)
+    assert run.freed == ["s0.g", "s1.g", "s2.g", "s3.g"]
+
+
+@pytest.mark.parametrize("claim", ["", "made up"])
+def test_what_was_never_claimed_is_not_published(claim: str) -> None:
+    run = Run()
+    run.capture()
+    run.claim("b")
+    run.queue.leave("b")
+    assert not run.queue.publish(claim, refs(task(1)))
+    assert run.received(1) is None
+    assert run.freed == ["s2.g", "s3.g"]
+    assert run.queue.status().producers == 1
+
+
+def test_refs_that_do_not_fit_are_freed_and_captured_again_and_cost_their_own_rows_alone() -> None:
+    run = Run(wrong="odd")
+    for _ in range(ATTEMPTS):
+        assert not run.skips
+        assert run.capture("a", "odd").position == 0
+        assert run.freed[-2:] == ["s0.odd", "s1.odd"]
+    assert dict(run.skips) == {0: "it does not fit"}
+    run.capture("b")
+    assert run.received(0) == ["s1"]
+
+
+def test_a_batch_of_two_epochs_shares_its_refs_and_is_freed_after_the_second_use() -> None:
+    """Its rows have one id, under which a store keeps them once."""
+    run = Run(indices=(0, 1, 0), sizes=(10,) * 3)
+    for _ in range(3):
+        run.capture("a")
+    run.queue.advance(1)
+    assert run.freed == []
+    assert run.received(2) == ["s0", "s1"]
+    run.queue.advance(3)
+    assert sorted(run.freed) == ["s0.g", "s1.g", "s2.g", "s3.g"]
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_bad_rows_are_left_out_and_their_batch_goes_on_without_them() -> None:
+    run = Run()
+    run.failing(BadRows({1: "row 1 holds nan"}))
+    (again,) = run.claim("b")
+    assert (again.position, again.batch.rows, again.batch.ids) == (0, (0,), ("s0",))
+    assert again.batch.token_ids == ([0, 0, 0],)
+    assert again.loss_masks == ([True, False, True],)
+    assert run.queue.publish(again.claim, refs(again))
+    assert run.received(0) == ["s0"]
+    assert dict(run.skips) == {1: "row 1 holds nan"}
+
+
+def test_a_row_that_is_left_out_takes_its_images_along() -> None:
+    """Images are told by a row's place in its batch."""
+    run, one = Run(), task(0)
+    images = ((Image("a", "1"),), (Image("b", "2"),))
+    run.queue.offer(iter([replace(one, batch=replace(one.batch, images=images))]), 0)
+    run.failing(BadRows({0: "odd"}))
+    (again,) = run.claim("b")
+    assert (again.batch.rows, again.batch.images) == ((1,), images[1:])
+
+
+def test_rows_that_were_skipped_before_are_never_asked_for() -> None:
+    """A batch without any is received without features, and captured by nobody."""
+    run = Run(skipped={0: "bad", 1: "bad", 3: "bad"})
+    assert [one.batch.rows for one in run.claim("a", 2)] == [(2,), (4, 5)]
+    assert run.received(0) == []
+
+
+@pytest.mark.parametrize("reasons", [{}, {2: "no such row"}, {-1: "no such row"}])
+def test_bad_rows_that_name_none_of_the_batch_are_no_endless_repetition(
+    reasons: dict[int, str],
+) -> None:
+    run = Run()
+    for _ in range(ATTEMPTS):
+        assert run.failing(BadRows(reasons)).position == 0
+    assert positions(run.claim()) == [1]
+    assert sorted(run.skips) == [0, 1]
+
+
+def test_a_batch_that_fails_too_often_is_skipped_with_the_last_reason() -> None:
+    run = Run()
+    for attempt in range(ATTEMPTS):
+        assert run.received(0) is None
+        assert run.failing(DraftcoreError(f"attempt {attempt}"), f"p{attempt}").position == 0
+    assert run.received(0) == []
+    assert set(run.skips.values()) == {f"attempt {ATTEMPTS - 1}"}
+    assert positions(run.claim()) == [1]
+
+
+def test_a_claim_that_is_lost_is_no_attempt() -> None:
+    """Producers may die as often as they like: their batch is not at fault."""
+    run = Run()
+    for number in range(3 * ATTEMPTS):
+        run.claim(f"p{number}")
+        run.queue.leave(f"p{number}")
+    assert run.capture().position == 0
+    assert not run.skips
+
+
+def test_more_skipped_rows_than_may_be_end_the_run_and_are_named() -> None:
+    run = Run(share=0.1)  # of 12 rows: one
+    run.failing(BadRows({0: "row 0 is odd"}))
+    assert run.received(0) is None
+    run.capture()
+    run.failing(BadRows({1: "row 3 is odd"}))
+    for end in (run.queue, RemoteQueue(Loopback(run.queue))):
+        with pytest.raises(DraftcoreError, match="1 may be skipped") as caught:
+            end.receive(0, 0)
+        for part in ("row 0: row 0 is odd", "row 3: row 3 is odd", "data.max_skipped"):
+            assert part in str(caught.value)
+
+
+def test_the_last_producer_that_leaves_with_an_error_ends_the_run_with_it(
+    clock: Clock,
+) -> None:
+    """After a while in which another may come: a restarted one, or one on another machine."""
+    run = Run()
+    run.claim("a")
+    run.claim("b")
+    run.queue.leave("a", "a has no GPU")
+    clock.now += 1
+    run.queue.leave("b", "sglang is not installed")
+    clock.now += module.NO_PRODUCER - 1
+    assert run.received(0) is None
+    run.claim("c")
+    clock.now += 5
+    run.queue.leave("c", "no server answers")
+    clock.now += module.NO_PRODUCER - 1
+    assert run.received(0) is None
+    clock.now += 2
+    with pytest.raises(DraftcoreError, match="no producer works for this run\n  no server answers"):
+        run.queue.receive(0, 0)
+
+
+def test_producers_that_leave_in_peace_are_waited_for(clock: Clock) -> None:
+    run = Run()
+    run.claim("a")
+    run.queue.leave("a")
+    clock.now += 10 * module.NO_PRODUCER
+    assert run.received(0) is None
+
+
+# ---------------------------------------------------------------- a store that is full
+
+
+def test_a_full_store_gives_up_all_that_is_published_and_needed_later() -> None:
+    run = Run()
+    (first,) = run.claim("slow")
+    for _ in range(3):
+        run.capture("fast")
+    assert run.queue.publish(first.claim, full())
+    assert run.freed == [f"s{row}.g" for row in range(2, 8)]
+    assert run.received(1) is None
+    (first,) = run.claim("slow")
+    run.queue.publish(first.claim, refs(first))
+    assert positions(run.claim("fast", 3)) == [1, 2, 3]
+
+
+def test_nothing_needed_later_is_captured_until_a_refused_batch_has_room() -> None:
+    """Else a fast producer could fill what was freed, time and again."""
+    run = Run()
+    (first,) = run.claim("slow")
+    run.capture("fast")
+    run.queue.publish(first.claim, full())
+    assert run.freed == ["s2.g", "s3.g"]
+    (first,) = run.claim("slow")
+    assert first.position == 0
+    assert run.claim("fast") == []
+    run.queue.publish(first.claim, refs(first))
+    assert positions(run.claim("fast", 2)) == [1, 2]
+
+
+def test_what_a_loader_received_is_not_taken_back() -> None:
+    run = Run()
+    run.claim("slow")
+    for _ in range(2):
+        run.capture("fast")
+    assert run.received(2) == ["s4", "s5"]
+    (first,) = run.claim("slow")
+    run.queue.publish(first.claim, full())
+    assert run.freed == ["s2.g", "s3.g"]
+    (first,) = run.claim("slow")
+    run.queue.publish(first.claim, full())
+    assert run.claim("slow") == [], "it waits until the loader lets go"
+    assert run.received(0) is None
+    run.queue.receive(0, 0, released=[2])
+    assert run.freed == ["s2.g", "s3.g", "s4.g", "s5.g"]
+    assert positions(run.claim("slow")) == [0]
+
+
+def test_a_refused_batch_is_tried_again_once_a_late_publication_is_freed() -> None:
+    """Whose bytes it found in its place: nothing else would ever wake it."""
+    run = Run()
+    (first,), (late,) = run.claim("a"), run.claim("b")
+    run.queue.leave("b")
+    run.failing(DraftcoreError("no"), "c")
+    run.claim("c")
+    run.queue.publish(first.claim, full())
+    assert not run.queue.publish(late.claim, refs(late))
+    assert positions(run.claim("a")) == [0]
+
+
+def test_a_batch_that_does_not_fit_alone_ends_the_run_with_the_stores_figures() -> None:
+    """Tried twice: at the first time another may have been there, which is gone by now."""
+    run = Run()
+    run.failing(full())
+    assert run.received(0) is None
+    run.failing(full())
+    with pytest.raises(DraftcoreError, match="needed: 7 B") as caught:
+        run.queue.receive(0, 0)
+    assert "too small for one batch: raise max_bytes" in str(caught.value)
+
+
+# ---------------------------------------------------------------- letting go
+
+
+def test_a_rank_that_is_slow_keeps_what_it_reads() -> None:
+    run = Run(ahead=3)
+    for _ in range(3):
+        run.capture()
+    run.queue.receive(2, 0, released=[1])
+    assert run.freed == ["s2.g", "s3.g"]
+    assert run.claim() == [], "as 0 is still in use"
+    assert run.received(0) == ["s0", "s1"]
+
+
+def test_a_store_that_stays_away_ends_the_run_and_is_waited_for_once() -> None:
+    run = Run()
+    for _ in range(2):
+        run.capture()
+    run.away = True
+    run.queue.advance(1)
+    run.away = False
+    run.queue.end("failed")
+    assert run.freed == []
+    with pytest.raises(StoreAway, match="not now"):
+        run.received(1)
+
+
+def test_what_cannot_be_read_is_captured_again_and_skipped_in_the_end() -> None:
+    run = Run()
+    for attempt in range(ATTEMPTS):
+        run.capture(generation=f"g{attempt}")
+        assert run.received(0) == ["s0", "s1"]
+        run.queue.reject(0, "sample s0 is torn")
+        assert run.freed[-2:] == [f"s0.g{attempt}", f"s1.g{attempt}"]
+    assert run.received(0) == []
+    assert dict(run.skips) == {0: "sample s0 is torn", 1: "sample s0 is torn"}
+
+
+def test_a_rejection_that_comes_twice_or_too_late_harms_nothing() -> None:
+    run = Run()
+    run.queue.reject(0, "never captured")
+    run.capture()
+    run.queue.reject(0, "torn")
+    run.queue.reject(0, "torn")
+    assert run.freed == ["s0.g", "s1.g"]
+    run.capture(generation="h")
+    run.queue.advance(1)
+    run.queue.reject(0, "torn")
+    assert run.freed == ["s0.g", "s1.g", "s0.h", "s1.h"]
+
+
+# ---------------------------------------------------------------- the end, and waiting
+
+
+@pytest.mark.parametrize("state", ["finished", "failed"])
+def test_how_a_run_ended_is_what_was_said_first(state: str) -> None:
+    run = Run()
+    run.claim("a")
+    run.queue.end(state)
+    run.queue.end("failed")
+    with pytest.raises(RunEnded, match=f"the run has {state}") as caught:
+        run.claim("a")
+    assert caught.value.state == state
+    assert run.queue.status().producers == 0
+
+
+def test_a_loader_that_waits_wakes_when_its_batch_is_published_or_the_run_fails(
+    beside: Callable[..., Future[Any]],
+) -> None:
+    run = Run(share=0.0)
+    run.queue.ttl = 1e6
+    waiting = beside(lambda: run.queue.receive(1, 50 * SOON))
+    run.capture()
+    assert not waiting.done()
+    run.capture()
+    assert [ref.feature_id for ref in waiting.result(SOON)] == ["s2", "s3"]
+    waiting = beside(lambda: run.queue.receive(2, 50 * SOON))
+    run.failing(BadRows({0: "odd", 1: "odd"}))
+    with pytest.raises(DraftcoreError, match="cannot be trained on"):
+        waiting.result(SOON)
+
+
+def test_a_change_that_makes_work_for_several_producers_wakes_them_all(
+    beside: Callable[..., Future[Any]],
+) -> None:
+    """One is woken by the change, so that hundreds do not look at once, and each wakes the next."""
+    run = Run(ahead=3)
+    run.queue.ttl = 1e6
+    for _ in range(3):
+        run.capture()
+    claim = run.queue.claim
+    waiting = [beside(lambda name=name: claim(name, 1, 50 * SOON)) for name in ("b", "c", "d")]
+    run.queue.advance(3)
+    assert sorted(positions([*one.result(SOON)])[0] for one in waiting) == [3, 4, 5]
+    waiting = [beside(lambda name=name: claim(name, 1, 50 * SOON)) for name in ("x", "y")]
+    run.queue.end("finished")
+    for one in waiting:
+        with pytest.raises(RunEnded):
+            one.result(SOON)
+
+
+@pytest.mark.parametrize("way", ["advance", "release", "reject", "leave", "failure", "offer"])
+def test_a_producer_that_waits_wakes_when_there_is_something_to_capture(
+    beside: Callable[..., Future[Any]], way: str
+) -> None:
+    run = Run(ahead=1)
+    run.queue.ttl = 1e6
+    (claimed,) = run.claim("a")
+    waiting = beside(lambda: run.queue.claim("b", 1, 50 * SOON))
+    wanted = 0
+    match way:
+        case "advance" | "release" | "reject":
+            run.queue.publish(claimed.claim, refs(claimed))
+            assert run.received(0) == ["s0", "s1"]
+            if way == "advance":
+                run.queue.advance(wanted := 1)
+            elif way == "release":
+                run.queue.receive(wanted := 1, 0, released=[0])
+            else:
+                run.queue.reject(0, "torn")
+        case "leave":
+            run.queue.leave("a")
+        case "failure":
+            run.queue.publish(claimed.claim, DraftcoreError("try again"))
+        case "offer":
+            run.queue.advance(1)
+            run.queue.offer(iter([task(wanted := 1)]), 1)
+    assert positions(waiting.result(SOON)) == [wanted]
+
+
+# ---------------------------------------------------------------- through a channel
+
+
+def test_another_process_claims_publishes_and_receives_the_same() -> None:
+    run = Run(skipped={1: "bad"})
+    far, near = RemoteQueue(Loopback(run.queue)), Run(skipped={1: "bad"})
+    assert far.about() == {"store": "shm:x"}
+    (ours,), store = far.claim(1, 0)
+    (theirs,) = near.claim()
+    assert store == "shm:x"
+    assert ours.batch == theirs.batch
+    assert ours.loss_masks == ([True, False, True],)
+    assert far.publish(ours.claim, refs(ours))
+    assert far.publish(ours.claim, refs(ours)), "a repetition is known as one"
+    assert far.receive(0, 0) == refs(ours)
+    assert far.receive(1, 0) is None
+    far.reject(0, "torn")
+    assert run.freed == ["s0.g"]
+    (again,), _ = far.claim(1, 0)
+    assert again.position == 0
+    far.publish(again.claim, refs(again, "h"))
+    far.receive(1, 0, released=[0])
+    assert run.freed == ["s0.g", "s0.h"]
+    far.heartbeat()
+    far.leave("gone for lunch")
+    assert run.queue.status().producers == 0
+
+
+def test_another_process_tells_what_went_wrong() -> None:
+    run = Run()
+    far = RemoteQueue(Loopback(run.queue))
+    (first,), _ = far.claim(1, 0)
+    run.capture("b")
+    far.publish(first.claim, full())
+    assert run.freed == ["s2.g", "s3.g"], "it made room"
+    (first,), _ = far.claim(1, 0)
+    far.publish(first.claim, BadRows({1: "row 1 is odd"}))
+    (first,), _ = far.claim(1, 0)
+    assert first.batch.rows == (0,)
+    for _ in range(ATTEMPTS):
+        far.publish(first.claim, RuntimeError("out of memory"))
+        (first,), _ = far.claim(1, 0)
+    assert dict(run.skips) == {1: "row 1 is odd", 0: "out of memory"}
+    run.queue.end("finished")
+    with pytest.raises(RunEnded, match="finished"):
+        far.claim(1, 0)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {},
+        {"producer": "x"},
+        {"producer": "x", "call": "offer"},
+        {"producer": "x", "call": "claim"},
+        {"producer": "x", "call": "claim", "count": "many"},
+        {"producer": "x", "call": "claim", "count": float("inf")},
+        {"producer": "x", "call": "claim", "count": 1, "wait": "long"},
+        {"producer": "x", "call": "publish"},
+        {"producer": "x", "call": "publish", "claim": "c", "refs": 3},
+        {"producer": "x", "call": "publish", "claim": "c", "refs": [{"feature_id": "a"}]},
+        {"producer": "x", "call": "publish", "claim": "c", "failed": "no"},
+        {"producer": "x", "call": "publish", "claim": "c", "failed": {"rows": [1]}},
+        {"producer": "x", "call": "receive", "position": None},
+        {"producer": "x", "call": "receive", "position": 0, "released": 5},
+        {"producer": "x", "call": "reject", "position": []},
+        {"producer": "x", "call": "leave"},
+    ],
+)
+def test_a_request_that_no_producer_sends_is_answered_by_an_error_and_changes_nothing(
+    request_: Json,
+) -> None:
+    run = Run()
+    run.capture()
+    (claimed,) = run.claim()
+    assert "error" in QueueService(run.queue).answer(request_)
+    assert run.queue.publish(claimed.claim, refs(claimed))
+    assert [run.received(0), run.received(1)] == [["s0", "s1"], ["s2", "s3"]]
+    assert positions(run.claim()) == [2]
+
+
+def test_a_task_passes_as_json_to_the_bit() -> None:
+    """Token ids up to 31 bits; masks of a length that is no multiple of eight."""
+    tokens = ([0, 1, 2**31 - 1], list(range(17)))
+    masks = ([True, False, True], [at % 3 == 0 for at in range(17)])
+    images = ((), (Image("/tmp/a.png", "c0ffee"),))
+    sent = Task(7, CaptureBatch(3, (4, 9), ("a", "b"), tokens, images), masks, 123, "claim")
+    assert Task.from_json(json.loads(json.dumps(sent.to_json()))) == sent

@@ -1,0 +1,245 @@
+"""Batches that producers capture: the samples that a rank with a capture of its own trains on, in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from draftcore_disagg.channel import Json
+from draftcore_disagg.producer import produce
+from draftcore_disagg.queue import Queue, RemoteQueue
+from draftcore_disagg.queued import queued, tasks_of
+from draftcore_file.store import FileStore
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.target import TransformersTarget
+from draftcore_sdk.targets import tiny_target
+from draftcore_shm.store import ShmStore
+from queueing import Loopback
+
+from draftcore.contracts.capture import FeatureRequest
+from draftcore.contracts.run import Needed, OpenCapture
+from draftcore.contracts.store import FeatureStore, Handle, SampleRef, StoreAway, StoreError
+from draftcore.errors import DraftcoreError
+from draftcore.run.features import Features
+from draftcore.run.train import TrainerParts
+from tests.features.world import (
+    CPU,
+    ORIGIN,
+    SOON,
+    Batches,
+    Delivering,
+    Far,
+    Infinite,
+    Mixing,
+    loader,
+    read,
+    require_equal,
+    within,
+)
+from tests.features.world import World as Here
+
+
+class World(Here):
+    """The same plan, and producers that work for it in threads."""
+
+    patience = SOON
+
+    def needed(self, store: FeatureStore | None = None, keeps: bool = False) -> Needed:
+        """What a trainer needs whose drafts have made no step."""
+        features = Features(self.request, ORIGIN, None, store, keeps)
+        parts = TrainerParts(
+            features, self.samples, self.plan, self.skipped, self.width, CPU, None, 2, 3
+        )
+        parts.trainers.append(cast(Any, SimpleNamespace(step=0)))
+        return parts.needed()
+
+    def prepare(self, about: Json) -> tuple[OpenCapture, str]:
+        return self.checked(), ORIGIN
+
+    def queued(
+        self,
+        producers: int = 1,
+        ahead: int = 3,
+        open_store: Callable[[str], FeatureStore] = ShmStore.open,
+        keeps: bool = False,
+    ) -> Batches:
+        place = "file:{}" if keeps else "shm:{}?max_bytes=1MiB"
+        self.store = store = open_store(place.format(self.folder / "ring"))
+        self.closing.callback(store.close)
+        self.skipped = self.skips()
+        needed = self.needed(store, keeps)
+        queue = self.queue = Queue(
+            {"store": store.uri}, ahead=ahead, limit=1 << 19, skipped=self.skipped,
+            free=(lambda refs: None) if keeps else store.free, ref_error=needed.ref_error,
+        )  # fmt: skip
+        queue.offer(tasks_of(needed), 0)
+        ends = [RemoteQueue(Loopback(queue)) for _ in range(producers)]
+        for end in ends:
+            opens = FileStore.open if keeps else ShmStore.open
+            arguments = [end, self.prepare, opens, lambda: False, SOON]
+            thread = threading.Thread(target=produce, args=arguments, daemon=True)
+            thread.start()
+            self.closing.callback(thread.join, SOON)
+        self.closing.callback(queue.end, "finished")
+        return queued(needed, 0, 1, queue, store, self.patience)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    found = World(tmp_path)
+    with found.closing:
+        yield found
+
+
+# ---------------------------------------------------------------- equal samples
+
+
+def test_a_queue_gives_the_samples_of_a_capture_to_the_bit_and_leaves_nothing(world: World) -> None:
+    wanted = read(world.captured())
+    require_equal(read(world.queued(producers=3)), wanted)
+    assert world.queue.status().nbytes > 0
+    world.queue.advance(10**6)
+    store = ShmStore.open(f"shm:{world.folder / 'ring'}")
+    assert store.stats().samples == 0
+    store.close()
+
+
+def test_so_does_it_with_a_real_target(tmp_path: Path) -> None:
+    """Padding and batch size change its last bits; the plan's batches do not differ."""
+    world = World(tmp_path, rows=7, batch=3, accumulate=1, epochs=1)
+    target = TransformersTarget(str(tiny_target(tmp_path / "target")), device="cpu")
+    request = world.request = FeatureRequest((1, 3), True, "float32", topk=5, embeddings=True)
+    world.width = 48
+    world.capture = lambda: LocalCapture(target, request)
+    wanted = read(world.captured())
+    with world.closing:
+        require_equal(read(world.queued()), wanted)
+
+
+@pytest.mark.parametrize("skipped", [[4], [0, 3, 7], list(range(11))])
+def test_skipped_rows_are_left_out(tmp_path: Path, skipped: list[int]) -> None:
+    """Also where a batch, or all of them, has none left."""
+    world = World(tmp_path, skipped=skipped)
+    wanted = read(world.captured())
+    with world.closing:
+        require_equal(read(world.queued()), wanted)
+
+
+@pytest.mark.parametrize("kind", [Mixing, Infinite, Delivering, Far])
+def test_rows_that_turn_out_bad_are_left_out(tmp_path: Path, kind: type[Mixing]) -> None:
+    """The others of their batch are captured without them."""
+    world = World(tmp_path, epochs=1)
+    world.capture = lambda: kind(bad=[2, 5])
+    wanted = read(world.captured())
+    assert len(wanted) == 9
+    with world.closing:
+        require_equal(read(world.queued()), wanted)
+        assert set(world.skipped) == {2, 5}
+
+
+def test_too_many_bad_rows_end_the_iteration_with_their_names(world: World) -> None:
+    world.capture = lambda: Mixing(bad=range(11))
+    source = world.queued()
+    world.skipped.most = 1
+    batches = loader(source)
+    with pytest.raises(DraftcoreError, match=r"\d rows cannot be trained on"):
+        list(batches)
+    within(batches.close)
+
+
+def test_a_task_says_what_its_features_take_with_their_text(world: World) -> None:
+    """Two numbers of four bytes per token, a token id of eight and a mask of one."""
+    for task in tasks_of(world.needed()):
+        assert task.nbytes == (2 * 4 + 8 + 1) * sum(map(len, task.batch.token_ids))
+
+
+# ---------------------------------------------------------------- misfortune
+
+
+def test_a_step_of_more_batches_than_are_held_goes_through(tmp_path: Path) -> None:
+    """Nobody tells the queue of a step's end here: a batch makes room as soon as it is closed."""
+    world = World(tmp_path, rows=24, accumulate=12, epochs=1)
+    wanted = read(world.captured())
+    with world.closing:
+        require_equal(read(world.queued(producers=2, ahead=3)), wanted)
+
+
+class Torn(ShmStore):
+    """A ring of which a loader's first reads of some samples fail."""
+
+    error: DraftcoreError
+    failures = 3
+
+    def get_many(
+        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
+    ) -> tuple[Handle, ...]:
+        self.failures -= 1
+        if self.failures >= 0 and self.failures % 2 == 0:
+            raise self.error
+        return super().get_many(refs, device, names)
+
+
+@pytest.mark.parametrize("error", [StoreError("torn"), StoreAway("not now")])
+def test_what_is_torn_is_captured_again_and_a_store_that_is_away_is_waited_for(
+    world: World, error: DraftcoreError
+) -> None:
+    wanted = read(world.captured())
+    source = world.queued(open_store=Torn.open)
+    assert isinstance(world.store, Torn)
+    world.store.error = error
+    require_equal(read(source), wanted)
+    assert world.store.failures < 0
+    assert not world.skipped
+    again = world.queue.status().captured - len(wanted)
+    assert again == 0 if isinstance(error, StoreAway) else again > 0
+
+
+def test_what_is_torn_in_a_store_that_keeps_is_captured_again(world: World) -> None:
+    """Else every producer would publish it anew, and its rows be skipped in the end."""
+    wanted = read(world.stored())
+    world.store.close()
+    (world.folder / "features").rename(world.folder / "ring")
+    for shard in (world.folder / "ring").glob("shard-*.safetensors"):
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+        break
+    source = world.queued(open_store=FileStore.open, keeps=True)
+    require_equal(read(source), wanted)
+    assert not world.skipped
+
+
+class Away(ShmStore):
+    """A ring that never answers a loader."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked = threading.Event()
+
+    def get_many(self, *args: Any, **kwargs: Any) -> tuple[Handle, ...]:
+        self.asked.set()
+        raise StoreAway("for hours")
+
+
+def test_a_store_that_stays_away_ends_the_iteration(world: World) -> None:
+    world.patience = 0.0
+    batches = loader(world.queued(open_store=Away.open))
+    with pytest.raises(StoreAway):
+        next(batches)
+    within(batches.close)
+
+
+@pytest.mark.parametrize("producers", [0, 1])
+def test_closing_waits_neither_for_producers_nor_for_a_store_that_is_away(
+    world: World, producers: int
+) -> None:
+    world.patience = 1e6
+    source = world.queued(producers, open_store=Away.open)
+    assert isinstance(world.store, Away)
+    batches = loader(source)
+    assert not producers or world.store.asked.wait(SOON)
+    within(batches.close)

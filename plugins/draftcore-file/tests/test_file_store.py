@@ -1,0 +1,394 @@
+"""The store `file`: the conformance suite, several writers, crashes, full disks, and its folder."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from draftcore_file.store import FileStore
+from draftcore_sdk.stores import StoreSuite, numbered
+from draftcore_sdk.suite import child_environment
+from safetensors.torch import load_file
+
+from draftcore.contracts.store import StoreError, StoreItem
+from draftcore.errors import UsageError
+
+
+class TestFileStore(StoreSuite):
+    plugin, name = "draftcore_file.plugin", "file"
+
+    def alter(self, uri: str) -> None:
+        for shard in shards(Path(uri.removeprefix("file:"))):
+            flip_byte(shard, -1)
+
+
+class TestVolatileFileStore(StoreSuite):
+    plugin, name = "draftcore_file.plugin", "file"
+
+    @pytest.fixture
+    def store_uri(self, tmp_path: Path) -> str:
+        return f"file:{tmp_path / 'store'}?volatile=yes"
+
+    @pytest.fixture
+    def durable(self) -> None:
+        pytest.skip("a volatile store goes with the last process that has it open")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "features"
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def flip_byte(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+# ---------------------------------------------------------------- the folder
+
+
+def test_one_put_is_one_shard_that_any_safetensors_reader_opens(folder: Path) -> None:
+    FileStore(folder).put_many([numbered("a", 1), numbered("b", 2)])
+    (shard,) = shards(folder)
+    assert sorted(int(tensor[0]) for tensor in load_file(shard).values()) == [1, 2]
+
+
+def test_a_shard_goes_with_the_last_sample_that_needs_it(folder: Path) -> None:
+    store = FileStore(folder)
+    refs = store.put_many([numbered("a", 1), numbered("b", 2)])
+    store.free(refs[:1])
+    assert len(shards(folder)) == 1
+    assert store.stats().nbytes == 2 * 16 * 8  # what lies on the disk, not what is held
+    store.put(numbered("b", 3))
+    assert len(shards(folder)) == 1
+    with store.get(store.lookup(["b"])["b"]) as handle:
+        assert int(handle.tensors["x"][0]) == 3
+
+
+def test_a_reader_creates_and_removes_nothing(folder: Path) -> None:
+    assert FileStore(folder).lookup(["a"]) == {}
+    assert not folder.exists()
+    ref = FileStore(folder).put(numbered("a", 1))
+    (folder / "shard-dead.tmp").touch()
+    before = sorted(folder.iterdir())
+    reader = FileStore(folder)
+    reader.get(ref).close()
+    reader.free([])
+    reader.abort("absent")
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_moved_folder_serves_the_refs_of_the_old_place(folder: Path) -> None:
+    ref = FileStore(folder).put(numbered("a", 1))
+    folder.rename(folder.with_name("moved"))
+    with FileStore(folder.with_name("moved")).get(ref) as handle:
+        assert int(handle.tensors["x"][0]) == 1
+
+
+def test_what_is_known_or_told_by_a_ref_is_read_without_a_look_at_all_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands of them, and a mount may list the newest late."""
+    ref = FileStore(folder).put(numbered("a", 1))
+    reader = FileStore(folder)
+    monkeypatch.setattr(os, "listdir", lambda _: [])
+    reader.get(ref).close()
+    assert reader.lookup(["a"]) == {"a": ref}
+
+
+def test_only_the_tensors_asked_for_are_read(folder: Path) -> None:
+    """Altering one tensor goes unnoticed by who reads the other."""
+    store = FileStore(folder)
+    ref = store.put(StoreItem("a", {"x": torch.ones(4), "last": torch.ones(4)}, 4))
+    flip_byte(shards(folder)[0], -1)
+    store.get(ref, names=["x"]).close()
+    with pytest.raises(StoreError, match="tensor 'last' of sample 'a' is torn or altered"):
+        store.get(ref, names=["last"])
+    assert store.stats().open_handles == 0
+
+
+def test_each_tensor_lies_aligned_to_its_type(folder: Path) -> None:
+    store = FileStore(folder)
+    types = [torch.bool, torch.int64, torch.bfloat16, torch.float32]
+    tensors = {str(dtype): torch.zeros(3, dtype=dtype) for dtype in types}
+    with store.get(store.put(StoreItem("a", tensors, 3))) as handle:
+        for tensor in handle.tensors.values():
+            assert tensor.data_ptr() % tensor.element_size() == 0
+
+
+def test_a_put_that_cannot_be_says_why_and_leaves_nothing(folder: Path) -> None:
+    store = FileStore(folder)
+    with pytest.raises(StoreError, match=r"'x' has dtype torch\.complex64"):
+        store.put(StoreItem("a", {"x": torch.ones(4, dtype=torch.complex64)}, 4))
+    assert shards(folder) == []
+    folder.touch()
+    with pytest.raises(UsageError, match="is not a folder"):
+        FileStore(folder)
+    with pytest.raises(StoreError, match="cannot write to the store"):
+        store.put(numbered("a", 1))
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def test_each_of_several_writers_supersedes_and_frees_what_another_put(folder: Path) -> None:
+    one, other = FileStore(folder), FileStore(folder)
+    old, kept = one.put_many([numbered("a", 1), numbered("b", 2)])
+    handle = other.get(old)
+    new = other.put(numbered("a", 3))
+    with pytest.raises(StoreError, match="put again since"):
+        one.get(old)
+    assert int(handle.tensors["x"][0]) == 1  # the mapping outlives the file
+    assert one.lookup(["a", "b"]) == {"a": new, "b": kept}
+    one.free([new])
+    assert other.lookup(["a", "b"]) == {"b": kept}
+    other.abort("b")
+    assert one.stats().samples == len(shards(folder)) == 0
+
+
+def test_two_writers_free_one_batch_side_by_side(folder: Path) -> None:
+    """Sample by sample: the file goes with the last one, and so do the marks of the others."""
+    one, other = FileStore(folder), FileStore(folder)
+    refs = one.put_many([numbered(name, at) for at, name in enumerate("abcd")])
+    assert one.lookup("abcd") == other.lookup("abcd")
+    one.free(refs[:1])
+    with other.get(refs[1]) as handle:
+        assert int(handle.tensors["x"][0]) == 1
+    with pytest.raises(StoreError, match="is not held"):
+        other.get(refs[0])
+    other.free(refs[1:2])
+    one.free(refs[3:])
+    assert one.lookup("abcd") == FileStore(folder).lookup("abcd") == {"c": refs[2]}
+    other.free(refs)
+    assert list(folder.iterdir()) == []
+
+
+# ---------------------------------------------------------------- crashes
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_put(folder: Path) -> None:
+    store = FileStore(folder)
+    store.put(numbered("a", 1))
+    whole = shards(folder)[0].read_bytes()
+    left, others = folder / "shard-1.tmp", folder / "notes.tmp"
+    for size in (0, 100, len(whole)):
+        left.write_bytes(whole[:size])
+        assert store.stats().samples == 1
+        with open(left) as writing:
+            fcntl.flock(writing, fcntl.LOCK_EX)  # as who writes it does
+            store.put(numbered("a", 2))
+            assert left.exists()
+        store.put(numbered("a", 2))
+        assert not left.exists()
+    others.touch()
+    store.put(numbered("a", 3))
+    assert sorted(folder.iterdir()) == [others, *shards(folder)]
+
+
+def test_a_crash_before_the_old_sample_is_dropped_leaves_the_new_one(folder: Path) -> None:
+    store = FileStore(folder)
+    old = store.put(numbered("a", 1))
+    before = {path.name: path.read_bytes() for path in shards(folder)}
+    new = store.put(numbered("a", 2))
+    for name, data in before.items():
+        (folder / name).write_bytes(data)
+    again = FileStore(folder)
+    assert again.lookup(["a"]) == {"a": new}
+    with pytest.raises(StoreError, match="put again since"):
+        again.get(old)
+    again.free([new])
+    assert FileStore(folder).lookup(["a"]) == {}
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.02, 0.5, 0.999])
+def test_a_shard_cut_short_raises_and_names_the_file(folder: Path, keep: float) -> None:
+    ref = FileStore(folder).put(numbered("a", 1, numbers=1000))
+    (shard,) = shards(folder)
+    shard.write_bytes(shard.read_bytes()[: int(keep * shard.stat().st_size)])
+    store = FileStore(folder)
+    for use in (lambda: store.get(ref), lambda: store.lookup(["a"])):
+        with pytest.raises(
+            StoreError, match=f"{shard} cannot be read.*\n  remove it and run again"
+        ):
+            use()
+    shard.unlink()
+    assert store.lookup(["a"]) == {}
+
+
+def test_no_altered_byte_of_a_shard_is_ever_served(folder: Path) -> None:
+    """Each byte in turn: length, header and data. Padding may change unnoticed."""
+    store = FileStore(folder)
+    item = StoreItem("a", {"x": torch.tensor([1, 2], dtype=torch.int16)}, 2)
+    ref = store.put(item)
+    (shard,) = shards(folder)
+    noticed = 0
+    for at in range(shard.stat().st_size):
+        flip_byte(shard, at)
+        try:
+            with store.get(ref) as handle:
+                assert handle.tensors["x"].tolist() == [1, 2]
+                assert handle.tensors["x"].dtype is torch.int16
+            assert FileStore(folder).lookup(["a"]) == {"a": ref}
+        except StoreError:
+            noticed += 1
+        flip_byte(shard, at)
+    assert noticed > 300
+    assert store.stats().open_handles == 0
+
+
+def test_a_shard_the_user_removed_is_captured_again(folder: Path) -> None:
+    store = FileStore(folder)
+    _, kept = store.put(numbered("a", 1)), store.put(numbered("b", 2))
+    assert set(store.lookup(["a", "b"])) == {"a", "b"}
+    shards(folder)[0].unlink()
+    assert store.lookup(["a", "b"]) == {"b": kept}
+
+
+# ---------------------------------------------------------------- full disks
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+from draftcore.contracts.store import StoreFull
+from draftcore_file.store import FileStore
+from draftcore_sdk.stores import numbered
+
+folder = Path(sys.argv[1])
+store = FileStore(folder / "features")
+refs = [store.put(numbered(f"held/{at}", at, numbers=32768)) for at in range(6)]
+pair = store.put_many([numbered("one", 1), numbered("two", 2)])
+before = sorted(path.name for path in store.folder.iterdir())
+for _ in range(3):
+    try:
+        store.put(numbered("more", 9, numbers=98304))
+    except StoreFull as error:
+        assert error.needed == 98304 * 8, error.needed
+        assert 0 < error.free < error.needed, error.free
+        assert "No space left" in str(error), error
+    else:
+        raise AssertionError("the disk was not full")
+    assert sorted(path.name for path in store.folder.iterdir()) == before
+
+for at, ref in enumerate(refs):
+    with store.get(ref) as handle:
+        assert handle.tensors["x"].tolist() == [at] * 32768
+with open(folder / "ballast", "wb", buffering=0) as ballast:
+    try:
+        while ballast.write(b"x" * 4096):
+            pass
+    except OSError:
+        pass
+store.free([pair[0], *refs[:3]])
+more = store.put(numbered("more", 9, numbers=90000))
+again = FileStore(folder / "features")
+assert again.lookup(["more", "one", "two", "held/0"]) == {"more": more, "two": pair[1]}
+again.get(more).close()
+print("recovered")
+"""
+
+
+def test_a_full_disk_pushes_back_and_the_store_stays_whole(tmp_path: Path) -> None:
+    """On a real file system of 2 MiB that fills up."""
+    small, program = tmp_path / "small", tmp_path / "program.py"
+    small.mkdir()
+    program.write_text(FULL_DISK)
+    mount = f"mount -t tmpfs -o size=2M tmpfs {small}"
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, mount]).returncode:
+        pytest.skip("needs unshare and user namespaces for a file system of its own")
+    done = subprocess.run(
+        [*alone, f"{mount} && {sys.executable} {program} {small}"],
+        capture_output=True,
+        text=True,
+        env=child_environment(),
+    )
+    assert done.stdout == "recovered\n", done.stderr
+
+
+# ---------------------------------------------------------------- volatile stores
+
+
+def test_a_volatile_store_goes_with_the_last_process_that_has_it_open(folder: Path) -> None:
+    one = FileStore.open(f"file:{folder}?volatile=yes&max_bytes=1MiB")
+    ref = one.put(numbered("a", 1))
+    other = FileStore.open(one.uri)
+    one.close()
+    with other.get(ref) as handle:
+        other.close()
+        other.close()
+        assert int(handle.tensors["x"][0]) == 1
+    assert not folder.exists()
+
+
+LEFT = """
+import sys, time
+from draftcore_file.store import FileStore
+from draftcore_sdk.stores import numbered
+FileStore.open(sys.argv[1]).put(numbered("a", 1))
+print("put", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def user(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that uses a volatile store in the folder, to which it has put a sample."""
+    command = [sys.executable, "-c", LEFT, f"file:{folder}?volatile=yes"]
+    pipe, env = subprocess.PIPE, child_environment()
+    with subprocess.Popen(command, stdout=pipe, text=True, env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "put\n"
+        yield process
+        process.kill()
+
+
+def test_a_volatile_store_that_killed_processes_left_is_removed_by_the_next(
+    folder: Path, user: "subprocess.Popen[str]"
+) -> None:
+    def open_beside() -> None:
+        FileStore.open(f"file:{folder.with_name('other')}?volatile=yes").close()
+
+    lasting = FileStore(folder.with_name("lasting"))
+    lasting.put(numbered("a", 1))
+    open_beside()
+    assert set(FileStore(folder).lookup(["a"])) == {"a"}
+    user.kill()
+    user.wait()
+    open_beside()
+    assert not folder.exists()
+    assert lasting.stats().samples == 1
+
+
+# ---------------------------------------------------------------- manifest and URI
+
+
+def test_a_manifest_that_cannot_be_written_leaves_the_old(folder: Path) -> None:
+    store = FileStore(folder)
+    store.write_manifest({"fingerprint": "f"})
+    with pytest.raises(TypeError):
+        store.write_manifest({"fingerprint": object()})
+    assert FileStore(folder).read_manifest() == {"fingerprint": "f"}
+    assert [path.name for path in folder.iterdir()] == ["manifest.json"]
+
+
+def test_the_uri_names_a_relative_or_absolute_folder_and_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert FileStore.open("file:some/where").folder == tmp_path / "some/where"
+    store = FileStore.open(f"file://{tmp_path}/odd%20%3F?max_bytes=2MiB")
+    assert store.folder == tmp_path / "odd ?"
+    assert store.stats().limit_bytes == 2 << 20
+    assert FileStore.open(store.uri).folder == store.folder
+    with pytest.raises(UsageError, match="names no folder"):
+        FileStore.open("file:")

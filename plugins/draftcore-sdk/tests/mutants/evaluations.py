@@ -1,0 +1,82 @@
+"""Wrong evaluations: one that decodes, and what each does otherwise."""
+
+from draftcore_sdk.evaluations import EvaluationSuite
+
+from mutants import Mutants, wrong
+
+RIGHT = """
+import torch
+
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+from draftcore.contracts.run import Prompts
+from draftcore_eval.evaluation import Decoding
+from draftcore_eval.report import Report
+
+class Shown(Report):
+    pass
+
+class Mine(Decoding):
+    def evaluate(self, draft, built, step):
+        return Shown(**vars(super().evaluate(draft, built, step)))
+
+@hookimpl
+def describe():
+    return [Offer("evaluation", "{name}", options="draftcore_eval.options:EvalOptions")]
+
+@hookimpl
+def evaluation(name, run, options):
+    return Mine(run, options)
+"""
+BODY = """
+    plugin = "{name}"
+    options = {"max_new_tokens": 8, "batch": 2}
+"""
+
+WRONG = """
+== reports_tensors: test_a_report_is_data_and_can_be_shown_and_written
+class Shown(Shown):
+    def to_json(self):
+        return {**super().to_json(), "length": torch.ones(1)}
+== writes_nothing: test_a_report_is_data_and_can_be_shown_and_written
+class Shown(Shown):
+    def write(self, folder):
+        pass
+== believes_itself: test_output_that_is_not_the_targets_own_is_an_error
+class Mine(Mine):
+    def evaluate(self, draft, built, step):
+        model = self.run.target.load_model()
+        model.generate = type(model).generate.__get__(model)
+        return super().evaluate(draft, built, step)
+== rounds_weights: test_a_draft_that_was_measured_is_as_it_was
+class Mine(Mine):
+    def evaluate(self, draft, built, step):
+        built.module.to(torch.bfloat16).to(torch.float32)
+        return super().evaluate(draft, built, step)
+== asks_by_itself: test_without_prompts_it_refuses
+class Mine(Mine):
+    def evaluate(self, draft, built, step):
+        self.run.data.prompts = lambda limit=0: Prompts([[5, 6, 7]])
+        return super().evaluate(draft, built, step)
+== compares_nobody: test_several_drafts_are_compared_by_label
+class Mine(Mine):
+    def compare(self, reports, folder):
+        return ["they are alike"]
+== draws_a_number: test_in_training_it_leaves_no_trace
+class Mine(Mine):
+    def in_training(self, draft):
+        measure = super().in_training(draft)
+        return lambda built: torch.rand(1) is not None and measure(built)
+== trains_on_what_is_held_out: test_in_training_it_leaves_no_trace
+class Mine(Mine):
+    def in_training(self, draft):
+        measure = super().in_training(draft)
+        return lambda built: [p.mul_(1.001) for p in built.module.parameters()] and measure(built)
+== keeps_what_it_found: test_in_training_it_sees_weights_that_change_in_place
+class Mine(Mine):
+    def in_training(self, draft):
+        measure, found = super().in_training(draft), {}
+        return lambda built: found or found.update(measure(built)) or found
+"""
+
+MUTANTS = Mutants(EvaluationSuite, {"{name}.py": RIGHT}, wrong(WRONG), BODY)

@@ -1,0 +1,75 @@
+"""What `contracts.run` promises of a run is there, on a run that is really opened."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from draftcore_sdk.targets import conversations
+
+from draftcore import open_run
+from draftcore.contracts.run import (
+    Evaluation,
+    Needed,
+    OpenCapture,
+    OpenDraft,
+    OpenRun,
+    PlannedBatch,
+    RunSamples,
+    Samples,
+)
+from draftcore.plugins.binding import type_error
+from draftcore.run.train import TEXT_BYTES, trainer_parts
+
+
+def require(value: Any, protocol: type) -> None:
+    """Ask for every member of a protocol, and for the arguments of each method."""
+    assert type_error(value, protocol) == ""
+    for name, method in vars(protocol).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            promised = list(inspect.signature(method).parameters.values())[1:]
+            there = inspect.signature(getattr(value, name)).parameters
+            assert [p.name for p in promised] == list(there)[: len(promised)], name
+            optional = [p.name for p in there.values() if p.default is not p.empty]
+            assert {p.name for p in promised if p.default is not p.empty} <= {*optional}, name
+
+
+def test_a_run_its_drafts_and_what_they_open_have_all_that_plugins_are_promised(
+    tmp_path: Path, target_folder: Path
+) -> None:
+    draft = {"algorithm": {"name": "eagle3", "options": {"layers": [1, 2, 4], "ttt_length": 2}}}
+    config = {
+        "run": str(tmp_path / "run"),
+        "target": {"path": str(target_folder), "device": "cpu"},
+        "data": {
+            "train": str(conversations(tmp_path / "train.jsonl", 6)),
+            "eval": str(conversations(tmp_path / "eval.jsonl", ["yes it is", "no"])),
+        },
+        "drafts": {"one": draft, "other": draft},
+        "train": {"batch": 2, "accumulate": 2, "device": "cpu"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    with open_run(tmp_path / "run.yaml") as run:
+        require(run, OpenRun)
+        require(run.data, RunSamples)
+        require(samples := run.data.samples("train"), Samples)
+        require(run.evaluation(), Evaluation)
+        for one in run.drafts:
+            require(one, OpenDraft)
+        with closing(run.open_capture(run.drafts[0].request())) as capture:
+            require(capture, OpenCapture)
+        parts = trainer_parts(run, "both")
+        needed = parts.needed()
+        assert isinstance(needed, Needed)
+        shares = [list(needed.uses(rank, 2)) for rank in (0, 1)]
+        assert sorted(len(share) for share in shares) == [1, 2]
+        assert all(isinstance(one, PlannedBatch) for share in shares for one in share)
+        planned = next(needed.uses(0, 1))
+        batch, masks = needed.batch_of(planned)
+        assert batch.ids == tuple(samples.feature_ids[row] for row in planned.rows)
+        assert [len(mask) for mask in masks] == [len(ids) for ids in batch.token_ids]
+        assert needed.token_bytes == needed.request.token_bytes(run.width) + TEXT_BYTES
+        assert "refs of other samples" in str(needed.ref_error(batch, ()))
