@@ -151,6 +151,7 @@ class RunConfig(Section):
     store: Free[str] = Field(
         "auto", description="URI, e.g. file:FOLDER; auto: only where needed, shared"
     )
+    batches: Free[str] = selected("batches", "how batches come from processes that capture")
     channel: Free[str] = selected("channel", "URI; tcp://HOST:PORT for producers on other machines")
     topology: Free[TopologyConfig] = TopologyConfig()
     plugins: Free[tuple[str, ...]] = Field(

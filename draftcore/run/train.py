@@ -39,7 +39,6 @@ from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
 from draftcore.features.provenance import differences
 from draftcore.files import hold, write_atomic
-from draftcore.plugins import catalog
 from draftcore.run import DraftRun, Role, Run
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
@@ -220,7 +219,7 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
     skipped = Skipped(reasons, rows=len(samples.feature_ids), share=config.data.max_skipped)
     source: BatchSource | None = None
     if role != "both" and not features.complete:
-        bound = run.bind("batches", name := catalog.default("batches"))
+        bound = run.bind("batches", name := config.batches)
         source = bound.hook.batches(name=name, run=run.open)
     prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
     held_batches = (prefetch + 1) * ranks.size

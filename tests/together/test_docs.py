@@ -27,6 +27,7 @@ from draftcore.plugins.registry import load_plugins
 
 ROOT = Path(__file__).parents[2]
 READMES = {path.parent.name: path for path in sorted(ROOT.glob("plugins/*/README.md"))}
+PROJECTS = [ROOT, *(path.parent for path in READMES.values())]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {path: path.read_text(encoding="utf-8") for path in [*DOCS, *READMES.values()]}
 CONFIGS = [*ROOT.glob("examples/quickstart/*.yaml"), *ROOT.glob("benchmarks/*.yaml")]
@@ -135,7 +136,7 @@ def test_sessions_verbs_and_files_that_are_named_exist() -> None:
         for verb in VERB.findall(text):
             assert f"  {verb} " in verbs, (page, verb)
         for file in FILE.findall(text):
-            assert any((root / file).exists() for root in (ROOT, page.parent)), (page, file)
+            assert any((root / file).exists() for root in (page.parent, *PROJECTS)), (page, file)
 
 
 @pytest.mark.parametrize("name", READMES)

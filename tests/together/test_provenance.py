@@ -90,10 +90,8 @@ def test_features_computed_in_another_type_are_refused_though_stored_alike(
 def test_features_of_a_target_on_other_devices_are_refused(scaled: Project, plugin: Path) -> None:
     """Several add up in another order than one; and a capture that cannot share a target says so."""
     refused = scaled.cli("train", "target.tensor_parallel=2", plugin=plugin, ok=False)
-    assert (
-        "the capture 'scaled' does not share a target over devices as target.tensor_parallel"
-        in refused.output
-    )
+    shares = "the capture 'scaled' does not share a target over devices as target.tensor_parallel"
+    assert shares in refused.output
     assert "or capture.name=hf" in refused.output
     own = ("capture.name=hf", "capture.options={}")
     scaled.cli("capture", *own)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from draftcore import load_config, open_run
+from draftcore import open_run
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -75,6 +75,8 @@ def verb(
     say = (lambda line: None) if as_json else click.echo
     reports = evaluate(config, *overrides, registry=ctx.obj, say=say, **options)
     if as_json:
+        from draftcore import load_config  # which imports pydantic
+
         label = options["draft"]
         labels = [label] if label else load_config(config, overrides).drafts
         data = [report.to_json() for report in reports]

@@ -19,6 +19,7 @@ import sys
 
 SUITES = (
     "algorithms",
+    "batches",
     "captures",
     "channels",
     "evaluations",

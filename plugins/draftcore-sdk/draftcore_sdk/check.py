@@ -302,7 +302,7 @@ def suite(check: Check) -> type[Suite]:
 
     if check.uri:
         said[f"{check.kind}_uri"] = uri
-    if method := {"store": "alter", "channel": "impatient"}.get(check.kind):
+    if method := {"store": "alter", "channel": "impatient", "batches": "producing"}.get(check.kind):
         said[method] = by_hand
     return type("TestSuite", (base,), said)
 

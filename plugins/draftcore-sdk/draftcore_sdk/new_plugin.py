@@ -28,6 +28,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "target": ("draftcore-hf", "draftcore-nn", "safetensors", "torch"),
     "samples": ("numpy", "pydantic"),
     "evaluation": ("pydantic", "torch"),
+    "batches": (),
     "store": ("safetensors",),
     "capture": ("torch",),
     "channel": ("draftcore-disagg",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,7 @@ def small_algorithm(folder: Path) -> Path:
 
 
 @contextmanager
-def open_run(
-    base: Path, folder: Path, plugin: str, **sections: Mapping[str, Any]
-) -> Iterator[OpenRun]:
+def open_run(base: Path, folder: Path, plugin: str, **sections: Any) -> Iterator[OpenRun]:
     """Open a run in a folder with a plugin, installed or not; `base` is that of all tests."""
     registry = load_plugins(files=[small_algorithm(base)])
     registry = Registry([*registry.installed, *registry_of(plugin).installed])

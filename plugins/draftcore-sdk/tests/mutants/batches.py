@@ -1,0 +1,103 @@
+"""Wrong batches: the queue, and what each does otherwise."""
+
+from draftcore_sdk.batches import BatchesSuite
+
+from mutants import Mutants, wrong
+
+RIGHT = """
+import contextlib
+import dataclasses
+import threading
+
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+from draftcore.errors import UsageError
+from draftcore_disagg import queue, queued
+
+class Batches:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __getattr__(self, name):
+        return getattr(self.batches, name)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+class Source(queued.QueueSource):
+    @contextlib.contextmanager
+    def open(self, needed):
+        with super().open(needed) as batches:
+            yield Batches(batches)
+
+@hookimpl
+def describe():
+    return [Offer("batches", "{name}")]
+
+@hookimpl
+def batches(name, run):
+    return Source(run)
+"""
+BODY = """
+    plugin = "{name}"
+
+    def producing(self, file, plugins):
+        from draftcore_sdk.batches import by_producers
+
+        return by_producers(file, plugins)
+"""
+CONFTEST = """
+import pytest
+from draftcore_sdk import batches
+
+@pytest.fixture(autouse=True)
+def what_never_comes_is_not_waited_for_long(request, monkeypatch):
+    if "is_right" not in request.node.nodeid:
+        monkeypatch.setattr(batches, "SOON", 5.0)
+"""
+
+WRONG = """
+== rounds_features: test_a_run_is_that_which_captures_for_itself
+class Batches(Batches):
+    def __iter__(self):
+        for loaded in self.batches:
+            for at, sample in enumerate(loaded.samples if loaded else ()):
+                rounded = {n: v.bfloat16().to(v.dtype) for n, v in sample.features.items()}
+                loaded.samples[at] = dataclasses.replace(sample, features=rounded)
+            yield loaded
+== turns_rows_around: test_a_run_is_that_which_captures_for_itself
+class Batches(Batches):
+    def __iter__(self):
+        for loaded in self.batches:
+            if loaded:
+                loaded.samples[:] = loaded.samples[:1] * len(loaded.samples)
+            yield loaded
+== tries_once: test_a_batch_whose_capture_failed_is_tried_again
+queue.ATTEMPTS = 1
+== leaves_out_whole_batches: test_a_row_that_cannot_be_captured_is_left_out_alone
+class Queue(queue.Queue):
+    def _failed(self, entry, error, *, again=False):
+        reasons = dict.fromkeys(entry.task.batch.rows, "one of them is torn")
+        self.skipped.add(reasons)
+        entry.task = queue.without_rows(entry.task, self.skipped)
+        entry.refs = ()
+
+queued.Queue = Queue
+== starts_once: test_a_run_that_was_stopped_goes_on_to_the_same_bits
+class Source(Source):
+    def open(self, needed):
+        if list(self.run.folder.glob("checkpoints/step-*")):
+            raise UsageError("it has begun already")
+        return super().open(needed)
+== leaves_a_thread_behind: test_who_captures_hears_the_end
+class Source(Source):
+    def open(self, needed):
+        threading.Thread(target=threading.Event().wait, args=[30], name="mine").start()
+        return super().open(needed)
+== fails_at_its_end: test_who_captures_hears_the_end
+class Batches(Batches):
+    def end(self, state):
+        pass
+"""
+
+MUTANTS = Mutants(BatchesSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, wrong(WRONG), BODY)
