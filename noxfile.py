@@ -34,6 +34,7 @@ import nox
 
 ROOT = Path(__file__).parent
 BASE = ROOT / ".nox" / "base"
+SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"  # in an environment
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "target", "samples", "evaluation", "batches", "store", "capture", "channel")
@@ -172,7 +173,9 @@ def packages(session: nox.Session, name: str, *installs: str) -> Path:
     return folder
 
 
-def environment(session: nox.Session, name: str, *dists: str, over: Path = BASE) -> str:
+def environment(
+    session: nox.Session, name: str, *dists: str, under: tuple[Path, ...] = (BASE,)
+) -> str:
     """Make the environment of the wheels of these dists and of those that they require.
 
     It is the session's from here on; returns its interpreter.
@@ -181,10 +184,12 @@ def environment(session: nox.Session, name: str, *dists: str, over: Path = BASE)
     folder = ROOT / ".nox" / name
     python = str(folder / "bin" / "python")
     wheels = [str(next(DIST.glob(f"{n.replace('-', '_')}-[0-9]*.whl"))) for n in ours(*dists)]
-    key = json.dumps([str(over), [(wheel, os.stat(wheel).st_mtime_ns) for wheel in wheels]])
+    key = json.dumps(
+        [[*map(str, under)], [(wheel, os.stat(wheel).st_mtime_ns) for wheel in wheels]]
+    )
     with locked(folder) as mark:
         if not mark.exists() or mark.read_text() != key:
-            make(session, folder, *{over: None, BASE: None})
+            make(session, folder, *under)
             session.run_install(*pip(python), "--no-deps", *wheels)
             mark.write_text(key)
     session.env["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
@@ -195,8 +200,18 @@ def make(session: nox.Session, folder: Path, *under: Path) -> None:
     """Make an empty environment anew that sees the packages of those under it, pip among them."""
     shutil.rmtree(folder, ignore_errors=True)
     session.run_install(sys.executable, "-m", "venv", "--without-pip", str(folder))
-    tail = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
-    (folder / tail / "base.pth").write_text("".join(f"{one / tail}\n" for one in under))
+    (folder / SITE / "base.pth").write_text("".join(f"{one / SITE}\n" for one in under))
+
+
+def base_without(package: str) -> Path:
+    """Make anew a folder that sees the base's packages, by links, but for one."""
+    folder = ROOT / ".nox" / f"base-without-{package}"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / SITE).mkdir(parents=True)
+    for entry in (BASE / SITE).iterdir():
+        if re.split("[-.]", entry.name)[0] != package:
+            (folder / SITE / entry.name).symlink_to(entry)
+    return folder
 
 
 def build(session: nox.Session, out: Path) -> None:
@@ -281,7 +296,8 @@ def describe_dists(folder: Path) -> Path:
 @job()
 def tests(session: nox.Session) -> None:
     """Everything that a change must pass: two sessions at a time, and Ray's, which mostly waits."""
-    parts = ("wheels", "ray", "dists", "lint", "typing", "alone", "authors", "sglang", "start")
+    parts = ("wheels", "ray", "dists", "lint", "typing", "alone", "authors", "without")
+    parts += ("sglang", "start")
     command = (sys.executable, "-m", "nox", "--parallel", "3", "--allow-parallel", "-s", *parts)
     session.run(*command, env={PART: "1"})
 
@@ -392,7 +408,7 @@ def sglang(session: nox.Session) -> None:
     needs, platform = SGLANG / "tests" / "sglang-cpu.txt", SGLANG / "tests" / "platform"
     pins = hashlib.sha256(needs.read_bytes()).hexdigest()[:8]
     over = packages(session, f"sglang-{pins}", f"--no-deps --no-compile -r {needs}")  # 1.4 GB
-    python = environment(session, "sglang", *PLUGINS, over=over)
+    python = environment(session, "sglang", *PLUGINS, under=(over, BASE))
     session.run_install(*pip(python), "--no-deps", "--no-build-isolation", str(platform))
     # In one process, as each further one would import sglang anew; one by one, as it has globals.
     for name in (SGLANG.name, "draftcore-tools", "draftcore-data"):
@@ -436,6 +452,27 @@ def authors(session: nox.Session) -> None:
     session.env["DRAFTCORE_WHEELS"] = os.pathsep.join([str(DIST), str(built)])
     tests = [str(project / "tests") for project in EXAMPLES]
     pytest(session, python, "tests/thirdparty", *tests, *session.posargs, workers=2)
+
+
+@job(requires=["wheels"])
+def without(session: nox.Session) -> None:
+    """What an example does where a package is not installed: its tests in a folder `without_PACKAGE`.
+
+    With them are the dists that the example requires and those of its dependency group of that name.
+    """
+    for project in EXAMPLES:
+        data = nox.project.load_toml(project / "pyproject.toml")
+        for tests in sorted(project.glob("without_*")):
+            lines = [*data["project"]["dependencies"], *data["dependency-groups"][tests.name]]
+            needs = [re.split("[>=<]", line)[0] for line in lines if line.startswith("draftcore")]
+            base_python(session)
+            package = tests.name.removeprefix("without_")
+            under = (base_without(package),)
+            python = environment(session, f"{project.name}-{tests.name}", *needs, under=under)
+            install = ("--no-deps", "--no-build-isolation", "--force-reinstall", str(project))
+            session.run_install(*pip(python), *install)
+            session.run(python, "-c", f"import {package}", success_codes=[1], silent=True)
+            pytest(session, python, str(tests), "-n", "0", *session.posargs)
 
 
 # ---------------------------------------------------------------- what CI does not run
@@ -548,7 +585,7 @@ def speculators(session: nox.Session) -> None:
     others = "datasets pydantic-settings loguru typer openai httpx psutil protobuf aiohttp"
     theirs = "--no-deps speculators==0.9.0 hs-connectors==0.9.0"
     over = packages(session, "speculators-0.9.0", f"-c constraints.txt {others}", theirs)
-    python = environment(session, "speculators", *PLUGINS, over=over)
+    python = environment(session, "speculators", *PLUGINS, under=(over, BASE))
     files = ("speculators_check.py", "speculators_verify_check.py")
     pytest(session, python, *(f"tests/together/{file}" for file in files), *session.posargs)
 

@@ -134,6 +134,9 @@ class TargetModel(PrefillRunner, Protocol):
     def top2_gap(self, tokens: Sequence[int]) -> float:
         """Return the gap between the two best next-token logits after `tokens`, in a wider type."""
 
+    def check(self) -> None:
+        """Raise unless last hidden x head gives the model's own log-probabilities on some tokens."""
+
 
 @runtime_checkable
 class DecoderModel(TargetModel, Protocol):
@@ -157,9 +160,6 @@ class DecoderModel(TargetModel, Protocol):
 
     def masks(self, positions_BT: Tensor, span: int, seen_BTT: Tensor | None = None) -> Any:
         """Return additive masks [B, 1, T, S]: the slots that `forward` says, within the window."""
-
-    def check(self) -> None:
-        """Raise unless last hidden x head gives the model's own log-probabilities on some tokens."""
 
 
 def decoder_model(model: TargetModel, wanted: str) -> DecoderModel:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.target import TargetSpec
+from draftcore.contracts.target import TargetSpec, decoder_model
 from draftcore.errors import UsageError
 from draftcore.tensors import resolve_device
 
@@ -63,7 +63,7 @@ def reference(
     lengths_B = torch.tensor([len(prompt)], device=model.device)
     own = dataclasses.replace(request, dtype=str(model.dtype).removeprefix("torch."))
     taken = (
-        model.forward_images(copy.copy(made), own)
+        decoder_model(model, "the check of images").forward_images(copy.copy(made), own)
         if made
         else model.features(tokens_BT, lengths_B, own)
     )

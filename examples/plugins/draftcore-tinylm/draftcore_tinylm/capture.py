@@ -17,6 +17,7 @@ class TinyCapture:
     def __init__(self, target: TargetSpec, request: FeatureRequest) -> None:
         target.require_layers(request)
         self.model, self.request = target.load_model(), request
+        self.model.check()
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         for batch in batches:

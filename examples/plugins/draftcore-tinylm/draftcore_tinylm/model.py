@@ -67,12 +67,12 @@ class TinyLM(nn.Module):
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Read tokens on from a state per layer, [B, H], or from none.
 
-        Returns the output of each layer and the `last_hidden`, and per layer the state after each token,
-        [B, T, H].
+        Returns the embeddings, the output of each layer and the last state, by the names of features, and
+        per layer the state after each token, [B, T, H].
         """
         hidden_BTH = self.embedding(tokens_BT)
         states = states or [hidden_BTH.new_zeros(hidden_BTH[:, 0].shape)] * len(self.layers)
-        taken, after = dict[str, Tensor](), list[Tensor]()
+        taken, after = {"embeddings": hidden_BTH}, list[Tensor]()
         for number, (layer, state_BH) in enumerate(zip(self.layers, states, strict=True)):
             hidden_BTH, states_BTH = layer(hidden_BTH, state_BH)
             taken[f"hidden.{number}"] = hidden_BTH

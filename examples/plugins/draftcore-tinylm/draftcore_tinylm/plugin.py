@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def describe() -> Sequence[Offer]:
     return [
         Offer("target", "tinylm", options="draftcore_tinylm.options:TargetOptions"),
-        Offer("capture", "tinylm"),
+        Offer("capture", "tinylm", frozenset({"embeddings", "topk"})),
         Offer("samples", "token-rows", options="draftcore_tinylm.options:RowsOptions"),
     ]
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,8 @@ class Rows:
 
 class TokenRows:
     """All rows of a run; see `draftcore.contracts.run.RunSamples`."""
+
+    images: Any = None  # rows have none
 
     def __init__(self, options: RowsOptions, vocab_size: int) -> None:
         self.train, self.eval, self.longest = options.train, options.eval, options.max_length

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import (
-    ImageProcessor,
     PrefillRunner,
     TargetCache,
     TargetModel,
@@ -45,7 +44,7 @@ class TinyTarget:
     settings: Mapping[str, Any]
     source: dict[str, Any]
     revision: str | None = None
-    images: ImageProcessor | None = None
+    images: Any = None  # it takes text alone
     logit_softcap: float | None = None
     logit_scale, devices, is_multimodal = 1.0, 1, False
 
@@ -88,6 +87,11 @@ class TinyTarget:
                 f"target {self.path!r} has layers 0..{self.num_layers - 1}, and {beyond} were asked for\n"
                 "  set the algorithm's layers within that range"
             )
+        if request.topk > self.vocab_size:
+            raise UsageError(
+                f"target {self.path!r} has {self.vocab_size} tokens, and the {request.topk} largest logits "
+                "were asked for"
+            )
 
     def embedding(self) -> Tensor:
         return self._read("embedding.weight")
@@ -117,7 +121,11 @@ class TinyModel:
     def features(
         self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
     ) -> dict[str, Tensor]:
-        taken, _ = self.model(tokens_BT)
+        taken, _ = self.model(tokens_BT.to(self.device))
+        if request.topk:  # of equal logits the lower id comes first
+            logits_BTV = self.logits(taken["last_hidden"]).float()
+            values, ids = logits_BTV.sort(descending=True, stable=True)
+            taken |= {"topk_logits": values, "topk_ids": ids}
         return request.select(taken)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -169,3 +177,9 @@ class TinyModel:
         taken, _ = wide(torch.tensor([list(tokens)], device=self.device))
         best, second = wide.head(taken["last_hidden"][0, -1]).topk(2).values.tolist()
         return float(best - second)
+
+    def check(self) -> None:
+        own = self.model.embedding.weight, self.model.head.weight
+        for own_VH, stored_VH in zip(own, (self.spec.embedding(), self.spec.head()), strict=True):
+            if not stored_VH.to(own_VH).equal(own_VH):
+                raise UsageError(f"the weights of {self.spec.path!r} are not what it computes with")

@@ -1,24 +1,17 @@
-"""EAGLE-3 as it is, on a target that is not transformers': trained, resumed, evaluated, exported.
-
-`nox -s foreign` runs this where no transformers is.
-"""
+"""The target reads on from what it keeps; rows are what their file says. A draft: `without_transformers`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draftcore_eval.verb import evaluate
 from draftcore_tinylm.make import make
 from draftcore_tinylm.options import RowsOptions
 from draftcore_tinylm.rows import TokenRows
 from draftcore_tinylm.target import TinyModel, TinyTarget
-from safetensors.torch import load_file
 
-import draftcore
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
 
@@ -35,61 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(folder: Path) -> TinyModel:
     return TinyModel(TinyTarget(str(folder), device="cpu"))
-
-
-# ------------------------------------------------------------ a draft for it
-
-
-@pytest.fixture
-def overrides(folder: Path, tmp_path: Path) -> list[str]:
-    return [
-        f"run={tmp_path / 'run'}", f"target.path={folder}", f"data.train={folder / 'train.jsonl'}",
-        f"data.eval={folder / 'eval.jsonl'}", "train.device=cpu", "target.device=cpu",
-    ]  # fmt: skip
-
-
-RUN = Path(__file__).parents[1] / "run.yaml"
-
-
-def test_eagle3_trains_on_it_resumes_and_decodes_as_the_target_does(
-    overrides: list[str], tmp_path: Path
-) -> None:
-    """Few steps, so that some drafts are refused, and what the target read of them has to be undone."""
-    held_out = ["train.eval_every=18", "train.eval_samples=8", "train.eval_prompts=4"]
-    overrides += [*held_out, "train.schedule=constant", "train.warmup_ratio=0"]  # of any total
-    whole = draftcore.train(RUN, *overrides, "train.max_steps=36")
-    parted = [*overrides, f"run={tmp_path / 'parted'}"]
-    assert draftcore.train(RUN, *parted, "train.max_steps=18").reason == "complete"
-    resumed = draftcore.train(RUN, *parted, "train.max_steps=36")
-    files = [made.checkpoints[""] / "draft.safetensors" for made in (whole, resumed)]
-    ours, theirs = map(load_file, files)
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].equal(theirs[name]) for name in ours), "to the bit"
-
-    (report,) = evaluate(RUN, *overrides)
-    assert report.lossless
-    assert report.prompts == 50
-    refused = sum(row["rounds"] for row in report.rows) * 5 - report.tokens
-    assert 1.2 < report.acceptance_length < 4.5
-    assert refused > 100
-    (folder,) = draftcore.export(RUN, *overrides)
-    (again,) = evaluate(RUN, *overrides, exported=folder)
-    assert again.acceptance_length == report.acceptance_length
-    assert json.loads((folder / "config.json").read_text())["hidden_size"] == 48
-    make(other := tmp_path / "other", steps=1, rows=8)
-    with pytest.raises(UsageError, match="target: weights"):  # another target is told from it
-        draftcore.train(RUN, *parted, "train.max_steps=54", f"target.path={other}")
-
-
-def test_it_says_what_is_missing(overrides: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"\(tinylm\) has no num_attention_heads"):
-        draftcore.train(RUN, *overrides, "algorithm.options={layers: [0, 1, 2]}")
-    with pytest.raises(UsageError, match=r"python -m draftcore_tinylm\.make"):
-        draftcore.train(RUN, *overrides, f"target.path={tmp_path}")
-    with pytest.raises(UsageError, match=r"layers 0\.\.3, and \[7\] were asked for"):
-        TinyTarget(str(overrides[1].partition("=")[2])).require_layers(
-            FeatureRequest((7,), True, "float32")
-        )
 
 
 # ------------------------------------------------------------ the target
@@ -137,12 +75,14 @@ def test_it_generates_what_its_head_says_up_to_an_end_token(model: TinyModel) ->
         assert model.top2_gap(prompt) > 0
 
 
-def test_trees_and_tokenizers_are_refused(model: TinyModel) -> None:
+def test_trees_tokenizers_and_layers_that_are_not_there_are_refused(model: TinyModel) -> None:
     one = torch.zeros(1, 1, dtype=torch.long)
     with pytest.raises(UsageError, match="drafts trees"):
         model.forward(model.allocate(1, 4), one, one[0], 1, ALL, torch.ones(1, 1, 1).bool())
     with pytest.raises(UsageError, match=r"data\.name=token-rows"):
         model.spec.load_tokenizer()
+    with pytest.raises(UsageError, match=r"layers 0\.\.3, and \[7\] were asked for"):
+        model.spec.require_layers(FeatureRequest((7,), True, "float32"))
 
 
 # ------------------------------------------------------------ the rows
