@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from importlib import metadata
@@ -12,6 +14,7 @@ import pytest
 from capturing import write_run
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.plugins import PluginSuite
+from draftcore_sdk.suite import child_environment
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.internals.signatures import TESTED, require_sglang
@@ -39,6 +42,20 @@ def test_one_package_alone_imports_sglang() -> None:
     imports = re.compile(r"""^\s*(import|from) sglang\b|["']sglang\.""", re.MULTILINE)
     found = {path.parent.relative_to(ROOT) for path in files if imports.search(path.read_text())}
     assert found == {Path("plugins/draftcore-sglang/draftcore_sglang/internals")}
+
+
+BESIDE_A_SERVER = """
+import sys
+sys.modules.update(dict.fromkeys(["transformers", "draftcore_hf"]))
+import draftcore_sglang.disagg, draftcore_sglang.internals.server, draftcore_sglang.writer
+draftcore_sglang.writer.open_store(sys.argv[1]).close()
+"""
+
+
+def test_beside_a_server_it_needs_the_core_and_a_store_alone(tmp_path: Path) -> None:
+    """sglang pins a transformers that may be older than ours."""
+    command = [sys.executable, "-c", BESIDE_A_SERVER, f"shm:{tmp_path}/ring?max_bytes=1MiB"]
+    subprocess.run(command, env=child_environment(), check=True)
 
 
 @pytest.fixture
