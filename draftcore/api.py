@@ -174,6 +174,8 @@ def require_done(settings: RunConfig) -> None:
 
 
 def show_runners(run: Run, say: Say) -> None:
-    """Say what the runner of captures has to say of what it ran, if that was needed."""
-    for line in run.prefill.report() if run.prefill is not None else ():
-        say(f"{'runner.prefill':28}  {line}")
+    """Say what the runners of capture and evaluation have to say of what they ran."""
+    decode = getattr(run.opened_evaluation, "runner", None)
+    for phase, runner in (("prefill", run.prefill), ("decode", decode)):
+        for line in runner.report() if runner is not None else ():
+            say(f"{f'runner.{phase}':28}  {line}")

@@ -366,7 +366,10 @@ class EvaluationReport(Protocol):
 
 
 class Evaluation(Protocol):
-    """Measures drafts: each one alone by the verb `eval`, and in training beside the held-out loss."""
+    """Measures drafts: each one alone by the verb `eval`, and in training beside the held-out loss.
+
+    One that decodes by a runner may have it as its `runner`, whose report is then shown.
+    """
 
     def evaluate(self, draft: OpenDraft, built: Draft, step: int) -> EvaluationReport:
         """Measure a draft, which is moved to the target's device. Raises UsageError without prompts."""

@@ -61,6 +61,7 @@ class Run:
         self.config, self.registry, self.folder, self.ranks = config, registry, config.run, ranks
         self.closing = ExitStack()  # of the stores that were opened, however the verb ends
         self.offered, self._data = registry.offered, cast(RunSamples | None, None)
+        self.opened_evaluation: Evaluation | None = None
         choice, named = config.capture, config.target
         self.capture = self.bind("capture", choice.name, choice.options, choice.plugin)
         if config.store != "auto":
@@ -116,10 +117,13 @@ class Run:
         return self._data
 
     def evaluation(self) -> Evaluation:
-        """Open what measures drafts."""
-        section = self.config.eval
-        bound = self.bind("evaluation", section.name, section.options, section.plugin)
-        return bound.hook.evaluation(name=section.name, run=self.open, options=bound.options)
+        """Open what measures drafts; one for all of them."""
+        if self.opened_evaluation is None:
+            section = self.config.eval
+            bound = self.bind("evaluation", section.name, section.options, section.plugin)
+            given = {"name": section.name, "run": self.open, "options": bound.options}
+            self.opened_evaluation = bound.hook.evaluation(**given)
+        return self.opened_evaluation
 
     def _open_prefill(self) -> Runner | None:
         """Open who runs the target in capture, if the run names one."""

@@ -133,7 +133,7 @@ def test_features_of_halves_or_other_buckets_are_not_mixed(
 
 
 def test_evaluation_in_training_captures_once_and_changes_no_loss(
-    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, new_project: NewProject
 ) -> None:
     settings = {"eval_every": 2, "eval_prompts": 2, "eval_samples": 2, "checkpoint_every": 6}
     plain = new_project(tmp_path / "plain")
@@ -157,7 +157,6 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
 
     run = Run(load_config(graphs.yaml), load_plugins())
     evaluation: Any = run.evaluation()
-    monkeypatch.setattr(run, "evaluation", lambda: evaluation)
     parts = trainer_parts(run, "both")
     (trainer,) = parts.trainers
     assert trainer.evaluate is not None
