@@ -40,7 +40,7 @@ from report import against, ms, report, seconds
 from xxhash import xxh3_64_digest
 
 from draftcore.contracts.store import FeatureStore, SampleRef
-from draftcore.features.stores.base import bytes_of
+from draftcore_file.base import bytes_of
 
 Store = ShmStore | MooncakeStore
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from draftcore.contracts.store import SampleRef, StoreError
 from draftcore.errors import UsageError
-from draftcore.features.stores.base import BaseStore, Tensors, bytes_of, writing
+from draftcore_file.base import BaseStore, Tensors, bytes_of, writing
 from draftcore.files import read_sealed, sync, write_sealed
 from draftcore.uris import parse_uri
 

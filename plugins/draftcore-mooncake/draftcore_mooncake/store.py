@@ -35,7 +35,7 @@ from draftcore.contracts.store import (
     StoreItem,
     StoreStats,
 )
-from draftcore.features.stores.base import (
+from draftcore_file.base import (
     Key,
     describe_items,
     new_generation,

@@ -21,7 +21,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 from draftcore.contracts.store import SampleRef, StoreError, StoreItem, TensorSpec
-from draftcore.features.stores.base import bytes_of, sealed
+from draftcore_file.base import bytes_of, sealed
 from draftcore_mooncake.buffers import BufferPool
 from draftcore_mooncake.engine import (
     INVALID,

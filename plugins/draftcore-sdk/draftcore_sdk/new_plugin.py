@@ -29,7 +29,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "samples": ("numpy", "pydantic"),
     "evaluation": ("pydantic", "torch"),
     "batches": (),
-    "store": ("safetensors",),
+    "store": ("draftcore-file", "safetensors",),
     "capture": ("torch",),
     "channel": ("draftcore-disagg",),
     "launcher": (),

@@ -40,7 +40,7 @@ from draftcore.contracts.store import (
     TensorSpec,
 )
 from draftcore.errors import DraftcoreError
-from draftcore.features.stores.base import BaseStore
+from draftcore_file.base import BaseStore
 from draftcore.uris import format_size
 from draftcore_sdk.memory import watched_bytes
 from draftcore_sdk.suite import Suite, child_environment, offer_of, opened

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from draftcore.features.stores.base import bytes_of
+from draftcore_file.base import bytes_of
 
 PIECE = 512 << 10  # bytes; 128 KiB to 1 MiB do as well where the L2 cache has 1 MiB
 

@@ -50,7 +50,7 @@ from draftcore.contracts.store import (
     TensorSpec,
 )
 from draftcore.errors import UsageError
-from draftcore.features.stores.base import (
+from draftcore_file.base import (
     Key,
     bytes_of,
     describe_items,

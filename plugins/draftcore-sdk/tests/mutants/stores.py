@@ -21,7 +21,7 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.store import Handle, StoreFull, StoreStats
 from draftcore.features.stores import base
-from draftcore.features.stores.base import Counter
+from draftcore_file.base import Counter
 from draftcore_file import store as file
 from draftcore_file.store import FileStore
 

@@ -1,1 +1,0 @@
-"""The built-in feature stores, and `base`, which any store may build on."""
