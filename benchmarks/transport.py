@@ -23,6 +23,7 @@ from fcntl import ioctl
 
 import torch
 from colocated import colocated
+from draftcore_file.base import bytes_of
 from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master
 from draftcore_mooncake.store import MooncakeStore
@@ -40,7 +41,6 @@ from report import against, ms, report, seconds
 from xxhash import xxh3_64_digest
 
 from draftcore.contracts.store import FeatureStore, SampleRef
-from draftcore_file.base import bytes_of
 
 Store = ShmStore | MooncakeStore
 

@@ -38,9 +38,9 @@ from torch import Tensor
 
 from draftcore.contracts.store import SampleRef, StoreError
 from draftcore.errors import UsageError
-from draftcore_file.base import BaseStore, Tensors, bytes_of, writing
 from draftcore.files import read_sealed, sync, write_sealed
 from draftcore.uris import parse_uri
+from draftcore_file.base import BaseStore, Tensors, bytes_of, writing
 
 # The types that are stored, as torch and as safetensors name them.
 TORCH = (

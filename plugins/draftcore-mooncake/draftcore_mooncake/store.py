@@ -23,6 +23,13 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
+from draftcore_file.base import (
+    Key,
+    describe_items,
+    new_generation,
+    require_room,
+    select_names,
+)
 from torch import Tensor
 
 from draftcore.contracts.store import (
@@ -34,13 +41,6 @@ from draftcore.contracts.store import (
     StoreFull,
     StoreItem,
     StoreStats,
-)
-from draftcore_file.base import (
-    Key,
-    describe_items,
-    new_generation,
-    require_room,
-    select_names,
 )
 from draftcore_mooncake.buffers import BufferPool
 from draftcore_mooncake.engine import (

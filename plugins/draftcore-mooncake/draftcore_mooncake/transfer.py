@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from draftcore_file.base import bytes_of, sealed
 from torch import Tensor
 from xxhash import xxh3_64
 
 from draftcore.contracts.store import SampleRef, StoreError, StoreItem, TensorSpec
-from draftcore_file.base import bytes_of, sealed
 from draftcore_mooncake.buffers import BufferPool
 from draftcore_mooncake.engine import (
     INVALID,

@@ -29,10 +29,10 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "samples": ("numpy", "pydantic"),
     "evaluation": ("pydantic", "torch"),
     "batches": (),
-    "store": ("draftcore-file", "safetensors",),
+    "store": ("draftcore-file", "safetensors"),
     "capture": ("torch",),
     "channel": ("draftcore-disagg",),
-    "launcher": (),
+    "launcher": ("draftcore-disagg",),
     "graph": ("torch",),
     "graph-plugin": ("torch",),
 }

@@ -27,6 +27,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from draftcore_file.base import BaseStore
 from torch import Tensor
 
 from draftcore.contracts.store import (
@@ -40,7 +41,6 @@ from draftcore.contracts.store import (
     TensorSpec,
 )
 from draftcore.errors import DraftcoreError
-from draftcore_file.base import BaseStore
 from draftcore.uris import format_size
 from draftcore_sdk.memory import watched_bytes
 from draftcore_sdk.suite import Suite, child_environment, offer_of, opened

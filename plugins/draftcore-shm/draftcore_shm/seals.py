@@ -8,9 +8,8 @@ it is copied: measured alone, as fast as a plain copy (docs/performance.md, 2026
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
-
 from draftcore_file.base import bytes_of
+from torch import Tensor
 
 PIECE = 512 << 10  # bytes; 128 KiB to 1 MiB do as well where the L2 cache has 1 MiB
 

@@ -37,6 +37,14 @@ from urllib.parse import quote
 
 import torch
 import xxhash
+from draftcore_file.base import (
+    Key,
+    bytes_of,
+    describe_items,
+    new_generation,
+    select_names,
+    stale_ref_error,
+)
 from torch import Tensor
 
 from draftcore.contracts.store import (
@@ -50,14 +58,6 @@ from draftcore.contracts.store import (
     TensorSpec,
 )
 from draftcore.errors import UsageError
-from draftcore_file.base import (
-    Key,
-    bytes_of,
-    describe_items,
-    new_generation,
-    select_names,
-    stale_ref_error,
-)
 from draftcore.uris import format_size, parse_uri
 from draftcore_shm.seals import copy_sealed
 from draftcore_shm.segment import (

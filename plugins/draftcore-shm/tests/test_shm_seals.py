@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import xxhash
+from draftcore_file.base import bytes_of
 from draftcore_shm.seals import PIECE, copy_sealed
 from torch import Tensor
-
-from draftcore_file.base import bytes_of
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "longer than a piece": lambda: torch.arange(PIECE // 4 * 3 + 7),
