@@ -86,6 +86,8 @@ class BatchesSuite(Suite):
         """
         pytest.skip("only a test file can say who captures: override producing")
 
+    by_producers = staticmethod(by_producers)
+
     @pytest.fixture
     def base(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         base = tmp_path_factory.getbasetemp()
@@ -97,17 +99,18 @@ class BatchesSuite(Suite):
         """Train a run, whose batches come from elsewhere; return what came of it."""
         offer, extras = offer_of(self.plugin, "batches", self.name), self.plugin.split()[1:]
         folder.mkdir(exist_ok=True)
-        loose = [small_algorithm(base), *plugins]
+        loose = [small_algorithm(base), *plugins, *filter(None, [self.loose])]
         installed = load(files=loose).installed
         modules = {plugin.module for plugin in installed}
         mine = registry_of(self.plugin).installed
         registry = Registry([*installed, *(p for p in mine if p.module not in modules)])
+        names = {plugin.module: plugin.name for plugin in registry.installed}
         config = {
             "run": str(folder / "run"),
             "target": {"path": str(base / "batches-target"), "device": "cpu"},
             "data": {"train": str(conversations(folder / "train.jsonl", 8)), "max_skipped": 0.5},
             "algorithm": {"name": SMALL},
-            "plugins": extras,
+            "plugins": [names[module] for module in extras],
             "batches": offer.name if elsewhere else "queue",
             "train": {"batch": 2, "epochs": 2, "accumulate": 1, "device": "cpu", "log_every": 1},
         }

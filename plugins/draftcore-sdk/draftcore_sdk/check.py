@@ -302,7 +302,12 @@ def suite(check: Check) -> type[Suite]:
 
     if check.uri:
         said[f"{check.kind}_uri"] = uri
-    if method := {"store": "alter", "channel": "impatient", "batches": "producing"}.get(check.kind):
+    wrapped = " " in check.plugin
+    if check.kind == "batches" and wrapped:  # around the queue
+        said["producing"] = lambda self, file, loose: self.by_producers(file, loose)
+    elif method := {"store": "alter", "channel": "impatient", "batches": "producing"}.get(
+        check.kind
+    ):
         said[method] = by_hand
     return type("TestSuite", (base,), said)
 

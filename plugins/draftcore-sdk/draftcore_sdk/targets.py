@@ -283,12 +283,14 @@ class TargetSuite(Suite):
     def test_its_config_is_there_before_its_weights(self, tmp_path: Path) -> None:
         """A trainer on another host reads the config, and the tensors that it asks for."""
         options = self.target_options(tmp_path / "target", 0)
+        self.opened_with(options)
         files = list((tmp_path / "target").rglob(self.weights))
         if not files:
             pytest.skip(f"no file of the weights is named {self.weights}: set `weights`")
         for file in files:
             file.unlink()
-        spec = self.opened_with(options)
+        given = {**options, **self.options}
+        spec: TargetSpec = opened(self.plugin, "target", self.name, given)
         sizes = (spec.num_layers, spec.vocab_size, spec.text_config.hidden_size)
         assert all(type(size) is int and size > 0 for size in sizes), f"its sizes are {sizes}"
         assert spec.dtype.is_floating_point
@@ -384,7 +386,8 @@ class TargetSuite(Suite):
     def test_tokens_that_are_taken_back_leave_no_trace(self, model: TargetModel) -> None:
         decoding = Decoding(model, [row[:-3] for row in ROWS])
         decoding.read([[77, 78, 79, 80]] * len(ROWS))
-        decoding.require([row[-3:] for row in ROWS])
+        decoding.keep([row[-3:-1] for row in ROWS])
+        decoding.require([row[-1:] for row in ROWS])
 
     def test_a_token_of_a_tree_sees_those_before_it_alone(self, model: TargetModel) -> None:
         """Of a root with two that follow it, and one that follows the first of these."""
@@ -456,6 +459,12 @@ class Decoding:
         return self.model.forward(
             self.cache, tokens_BT, self.lengths_B, span, self.request, seen_BTT
         )
+
+    def keep(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Read further tokens of each row, and go on behind them."""
+        self.read(tokens)
+        self.rows = [[*a, *b] for a, b in zip(self.rows, tokens, strict=True)]
+        self.lengths_B = self.lengths_B + len(tokens[0])
 
     def require(self, tokens: Sequence[Sequence[int]]) -> None:
         """Require of further tokens what a forward of the whole rows gives."""
