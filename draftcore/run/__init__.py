@@ -69,7 +69,7 @@ class Run:
         if "channel" in config.model_fields_set:
             registry.find("channel", config.channel.partition(":")[0])
         kind = self.bind("target", named.name, named.options, named.plugin)
-        self.target_options = kind.options
+        self.target_kind, self.target_options = kind, kind.options
         settled = {
             **kind.options.model_dump(mode="json"),
             "name": named.name,
@@ -227,7 +227,8 @@ class Run:
 
     def manifest(self, drafts: Iterable[DraftRun], *shared: Any) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""
-        plugins = [bound.plugin for bound in (*(draft.algorithm for draft in drafts), *shared)]
+        bound = (*(draft.algorithm for draft in drafts), self.target_kind, *shared)
+        plugins = [owner.plugin for owner in bound]
         plugins += self.registry.extras(self.config.plugins)
         return self.registry.manifest({plugin.name: plugin for plugin in plugins}.values())
 
