@@ -49,9 +49,8 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 EXECUTE = "TESTS_EXECUTE"
-HASHES = {
-    "PYTHONHASHSEED": "1"
-}  # of the server and its forks, otherwise than in the tests themselves
+# Of the server and its forks: they hash strings otherwise than the tests themselves.
+HASHES = {"PYTHONHASHSEED": "1"}
 ENVIRONMENT = "TESTS_ENVIRONMENT"  # the folder of the virtual environment in which a fork is to be
 FORKED = ("draftcore", "pytest")
 PATH = list(sys.path)  # as this process began, before tests made plugins importable

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import draftcore
 from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.example import STOP_AT, STOPPER
-from draftcore_sdk.internals import Registry, load
+from draftcore_sdk.internals import Registry, load_plugins
 from draftcore_sdk.running import SMALL, small_algorithm
 from draftcore_sdk.suite import Suite, child_environment, offer_of, registry_of
 from draftcore_sdk.targets import conversations, tiny_target
@@ -100,7 +100,7 @@ class BatchesSuite(Suite):
         offer, extras = offer_of(self.plugin, "batches", self.name), self.plugin.split()[1:]
         folder.mkdir(exist_ok=True)
         loose = [small_algorithm(base), *plugins, *filter(None, [self.loose])]
-        installed = load(files=loose).installed
+        installed = load_plugins(files=loose).installed
         modules = {plugin.module for plugin in installed}
         mine = registry_of(self.plugin).installed
         registry = Registry([*installed, *(p for p in mine if p.module not in modules)])
