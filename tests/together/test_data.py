@@ -46,7 +46,7 @@ def test_tomorrows_run_fits_todays_store_where_the_template_writes_the_date(
         told.append(date)
         return read_prompts(*given, date=date, **more)
 
-    monkeypatch.setattr("draftcore.run.read_prompts", asked)
+    monkeypatch.setattr("draftcore_data.rows.read_prompts", asked)
     project.cli("eval", template, f"run={other}", "eval.prompts=1")
     project.cli("train", template, f"run={third}", "store=auto", "train.max_steps=1")
     assert date_of(project.run) == date_of(other) == "2026-11-23T00:00:00"

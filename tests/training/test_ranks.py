@@ -285,7 +285,7 @@ def test_ranks_that_nothing_installed_can_join_are_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    lacking = "there is no ranks 'processes'\n(.*\n)*  pip install draftcore-disagg"
+    lacking = "there is no ranks 'processes'\n(.*\n)*  pip install 'draftcore\\[standard\\]'"
     with pytest.raises(UsageError, match=lacking), join(TrainConfig(), Registry(())):
         pass
 

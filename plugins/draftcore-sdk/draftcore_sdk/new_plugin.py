@@ -122,7 +122,8 @@ def dependencies(kind: str) -> list[str]:
     """Return the requirements of a new plugin: this core's minor, for all of ours, and what it requires."""
     from importlib_metadata import requires, version  # 40 ms, for this verb only
 
-    ours = {re.split(r"[^\w.-]", line)[0]: line for line in requires("draftcore") or ()}
+    lines = [line for line in requires("draftcore") or () if "extra ==" not in line]
+    ours = {re.split(r"[^\w.-]", line)[0]: line for line in lines}
     minor = bounds(version("draftcore"))
     return [ours.get(need, need + minor) for need in ("draftcore", *NEEDS[kind])]
 

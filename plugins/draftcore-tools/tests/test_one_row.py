@@ -55,5 +55,5 @@ def test_another_row_is_another_sample(run: Path) -> None:
     ],
 )
 def test_tokens_that_the_target_has_not_are_refused(run: Path, override: str, says: str) -> None:
-    with draftcore.open_run(run, [override]) as opened, pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=says), draftcore.open_run(run, [override]) as opened:
         opened.data  # noqa: B018
