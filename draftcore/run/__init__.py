@@ -66,8 +66,8 @@ class Run:
         self.capture = self.bind("capture", choice.name, choice.options, choice.plugin)
         if config.store != "auto":
             registry.find("store", config.store.partition(":")[0])
-        if "channel" in config.model_fields_set:
-            registry.find("channel", config.channel.partition(":")[0])
+        for key in {"batches", "channel"} & config.model_fields_set:
+            registry.find(key, getattr(config, key).partition(":")[0])
         kind = self.bind("target", named.name, named.options, named.plugin)
         self.target_kind, self.target_options = kind, kind.options
         settled = {
