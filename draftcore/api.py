@@ -51,7 +51,7 @@ def capture(
 
         line = capture_all(run)
         say(line)
-        show_runners(run, say)
+        run.report_runners(say)
         return line
 
 
@@ -70,15 +70,16 @@ def train(
     topology = settings.topology
     several = topology.producers > 0 or topology.ranks > 1
     if several and not trainer and "WORLD_SIZE" not in os.environ:
-        registry, name = registry or load_plugins(), catalog.default("ranks")
-        files = [part for file in registry.files for part in ("--plugin", file)]
         from draftcore.plugins.binding import bind
 
-        reason = bind(registry, "ranks", name).hook.launch(
+        registry = registry or load_plugins()
+        files = [part for file in registry.files for part in ("--plugin", file)]
+        bind_offer = functools.partial(bind, registry, extras=settings.plugins)
+        reason = bind_offer("ranks", catalog.default("ranks")).hook.launch(
             config=settings,
             command=[sys.executable, "-m", "draftcore", *files],
             arguments=[str(config), *overrides],
-            bind=functools.partial(bind, registry),
+            bind=bind_offer,
         )
         if reason == "complete":
             require_done(settings)
@@ -88,7 +89,7 @@ def train(
             from draftcore.run.train import train as train_run
 
             reason = train_run(run, role, say)
-            show_runners(run, say)
+            run.report_runners(say)
     whole = {label: folder for label, folder in newest(settings).items() if folder}
     return Trained(reason, whole)
 
@@ -171,11 +172,3 @@ def require_done(settings: RunConfig) -> None:
                 "the last step\n"
                 "  start the same command again: the run goes on from its last checkpoint"
             )
-
-
-def show_runners(run: Run, say: Say) -> None:
-    """Say what the runners of capture and evaluation have to say of what they ran."""
-    decode = getattr(run.opened_evaluation, "runner", None)
-    for phase, runner in (("prefill", run.prefill), ("decode", decode)):
-        for line in runner.report() if runner is not None else ():
-            say(f"{f'runner.{phase}':28}  {line}")

@@ -23,15 +23,8 @@ from draftcore.plugins.specs import hooks as all_hooks
 
 HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
 ROOMS = ("algorithm", "capture", "store", "target", "run", "runner", "serving", "offers")
-NOT_SHOWN = (
-    "module",
-    "loose",
-    "requires",
-    "kinds",
-    "instance",
-    "dropped",
-    "verbs",
-)  # fields of a plugin
+# Fields of a plugin.
+NOT_SHOWN = ("module", "loose", "requires", "kinds", "instance", "dropped", "verbs")
 
 
 @click.command()

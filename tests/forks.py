@@ -26,13 +26,15 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib import invalidate_caches
 from inspect import signature
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -125,24 +127,29 @@ class Popen(subprocess.Popen[Any]):
         )
 
 
+@cache
+def start_server() -> None:
+    with mock.patch.dict(os.environ, HASHES):  # which Python reads at its start
+        forkserver.ensure_running()
+
+
+def start_process(work: Callable[..., Any], *args: Any) -> ForkServerProcess:
+    """Let a fork of the server do some work."""
+    start_server()
+    process = CONTEXT.Process(target=work, args=args)
+    process.start()
+    return process
+
+
 def fork_as_ours(command: Command, places: Mapping[int, int]) -> int:
     """Let the server fork a child that becomes this process's; return its pid."""
     libc = ctypes.CDLL(None)
     reader, writer = os.pipe()
     fds = {at: DupFd(fd) for at, fd in places.items()}
     network = os.open(NETWORK, os.O_RDONLY)
-    before = dict(os.environ)
-    os.environ.update(HASHES)
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # whose parent has ended, is this process's
     try:
-        between = CONTEXT.Process(target=_fork, args=(command, fds, DupFd(network), DupFd(writer)))
-        between.start()
-        between.join()
+        start_process(_fork, command, fds, DupFd(network), DupFd(writer)).join()
     finally:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
     os.close(writer)

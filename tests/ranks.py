@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from draftcore_disagg.launcher import MEETING
 
-from tests.forks import CONTEXT, take_signals
+from tests.forks import start_process, take_signals
 
 
 def start_rank(
@@ -22,9 +22,7 @@ def start_rank(
     """Let a rank do some work; what it prints goes to `output.RANK` in the folder."""
     env = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", MEETING: f"{folder / 'meeting'}"}
     env |= {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-    process = CONTEXT.Process(target=_be, args=(env, folder / f"output.{rank}", work, args))
-    process.start()
-    return process
+    return start_process(_be, env, folder / f"output.{rank}", work, args)
 
 
 def _be(env: dict[str, str], file: Path, work: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         ImageProcessor,
     )
     from draftcore.contracts.offers import Bound
-    from draftcore.contracts.runner import Runner
+    from draftcore.contracts.runner import PhaseName, Runner
     from draftcore.contracts.store import FeatureStore, SampleRef
     from draftcore.contracts.target import TargetSpec
 
@@ -243,6 +243,14 @@ class OpenRun(Protocol):
 
     def evaluation(self) -> Evaluation:
         """Open what measures drafts, by the plugin that `eval.name` selects."""
+
+    def open_runner(
+        self, phase: PhaseName, choice: Any, *, rows: int, longest: int, temperature: float = 0.0
+    ) -> Runner:
+        """Open the runner of a phase that a section chooses; without one, ours."""
+
+    def report_runners(self, say: Callable[[str], object]) -> None:
+        """Tell what the runners of capture and evaluation have to say of what they ran."""
 
     def manifest(self, drafts: Iterable[Any], *shared: Bound) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""

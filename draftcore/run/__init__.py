@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
-from draftcore.config import RunConfig, TargetConfig
+from draftcore.config import Choice, RunConfig, TargetConfig
 from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.hooks import Specs
@@ -29,7 +29,7 @@ from draftcore.contracts.run import (
     RunSamples,
     Samples,
 )
-from draftcore.contracts.runner import Runner, RunnerContext
+from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import FeatureStore
 from draftcore.contracts.target import TargetSpec
 from draftcore.data.samples import batch_of
@@ -70,20 +70,17 @@ class Run:
             registry.find(key, getattr(config, key).partition(":")[0])
         kind = self.bind("target", named.name, named.options, named.plugin)
         self.target_kind, self.target_options = kind, kind.options
-        settled = {
-            **kind.options.model_dump(mode="json"),
-            "name": named.name,
-            "plugin": named.plugin,
-        }
-        self.config = config.model_copy(update={"target": TargetConfig(**settled)})
+        resolved = kind.options.model_dump(mode="json")
+        section = TargetConfig(**resolved, name=named.name, plugin=named.plugin)
+        self.config = config.model_copy(update={"target": section})
         sections = {
             "samples": config.data,
             "evaluation": config.eval,
             "runner": config.runner.decode,
         }
-        for what, section in sections.items():
-            if section is not None and section.model_fields_set:  # a mistake there is named now
-                self.bind(what, section.name, section.options, section.plugin)
+        for what, chosen in sections.items():
+            if chosen is not None and chosen.model_fields_set:  # a mistake there is named now
+                self.bind(what, chosen.name, chosen.options, chosen.plugin)
         self.target = target or kind.hook.target(name=named.name, options=kind.options)
         if self.target.devices > 1 and "tensor-parallel" not in self.capture.capabilities:
             raise UsageError(
@@ -91,8 +88,10 @@ class Run:
                 "says: its own options, or its servers, do\n  set capture.options.tp, see its README, or "
                 f"capture.name={', '.join(self.registry.offering('capture', 'tensor-parallel'))}"
             )
-        self.prefill = self._open_prefill()
-        if self.prefill is not None:
+        self.prefill: Runner | None = None
+        if (runner := config.runner.prefill) is not None:
+            sizes = {"rows": config.train.batch, "longest": self.data.longest}
+            self.prefill = self.open_runner("prefill", runner, **sizes)
             self.target.prefill_with = self.prefill.prefill
         if self.target.is_multimodal:
             self.target.images = self.data.images
@@ -125,24 +124,28 @@ class Run:
             self.opened_evaluation = bound.hook.evaluation(**given)
         return self.opened_evaluation
 
-    def _open_prefill(self) -> Runner | None:
-        """Open who runs the target in capture, if the run names one."""
-        if (choice := self.config.runner.prefill) is None:
-            return None
+    def open_runner(
+        self, phase: PhaseName, choice: Choice | None, *, rows: int, longest: int,
+        temperature: float = 0.0,
+    ) -> Runner:  # fmt: skip
+        """Open who runs the target in capture, or target and draft in decoding; without a choice ours."""
+        choice = choice or Choice(name=catalog.default("runner"))
+        capture = self.config.capture.name
         context = RunnerContext(
-            phase="prefill",
-            rows=self.config.train.batch,
-            longest=self.data.longest,
-            temperature=0.0,
-            capture=self.config.capture.name,
-            bind=self.bind,
-            offered=self.registry.offered,
+            phase, rows, longest, temperature, capture, bind=self.bind, offered=self.offered
         )
         try:
             binding = self.bind("runner", choice.name, choice.options, choice.plugin)
         except UsageError as error:
-            raise UsageError(f"runner.prefill: {error}") from None
+            raise UsageError(f"runner.{phase}: {error}") from None
         return binding.hook.runner(name=choice.name, context=context, options=binding.options)
+
+    def report_runners(self, say: Callable[[str], object]) -> None:
+        """Tell what the runners of capture and evaluation have to say of what they ran."""
+        decode = getattr(self.opened_evaluation, "runner", None)
+        for phase, runner in (("prefill", self.prefill), ("decode", decode)):
+            for line in runner.report() if runner is not None else ():
+                say(f"{f'runner.{phase}':28}  {line}")
 
     def chosen(self, label: str | None, **folders: Path | None) -> tuple[DraftRun, ...]:
         """Return the draft of this label, or all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,18 @@ class Module(nn.Module):
         return y
 
 
+def padded(samples: Sequence[Sample], dtype: torch.dtype = torch.float32) -> DraftBatch:
+    """Collate samples, whose feature is NAME, by padding them on the right."""
+    pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return DraftBatch(
+        tuple(sample.id for sample in samples),
+        pad([sample.token_ids_T for sample in samples]),
+        pad([sample.loss_mask_T for sample in samples]),
+        pad([torch.ones_like(sample.loss_mask_T) for sample in samples]),
+        {NAME: pad([sample.features[NAME].to(dtype) for sample in samples])},
+    )
+
+
 class Algorithm:
     """The hooks of an algorithm whose loss has up to three `terms`; `wrong` may change a batch's."""
 
@@ -71,16 +84,7 @@ class Algorithm:
 
     @hookimpl
     def collate(self, samples: Sequence[Sample], options: Options) -> DraftBatch:
-        def pad(parts: list[Tensor]) -> Tensor:
-            return nn.utils.rnn.pad_sequence(parts, batch_first=True)
-
-        return DraftBatch(
-            tuple(sample.id for sample in samples),
-            pad([sample.token_ids_T for sample in samples]),
-            pad([sample.loss_mask_T for sample in samples]),
-            pad([torch.ones_like(sample.loss_mask_T) for sample in samples]),
-            {NAME: pad([sample.features[NAME].to(options.dtype) for sample in samples])},
-        )
+        return padded(samples, options.dtype)
 
     @hookimpl
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from draftcore import hookimpl
 from draftcore.config import Choice, RunConfig, TargetConfig, TrainConfig
@@ -34,8 +34,9 @@ from draftcore.run.features import Features
 from draftcore.run.held_out import HeldOut, open_held_out
 from draftcore.training.loop import DraftSetup
 from draftcore.training.ranks import SINGLE_RANK
+from tests.training.conftest import NAME, padded
 
-NAME, ROWS = "hidden.0", 7
+ROWS = 7
 
 
 class Data:
@@ -90,16 +91,7 @@ class Algorithm:
 
     @hookimpl
     def collate(self, samples: Sequence[Sample]) -> DraftBatch:
-        def pad(parts: list[Tensor]) -> Tensor:
-            return nn.utils.rnn.pad_sequence(parts, batch_first=True)
-
-        return DraftBatch(
-            tuple(sample.id for sample in samples),
-            pad([sample.token_ids_T for sample in samples]),
-            pad([sample.loss_mask_T for sample in samples]),
-            pad([torch.ones_like(sample.loss_mask_T) for sample in samples]),
-            {NAME: pad([sample.features[NAME] for sample in samples])},
-        )
+        return padded(samples)
 
     @hookimpl
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from draftcore.errors import DraftcoreError, ExitStatus
 
+QUEUE = "queue.json"  # in a run's folder: where the trainer's queue is reached, while it is
 SCALE = "scale.json"  # in a run's folder: {"producers": N}, written while the run goes on
 MEETING = "DRAFTCORE_RANKS"  # in a rank's environment: the file where the ranks of one machine meet
 
@@ -88,7 +89,7 @@ def launch(config: Any, command: Sequence[str], arguments: Sequence[str], bind: 
     bound = bind("launcher", topology.launcher, topology.options)
     launcher = bound.hook.launcher(name=topology.launcher, options=bound.options)
     (config.run / SCALE).unlink(missing_ok=True)  # of an earlier start
-    given = bind("target", target.name, target.options, (), target.plugin).options
+    given = bind("target", target.name, target.options, plugin=target.plugin).options
     devices = getattr(given, "tensor_parallel", 1)
     counts = topology.ranks, topology.producers, topology.restarts
     code = launcher.run(Job(command, arguments, config.run, *counts, config.channel, devices))

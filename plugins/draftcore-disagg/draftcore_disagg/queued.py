@@ -19,6 +19,7 @@ from draftcore.errors import UsageError
 from draftcore.files import secret, write_atomic
 from draftcore.uris import format_size
 from draftcore_disagg.channel import PATIENCE, Channel, Task
+from draftcore_disagg.launcher import QUEUE
 from draftcore_disagg.queue import STORE_RETRY, Queue, QueueService, RemoteQueue
 
 FAREWELL = 5.0  # seconds for producers to hear that the run is over
@@ -29,7 +30,7 @@ HEAD_BYTES = 4096  # of a row in a store, beside its tokens'
 
 def queue_file(run: OpenRun) -> Path:
     """Return the file with the address of the trainer's queue."""
-    return run.folder / "queue.json"
+    return run.folder / QUEUE
 
 
 def open_channel(run: OpenRun) -> Channel:

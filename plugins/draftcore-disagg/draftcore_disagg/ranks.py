@@ -50,13 +50,14 @@ class Group(Ranks):
     cpu_group: dist.ProcessGroup | None = None
 
     def __init__(self, config: Any) -> None:
-        self.rank, self.size = int(os.environ["RANK"]), (size := int(os.environ["WORLD_SIZE"]))
+        size = int(os.environ["WORLD_SIZE"])
         missing = [name for name in ENVIRONMENT if name not in os.environ]
         if missing and MEETING not in os.environ:
             raise UsageError(
                 f"WORLD_SIZE is {size}, but the environment lacks {', '.join(missing)}\n"
                 "  start ranks with `torchrun --nproc-per-node N -m draftcore train run.yaml`"
             )
+        self.rank, self.size = int(os.environ["RANK"]), size
         timeout, device = timedelta(seconds=config.rank_timeout), self.device(config.device)
         if os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # all of them on this machine
             for library in ("GLOO", "NCCL"):

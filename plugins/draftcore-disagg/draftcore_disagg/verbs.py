@@ -11,7 +11,7 @@ import click
 from draftcore import open_run
 from draftcore.errors import ExitStatus, UsageError
 from draftcore.files import write_atomic
-from draftcore_disagg.launcher import SCALE
+from draftcore_disagg.launcher import QUEUE, SCALE
 
 
 @click.command(epilog="For example: draftcore produce run.yaml target.device=cuda:1")
@@ -68,7 +68,7 @@ def scale(config: Path, asked: str) -> None:
     from draftcore import load_config
 
     run = load_config(config).run
-    if not (run / "queue.json").exists():
+    if not (run / QUEUE).exists():
         raise UsageError(
             f"no run with producers is under way in {run}\n"
             "  start one with topology.producers, and scale it while it goes on"

@@ -13,37 +13,12 @@ from importlib_metadata import PackageNotFoundError, version
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun
-from draftcore.contracts.runner import DecodeRunner, Runner, RunnerContext
+from draftcore.contracts.runner import DecodeRunner
 from draftcore.errors import UsageError
 from draftcore.progress import Progress
 from draftcore_eval.decode import evaluate_prompts
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Report, comparison, plot
-
-DEFAULT_RUNNER = "eager"
-
-
-def open_runner(run: OpenRun, options: EvalOptions) -> Runner:
-    """Open who runs target and draft in decoding. Raises UsageError where it is not here."""
-    config, choice = run.config, run.config.runner.decode
-    context = RunnerContext(
-        phase="decode",
-        rows=options.batch,
-        longest=run.data.longest + options.max_new_tokens,
-        temperature=options.temperature,
-        capture=config.capture.name,
-        bind=run.bind,
-        offered=run.offered,
-    )
-    name, given, plugin = DEFAULT_RUNNER, {}, ""
-    if choice is not None:
-        name, given, plugin = choice.name, choice.options, choice.plugin
-    try:
-        bound = run.bind("runner", name, given, plugin)
-    except UsageError as error:
-        raise UsageError(f"runner.decode: {error}") from None
-    runner: Runner = bound.hook.runner(name=name, context=context, options=bound.options)
-    return runner
 
 
 def versions(*names: str) -> dict[str, str]:
@@ -59,7 +34,12 @@ class Decoding:
     """Decodes held-out prompts with a draft, and compares greedy output with the target's own."""
 
     def __init__(self, run: OpenRun, options: EvalOptions) -> None:
-        self.run, self.options, self.runner = run, options, open_runner(run, options)
+        self.run, self.options = run, options
+        longest = run.data.longest + options.max_new_tokens
+        self.runner = run.open_runner(
+            "decode", run.config.runner.decode,
+            rows=options.batch, longest=longest, temperature=options.temperature,
+        )  # fmt: skip
         self.runner.check(run.target)
 
     def decoder(self, draft: OpenDraft, built: Draft) -> DecodeRunner:

@@ -42,12 +42,7 @@ def evaluate(
         if len(reports) > 1:
             for line in ["", *evaluation.compare(reports, run.folder)]:
                 say(line)
-        for phase, runner in (
-            ("prefill", run.prefill),
-            ("decode", getattr(evaluation, "runner", None)),
-        ):
-            for line in runner.report() if runner is not None else ():
-                say(f"{f'runner.{phase}':28}  {line}")
+        run.report_runners(say)
         return list(reports.values())
 
 

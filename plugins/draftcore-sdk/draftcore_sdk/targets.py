@@ -260,10 +260,9 @@ class TargetSuite(Suite):
         return {"path": str(folder), "device": "cpu"}
 
     def opened_with(self, options: Mapping[str, Any]) -> TargetSpec:
+        given = {**options, **self.options}
         try:
-            found: TargetSpec = opened(
-                self.plugin, "target", self.name, {**options, **self.options}
-            )
+            found: TargetSpec = opened(self.plugin, "target", self.name, given)
         except UsageError as error:
             if type(self).target_options is TargetSuite.target_options and not self.options:
                 pytest.skip(f"only its author can make one: override target_options; {error}")
