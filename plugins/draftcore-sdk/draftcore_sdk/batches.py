@@ -170,7 +170,7 @@ class BatchesSuite(Suite):
         self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         here = self.train(base, tmp_path / "here", elsewhere=False)
-        (stopper := tmp_path / "draftcore_suite_stop.py").write_text(STOPPER)
+        (stopper := base / "draftcore_batches_stop.py").write_text(STOPPER)
         monkeypatch.setenv(STOP_AT, "3")
         begun = self.train(base, tmp_path / "there", stopper, elsewhere=True)
         assert begun["reason"] == "interrupted"
