@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from draftcore.run import Role, Run
 
 Say = Callable[[str], None]
-WHOLE = "checkpoints/step-*/COMPLETE"
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,11 @@ def open_run(
 
 def newest(settings: RunConfig) -> dict[str, Path | None]:
     """Return the newest whole checkpoint of each draft by its label, '' for a single one."""
+    from draftcore.files import STEPS
+
+    whole = f"checkpoints/{STEPS}/COMPLETE"
     return {
-        label: max((m.parent for m in (settings.run / label).glob(WHOLE)), default=None)
+        label: max((m.parent for m in (settings.run / label).glob(whole)), default=None)
         for label in settings.drafts or [""]
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,35 +11,63 @@ from typing import Any
 from safetensors import SafetensorError
 
 from draftcore.contracts.algorithm import DataSummary, Draft
+from draftcore.contracts.offers import FREE
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import EXPORT, digest, require_exported, write_sealed
+from draftcore.files import EXPORT, digest, read_sealed, require_exported, write_sealed
 from draftcore.run import DraftRun
 from draftcore.training.checkpoint import Checkpoint
 
 
 def find_checkpoint(draft: DraftRun, folder: Path | None) -> Checkpoint:
-    """The named checkpoint, or the newest of the draft; raises UsageError where it does not fit.
+    """The named checkpoint, or the newest of the draft, which has the options it was trained with then.
 
-    A checkpoint fits a run of the same algorithm and target, with its plugins installed.
+    Raises UsageError where it does not fit: it fits a run of the same algorithm, options as far as they
+    are set, and target, with its plugins installed.
     """
-    checkpoint, target = draft.checkpoint(folder), draft.run.target
+    checkpoint = draft.checkpoint(folder)
     if checkpoint is None:
         root = draft.folder / "checkpoints"
         raise UsageError(f"no finished checkpoint in {root}\n  run `draftcore train` first")
-    theirs, ours = checkpoint.state["config"], draft.choice.name
-    if theirs["algorithm"]["name"] != ours:
-        raise UsageError(
-            f"{checkpoint.folder} holds a draft of algorithm {theirs['algorithm']['name']!r}, the "
-            f"configuration says {ours!r}\n"
-            "  set algorithm.name and its options as in the run that wrote it"
-        )
-    if checkpoint.state["target"] != target.fingerprint():
-        raise UsageError(
-            f"{checkpoint.folder} was trained for another target than {target.path!r}\n"
-            f"  fingerprint {checkpoint.state['target']} then, {target.fingerprint()} now\n"
-            f"  it was {theirs['target']['path']!r}: set target.path to that model"
-        )
+    take_options(draft, checkpoint.folder, origin_of(checkpoint))
     return checkpoint
+
+
+def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> None:
+    """Give a draft the options that the one in a folder was trained with, but for those that are free.
+
+    Raises UsageError for another algorithm or target, and where the configuration sets an option to
+    something else.
+    """
+    theirs, choice, target = origin["algorithm"], draft.choice, draft.run.target
+    if theirs["name"] != choice.name:
+        raise UsageError(
+            f"{folder} holds a draft of algorithm {theirs['name']!r}, the configuration says "
+            f"{choice.name!r}\n  set algorithm.name and its options as in the run that wrote it"
+        )
+    trained = draft.run.bind("algorithm", choice.name, theirs["options"], choice.plugin)
+    then, now = (bound.options.model_dump() for bound in (trained, draft.algorithm))
+    fields = type(draft.options).model_fields
+    free = [name for name in choice.options if FREE in fields[name].metadata]
+    changed = [
+        f"algorithm.options.{name}: {then[name]!r} then, {now[name]!r} now"
+        for name in choice.options
+        if then[name] != now[name] and name not in free
+    ]
+    if changed:
+        raise UsageError(
+            f"{folder} was trained with other options\n  "
+            + "\n  ".join(changed)
+            + "\n  leave them out: a trained draft brings its own"
+        )
+    if origin["target_fingerprint"] != target.fingerprint():
+        raise UsageError(
+            f"{folder} was trained for another target than {target.path!r}\n"
+            f"  fingerprint {origin['target_fingerprint']} then, {target.fingerprint()} now\n"
+            f"  it was {origin['target']!r}: set target.path to that model"
+        )
+    options = {**theirs["options"], **{name: choice.options[name] for name in free}}
+    draft.algorithm = draft.run.bind("algorithm", choice.name, options, choice.plugin)
+    draft.options = draft.algorithm.options
 
 
 def load_checkpoint(draft: DraftRun, checkpoint: Checkpoint) -> Draft:
@@ -50,23 +79,38 @@ def load_checkpoint(draft: DraftRun, checkpoint: Checkpoint) -> Draft:
 
 def open_draft(
     draft: DraftRun, checkpoint: Path | None, exported: Path | None
-) -> tuple[Draft, int]:
-    """Open a draft to be evaluated, and its step: the newest checkpoint, a named one, or an export."""
+) -> tuple[Draft, Mapping[str, Any]]:
+    """Open a draft to be evaluated: the newest checkpoint, a named one, or an export.
+
+    With it comes what it is: its `step`, 0 where nobody knows, and what `origin_of` says; its
+    `checkpoint`, or the folder of its `export` with the digests of the `files` there.
+    """
     if exported is None:
         opened = find_checkpoint(draft, checkpoint)
-        return load_checkpoint(draft, opened), opened.step
+        about = {"checkpoint": str(opened.folder), **origin_of(opened)}
+        return load_checkpoint(draft, opened), about
     if checkpoint is not None:
         raise UsageError("--checkpoint and --export were both given\n  name one draft to evaluate")
-    return load_export(draft, exported), 0
+    return load_export(draft, exported)
 
 
-def load_export(draft: DraftRun, folder: Path) -> Draft:
-    """Read a draft from a serving layout, as servers would; raises as `require_exported` does."""
+def load_export(draft: DraftRun, folder: Path) -> tuple[Draft, Mapping[str, Any]]:
+    """Read a draft from a serving layout, as servers would; raises as `require_exported` does.
+
+    One with a manifest brings its options, and is of this target. See `open_draft`.
+    """
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} holds no config.json\n  name a folder that `export` wrote")
     require_exported(folder)
-    target, options = draft.run.target, draft.options
-    return draft.algorithm.hook.import_draft(folder=folder, target=target, options=options)
+    about: dict[str, Any] = {"step": 0}
+    if (manifest := folder / EXPORT).exists():
+        take_options(draft, folder, about := read_sealed(manifest))
+    else:
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        about["files"] = {file.relative_to(folder).as_posix(): digest(file) for file in files}
+    hook, target = draft.algorithm.hook, draft.run.target
+    built = hook.import_draft(folder=folder, target=target, options=draft.options)
+    return built, {"export": str(folder), **about}
 
 
 def export(
@@ -90,7 +134,7 @@ def export(
     if folder.exists() and any(folder.iterdir()) and not replaced:
         remedy = "choose another folder with --out, or empty it; --force replaces an export"
         raise UsageError(f"{folder} is not empty\n  {remedy}")
-    built, origin = load_checkpoint(draft, checkpoint), without_paths(origin_of(draft, checkpoint))
+    built, origin = load_checkpoint(draft, checkpoint), without_paths(origin_of(checkpoint))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
@@ -115,13 +159,13 @@ def export(
     return folder
 
 
-def origin_of(draft: DraftRun, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Say what an export comes from: the run's target, algorithm, plugins and progress."""
-    state, target = checkpoint.state, draft.run.target
+def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Say what a trained draft comes from: its run's target, algorithm, plugins and progress."""
+    state = checkpoint.state
     return {
         **{key: state[key] for key in ("step", "samples_seen", "plugins")},
-        "target": target.path,
-        "target_fingerprint": target.fingerprint(),
+        "target": state["config"]["target"].get("path", ""),
+        "target_fingerprint": state["target"],
         "algorithm": state["config"]["algorithm"],
         "chat_template": state["data"].get("chat_template", ""),
     }

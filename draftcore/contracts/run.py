@@ -379,8 +379,14 @@ class Evaluation(Protocol):
     One that decodes by a runner may have it as its `runner`, whose report is then shown.
     """
 
-    def evaluate(self, draft: OpenDraft, built: Draft, step: int) -> EvaluationReport:
-        """Measure a draft, which is moved to the target's device. Raises UsageError without prompts."""
+    def evaluate(
+        self, draft: OpenDraft, built: Draft, origin: Mapping[str, Any]
+    ) -> EvaluationReport:
+        """Measure a draft, which is moved to the target's device. Raises UsageError without prompts.
+
+        `origin` is what it comes from, for the report: its `step`, 0 where nobody knows; its `checkpoint`,
+        or the folder of its `export`; the `chat_template` of its data, as in `DataSummary`.
+        """
 
     def compare(self, reports: Mapping[str, Any], folder: Path) -> Iterable[str]:
         """Return lines that compare the reports of several drafts by label, and show them in a folder."""

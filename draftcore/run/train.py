@@ -75,7 +75,7 @@ def train(
         parts = trainer_parts(run, role, samples)
         plan, trainers, first = parts.plan, parts.trainers, parts.first_step
         say_beginning(run, parts, say)
-        if first == plan.total_steps:
+        if first >= plan.total_steps:
             return "complete"
         signals = stack.enter_context(stop_on_signal())
         stop = lambda: bool(signals)  # noqa: E731
@@ -111,8 +111,8 @@ def say_beginning(run: Run, parts: TrainerParts, say: Callable[[str], None]) -> 
     """Say where each draft stands, what it is, and how large a step is."""
     plan, total = parts.plan, parts.plan.total_steps
     for draft, trainer in zip(run.drafts, parts.trainers, strict=True):
-        if trainer.step == total:
-            say(f"already trained: {plural(total, 'step')} in {draft.folder}")
+        if trainer.step >= total:
+            say(f"already trained: {plural(trainer.step, 'step')} in {draft.folder}")
             continue
         if trainer.step:
             say(f"{draft.prefix}resuming from step {trainer.step} of {total}")

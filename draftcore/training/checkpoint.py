@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import digest, sync, write_atomic
+from draftcore.files import STEPS, digest, sync, write_atomic
 from draftcore.training.optimizer import full, shard_like
 from draftcore.training.ranks import SINGLE_RANK
 
@@ -131,16 +131,22 @@ def save(
             f"cannot write checkpoint {folder}: {error}\n"
             "  earlier checkpoints are intact; free space and run the same command to go on"
         ) from None
-    for old in sorted(root.glob(f"step-*/{MARK}"))[:-keep]:
+    for old in sorted(root.glob(f"{STEPS}/{MARK}"))[:-keep]:
         shutil.rmtree(old.parent)
     return folder
 
 
 def latest(root: Path) -> Checkpoint | None:
     """Return the newest complete checkpoint under `root`, if any."""
-    for folder in sorted(root.glob("step-*"), reverse=True):
+    for folder in sorted(root.glob(STEPS), reverse=True):
         if (folder / MARK).exists():
-            return open_checkpoint(folder)
+            opened = open_checkpoint(folder)
+            if folder.name == f"step-{opened.step:08d}":
+                return opened
+            raise UsageError(
+                f"{folder} holds the checkpoint of step {opened.step}\n"
+                "  give it the name of its step, or move it out of this folder"
+            )
         logger.warning("%s has no %s and is left out: it was not finished", folder, MARK)
     return None
 

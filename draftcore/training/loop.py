@@ -44,6 +44,7 @@ from draftcore.contracts.run import PlannedBatch, Ranks
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
+from draftcore.files import STEPS
 from draftcore.progress import Progress
 from draftcore.tensors import all_finite, largest_magnitude
 from draftcore.training import checkpoint
@@ -363,9 +364,12 @@ class Trainer:
         self.writer = ThreadPoolExecutor(1)
         self.writing: Future[Path] | None = None  # of a checkpoint; by rank 0
         if self.ranks.rank == 0:
-            for folder in self.checkpoints.glob("*step-*"):
-                if not (folder / checkpoint.MARK).exists():  # its process was killed as it wrote
-                    shutil.rmtree(folder)
+            for pattern in (STEPS, f".{STEPS}.tmp"):
+                for folder in self.checkpoints.glob(pattern):
+                    if not (
+                        folder / checkpoint.MARK
+                    ).exists():  # its process was killed as it wrote
+                        shutil.rmtree(folder)
         log = Path(os.devnull) if self.ranks.rank else self.setup.folder / "metrics.jsonl"
         self.log = MetricsLog(log, self.step)
 
@@ -481,6 +485,15 @@ class Trainer:
         Returns what an observer answered to stop the draft, on all ranks. Raises DraftcoreError where
         the gradient was not finite; the weights are as before.
         """
+        terms = [sums_of[term][1] for sums_of in sums for term in sums_of if isinstance(term, int)]
+        if self.step == 1 and terms and not any(terms):
+            self.step = 0
+            with self.ranks.raise_on_all():
+                raise DraftcoreError(
+                    "no row of the first step has a token to learn: its loss is of nothing\n"
+                    "  look at what is learned of them: `draftcore data show` marks it; a row's first tokens "
+                    "and those without a loss mask teach nothing"
+                )
         self.metrics, self.evaluation = {**self.previous_step.metrics, **ratios(sums), **timing}, ""
         epoch = self.metrics["epoch"] = (self.step - 1) // self.plan.steps_per_epoch + 1
         self.metrics["tokens_per_second"] = timing["tokens"] / timing["seconds"]

@@ -14,6 +14,8 @@ import pytest
 from draftcore_data.dataset import read_prompts
 from draftcore_sdk.targets import CHATML
 
+from draftcore.contracts.run import Prompts
+
 if TYPE_CHECKING:
     from tests.together.conftest import Project
 
@@ -42,7 +44,7 @@ def test_tomorrows_run_fits_todays_store_where_the_template_writes_the_date(
     project.cli("train", template, f"run={other}", "train.max_steps=1")
     told = list[str]()
 
-    def asked(*given: Any, date: str, **more: Any) -> list[list[int]]:
+    def asked(*given: Any, date: str, **more: Any) -> Prompts:
         told.append(date)
         return read_prompts(*given, date=date, **more)
 

@@ -51,7 +51,7 @@ def test_capture_train_eval_export(project: Project) -> None:
     assert again["acceptance_length"] == report["acceptance_length"]
     (draft,) = Run(load_config(project.yaml), load_plugins()).drafts
     trained = load_checkpoint(draft, find_checkpoint(draft, None)).module.state_dict()
-    exported = load_export(draft, project.run / "export").module.state_dict()
+    exported = load_export(draft, project.run / "export")[0].module.state_dict()
     assert trained.keys() == exported.keys()
     for name, tensor in trained.items():
         assert torch.equal(tensor, exported[name]), name

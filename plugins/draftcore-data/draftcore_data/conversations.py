@@ -147,8 +147,13 @@ def _tokens(where: str, row: Mapping[str, Any]) -> Rendered:
     ids, mask = _integers("input_ids", row["input_ids"]), _integers(key, row[key])
     lengths = f"{len(ids)} and {len(mask)}"
     _require(len(ids) == len(mask), "input_ids and its mask are not of one length", lengths)
-    mask = mask != (0 if key == "loss_mask" else IGNORED_LABEL)
-    return Rendered(where, ids.astype(np.int32), mask)
+    learned = mask != (0 if key == "loss_mask" else IGNORED_LABEL)
+    if key == "loss_mask":
+        _require((mask == learned).all(), "a loss_mask has other numbers than 0 and 1")
+    else:
+        same = (mask == ids)[learned].all()
+        _require(same, "labels are not the tokens of input_ids at their own places")
+    return Rendered(where, ids.astype(np.int32), learned)
 
 
 def _integers(key: str, values: Any) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.capture import Image, ImageProcessor, RowError
+from draftcore.contracts.run import Prompts
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import digest, read_sealed, sync, write_sealed
 from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR, BadRow, Rendered
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKEN = np.dtype([("id", "<i4"), ("learned", "?")])
+LONGER = "longer than"  # begins the reason of a row that is left out for its length
 CACHED_ROWS = 256  # that were checked: a row's tokens are asked for shortly before its mask is
 
 
@@ -70,8 +72,15 @@ class DataReport:
             lines.append(f"  {count:,} left out: {reason} ({named})")
         return "\n".join(lines)
 
-    def require_rows(self) -> None:
-        """Raise UsageError if no row was kept."""
+    def require_rows(self, share: float | str = "skip") -> None:
+        """Raise UsageError if no row was kept, or more than a share cannot be used; one always may."""
+        bad = sum(not row.reason.startswith(LONGER) for row in self.skipped)
+        if self.kept and isinstance(share, float) and bad > max(1, share * (self.kept + bad)):
+            raise UsageError(
+                f"{bad} of {self.kept + bad} rows cannot be used, more than data.bad_rows={share:g} allows\n"
+                f"{self.text()}\n"
+                "  correct them or what reads them, or leave them out all the same: data.bad_rows=skip"
+            )
         if self.kept:
             return
         first = "".join(f"  {bad}\n" for bad in self.skipped[:3])
@@ -120,6 +129,17 @@ class Dataset:
     def images(self, row: int) -> tuple[Image, ...]:
         """A row's images, in their order."""
         return self.all_images.get(row, ())
+
+    def answered(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Count the prompts, different ones, that a row answers."""
+        wanted = {np.array(prompt, "<i4").tobytes() for prompt in prompts}
+        lengths, found = {len(prompt) for prompt in prompts}, set[bytes]()
+        for end, length in zip(self._ends, self.lengths, strict=True):
+            row = self._tokens[end - length : end]
+            starts = np.flatnonzero(row["learned"][1:] & ~row["learned"][:-1]) + 1
+            for start in lengths.intersection(starts.tolist()):
+                found |= wanted & {row["id"][:start].tobytes()}
+        return len(found)
 
     def _read_row(self, row: int) -> NDArray[Any]:
         """Copy a row out of the file, and raise DraftcoreError if it is not what was written there."""
@@ -171,7 +191,7 @@ def build_dataset(
         report = DataReport(named(sources))
         rendered = render_all(renderer, itertools.islice(source.rows(), options.limit))
         samples = _write(partial, _keep(report_progress(rendered), options, report), renderer)
-        report.require_rows()
+        report.require_rows(options.bad_rows)
         meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
         meta["images_key"] = images_key(dict(samples["images"]), report, processor)
         marker.unlink(missing_ok=True)
@@ -198,7 +218,8 @@ def _keep(
     longest = options.max_length
     for row in rows:
         report.notes.update(getattr(row, "notes", {}))
-        policy, remedy = options.bad_rows, "correct it, or leave such rows out: data.bad_rows=skip"
+        policy: Any = options.bad_rows
+        remedy = "correct it, or leave such rows out: data.bad_rows=skip"
         if isinstance(row, Rendered):
             where, length, answered = row.where, len(row.token_ids), row.loss_mask.any()
             overlong = answered and length > longest
@@ -207,7 +228,7 @@ def _keep(
             if overlong and (row.images or options.overlong != "truncate"):
                 policy = "refuse" if options.overlong == "refuse" else "skip"
                 remedy = "raise data.max_length, or set data.overlong=truncate or skip"
-                row = BadRow(where, f"longer than {longest} tokens", f"{length} tokens")
+                row = BadRow(where, f"{LONGER} {longest} tokens", f"{length} tokens")
             elif row.loss_mask[:longest].any():
                 report.kept += 1
                 report.truncated += length > longest
@@ -293,29 +314,36 @@ def read_prompts(
     *,
     find: Find = open_lines,
     date: str = "",
-    report: DataReport | None = None,
-) -> list[list[int]]:
+) -> Prompts:
     """Read what at most `limit` conversations ask of the model in their last assistant turn.
 
-    A prompt over `max_length` tokens is left out, never cut: a cut one asks something else. What is
-    left out is printed on stderr, and is in `report`. Raises `UsageError` as `build_dataset` does, and
-    when no prompt is left.
+    A prompt over `max_length` tokens is left out, never cut: a cut one asks something else. So is one
+    that another row asks. What is left out is printed on stderr, and counted. Raises `UsageError` as
+    `build_dataset` does, and when no prompt is left.
     """
-    longest, report = options.max_length, report or DataReport(named(sources))
-    renderer, prompts = Renderer(tokenizer, options, date), list[list[int]]()
+    longest, report = options.max_length, DataReport(named(sources))
+    renderer, prompts = Renderer(tokenizer, options, date), dict[tuple[int, ...], None]()
     for row in read_conversations(sources, limit, find):
         try:
             if isinstance(row, BadRow):
                 raise RowError(row.reason, row.detail)
-            prompt = renderer.prompt_ids(row)
+            prompt = tuple(renderer.prompt_ids(row))
             if len(prompt) > longest:
                 reason = f"the prompt is longer than {longest} tokens"
                 raise RowError(reason, f"{len(prompt)} tokens")
-            prompts.append(prompt)
+            if prompt in prompts:
+                raise RowError("another row asks the same", f"{len(prompt)} tokens")
+            prompts[prompt] = None
         except RowError as error:
             report.skipped.append(BadRow(row.where, *error.args))
     report.kept = len(prompts)
     report.require_rows()
     if report.skipped:
         print(report.text(), file=sys.stderr)
-    return prompts
+    about = {
+        "data": report.source,
+        "data_digest": open_source(sources, find).key(),
+        "chat_template": renderer.template_hash,
+        "left_out": dict(Counter(bad.reason for bad in report.skipped)),
+    }
+    return Prompts(list(prompts), about)

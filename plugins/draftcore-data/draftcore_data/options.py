@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from draftcore.uris import require_no_secret
 
 Named = Annotated[str, Field(min_length=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
@@ -28,21 +29,31 @@ class DataOptions(Section):
         None, description="JSONL of conversations, hf:NAME?split=train, or a list of sources"
     )
     eval: Sources | None = Field(None, description="held-out conversations, in the same forms")
+    eval_on_train: bool = Field(
+        False, description="let data.eval be data.train: nothing is held out"
+    )
     chat_template: Named | None = Field(None, description="file in place of the target's template")
     template_options: dict[str, Any] = Field(
         {}, description="what the template is told, e.g. {enable_thinking: false}"
     )
     max_length: int = Field(2048, ge=2, le=10**7, description="longest sample, in tokens")
     last_turn_only: bool = Field(False, description="learn the last assistant turn only")
-    bad_rows: Literal["skip", "refuse"] = Field("skip", description="malformed rows")
+    bad_rows: Literal["skip", "refuse"] | Share = Field(
+        0.1, description="rows that cannot be used: left out, an error, or up to a share of all, or one"
+    )
     overlong: Literal["skip", "truncate", "refuse"] = Field("skip", description="rows too long")
     limit: int | None = Field(
         None, ge=1, le=10**9, description="read this many training rows at most"
     )
 
     @model_validator(mode="after")
-    def _names_no_secret(self) -> Self:
+    def _fits(self) -> Self:
         for key, sources in (("data.train", self.train), ("data.eval", self.eval)):
             for source in (sources,) if isinstance(sources, str) else sources or ():
                 require_no_secret(key, source if isinstance(source, str) else source.source)
+        if self.eval == self.train is not None and not self.eval_on_train:
+            raise ValueError(
+                "data.eval is data.train: a draft would be measured on what it learned\n"
+                "  name other conversations, or set data.eval_on_train=true"
+            )
         return self

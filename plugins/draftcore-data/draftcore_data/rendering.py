@@ -144,7 +144,9 @@ class Renderer:
         now = datetime.now().isoformat(timespec="seconds")
         self.date = (date or now) if "strftime_now" in self._template else ""
         self._date_macro = _date_macro(self._template, self.date) if self.date else ""
-        self.template_hash = hashlib.blake2b(self._template.encode(), digest_size=16).hexdigest()
+        told = f"\0{sorted(self._options.items())}" if self._options else ""
+        content = (self._template + told).encode()
+        self.template_hash = hashlib.blake2b(content, digest_size=16).hexdigest()
         self.added_tokens = tuple(filter(str.strip, tokenizer.get_added_vocab()))
         self._missing_header, self._text_arguments = "", False
         self._learn_template(config.chat_template or tokenizer.name_or_path)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import sys
-from collections import Counter
+from contextlib import suppress
 from typing import Any, Literal
 
 from draftcore.contracts.capture import ImageProcessor
 from draftcore.contracts.run import OpenRun, Prompts
 from draftcore.errors import UsageError
-from draftcore_data.dataset import DataReport, Dataset, build_dataset, date_of, read_prompts
+from draftcore_data.dataset import Dataset, build_dataset, date_of, read_prompts
 from draftcore_data.options import DataOptions, Sources
-from draftcore_data.sources import finder, named, open_source
+from draftcore_data.sources import finder, named
 
 
 class NoImages:
@@ -90,12 +90,11 @@ class Conversations:
         """Read the eval prompts, which are told the date of the training data."""
         sources = self.sources("eval")
         date = date_of(self.folder / "train") or date_of(self.folder / "eval")
-        report = DataReport(named(sources))
-        read = functools.partial(read_prompts, find=self.find, date=date, report=report)
-        prompts = read(sources, self.run.target.load_tokenizer(), limit or None, self.options)
-        about = {
-            "data": named(sources),
-            "data_digest": open_source(sources, self.find).key(),
-            "left_out": dict(Counter(bad.reason for bad in report.skipped)),
-        }
-        return Prompts(prompts, about)
+        tokenizer, limited = self.run.target.load_tokenizer(), limit or None
+        prompts = read_prompts(sources, tokenizer, limited, self.options, find=self.find, date=date)
+        with suppress(
+            ValueError, KeyError, OSError
+        ):  # there are no rows, or not as they were written
+            trained = Dataset(self.folder / "train").answered(prompts.token_ids)
+            return dataclasses.replace(prompts, about={**prompts.about, "trained_on": trained})
+        return prompts

@@ -242,13 +242,14 @@ def test_prompts_drop_the_last_answer_and_those_that_are_too_long_and_say_how_ma
     unasked = {"messages": chat("", "Welcome!")["messages"][1:]}
     rows = (chat("Hi", "Four."), NO_ANSWER, "{", unasked, LONG_QUESTION, chat("past the limit"))
     source = jsonl(*rows, {"input_ids": [7, 8, 9, 10, 11], "loss_mask": [0, 1, 0, 0, 1]})
-    prompt, same = read_prompts(source, chatml, 5, DataOptions(max_length=64))
-    assert read_prompts(source, chatml, None, DataOptions(max_length=64))[-1] == [7, 8, 9, 10]
-    assert prompt == same
+    options = DataOptions(max_length=64)
+    (prompt,) = read_prompts(source, chatml, 5, options).token_ids
+    assert read_prompts(source, chatml, None, options).token_ids[-1] == (7, 8, 9, 10)
     expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert chatml.decode(prompt, skip_special_tokens=False) == expected
     told = capsys.readouterr().err
-    assert "2 of 5 rows kept" in told
+    assert "1 of 5 rows kept" in told
+    assert "1 left out: another row asks the same" in told
     assert "1 left out: the prompt is longer than 64 tokens" in told
     with pytest.raises(UsageError, match=r"3 left out: the prompt is longer than 2 tokens"):
         read_prompts(source, chatml, 5, DataOptions(max_length=2))

@@ -7,6 +7,8 @@ from typing import Literal
 from draftcore_nn.options import DecoderOptions, Size
 from pydantic import Field
 
+from draftcore.contracts.offers import Free
+
 Loss = Literal[
     "ce", "dpace", "dpace_cumulative_confidence_only", "dpace_continuation_value_only"
 ]  # fmt: skip
@@ -60,7 +62,7 @@ class BackboneOptions(DecoderOptions):
         description="folder of an exported or published draft to start from; its shape, captured "
         "layers and mask token are taken over",
     )
-    num_drafts: Size | None = Field(
+    num_drafts: Free[Size | None] = Field(
         default=None,
         description="tokens proposed per round when decoding; by default, and at most, "
         "block_size - 1",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import closing, suppress
+from contextlib import closing
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import OpenCapture, OpenRun, RunEnded
@@ -12,7 +11,7 @@ from draftcore.stopping import stop_on_signal
 from draftcore_disagg.channel import PATIENCE, Json
 from draftcore_disagg.producer import produce
 from draftcore_disagg.queue import RemoteQueue
-from draftcore_disagg.queued import open_channel, queue_file
+from draftcore_disagg.queued import open_channel, queue_address
 
 
 def produce_features(run: OpenRun) -> tuple[str, str]:
@@ -26,9 +25,7 @@ def produce_features(run: OpenRun) -> tuple[str, str]:
         def find_queue() -> str:
             if stop:
                 raise RunEnded("asked to stop", "interrupted")
-            with suppress(FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-                return str(json.loads(queue_file(run).read_text())["address"])
-            return ""
+            return queue_address(run)
 
         def prepare(about: Json) -> tuple[OpenCapture, str]:
             request, theirs = FeatureRequest.from_json(about["request"]), str(about["provenance"])

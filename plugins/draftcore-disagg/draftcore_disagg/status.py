@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from draftcore.contracts.run import OpenRun
 from draftcore.errors import DraftcoreError
 from draftcore.uris import format_size
 from draftcore_disagg.queue import RemoteQueue
-from draftcore_disagg.queued import open_channel, queue_file
+from draftcore_disagg.queued import open_channel, queue_address
 
 LATEST = 20  # lines of metrics.jsonl that are looked at
+FIGURES = ("step", "loss", "seconds", "fetch_seconds", "tokens")  # of a line, that are shown
 PATIENCE = 10.0  # seconds that the trainer has to answer
 
 
@@ -37,10 +38,9 @@ def lines(run: OpenRun, seconds: float) -> Iterator[tuple[str, str]]:
             f"{last['step']}, loss {last['loss']:.4g}, {tokens:,.0f} tokens/s",
         )
         yield f"{draft.prefix}waits for features", f"{waits:.0%} of its time"
-    if not queue_file(run).exists():
+    if not (address := queue_address(run)):
         yield "queue", "none: the trainer captures for itself, or is not at work"
         return
-    address = str(json.loads(queue_file(run).read_text())["address"])
     with closing(open_channel(run).connect(lambda: address)) as client:
         before = asked(RemoteQueue(client), address)
         time.sleep(seconds)
@@ -58,11 +58,14 @@ def lines(run: OpenRun, seconds: float) -> Iterator[tuple[str, str]]:
 
 def latest(file: Path) -> list[dict[str, Any]]:
     """Return the last steps of a draft's metrics."""
-    try:
-        found = [json.loads(line) for line in file.read_text().splitlines()[-LATEST:]]
-    except OSError:
-        found = []
-    if steps := [line for line in found if "seconds" in line]:
+    steps = list[dict[str, Any]]()
+    with suppress(OSError):
+        for line in file.read_text(errors="replace").splitlines()[-LATEST:]:
+            with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn, or no step's
+                step = json.loads(line)
+                if all(isinstance(step[name], int | float) for name in FIGURES):
+                    steps.append(step)
+    if steps:
         return steps
     raise DraftcoreError(f"{file} has no step yet\n  start the run, or wait for its first step")
 

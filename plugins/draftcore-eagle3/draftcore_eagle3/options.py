@@ -7,6 +7,8 @@ from typing import Literal
 from draftcore_nn.options import DecoderOptions, Size
 from pydantic import Field
 
+from draftcore.contracts.offers import Free
+
 
 class Eagle3Options(DecoderOptions):
     """Options of the algorithm `eagle3`. What is left out is taken from the target."""
@@ -52,4 +54,4 @@ class Eagle3Options(DecoderOptions):
         description="folder of an exported or published draft to start from; its shape, captured "
         "layers and vocabulary mapping are taken over",
     )
-    num_drafts: Size = Field(default=7, description="tokens proposed per round when decoding")
+    num_drafts: Free[Size] = Field(default=7, description="tokens proposed per round when decoding")

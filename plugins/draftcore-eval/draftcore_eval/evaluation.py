@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from importlib_metadata import PackageNotFoundError, version
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun
 from draftcore.contracts.runner import DecodeRunner
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.progress import Progress
 from draftcore_eval.decode import evaluate_prompts
 from draftcore_eval.options import EvalOptions
@@ -46,19 +47,36 @@ class Decoding:
         """Return what decodes with the draft, whose weights may be updated in place meanwhile."""
         return self.runner.decode(self.run.target.load_model(), draft.drafter(built), built.module)
 
-    def evaluate(self, draft: OpenDraft, built: Draft, step: int) -> Report:
-        """Decode the eval prompts with a draft, for real. Raises UsageError without such prompts."""
+    def evaluate(self, draft: OpenDraft, built: Draft, origin: Mapping[str, Any]) -> Report:
+        """Decode the eval prompts with a draft, for real.
+
+        Raises UsageError without such prompts, and where they are written with another chat template
+        than the rows that the draft was trained on; DraftcoreError where nothing was drafted.
+        """
         run, options = self.run, self.options
         prompts = run.data.prompts(options.prompts or 0)
+        then, now = origin.get("chat_template"), prompts.about.get("chat_template")
+        if then and now and then != now:
+            raise UsageError(
+                "the eval prompts are written with another chat template, or other options of it, than "
+                "the rows that the draft was trained on\n"
+                "  set data.chat_template and data.template_options as in the run that trained it"
+            )
         device = run.target.load_model().device
         built.module.to(device).eval()
         ids = prompts.token_ids
         with Progress(len(ids), verb="decoding", every=options.batch) as progress:
             report = evaluate_prompts(self.decoder(draft, built), ids, options, progress.show)
+        if not report.rounds:
+            raise DraftcoreError(
+                f"the target ends its answer to each of {plural(len(ids), 'prompt')} with the first "
+                "token: nothing was drafted, so nothing was measured\n  evaluate on other prompts"
+            )
         about = {
             "draft": draft.label,
             "algorithm": draft.algorithm.offer.name,
-            "step": step,
+            "step": origin["step"],
+            "origin": dict(origin),
             "target": run.target.path,
             "target_fingerprint": run.target.fingerprint(),
             **prompts.about,
@@ -72,7 +90,7 @@ class Decoding:
         report = dataclasses.replace(report, about=about)
         more = draft.more_metrics(built, report.to_json())
         report = dataclasses.replace(report, more=more)
-        run.observers.evaluated(step=step, report=report.to_json(), draft=draft.label)
+        run.observers.evaluated(step=origin["step"], report=report.to_json(), draft=draft.label)
         return report
 
     def compare(self, reports: Mapping[str, Report], folder: Path) -> Sequence[str]:

@@ -7,6 +7,7 @@ plus the target's own token. The first token comes from the prompt's prefill and
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,12 +141,15 @@ class Report:
         if self.ties:
             lossless += f", {plural(len(self.ties), 'tie')} resolved"
         times = (self.draft_seconds, self.verify_seconds, self.plain_seconds)
+        prompts = f"{self.prompts} ({self.tokens} tokens in {self.rounds} rounds)"
+        if trained := self.about.get("trained_on"):
+            prompts += f"; {trained} of them were trained on"
         return [
             ("acceptance length", length),
             ("break-even length", pays),
             ("by position", "  ".join(f"{rate:.2f}" for rate in self.acceptance_by_position)),
             ("lossless", lossless if self.lossless else "not checked (sampling)"),
-            ("prompts", f"{self.prompts} ({self.tokens} tokens in {self.rounds} rounds)"),
+            ("prompts", prompts),
             ("draft / verify / plain step", " / ".join(f"{1e3 * t:.1f}" for t in times) + " ms"),
             *((name, f"{value:.4g}") for name, value in self.more.items()),
         ]
@@ -172,7 +176,8 @@ def plot(reports: Mapping[str, Report], file: Path) -> None:
     axes.set(xlabel="drafted position", ylabel="share of rounds accepted up to here", ylim=(0, 1))
     axes.set_title(" · ".join(title[len(reports) > 1 :]), fontsize="medium")
     axes.legend()
-    figure.savefig(file, dpi=144)
+    figure.savefig(drawn := io.BytesIO(), format="png", dpi=144)
+    write_atomic(file, drawn.getvalue())
 
 
 def comparison(reports: Mapping[str, Report]) -> list[str]:

@@ -30,8 +30,8 @@ def evaluate(
     with open_run(config, overrides, registry) as run:
         evaluation, reports = run.evaluation(), dict[str, Any]()
         for draft_run in run.chosen(draft, checkpoint=checkpoint, export=exported, out=out):
-            built, step = open_draft(draft_run, checkpoint, exported)
-            report = reports[draft_run.label] = evaluation.evaluate(draft_run, built, step)
+            built, origin = open_draft(draft_run, checkpoint, exported)
+            report = reports[draft_run.label] = evaluation.evaluate(draft_run, built, origin)
             folder = out or draft_run.folder / "eval"
             # Said first, as decoding took minutes and the disk may be full.
             named = [("draft", draft_run.label)] if draft_run.label else []

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from importlib_metadata import PackageNotFoundError, version
 from torch import Tensor
 
 from draftcore.contracts.store import StoreAway, StoreError
@@ -47,7 +48,10 @@ ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "10000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
 }
-PACKAGE = "mooncake-transfer-engine-non-cuda"
+BUILDS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+INSTALL = (
+    "pip install 'draftcore-mooncake[cuda]', or 'draftcore-mooncake[cpu]' where there is no CUDA 12"
+)
 FLOOR = "0.3.13"  # the first whose TCP port refuses addresses outside the lent memory
 NEEDED = ("setup", "setup_dummy", "close", "batch_remove", "batch_is_exist", "upsert_from")
 NEEDED_CONFIG = ("with_hard_pin", "preferred_segments", "soft_pin_action")  # the last: FLOOR
@@ -106,6 +110,11 @@ def load() -> Any:
     """Import the library and check what it can do. Raises UsageError with the remedy."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if len(here := _builds()) > 1:
+        raise UsageError(
+            f"two builds of Mooncake are installed, {' and '.join(here)}, and overwrite each other\n"
+            f"  pip uninstall {' '.join(here)}, then {INSTALL}"
+        )
     try:
         library = importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -124,7 +133,7 @@ def check(library: Any) -> None:
     if lacking:
         raise UsageError(
             f"this version of Mooncake is too old: it lacks {', '.join(lacking)}\n"
-            f"  pip install -U '{PACKAGE}>={FLOOR}'"
+            f"  pip install -U '{_builds()[0]}>={FLOOR}'"
         )
 
 
@@ -136,28 +145,32 @@ def package_folder() -> Path:
 def _import_problem(error: ImportError) -> str:
     text = str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("mooncake"):
-        return f"the store mooncake needs Mooncake's library\n  pip install {PACKAGE}"
-    if "libibverbs" in text or "librdmacm" in text:
+        return f"the store mooncake needs Mooncake's library, in one of its builds\n  {INSTALL}"
+    if any(library in text for library in ("libibverbs", "librdmacm", "libnl-")):
         return (
             f"Mooncake's library does not load, also for tcp: {text}\n"
-            "  apt-get install libibverbs1   (on RHEL: dnf install rdma-core)"
+            "  apt-get install libibverbs1, which brings libnl-3   (on RHEL: dnf install rdma-core)"
         )
     if "libcud" in text or "libnvidia" in text:
         return (
             f"this build of Mooncake is for another CUDA, or for one where there is none: {text}\n"
-            f"  uninstall the builds there are ({', '.join(_builds())}), "
-            f"then pip install {PACKAGE}"
+            f"  pip uninstall {' '.join(_builds())}, then pip install 'draftcore-mooncake[cpu]'"
         )
     return (
-        f"Mooncake's library does not load: {text}\n  there are the builds "
-        f"{', '.join(_builds())}: they overwrite each other; uninstall all, then install one"
+        f"Mooncake's library does not load: {text}\n"
+        f"  pip uninstall {' '.join(_builds())}, then {INSTALL}"
     )
 
 
 def _builds() -> list[str]:
-    from importlib_metadata import packages_distributions  # reads all metadata: for errors only
+    """Return the builds of the library that are installed; the first there is, where none is known."""
+    return [name for name in BUILDS if _version(name)] or [BUILDS[1]]
 
-    return sorted(set(packages_distributions().get("mooncake", []))) or ["none"]
+
+def _version(name: str) -> str:
+    with contextlib.suppress(PackageNotFoundError):
+        return version(name)
+    return ""
 
 
 # ---------------------------------------------------------------- a client

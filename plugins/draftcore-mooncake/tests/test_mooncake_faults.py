@@ -421,11 +421,15 @@ def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(store_uri: st
     [
         (
             ModuleNotFoundError("No module named 'mooncake'", name="mooncake"),
-            "pip install mooncake",
+            "pip install 'draftcore-mooncake[cuda]', or 'draftcore-mooncake[cpu]'",
         ),
         (ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibv"),
+        (ImportError("libnl-3.so.200: cannot open shared object file"), "which brings libnl-3"),
         (ImportError("libcudart.so.12: cannot open shared object file"), "another CUDA"),
-        (ImportError("store.so: undefined symbol: x"), "uninstall all, then install one"),
+        (
+            ImportError("store.so: undefined symbol: x"),
+            "pip uninstall mooncake-transfer-engine-non-cuda,",
+        ),
     ],
 )
 def test_a_library_that_does_not_load_is_one_sentence_and_a_remedy(
@@ -439,6 +443,17 @@ def test_a_library_that_does_not_load_is_one_sentence_and_a_remedy(
         MooncakeStore.open("mooncake://")
     assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_two_builds_that_overwrite_each_other_are_refused_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in engine.BUILDS:
+        (info := tmp_path / f"{name.replace('-', '_')}-1.0.dist-info").mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=f"pip uninstall {' '.join(engine.BUILDS)}, then"):
+        MooncakeStore.open("mooncake://")
 
 
 def test_an_old_library_is_refused_by_what_it_lacks() -> None:

@@ -22,6 +22,8 @@ from draftcore_sdk.running import open_run, small_algorithm
 from draftcore_sdk.suite import Suite, bound, offer_of
 from draftcore_sdk.workbench import Bench, snapshot
 
+ORIGIN = {"step": 3}  # of a draft that is measured
+
 
 class EvaluationSuite(Suite):
     """Standard tests of an evaluation: its reports, and that measuring changes nothing."""
@@ -69,7 +71,7 @@ class EvaluationSuite(Suite):
         self, bench: Bench, opened: tuple[OpenRun, Evaluation], tmp_path: Path
     ) -> None:
         run, evaluation = opened
-        report = evaluation.evaluate(run.drafts[0], bench.trained.draft, 3)
+        report = evaluation.evaluate(run.drafts[0], bench.trained.draft, ORIGIN)
         assert json.loads(json.dumps(report.to_json(), allow_nan=False)), "it says nothing"
         lines = report.lines()
         assert lines
@@ -84,7 +86,7 @@ class EvaluationSuite(Suite):
         """Of an evaluation that decodes, as an acceptance length says that it does."""
         run, evaluation = opened
         draft, model = bench.trained.draft, run.target.load_model()
-        if "acceptance_length" not in evaluation.evaluate(run.drafts[0], draft, 3).to_json():
+        if "acceptance_length" not in evaluation.evaluate(run.drafts[0], draft, ORIGIN).to_json():
             pytest.skip("it does not report an acceptance length: it need not decode")
         own = model.generate
 
@@ -93,7 +95,7 @@ class EvaluationSuite(Suite):
 
         monkeypatch.setattr(model, "generate", another)
         with pytest.raises(DraftcoreError):
-            evaluation.evaluate(run.drafts[0], draft, 3)
+            evaluation.evaluate(run.drafts[0], draft, ORIGIN)
 
     def test_a_draft_that_was_measured_is_as_it_was(
         self, bench: Bench, opened: tuple[OpenRun, Evaluation]
@@ -101,20 +103,20 @@ class EvaluationSuite(Suite):
         run, evaluation = opened
         draft = bench.build()
         before = snapshot(draft)
-        evaluation.evaluate(run.drafts[0], draft, 3)
+        evaluation.evaluate(run.drafts[0], draft, ORIGIN)
         require_same_bits(snapshot(draft), before, "measured, ")
         assert all(p.grad is None for p in draft.module.parameters()), "it leaves gradients"
 
     def test_without_prompts_it_refuses(self, bench: Bench, tmp_path: Path) -> None:
         opened = self.opened_with(bench, tmp_path, held_out=False)
         with opened as (run, evaluation), pytest.raises(UsageError):
-            evaluation.evaluate(run.drafts[0], bench.build(), 3)
+            evaluation.evaluate(run.drafts[0], bench.build(), ORIGIN)
 
     def test_several_drafts_are_compared_by_label(
         self, bench: Bench, opened: tuple[OpenRun, Evaluation], tmp_path: Path
     ) -> None:
         run, evaluation = opened
-        report = evaluation.evaluate(run.drafts[0], bench.trained.draft, 3)
+        report = evaluation.evaluate(run.drafts[0], bench.trained.draft, ORIGIN)
         text = "\n".join(evaluation.compare({"mine": report, "theirs": report}, tmp_path))
         assert "mine" in text
         assert "theirs" in text

@@ -29,7 +29,7 @@ from draftcore.contracts.algorithm import Draft, Drafter
 from draftcore.contracts.run import OpenDraft, OpenRun
 from draftcore.contracts.target import decoder_model
 from draftcore.errors import UsageError
-from draftcore.files import EXPORT, read_sealed
+from draftcore.files import EXPORT, STEPS, read_sealed
 from draftcore_tools.served import Host
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def find_folder(export: Path, manifest: Mapping[str, Any], run: Path | None) -> 
     An export lies in the folder of its run, unless that is named.
     """
     named = run if run is not None else export.resolve().parent
-    steps = sorted(file.parent for file in named.glob(f"checkpoints/step-*/{MARK}"))
+    steps = sorted(file.parent for file in named.glob(f"checkpoints/{STEPS}/{MARK}"))
     if (named / MARK).is_file():
         steps = [named]
     elif "step" in manifest:
@@ -162,7 +162,8 @@ def prompts_of(run: OpenRun, source: str | None, date: str) -> list[list[int]]:
     rows, tokenizer = conversations(run), run.target.load_tokenizer()
     options = rows.options.model_copy(update={"max_length": LONGEST})
     if source is not None:
-        return read_prompts(source, tokenizer, PROMPTS, options, find=rows.find, date=date)
+        read = read_prompts(source, tokenizer, PROMPTS, options, find=rows.find, date=date)
+        return [list(prompt) for prompt in read.token_ids]
     renderer = Renderer(tokenizer, options, date)
     asked = [{"role": "user", "content": text} for text in QUESTIONS]
     return [renderer.prompt_ids(Conversation("", (message,))) for message in asked]

@@ -270,7 +270,7 @@ def test_one_flipped_bit_of_a_weight_is_found_though_nothing_is_drafted_otherwis
     data[len(data) - len(data) % 4 - 4] ^= 1  # the last of a number's
     file.write_bytes(data)
     for verdict in run.verify(status=1):
-        assert verdict["divergence"]["check"] == "weights"
+        assert verdict["divergence"]["check"] == "files"
         assert "model.safetensors was altered" in verdict["divergence"]["what"]
 
 
