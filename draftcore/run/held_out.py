@@ -57,7 +57,7 @@ def open_held_out(run: Run, features: Features, date: str) -> Callable[..., Held
 
     evaluation, more = run.evaluation() if train.eval_prompts else None, {}
     if evaluation is not None:
-        more = {draft.label: evaluation.in_training(draft.open) for draft in run.drafts}
+        more = {draft.label: evaluation.in_training(draft) for draft in run.drafts}
     device = run.ranks.device(train.device)
 
     def of_draft(setup: DraftSetup, draft: DraftRun) -> HeldOut:

@@ -220,7 +220,7 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
     source: BatchSource | None = None
     if role != "both" and not features.complete:
         bound = run.bind("batches", name := config.batches)
-        source = bound.hook.batches(name=name, run=run.open)
+        source = bound.hook.batches(name=name, run=run)
     prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
     held_batches = (prefetch + 1) * ranks.size
     parts = TrainerParts(
