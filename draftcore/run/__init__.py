@@ -26,7 +26,6 @@ from draftcore.contracts.run import (
     Evaluation,
     OpenDraft,
     OpenRun,
-    PlannedBatch,
     Ranks,
     RunSamples,
     Samples,
@@ -230,7 +229,7 @@ class Run(OpenRun):
         rows = range(len(samples.feature_ids)) if samples and self.target.images else ()
         with_images = (row for row in rows if samples and samples.images(row))
         if samples and (row := next(with_images, None)) is not None:
-            trial = batch_of(PlannedBatch(0, 0, 0, 0, 0, (row,)), samples, samples.feature_ids, {})
+            trial = batch_of(0, (row,), samples)
             with ExitStack() as failed:
                 failed.callback(checked.close)
                 with suppress(BadRows):  # a target whose images it cannot capture is refused now
