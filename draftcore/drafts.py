@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,21 +16,29 @@ from draftcore.contracts.offers import FREE
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import EXPORT, digest, read_sealed, require_exported, write_sealed
 from draftcore.run import DraftRun
-from draftcore.training.checkpoint import Checkpoint
 
 
-def find_checkpoint(draft: DraftRun, folder: Path | None) -> Checkpoint:
-    """The named checkpoint, or the newest of the draft, which has the options it was trained with then.
+def load_checkpoint(draft: DraftRun, folder: Path | None) -> tuple[Draft, dict[str, Any]]:
+    """Rebuild a draft from the named checkpoint or the newest, on the CPU in fp32; and say what it is.
 
-    Raises UsageError where it does not fit: it fits a run of the same algorithm, options as far as they
-    are set, and target, with its plugins installed.
+    See `open_draft`. Raises UsageError where there is none, or one of another run.
     """
     checkpoint = draft.checkpoint(folder)
     if checkpoint is None:
         root = draft.folder / "checkpoints"
         raise UsageError(f"no finished checkpoint in {root}\n  run `draftcore train` first")
-    take_options(draft, checkpoint.folder, origin_of(checkpoint))
-    return checkpoint
+    state = checkpoint.state
+    origin = {
+        **{key: state[key] for key in ("step", "samples_seen", "plugins")},
+        "target": state["config"]["target"].get("path", ""),
+        "target_fingerprint": state["target"],
+        "algorithm": state["config"]["algorithm"],
+        "chat_template": state["data"].get("chat_template", ""),
+    }
+    take_options(draft, checkpoint.folder, origin)
+    built = draft.build(DataSummary.from_json(state["data"]))
+    checkpoint.load_draft(built)
+    return built, {"checkpoint": str(checkpoint.folder), **origin}
 
 
 def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> None:
@@ -44,19 +53,21 @@ def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> No
             f"{folder} holds a draft of algorithm {theirs['name']!r}, the configuration says "
             f"{choice.name!r}\n  set algorithm.name and its options as in the run that wrote it"
         )
-    trained = draft.run.bind("algorithm", choice.name, theirs["options"], choice.plugin)
-    then, now = (bound.options.model_dump() for bound in (trained, draft.algorithm))
-    fields = type(draft.options).model_fields
-    free = [name for name in choice.options if FREE in fields[name].metadata]
+    bind = functools.partial(draft.run.bind, "algorithm", choice.name, plugin=choice.plugin)
+    then, now = (
+        options.model_dump() for options in (bind(theirs["options"]).options, draft.options)
+    )
+    fields, given = type(draft.options).model_fields, choice.options
+    free = {name: given[name] for name in given if FREE in fields[name].metadata}
     changed = [
         f"algorithm.options.{name}: {then[name]!r} then, {now[name]!r} now"
-        for name in choice.options
-        if then[name] != now[name] and name not in free
+        for name in given.keys() - free.keys()
+        if then[name] != now[name]
     ]
     if changed:
         raise UsageError(
             f"{folder} was trained with other options\n  "
-            + "\n  ".join(changed)
+            + "\n  ".join(sorted(changed))
             + "\n  leave them out: a trained draft brings its own"
         )
     if origin["target_fingerprint"] != target.fingerprint():
@@ -65,16 +76,8 @@ def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> No
             f"  fingerprint {origin['target_fingerprint']} then, {target.fingerprint()} now\n"
             f"  it was {origin['target']!r}: set target.path to that model"
         )
-    options = {**theirs["options"], **{name: choice.options[name] for name in free}}
-    draft.algorithm = draft.run.bind("algorithm", choice.name, options, choice.plugin)
+    draft.algorithm = bind({**theirs["options"], **free})
     draft.options = draft.algorithm.options
-
-
-def load_checkpoint(draft: DraftRun, checkpoint: Checkpoint) -> Draft:
-    """Rebuild a checkpoint's draft, on the CPU in fp32."""
-    built = draft.build(DataSummary.from_json(checkpoint.state["data"]))
-    checkpoint.load_draft(built)
-    return built
 
 
 def open_draft(
@@ -82,47 +85,37 @@ def open_draft(
 ) -> tuple[Draft, Mapping[str, Any]]:
     """Open a draft to be evaluated: the newest checkpoint, a named one, or an export.
 
-    With it comes what it is: its `step`, 0 where nobody knows, and what `origin_of` says; its
-    `checkpoint`, or the folder of its `export` with the digests of the `files` there.
+    With it comes what it is: its `step`, 0 where nobody knows, its algorithm, target and chat template;
+    its `checkpoint`, or the folder of its `export` with the digests of the `files` there. An export is
+    read as servers would, and raises as `require_exported` does; its manifest brings its options.
     """
     if exported is None:
-        opened = find_checkpoint(draft, checkpoint)
-        about = {"checkpoint": str(opened.folder), **origin_of(opened)}
-        return load_checkpoint(draft, opened), about
+        return load_checkpoint(draft, checkpoint)
     if checkpoint is not None:
         raise UsageError("--checkpoint and --export were both given\n  name one draft to evaluate")
-    return load_export(draft, exported)
-
-
-def load_export(draft: DraftRun, folder: Path) -> tuple[Draft, Mapping[str, Any]]:
-    """Read a draft from a serving layout, as servers would; raises as `require_exported` does.
-
-    One with a manifest brings its options, and is of this target. See `open_draft`.
-    """
-    if not (folder / "config.json").exists():
-        raise UsageError(f"{folder} holds no config.json\n  name a folder that `export` wrote")
-    require_exported(folder)
-    about: dict[str, Any] = {"step": 0}
-    if (manifest := folder / EXPORT).exists():
-        take_options(draft, folder, about := read_sealed(manifest))
+    if not (exported / "config.json").exists():
+        raise UsageError(f"{exported} holds no config.json\n  name a folder that `export` wrote")
+    require_exported(exported)
+    if (manifest := exported / EXPORT).exists():
+        take_options(draft, exported, about := read_sealed(manifest))
     else:
-        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        about["files"] = {file.relative_to(folder).as_posix(): digest(file) for file in files}
-    hook, target = draft.algorithm.hook, draft.run.target
-    built = hook.import_draft(folder=folder, target=target, options=draft.options)
-    return built, {"export": str(folder), **about}
+        about = {"step": 0, "files": digests(exported)}
+    hook, target, options = draft.algorithm.hook, draft.run.target, draft.options
+    built = hook.import_draft(folder=exported, target=target, options=options)
+    return built, {"export": str(exported), **about}
 
 
-def export(
-    draft: DraftRun, checkpoint: Checkpoint, folder: Path, layout: str, *, force: bool = False
-) -> Path:
+def write_export(
+    draft: DraftRun, checkpoint: Path | None, folder: Path, layout: str, *, force: bool = False
+) -> int:
     """Write a checkpoint's draft for servers, with a manifest of where it came from and of its files.
 
-    The folder appears whole or not at all, and is read by whom the umask lets read. It holds no path
-    of this machine. Raises UsageError for one that holds something, unless it is an export and
-    `force` replaces it, and for a layout that the algorithm does not offer; DraftcoreError where it
+    Returns its step. The folder appears whole or not at all, and is read by whom the umask lets read. It
+    holds no path of this machine. Raises UsageError for one that holds something, unless it is an export
+    and `force` replaces it, and for a layout that the algorithm does not offer; DraftcoreError where it
     cannot be written.
     """
+    built, origin = load_checkpoint(draft, checkpoint)
     offers = sorted(name for name in draft.algorithm.capabilities if name.startswith("layout:"))
     if f"layout:{layout}" not in offers:
         names = ", ".join(name.removeprefix("layout:") for name in offers)
@@ -134,18 +127,17 @@ def export(
     if folder.exists() and any(folder.iterdir()) and not replaced:
         remedy = "choose another folder with --out, or empty it; --force replaces an export"
         raise UsageError(f"{folder} is not empty\n  {remedy}")
-    built, origin = load_checkpoint(draft, checkpoint), without_paths(origin_of(checkpoint))
+    del origin["checkpoint"]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
             (partial := Path(beside, "export")).mkdir()
             hook, options = draft.algorithm.hook, draft.options
             hook.export_draft(draft=built, folder=partial, layout=layout, options=options)
-            files, manifest = [f for f in partial.rglob("*") if f.is_file()], partial / EXPORT
-            digests = {file.relative_to(partial).as_posix(): digest(file) for file in files}
-            write_sealed(manifest, {**origin, "files": digests})
-            for file in files:  # safetensors' own are for the user alone
-                file.chmod(manifest.stat().st_mode)
+            files, manifest = digests(partial), partial / EXPORT
+            write_sealed(manifest, {**without_paths(origin), "files": files})
+            for name in files:  # safetensors' own are for the user alone
+                (partial / name).chmod(manifest.stat().st_mode)
             if replaced:
                 folder.rename(partial.with_name("replaced"))
             partial.rename(folder)  # also onto an empty folder
@@ -156,19 +148,13 @@ def export(
             f"cannot write the export to {folder}: {why}\n"
             "  free space there, or choose another folder with --out"
         ) from None
-    return folder
+    return int(origin["step"])
 
 
-def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Say what a trained draft comes from: its run's target, algorithm, plugins and progress."""
-    state = checkpoint.state
-    return {
-        **{key: state[key] for key in ("step", "samples_seen", "plugins")},
-        "target": state["config"]["target"].get("path", ""),
-        "target_fingerprint": state["target"],
-        "algorithm": state["config"]["algorithm"],
-        "chat_template": state["data"].get("chat_template", ""),
-    }
+def digests(folder: Path) -> dict[str, str]:
+    """Return the digest of each file in a folder, by its path there."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): digest(file) for file in files}
 
 
 def without_paths(value: Any) -> Any:

@@ -11,7 +11,6 @@ Where the target runs is left out: features captured on a GPU may be trained on 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from draftcore.contracts.offers import SAME_FEATURES
@@ -19,32 +18,8 @@ from draftcore.contracts.offers import SAME_FEATURES
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from draftcore.config import RunConfig
-    from draftcore.contracts.capture import FeatureRequest
-    from draftcore.contracts.target import TargetSpec
 
-
-def provenance(
-    target: TargetSpec, request: FeatureRequest, config: RunConfig, options: BaseModel | None,
-    more: Mapping[str, Any],
-) -> str:  # fmt: skip
-    """Describe features of this request, made by the configured capture with these options, and `more`."""
-    settings: dict[str, Any] = {
-        "target": target.fingerprint(),
-        "target.dtype": str(target.dtype).removeprefix("torch."),
-        "features": request.names,
-        "capture.dtype": request.dtype,
-        "capture": config.capture.name,
-        "train.batch": config.train.batch,
-    }
-    if request.topk:
-        settings["topk"] = request.topk
-    if chosen := choices(options):
-        settings["capture.options"] = chosen
-    return json.dumps({**settings, **more}, sort_keys=True)
-
-
-def choices(options: BaseModel | None) -> dict[str, Any]:
+def changed_options(options: BaseModel | None) -> dict[str, Any]:
     """The options that change features, where they are not at their defaults."""
     if options is None:
         return {}

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from draftcore.contracts.algorithm import (
     Stop,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.run import PlannedBatch, Ranks
+from draftcore.contracts.run import Loaded, PlannedBatch, Ranks
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
@@ -54,13 +54,6 @@ from draftcore.training.metrics import MetricsLog, Sums, fetch, ratios, totals, 
 from draftcore.training.optimizer import build_optimizer, full, learning_rate, local, scale_and_clip
 
 MAX_WEIGHT = 1e6  # magnitude: what learns stays orders below, and a step from beyond may fail
-
-
-class Batch(Protocol):
-    """A batch that a loader yielded."""
-
-    planned: PlannedBatch
-    samples: list[Sample]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +99,10 @@ class StepStatus:
 
 
 def train(
-    plan: Plan,
-    trainers: Sequence[Trainer],
-    batches: Iterator[Batch],
-    *,
-    ranks: Ranks,
-    skipped: Skipped,
-    stop: Callable[[], bool],
-    release_batch: Callable[[], None],
-    finished: Callable[[int], None],
-    status_line: Callable[[], str],
-) -> tuple[str, dict[str, Exception], dict[str, Stop]]:
+    plan: Plan, trainers: Sequence[Trainer], batches: Iterator[Loaded], *, ranks: Ranks,
+    skipped: Skipped, stop: Callable[[], bool], release_batch: Callable[[], None],
+    finished: Callable[[int], None], status_line: Callable[[], str],
+) -> tuple[str, dict[str, Exception], dict[str, Stop]]:  # fmt: skip
     """Train until the plan ends, `stop` says so or observers have stopped every draft.
 
     Returns `complete`, `stopped`, `interrupted` or `failed`, and by label drafts' errors and stops.
@@ -197,7 +183,7 @@ class Drafts:
             trainer.finish_pending_save()
 
     def forward_backward(
-        self, trainers: Sequence[Trainer], step: Sequence[PlannedBatch], batches: Iterator[Batch]
+        self, trainers: Sequence[Trainer], step: Sequence[PlannedBatch], batches: Iterator[Loaded]
     ) -> tuple[bool, float]:
         """Add up the gradients of this rank's batches of a step; all ranks take as many passes.
 
@@ -304,25 +290,24 @@ class Trainer:
         self.built.module.to(self.device)
         if last is not None:
             last.load_draft(self.built, self.ranks)
-        self.shard()
+        setup, evaluated = self.setup, self.evaluate is not None
+        self.sharded: Any = None  # also where a single rank is to shard it
+        if self.config.shard:
+            self.sharded = self.ranks.shard(
+                setup.hook, self.built, setup.options, evaluated, checkpoint.trained_tensors
+            )
         self.make_optimizer()
         saved = last.load_optimizer(self.optimizer, self.built.module, self.ranks) if last else {}
         self.seed(saved)
-        self.compile()
+        steps, asked = self.plan.total_steps - self.step, self.config.compile
+        repays = self.device.type == "cuda" and steps >= MIN_STEPS_TO_COMPILE
+        wanted = setup.compiles and (repays if asked == "auto" else asked)
+        self.compiled = Compiled(self.built.module) if wanted else None
         self.open_log()
         hooks = ("gradients_ready", "step_finished", "evaluated")
         self.hooks_to_ask = self.ranks.on_rank0(  # where observers are
             lambda: [name for name in hooks if getattr(self.observers, name).get_hookimpls()]
         )
-
-    def shard(self) -> None:
-        """Shard the draft over the ranks where that is asked for."""
-        self.sharded: Any = None
-        if self.config.shard and self.ranks.size > 1:
-            setup, evaluated = self.setup, self.evaluate is not None
-            self.sharded = self.ranks.shard(
-                setup.hook, self.built, setup.options, evaluated, checkpoint.trained_tensors
-            )
 
     def make_optimizer(self) -> None:
         """Make the algorithm's optimizer, or AdamW, and the gradients that it reads."""
@@ -352,13 +337,6 @@ class Trainer:
         self.random = RandomState(self.device, saved)
         self.rng_after_step = self.random.tensors
 
-    def compile(self) -> None:
-        """Compile the draft where its algorithm can be and that is asked for, or repays."""
-        steps, asked = self.plan.total_steps - self.step, self.config.compile
-        repays = self.device.type == "cuda" and steps >= MIN_STEPS_TO_COMPILE
-        wanted = self.setup.compiles and (repays if asked == "auto" else asked)
-        self.compiled = Compiled(self.built.module) if wanted else None
-
     def open_log(self) -> None:
         """Open metrics.jsonl, on rank 0, and what writes checkpoints."""
         self.writer = ThreadPoolExecutor(1)
@@ -373,7 +351,7 @@ class Trainer:
         log = Path(os.devnull) if self.ranks.rank else self.setup.folder / "metrics.jsonl"
         self.log = MetricsLog(log, self.step)
 
-    def accumulate(self, batch: Batch | None, *, last: bool) -> None:
+    def accumulate(self, batch: Loaded | None, *, last: bool) -> None:
         """Add a batch's gradient to the step's; none, or one whose rows were all skipped, adds nothing."""
         self.current_step.samples = batch.samples if batch is not None else ()
         if batch is not None and batch.samples:

@@ -37,13 +37,8 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW with eps 1e-8; the rate is set at every step."""
     fused = all(p.is_cuda for group in groups for p in group["params"])
-    return torch.optim.AdamW(
-        [dict(group) for group in groups],
-        lr=0.0,
-        betas=betas,
-        weight_decay=weight_decay,
-        fused=fused,
-    )
+    settings: Any = {"betas": betas, "weight_decay": weight_decay, "fused": fused}
+    return torch.optim.AdamW([dict(group) for group in groups], lr=0.0, **settings)
 
 
 @torch.no_grad()

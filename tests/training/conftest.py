@@ -26,7 +26,7 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.run import PlannedBatch, Ranks
+from draftcore.contracts.run import Loaded, Ranks
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.plugins.binding import observers
@@ -128,12 +128,6 @@ def registry_of(*plugins: object) -> Registry:
         Plugin(type(one).__name__.lower(), "", "", "", loose=True, instance=one) for one in plugins
     ]
     return Registry(made)
-
-
-@dataclass
-class Batch:
-    planned: PlannedBatch
-    samples: list[Sample]
 
 
 class Run:
@@ -240,16 +234,16 @@ class Run:
 
     def step_on(self, rows: Sequence[int]) -> None:
         """Take the first step, on these rows as its only batch."""
-        batch = Batch(self.plan.step(0)[0], [self.sample(row, 1) for row in rows])
+        batch = Loaded(self.plan.step(0)[0], [self.sample(row, 1) for row in rows])
         self.trainers[0].accumulate(batch, last=True)
         self.trainers[0].update(1)
 
     # ------------------------------------------------------------ as a loader
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Loaded]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Loaded:
         if self.read >= self.dry_after:
             raise StopIteration
         planned = next(self.uses)
@@ -258,7 +252,7 @@ class Run:
             if row in self.bad and row not in self.skipped:
                 self.skipped.add({row: self.bad[row]})
         rows = [row for row in planned.rows if row not in self.skipped]
-        return Batch(planned, [self.sample(row, planned.epoch) for row in rows])
+        return Loaded(planned, [self.sample(row, planned.epoch) for row in rows])
 
     def release(self) -> None:
         self.released += 1
