@@ -84,10 +84,10 @@ def test_prompts_are_what_they_are_said_to_be(project: Project) -> None:
     said = project.cli("eval", f"data.eval={train}", ok=False).output
     assert "data.eval is data.train" in said
     rows = Path(train).read_text().splitlines()[:2]
-    held_out.write_text("\n".join([held_out.read_text().strip(), *rows, *rows * 9]) + "\n")
+    held_out.write_text("\n".join([*rows, rows[0].replace("q0?", "another?"), *rows * 9]) + "\n")
     report = json.loads(project.cli("eval", "--json").stdout)
     about = report["about"]
-    assert (report["prompts"], about["trained_on"]) == (5, 2)
+    assert (report["prompts"], about["trained_on"]) == (3, 2)
     assert about["left_out"] == {"another row asks the same": 18}
     (project.folder / "other.jinja").write_text("Now:\n" + CHATML)
     other = f"data.chat_template={project.folder / 'other.jinja'}"
@@ -109,7 +109,7 @@ def test_a_run_that_has_nothing_to_learn_ends_with_its_first_step(
     tmp_path: Path, new_project: NewProject
 ) -> None:
     project = new_project(tmp_path, store="auto", data={"eval": None})
-    row = {"input_ids": [30, 31, 32, 33], "loss_mask": [1, 0, 0, 0]}
+    row = {"input_ids": [30, 31, 32, 33], "loss_mask": [0, 0, 0, 1]}
     (tmp_path / "train.jsonl").write_text(8 * (json.dumps(row) + "\n"))
     said = project.cli("train", ok=False)
     assert (said.exit_code, "no row of the first step has a token to learn" in said.output) == (
