@@ -22,14 +22,7 @@ from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Kind
-from draftcore.contracts.run import (
-    Evaluation,
-    OpenDraft,
-    OpenRun,
-    Ranks,
-    RunSamples,
-    Samples,
-)
+from draftcore.contracts.run import Evaluation, OpenDraft, OpenRun, Ranks, RunSamples, Samples
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import FeatureStore
 from draftcore.data.samples import batch_of
@@ -41,7 +34,6 @@ from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
 from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
-from draftcore.training.loop import DraftSetup
 from draftcore.training.ranks import SINGLE_RANK
 
 Role = Literal["both", "trainer"]
@@ -298,19 +290,6 @@ class DraftRun(OpenDraft):
         torch.manual_seed(self.config.train.seed)
         return self.algorithm.hook.build_draft(
             target=self.run.target, data=summary, options=self.options
-        )
-
-    def setup(self, about: Mapping[str, Any]) -> DraftSetup:
-        """The draft as training needs it; `about` is what its checkpoints keep of the run."""
-        compiles = "compile" in self.algorithm.capabilities and not self.config.train.shard
-        if self.config.train.compile is True and not compiles:
-            raise UsageError(
-                f"train.compile is on, and the algorithm {self.choice.name!r} has no capability compile, "
-                "or train.shard is on\n  leave it out: auto compiles what can be"
-            )
-        hook, request = self.algorithm.hook, self.request()
-        return DraftSetup(
-            self.label, self.folder, self.config, hook, self.options, request, about, compiles
         )
 
     def drafter(self, draft: Draft) -> Drafter:

@@ -86,7 +86,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         run.observers.run_started(run=run.folder, config=config, total_steps=plan.total_steps)
         try:
             reason, failed, stopped = train_loop(
-                plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
+                plan, trainers, loader, skipped=parts.skipped, stop=stop,
                 release_batch=loader.release_batch,
                 finished=elsewhere.finished if elsewhere else lambda position: None,
                 status_line=elsewhere.status if elsewhere else str,
@@ -260,15 +260,14 @@ def open_trainers(
         about = {
             "run_id": run_id,
             "target": run.target.fingerprint(),
-            "width": run.width,
             "features": features.provenance,
             "data": data,
             "plugins": run.manifest([draft], *shared),
         }
-        setup, built = draft.setup(about), draft.build(DataSummary.from_json(data))
-        evaluate = functools.partial(held_out.evaluate, draft, setup) if held_out else None
+        built = draft.build(DataSummary.from_json(data))
+        evaluate = functools.partial(held_out.evaluate, draft) if held_out else None
         trainer = Trainer(
-            setup, built, run.ranks, parts.plan, parts.skipped, run.observers, evaluate, checkpoint
+            draft, draft.request(), about, built, parts.plan, parts.skipped, evaluate, checkpoint
         )
         parts.trainers.append(trainer)
 
@@ -324,9 +323,7 @@ def read_run_id(folder: Path) -> str:
 
 
 @contextmanager
-def open_batches(
-    parts: TrainerParts,
-) -> Iterator[tuple[Iterable[Loaded | None], Batches | None]]:
+def open_batches(parts: TrainerParts) -> Iterator[tuple[Iterable[Loaded | None], Batches | None]]:
     """Open this rank's batches, and return them twice where other processes capture them."""
     if parts.source is not None:
         with parts.source.open(parts.needed()) as batches:
