@@ -66,7 +66,8 @@ class HeldOut:
         Works on rank 0 alone.
         """
         was_training, outputs, size = built.module.training, [], draft.config.train.batch
-        hook, options, request = draft.algorithm.hook, draft.options, draft.request()
+        hook, request = draft.algorithm.hook, draft.request()
+        asked = {"draft": built, "context": context, "options": draft.options}
         devices = [self.device] if self.device.type == "cuda" else []
         for device in devices:
             torch.cuda.synchronize(device)  # a capture may be under way, by the same target
@@ -76,11 +77,7 @@ class HeldOut:
                 for start in range(0, len(self.samples), size):
                     some = self.samples[start : start + size]
                     batch = collate(draft, request, some, self.device)
-                    outputs.append(
-                        hook.forward_loss(
-                            draft=built, batch=batch, context=context, options=options
-                        )
-                    )
+                    outputs.append(hook.forward_loss(batch=batch, **asked))
             report = dict[str, Any](ratios([fetch(totals(outputs))()]))
             if measure := self.more.get(draft.label):
                 report |= measure(built)
