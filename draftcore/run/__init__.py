@@ -156,7 +156,9 @@ class Run(OpenRun):
         """Bind what a section of the configuration selects; one that is read twice is bound once."""
         key = kind, section.model_dump_json()
         if key not in self.selected:
-            self.selected[key] = self.bind(kind, section.name, section.options, section.plugin)
+            beside = type(section).model_fields if isinstance(section, Selection) else ()
+            choice, extras = (kind, section.name, section.options), self.config.plugins
+            self.selected[key] = bind(self.registry, *choice, extras, section.plugin, beside)
         return self.selected[key]
 
     def offered(self, kind: Kind) -> Mapping[str, frozenset[str]]:
