@@ -47,7 +47,7 @@ class Plugin:
     fix: str = ""
     offers: tuple[Offer, ...] = ()
     hooks: tuple[str, ...] = ()
-    verbs: tuple[Any, ...] = field(default=(), repr=False)  # click commands
+    verbs: Mapping[str, Any] = field(default_factory=dict, repr=False)  # click commands, by name
     import_ms: float = 0.0
     instance: Any = field(default=None, repr=False)
     dropped: bool = False  # an observer that failed in this process, and is not called again

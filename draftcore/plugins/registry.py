@@ -125,7 +125,7 @@ class Registry:
         for plugin in named:
             of_offers = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
             if not {*plugin.hooks} - {"describe", "commands"} - of_offers:
-                offers = ", ".join(map(str, plugin.offers)) or "verbs alone"
+                offers = ", ".join(map(str, plugin.offers)) or "nothing"
                 raise UsageError(
                     f"`plugins` names {plugin}, which has no observer and no wrapper\n"
                     f"  it offers {offers}: leave it out there, and choose an offer by its name"
@@ -314,12 +314,13 @@ def _check_hooks(plugin: Plugin, registry: Registry, manager: pluggy.PluginManag
         raise _UnusableError(f"registers no hook{_unmarked(instance, known)}")
     plugin.hooks = tuple(name for name in known if name in {caller.name for caller in callers})
     offers = _answers(plugin, "describe", Offer, registry)
-    plugin.verbs = _answers(plugin, "commands", click.Command, registry)
+    verbs = _answers(plugin, "commands", click.Command, registry)
+    plugin.verbs = {verb.name: verb for verb in verbs}
     if sum(offer.kind == "algorithm" and not offer.implementation for offer in offers) > 1:
         fix = "write each as a class, and name it by Offer(..., implementation='module:Class')"
         raise _UnusableError("describe() returned several algorithms written as functions", fix)
-    plugin.offers = offers
-    for offer in offers:
+    plugin.offers = (*offers, *(Offer("verb", name) for name in plugin.verbs))
+    for offer in plugin.offers:
         if not offer.implementation and (missing := missing_hooks(offer, manager.hook)):
             problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(missing)}"
             raise _UnusableError(problem + _unmarked(instance, missing))

@@ -17,6 +17,7 @@ from draftcore.contracts.hooks import Specs
 
 # By kind the hooks that an offer of it has to answer.
 NEEDED: dict[str, tuple[str, ...]] = {
+    "verb": ("commands",),
     "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
     "target": ("target",),
     "samples": ("samples",),
