@@ -25,7 +25,7 @@ from importlib_metadata import EntryPoint
 from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import UsageError, nearest, one_line, raised
 from draftcore.plugins import catalog, dists
-from draftcore.plugins.catalog import BUILT_IN
+from draftcore.plugins.catalog import CORE
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.specs import NEEDED, bring, hooks, manager, trial
 
@@ -200,7 +200,7 @@ def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) 
     plugins = dists.installed(sys.path if path is None else path)
     plugins += map(dists.loose, dict.fromkeys(file.resolve() for file in files))
     disabled = {*os.environ.get(DISABLE, "").split(",")} - {""}
-    foreign = [plugin for plugin in plugins if plugin.dist != BUILT_IN]
+    foreign = [plugin for plugin in plugins if plugin.dist != CORE]
     for plugin in (plugin for plugin in foreign if plugin.name in disabled):
         plugin.state, plugin.problem, plugin.fix = "disabled", "left out", f"{DISABLE} names it"
     names = {plugin.name for plugin in foreign}
@@ -265,7 +265,7 @@ def _setting_aside(plugin: Plugin, module: str) -> Iterator[None]:
 
 def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
     same = [other.dist for other in installed if other.name == plugin.name]
-    core = next((other.version for other in installed if other.dist == BUILT_IN), "")
+    core = next((other.version for other in installed if other.dist == CORE), "")
     if len(same) > 1 and plugin.dist not in catalog.dists():
         fix = "uninstall all but one of these, or rename it if it is a file"
         raise _UnusableError(f"{' and '.join(same)} have a plugin of this name", fix, "conflict")

@@ -70,7 +70,7 @@ def test_the_table_shows_offers_problems_and_remedies(site: Site) -> None:
         "bad      draftcore-bad   0.1      broken  "
         "ModuleNotFoundError: No module named 'surely_missing'",
         "                                          pip install surely_missing",
-        "builtin  (built in)      0.4.2    ready   store builtin",
+        "builtin  draftcore       0.4.2    ready   store builtin",
         "good     draftcore-good  0.1      ready   store mine [a, b, c]   editable: plugins/good",
     ]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftcore.cli import main as main
 from draftcore.listing import from_here as from_here
-from draftcore.plugins.catalog import BUILT_IN as BUILT_IN
+from draftcore.plugins.catalog import CORE as CORE
 from draftcore.plugins.dists import Plugin as Plugin
 from draftcore.plugins.registry import Registry as Registry
 from draftcore.plugins.registry import load_plugins as load_plugins

@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 from pydantic import BaseModel, ValidationError
 
 from draftcore.contracts.offers import Offer
-from draftcore_sdk.internals import BUILT_IN, Plugin, Registry, bind, load_plugins, main, register
+from draftcore_sdk.internals import CORE, Plugin, Registry, bind, load_plugins, main, register
 from draftcore_sdk.suite import Suite, child_environment, registry_of
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic")
@@ -111,7 +111,7 @@ class PluginSuite(Suite):
         """The metadata of the plugin's distribution."""
         if found.loose:
             pytest.skip("a loose file has no distribution")
-        if found.dist == BUILT_IN:
+        if found.dist == CORE:
             pytest.skip("a built-in plugin has no distribution of its own")
         return distribution(found.dist).metadata
 
@@ -238,7 +238,7 @@ class PluginSuite(Suite):
     # ------------------------------------------------------------ verbs
 
     def test_its_verbs_clash_with_none(self, found: Plugin, verbs: list[click.Command]) -> None:
-        others = [p for p in load_plugins().ready if p.dist == BUILT_IN and p.name != found.name]
+        others = [p for p in load_plugins().ready if p.dist == CORE and p.name != found.name]
         core = {*main.commands, *(verb.name for p in others for verb in verbs_of(p.module))}
         for name, count in Counter(verb.name for verb in verbs).items():
             assert name not in core, f"draftcore has a verb {name!r}"
