@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.offers import Offer
     from draftcore.contracts.run import BatchSource, Evaluation, OpenRun, Ranks, RunSamples
     from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
-    from draftcore.contracts.serving import DisaggBatch, DraftInput, DraftShape, RowField
+    from draftcore.contracts.serving import DisaggBatch, DraftInput, RowPart
     from draftcore.contracts.store import FeatureStore
     from draftcore.contracts.target import TargetModel, TargetSpec
 
@@ -156,8 +156,8 @@ class Specs:
     # ------------------------------------------------------------ an algorithm, being served
 
     @hookspec(firstresult=True)
-    def disagg_row(self, shape: DraftShape, options: Any) -> Sequence[RowField]:
-        """Say what a prefill server must send beside the last token. Without it: nothing."""
+    def disagg_row(self, options: Any) -> Sequence[RowPart]:
+        """Name what a prefill server must send beside the last token. Without it: nothing."""
 
     @hookspec(firstresult=True)
     def build_disagg_draft_input(
