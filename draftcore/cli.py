@@ -37,7 +37,7 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a verb; None where several plugins offer it and it is nobody's own."""
         with contextlib.suppress(UsageError):
-            return self.resolve_command(ctx, [cmd_name])[1]
+            return cast(click.Command, self.resolve_command(ctx, [cmd_name])[1])
         return None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

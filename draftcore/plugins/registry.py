@@ -27,7 +27,7 @@ from draftcore.errors import UsageError, nearest, one_line, raised
 from draftcore.plugins import catalog, dists
 from draftcore.plugins.catalog import CORE
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.specs import NEEDED, bring, hooks, manager, trial
+from draftcore.plugins.specs import NEEDED, bring, hooks, trial
 
 DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg`
 DISABLE = "DRAFTCORE_DISABLE"
@@ -210,14 +210,6 @@ def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) 
     return Registry(sorted(plugins, key=lambda plugin: (plugin.name, plugin.dist)))
 
 
-def register(plugins: Iterable[Plugin]) -> pluggy.PluginManager:
-    """Make a plugin manager of these plugins alone, in the order of their names."""
-    made = manager()
-    for plugin in sorted(plugins, key=lambda plugin: plugin.name):
-        made.register(plugin.instance, plugin.name)
-    return made
-
-
 def owners(hook: pluggy.HookCaller) -> list[str]:
     """Name the plugins that answer a hook themselves, rather than wrap its answer."""
     return [i.plugin_name for i in hook.get_hookimpls() if not (i.wrapper or i.hookwrapper)]
@@ -265,18 +257,21 @@ def _setting_aside(plugin: Plugin, module: str) -> Iterator[None]:
 
 def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
     same = [other.dist for other in installed if other.name == plugin.name]
-    core = next((other.version for other in installed if other.dist == CORE), "")
     if len(same) > 1 and plugin.dist not in catalog.dists():
         fix = "uninstall all but one of these, or rename it if it is a file"
         raise _UnusableError(f"{' and '.join(same)} have a plugin of this name", fix, "conflict")
-    on_core = [need for need in plugin.requires if re.match(r"draftcore(?![\w.-])", need, re.I)]
-    for need in dists.unmet(on_core, lambda _: core) if core else ():
-        problem, fix = f"requires {need}, and this is draftcore {core}", dists.install(need)
-        raise _UnusableError(problem, fix, "incompatible")
-    if needs := dists.unmet([need for need in plugin.requires if need not in on_core]):
+    cores = {other.dist: other.version for other in installed if other.dist == CORE}
+
+    def version_of(name: str) -> str:
+        return cores.get(name) or dists.version_of(name)
+
+    if needs := dists.unmet(plugin.requires, version_of):
         names = [re.sub(r"[^\w.-].*", "", need) for need in needs]
-        here = ", ".join(f"{name} {dists.version_of(name) or 'none'}" for name in names)
-        raise _UnusableError(f"requires {', '.join(needs)}; here: {here}", dists.install(*needs))
+        here = ", ".join(f"{name} {version_of(name) or 'none'}" for name in names)
+        state = "incompatible" if CORE in names else "broken"
+        raise _UnusableError(
+            f"requires {', '.join(needs)}; here: {here}", dists.install(*needs), state
+        )
 
 
 def _check_code(plugin: Plugin, registry: Registry) -> None:
@@ -288,10 +283,8 @@ def _check_code(plugin: Plugin, registry: Registry) -> None:
     if plugin.loose and instance.__file__ != plugin.dist:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
     manager = trial()
-    marked = [manager.parse_hookimpl_opts(instance, name) for name in dir(instance)]
-    named = {
-        opts["specname"] or name for name, opts in zip(dir(instance), marked, strict=True) if opts
-    }
+    marked = ((name, manager.parse_hookimpl_opts(instance, name)) for name in dir(instance))
+    named = {opts["specname"] or name for name, opts in marked if opts}
     for kind in plugin.kinds:
         registry.bring(kind)
     if named - hooks().keys():

@@ -240,7 +240,7 @@ def test_a_plugin_for_another_draftcore_is_not_even_imported(site: Site) -> None
     builtin, old = site.load().plugins
     assert (builtin.state, builtin.dist, builtin.version) == ("ready", "draftcore", "0.4.2")
     assert old.state == "incompatible"
-    assert old.problem == "requires draftcore[all]>=0.3, <0.4, and this is draftcore 0.4.2"
+    assert old.problem == "requires draftcore[all]>=0.3, <0.4; here: draftcore 0.4.2"
     assert old.fix == "pip install 'draftcore[all]>=0.3, <0.4'"
     assert "fake_old" not in sys.modules
 
