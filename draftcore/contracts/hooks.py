@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.capture import Capture, FeatureRequest
     from draftcore.contracts.offers import Offer
     from draftcore.contracts.run import BatchSource, Evaluation, OpenRun, Ranks, RunSamples
-    from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
+    from draftcore.contracts.runner import GraphBackend, Runner, RunnerContext
     from draftcore.contracts.serving import DisaggBatch, DraftInput, RowPart
     from draftcore.contracts.store import FeatureStore
     from draftcore.contracts.target import TargetModel, TargetSpec
@@ -105,10 +105,6 @@ class Specs:
     @hookspec(firstresult=True)
     def graph_backend(self, name: str, options: Any) -> GraphBackend:
         """Open the graph mechanism `name`. First result."""
-
-    @hookspec(firstresult=True)
-    def graph_plugin(self, name: str, options: Any) -> GraphPlugin:
-        """Open the cross-cutting graph feature `name`. First result."""
 
     # ------------------------------------------------------------ an algorithm, in training
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
 import shlex
 import sys
@@ -25,6 +26,7 @@ from draftcore.errors import UsageError, closest, one_line
 from draftcore.plugins.catalog import CORE, defaults, owners
 
 STANDARD = "requirements/standard.txt"  # in a checkout
+COMPARE = {"<": operator.lt, ">=": operator.ge, "==": operator.eq}
 
 
 @dataclass(eq=False)
@@ -151,10 +153,12 @@ def _met(line: str, version_of: Callable[[str], str]) -> bool:
     if "extra ==" in line:
         return True
     number = r"\d+(?:\.\d+)*"
-    plain = re.fullmatch(rf"([\w.-]+) ?((?:(?:<|>=){number},?)*)", line)
-    if plain and (here := re.fullmatch(rf"({number})(\.post.*|\+.*)?", version_of(plain[1]))):
-        bounds = re.findall(rf"(<|>=)({number})", plain[2])
-        return all((_release(here[1]) < _release(to)) == (sign == "<") for sign, to in bounds)
+    plain = re.fullmatch(rf"([\w.-]+) ?((?:(?:<|>=|==){number},?)*)", line)
+    if plain and (
+        here := re.fullmatch(rf"({number}(?:\.post\d+)?)(?:\+.*)?", version_of(plain[1]))
+    ):
+        bounds = re.findall(rf"(<|>=|==)({number})", plain[2])
+        return all(COMPARE[sign](_release(here[1]), _release(to)) for sign, to in bounds)
     from packaging.requirements import InvalidRequirement, Requirement
 
     with contextlib.suppress(InvalidRequirement):
@@ -166,7 +170,7 @@ def _met(line: str, version_of: Callable[[str], str]) -> bool:
 
 
 def _release(version: str) -> list[int]:
-    parts = [int(part) for part in version.split(".")]
+    parts = [int(part) for part in re.findall(r"\d+", version)]
     return parts + [0] * (8 - len(parts))
 
 

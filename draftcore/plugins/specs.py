@@ -25,7 +25,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "store": ("feature_store",),
     "ranks": ("ranks", "launch"),
     "graph": ("graph_backend",),
-    "graph-plugin": ("graph_plugin",),
     "verb": ("commands",),
 }
 SPECS: list[Any] = [Specs]
