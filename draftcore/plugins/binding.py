@@ -26,7 +26,7 @@ import pluggy
 from draftcore import contracts, hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.offers import Kind, Offer
+from draftcore.contracts.offers import Bound, Kind, Offer
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin
@@ -37,17 +37,11 @@ MEANT = (DraftcoreError, KeyboardInterrupt, GeneratorExit)  # leave a hook as th
 
 
 @dataclass(frozen=True)
-class Binding:
-    """An offer that can be called: `hook` reaches its owner and the run's wrappers."""
+class Binding(Bound):
+    """An offer that is bound, as the core has it."""
 
     plugin: Plugin
-    offer: Offer
     hook: Specs
-    options: Any
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        return self.offer.capabilities
 
 
 def bind(

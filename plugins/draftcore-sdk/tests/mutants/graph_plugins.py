@@ -8,7 +8,7 @@ RIGHT = """
 import torch
 
 from draftcore import hookimpl
-from draftcore.contracts.runner import GraphPlugin
+from draftcore_graphs.graph_plugin import GraphPlugin
 from draftcore.contracts.offers import Offer
 
 CAPABILITIES = frozenset()
