@@ -83,13 +83,6 @@ def test_an_unknown_compiler_and_a_mode_of_another_are_refused(options: Any, mes
         open_backend("piecewise", **options)
 
 
-def test_names_of_others_are_left_to_others() -> None:
-    context: Any = None
-    assert plugin.runner("eager", context, None) is None
-    assert plugin.graph_backend("other", None) is None
-    assert plugin.graph_plugin("other", None) is None
-
-
 def test_the_readme_names_every_backend_rule_and_option() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     names = [offer.name for offer in plugin.describe()]

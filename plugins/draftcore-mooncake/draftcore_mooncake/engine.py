@@ -49,13 +49,8 @@ ENVIRONMENT = {
 }
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 FLOOR = "0.3.13"  # the first whose TCP port refuses addresses outside the lent memory
-NEEDED = ("setup", "setup_dummy", "close", "batch_remove", "batch_is_exist", "upsert_from")
+NEEDED = ("batch_remove", "batch_put_from_multi_buffers", "batch_upsert_from", "get_into_ranges")
 NEEDED_CONFIG = ("with_hard_pin", "preferred_segments", "soft_pin_action")  # the last: FLOOR
-RAW = (
-    *("batch_put_from_multi_buffers", "batch_upsert_from", "batch_get_into"),
-    "get_into_ranges",
-)
-BYTES = ("put_parts", "upsert_parts", "get_buffer")
 
 FULL, INVALID, NOT_READY, NOT_FOUND = -200, -600, -703, -704
 TRANSFER, RPC_FAIL, RPC_TIMEOUT = -800, -900, -901
@@ -119,8 +114,6 @@ def check(library: Any) -> None:
     store, config = library.MooncakeDistributedStore, library.ReplicateConfig
     lacking = [name for name in NEEDED if not hasattr(store, name)]
     lacking += [name for name in NEEDED_CONFIG if not hasattr(config, name)]
-    if not any(all(hasattr(store, name) for name in way) for way in (RAW, BYTES)):
-        lacking += [name for name in RAW if not hasattr(store, name)]
     if lacking:
         raise UsageError(
             f"this version of Mooncake is too old: it lacks {', '.join(lacking)}\n"
@@ -194,8 +187,7 @@ class Engine:
                 f"  check that it is a master's rpc address, that host={settings.host or local} is "
                 f"this machine's, and metadata={settings.metadata}"
             )
-        self.raw = all(hasattr(self._store, name) for name in RAW)
-        self.in_place = self.raw and settings.protocol == "tcp" and settings.resident is None
+        self.in_place = settings.protocol == "tcp" and settings.resident is None
         own = self._store.get_hostname() if settings.segment_bytes else ""
         self.segment = own or settings.segment
         self._config = library.ReplicateConfig()
@@ -281,35 +273,30 @@ class Engine:
         A key that exists keeps what it holds, and its code is 0 all the same. A master that does
         not answer raises at once, as some of the keys may exist then, and only others may be tried.
         """
+        pointers = [[pointer for pointer, _ in pieces] for pieces in objects]
+        sizes = [[nbytes for _, nbytes in pieces] for pieces in objects]
         with self._call() as store:
-            if self.raw:
-                pointers = [[pointer for pointer, _ in pieces] for pieces in objects]
-                sizes = [[nbytes for _, nbytes in pieces] for pieces in objects]
-                codes = store.batch_put_from_multi_buffers(
-                    list(keys), pointers, sizes, config=self._config
-                )
-            else:
-                codes = [
-                    store.put_parts(key, *map(_view, pieces), config=self._config)
-                    for key, pieces in zip(keys, objects, strict=True)
-                ]
+            codes = store.batch_put_from_multi_buffers(
+                list(keys), pointers, sizes, config=self._config
+            )
         return self._require_master(codes)
 
     def replace(self, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
         """Store objects of one piece, also over what is there, written completely or not."""
-        return self._again(lambda store: self._replace(store, keys, pieces))
+        where = _columns(pieces)
+        return self._again(
+            lambda store: store.batch_upsert_from(list(keys), *where, config=self._config)
+        )
 
     def get(self, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
         """Read objects into memory at least as large; return the object's bytes or a code each."""
-        return self._again(lambda store: self._get(store, keys, pieces))
+        where = _columns(pieces)
+        return self._again(lambda store: store.batch_get_into(list(keys), *where))
 
     def get_parts(
         self, keys: Sequence[str], parts: Sequence[tuple[Tensor, Sequence[Part]]]
     ) -> list[int]:
-        """Read parts of objects into buffers; return the bytes read or a code each.
-
-        Only with the raw calls, and into buffers of `allocate`.
-        """
+        """Read parts of objects into buffers of `allocate`; return the bytes read or a code each."""
 
         def read(store: Any) -> list[int]:
             to, lie, sizes = ([[[part[at] for part in own]] for _, own in parts] for at in range(3))
@@ -365,7 +352,7 @@ class Engine:
             array = (ctypes.c_uint8 * nbytes).from_address(pointer)
             memory = torch.frombuffer(array, dtype=torch.uint8)
         memory.zero_()
-        if not self.in_place and self.raw:
+        if not self.in_place:
             with self._call() as store:
                 self._register(store, memory)
         return memory
@@ -380,7 +367,7 @@ class Engine:
         """Give back what `allocate` returned; False for memory that can only be used again."""
         if self.settings.resident is not None:
             return False
-        if not self.in_place and self.raw and not self._closed:
+        if not self.in_place and not self._closed:
             with self._call() as store:
                 store.unregister_buffer(memory.data_ptr())
         return True
@@ -449,36 +436,13 @@ class Engine:
             "empty: what it held is captured again), or correct the store's URI"
         )
 
-    def _replace(self, store: Any, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
-        if not self.raw:
-            both = zip(keys, pieces, strict=True)
-            return [store.upsert_parts(key, _view(p), config=self._config) for key, p in both]
-        pointers, sizes = [pointer for pointer, _ in pieces], [nbytes for _, nbytes in pieces]
-        codes: list[int] = store.batch_upsert_from(list(keys), pointers, sizes, config=self._config)
-        return codes
-
-    def _get(self, store: Any, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
-        if not self.raw:
-            return [_copy_out(store, key, piece) for key, piece in zip(keys, pieces, strict=True)]
-        pointers, sizes = [pointer for pointer, _ in pieces], [nbytes for _, nbytes in pieces]
-        codes: list[int] = store.batch_get_into(list(keys), pointers, sizes)
-        return codes
-
     def _set_up(self, host: str) -> int:
         own = self.settings
-        local_bytes = 0 if all(hasattr(self._store, name) for name in RAW) else own.buffers
         if own.resident is not None:
-            pool = own.buffers
-            code: int = self._store.setup_dummy(pool, SMALLEST_LOCAL, self._asked)
+            code: int = self._store.setup_dummy(own.buffers, SMALLEST_LOCAL, self._asked)
         else:
             code = self._store.setup(
-                host,
-                own.metadata,
-                own.segment_bytes,
-                local_bytes,
-                own.protocol,
-                own.devices,
-                own.address,
+                host, own.metadata, own.segment_bytes, 0, own.protocol, own.devices, own.address
             )
         return code
 
@@ -568,17 +532,9 @@ def _view(piece: Piece) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))
 
 
-def _copy_out(store: Any, key: str, piece: Piece) -> int:
-    """Read with `get_buffer`; where it answers None, tell no object from no room."""
-    pointer, nbytes = piece
-    handle = store.get_buffer(key)
-    if handle is None:
-        size = int(store.get_size(key))
-        return size if size < 0 else -10
-    if handle.size() > nbytes:
-        return INVALID
-    ctypes.memmove(pointer, handle.ptr(), handle.size())
-    return int(handle.size())
+def _columns(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+    """Return addresses and sizes, as the library takes them."""
+    return [pointer for pointer, _ in pieces], [nbytes for _, nbytes in pieces]
 
 
 def _keep_in_child() -> None:

@@ -222,9 +222,7 @@ class Transfer:
         Mooncake fills one buffer and reports both as full.
         """
         last = {ref: at for at, ref in enumerate(refs)}
-        wishes = [
-            _Wish.of(ref, names[at] if self._engine.raw else _all(ref)) for ref, at in last.items()
-        ]
+        wishes = [_Wish.of(ref, names[at]) for ref, at in last.items()]
         found = dict(zip(last, zip(wishes, self._read_unique(wishes), strict=True), strict=True))
         outcome = []
         for at, ref in enumerate(refs):
@@ -415,10 +413,6 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         else:
             joined.append((start, nbytes))
     return joined
-
-
-def _all(ref: SampleRef) -> list[str]:
-    return [spec.name for spec in ref.tensors]
 
 
 def _pairs(codes: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What this store does beyond the suite: memory, placements, generations, bytes-only calls."""
+"""What this store does beyond the suite: memory, placements, generations."""
 
 import socket
 import subprocess
@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_mooncake import engine as engine_module
 from draftcore_mooncake import transfer
 from draftcore_mooncake.buffers import BufferPool
-from draftcore_mooncake.engine import RAW, package_folder
+from draftcore_mooncake.engine import package_folder
 from draftcore_mooncake.master import Master, answers
 from draftcore_mooncake.objects import Record, object_key, seal, seal_holds
 from draftcore_mooncake.settings import Settings
@@ -279,39 +278,6 @@ def test_samples_go_to_the_process_that_will_read_them(lender: MooncakeStore, cl
             assert place_of(producer.put(sized(f"{number}", 100_000))) == own[at]
     for opened in (*producers, *ranks):
         opened.close()
-
-
-def test_without_raw_buffer_calls_bytes_go_through_put_parts_and_get_buffer(
-    store_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A build of the library that lacks them, played by hiding them from a real one."""
-
-    class BytesOnly:
-        def __init__(self) -> None:
-            self._real = library.MooncakeDistributedStore()
-
-        def __getattr__(self, name: str) -> Any:
-            if name in RAW:
-                raise AttributeError(name)
-            return getattr(self._real, name)
-
-    library = engine_module.load()
-    hidden = type("Library", (), {"ReplicateConfig": library.ReplicateConfig})
-    hidden.MooncakeDistributedStore = BytesOnly
-    monkeypatch.setattr(engine_module, "load", lambda: hidden)
-    store = MooncakeStore.open(f"{store_uri}&buffers=32MiB")
-    ref = store.put(StoreItem("a", BYTES, 33))
-    with store.get(ref) as handle:
-        require_same(handle.tensors, BYTES)
-    large = store.put(sized("b", 8 * MiB, 5))
-    newer = store.put(StoreItem("a", BYTES, 33))
-    assert store.lookup(["a", "b", "c"]) == {"a": newer, "b": large}
-    with pytest.raises(StoreError, match="put again since"):
-        store.get(ref)
-    store.free([newer, large])
-    with pytest.raises(StoreError, match="not held"):
-        store.get(newer)
-    store.close()
 
 
 # ---------------------------------------------------------------- generations
