@@ -15,9 +15,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from draftcore_file.base import bytes_of, sealed
+from draftcore_file.base import bytes_of, copy_digested, sealed
 from torch import Tensor
 from xxhash import xxh3_64
 
@@ -318,8 +317,9 @@ class Transfer:
                 if data is not None and len(data) == object_bytes(wish.ref):
                     room, digests = bytes_of(buffers[at]), list[str]()
                     for to, lies, nbytes in wish.parts():
-                        part = room[to : to + nbytes]
-                        digests.append(_copy_and_digest(part, data[lies : lies + nbytes]))
+                        digest = xxh3_64()
+                        copy_digested(room[to : to + nbytes], data[lies : lies + nbytes], digest)
+                        digests.append(digest.hexdigest())
                     wanted = [place.spec.digest for place in places(wish.specs)]
                     intact[at] = digests[: len(wanted)] == wanted
         return intact
@@ -372,19 +372,6 @@ class Transfer:
         keys = [record_key(self._name, one, turn) for one in feature_ids for turn in (0, 1)]
         starts = range(table.data_ptr(), table.data_ptr() + RECORD_BYTES * len(keys), RECORD_BYTES)
         return keys, [(start, RECORD_BYTES) for start in starts]
-
-
-def _copy_and_digest(room: memoryview, data: memoryview) -> str:
-    """Copy bytes and return their digest, piece by piece: each is digested while it is in the cache.
-
-    Other threads run meanwhile: numpy's copy lets go of the interpreter's lock, a memoryview's not.
-    """
-    digest, to, source = xxh3_64(), np.asarray(room), np.asarray(data)
-    for start in range(0, len(room), PIECE_BYTES):
-        piece = slice(start, start + PIECE_BYTES)
-        np.copyto(to[piece], source[piece])
-        digest.update(room[piece])
-    return digest.hexdigest()
 
 
 def _require_success(codes: Sequence[int]) -> None:
