@@ -34,7 +34,7 @@ from torch import Tensor
 
 from draftcore.contracts.store import StoreAway, StoreError
 from draftcore.errors import UsageError
-from draftcore_mooncake.master import LOOPBACK, answers
+from draftcore_mooncake.master import answers
 from draftcore_mooncake.settings import Settings
 
 Piece = tuple[int, int]  # the address and the bytes of a part of an object
@@ -79,7 +79,6 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14
 POPULATE_STEP = 32 << 20
 PROBE_SECONDS = 2.0
 LOOK_EVERY = 0.25  # seconds between two looks for a master that is away, and for the marker
-SMALLEST_LOCAL = 16 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _first_process: int | None = None  # that made an engine; one forked from it must not
@@ -171,23 +170,26 @@ class Engine:
                 "library does not survive that\n  start workers with the method 'spawn'"
             )
         self.settings, self.address = settings, settings.address
-        self._asked = f"{LOOPBACK}:{settings.resident}" if settings.resident else self.address
         self._process = os.getpid()
         self._users, self._calls, self._closed, self._lost = 1, 0, False, False
         self._quiet = threading.Condition()
         self._store = library.MooncakeDistributedStore()
-        local = answers(self._asked, seconds=PROBE_SECONDS)
+        local = answers(self.address, seconds=PROBE_SECONDS)
         if not local:
             raise self._away("nothing answers there")
         _first_process = os.getpid()
-        code = self._set_up(settings.host or local)
+        host = settings.host or local
+        code = self._store.setup(
+            host, settings.metadata, settings.segment_bytes, 0, settings.protocol, settings.devices,
+            self.address,
+        )  # fmt: skip
         if code:
             raise StoreError(
-                f"Mooncake refuses to connect to {self._asked}: {explain(code)}\n"
-                f"  check that it is a master's rpc address, that host={settings.host or local} is "
+                f"Mooncake refuses to connect to {self.address}: {explain(code)}\n"
+                f"  check that it is a master's rpc address, that host={host} is "
                 f"this machine's, and metadata={settings.metadata}"
             )
-        self.in_place = settings.protocol == "tcp" and settings.resident is None
+        self.in_place = settings.protocol == "tcp"
         own = self._store.get_hostname() if settings.segment_bytes else ""
         self.segment = own or settings.segment
         self._config = library.ReplicateConfig()
@@ -217,18 +219,8 @@ class Engine:
                 engine._users += 1
             return engine
 
-    def lend_buffer(self) -> None:
-        """Keep the client for a reader, whose buffer it owns if it is a resident one's."""
-        if self.settings.resident is not None:
-            with _shared_mutex:
-                self._users += 1
-
-    def take_back_buffer(self) -> None:
-        if self.settings.resident is not None:
-            self.close()
-
     def master_answers(self) -> bool:
-        return bool(answers(self._asked, seconds=PROBE_SECONDS))
+        return bool(answers(self.address, seconds=PROBE_SECONDS))
 
     @property
     def foreign(self) -> bool:
@@ -239,7 +231,7 @@ class Engine:
         """Raise StoreError in a forked child."""
         if self.foreign:
             raise StoreError(
-                f"the store at {self._asked} was opened by process {self._process}, from "
+                f"the store at {self.address} was opened by process {self._process}, from "
                 f"which this one, {os.getpid()}, was forked\n"
                 "  start workers with the method 'spawn' and open the store there"
             )
@@ -339,19 +331,7 @@ class Engine:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return memory (uint8) for `put` and `get`: touched, and registered where needed."""
-        if self.settings.resident is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        else:
-            with self._call() as store:
-                pointer = store.alloc_from_mem_pool(nbytes)
-            if not pointer:
-                raise StoreError(
-                    f"the resident client on port {self.settings.resident} has no {nbytes} bytes "
-                    "for this process's buffers\n  raise buffers in the store's URI"
-                )
-            array = (ctypes.c_uint8 * nbytes).from_address(pointer)
-            memory = torch.frombuffer(array, dtype=torch.uint8)
-        memory.zero_()
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
         if not self.in_place:
             with self._call() as store:
                 self._register(store, memory)
@@ -363,14 +343,11 @@ class Engine:
                 f"a buffer of {memory.nbytes} bytes cannot be registered: {explain(code)}"
             )
 
-    def release(self, memory: Tensor) -> bool:
-        """Give back what `allocate` returned; False for memory that can only be used again."""
-        if self.settings.resident is not None:
-            return False
+    def release(self, memory: Tensor) -> None:
+        """Let go of what `allocate` returned."""
         if not self.in_place and not self._closed:
             with self._call() as store:
                 store.unregister_buffer(memory.data_ptr())
-        return True
 
     # ------------------------------------------------------------ how calls are made
 
@@ -401,7 +378,7 @@ class Engine:
         self.require_process()  # before the lock, which a fork may have left held
         with self._quiet:
             if self._closed:
-                raise StoreError(f"the connection to {self._asked} is closed\n  open it again")
+                raise StoreError(f"the connection to {self.address} is closed\n  open it again")
             self._calls += 1
         try:
             if self._lost and not self.master_answers():  # the library would try for 4 s
@@ -430,21 +407,10 @@ class Engine:
         return list(codes)
 
     def _away(self, why: str) -> StoreAway:
-        what = "resident client" if self.settings.resident else "master"
         return StoreAway(
-            f"no Mooncake {what} at {self._asked}: {why}\n  start one there (a restarted one is "
+            f"no Mooncake master at {self.address}: {why}\n  start one there (a restarted one is "
             "empty: what it held is captured again), or correct the store's URI"
         )
-
-    def _set_up(self, host: str) -> int:
-        own = self.settings
-        if own.resident is not None:
-            code: int = self._store.setup_dummy(own.buffers, SMALLEST_LOCAL, self._asked)
-        else:
-            code = self._store.setup(
-                host, own.metadata, own.segment_bytes, 0, own.protocol, own.devices, own.address
-            )
-        return code
 
     # ------------------------------------------------------------ the memory that is lent
 

@@ -333,12 +333,10 @@ class MooncakeStore(FeatureStore):
         if torch.device(device).type != "cpu":
             self.buffers.give(buffer)
             return Handle(ref, tensors, self._unpin)
-        self.engine.lend_buffer()
 
         def close(ref: SampleRef) -> None:
             self._unpin(ref)
             self.buffers.give(buffer)
-            self.engine.take_back_buffer()
 
         return Handle(ref, tensors, close)
 

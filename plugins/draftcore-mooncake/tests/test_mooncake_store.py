@@ -1,9 +1,7 @@
 """What this store does beyond the suite: memory, placements, generations."""
 
-import socket
-import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,6 @@ import pytest
 import torch
 from draftcore_mooncake import transfer
 from draftcore_mooncake.buffers import BufferPool
-from draftcore_mooncake.engine import package_folder
-from draftcore_mooncake.master import Master, answers
 from draftcore_mooncake.objects import Record, object_key, seal, seal_holds
 from draftcore_mooncake.settings import Settings
 from draftcore_mooncake.store import MooncakeStore
@@ -211,54 +207,6 @@ def test_buffers_are_registered_once_and_set_aside_after_a_failure(client: Any) 
 
 
 # ---------------------------------------------------------------- placements
-
-
-@pytest.fixture
-def resident_uri(master: Master, store_uri: str) -> Iterator[str]:
-    """A resident client, as one would start it on each host, and the URI that attaches to it."""
-    with socket.socket() as any_socket:
-        any_socket.bind(("127.0.0.1", 0))
-        port = any_socket.getsockname()[1]
-    command = [
-        str(package_folder() / "mooncake_client"),
-        "--host=127.0.0.1",
-        f"--port={port}",
-        f"--master_server_address={master.address}",
-        "--metadata_server=P2PHANDSHAKE",
-        "--global_segment_size=64MB",
-        "--logtostderr=true",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        limit = time.monotonic() + 300
-        while not answers(f"127.0.0.1:{port}", seconds=0.2) and time.monotonic() < limit:
-            time.sleep(0.05)
-        yield f"{store_uri.partition('?')[0]}?resident={port}&buffers=16MiB"
-        process.terminate()
-
-
-def test_a_resident_client_holds_samples_for_those_who_come_and_go(resident_uri: str) -> None:
-    writer = MooncakeStore.open(resident_uri)
-    ref = writer.put(StoreItem("a", BYTES, 33))
-    again = writer.put(numbered("b", 1))
-    writer.close()
-    reader = MooncakeStore.open(resident_uri)
-    assert reader.lookup(["a", "b"]) == {"a": ref, "b": again}
-    handle, other = reader.get_many([ref, again])
-    newer = reader.put(numbered("b", 2))
-    with pytest.raises(StoreError, match="put again since"):
-        reader.get(again)
-    reader.free([ref, newer])
-    assert reader.lookup(["a", "b"]) == {}
-    reader.close()
-    require_same(handle.tensors, BYTES)  # a handle outlives its store
-    handle.close()
-    other.close()
-
-
-def test_a_resident_client_that_is_not_there_is_said(store_uri: str) -> None:
-    uri = f"{store_uri.partition('?')[0]}?resident=9"
-    with pytest.raises(StoreError, match=r"no Mooncake resident client at 127.0.0.1:9"):
-        MooncakeStore.open(uri)
 
 
 def test_samples_go_to_the_process_that_will_read_them(lender: MooncakeStore, client: Any) -> None:
