@@ -132,20 +132,20 @@ def show(run: OpenRun, dataset: Dataset, rows: int, as_json: bool) -> None:
     What is learned is coloured, or stands in brackets where the output is no terminal. What is
     rendered is what `train` uses, which does not render it again.
     """
-    from draftcore_data.show import figures, rows_of
+    from draftcore_data.show import figures, lines, rows_of
 
     found = figures(run, dataset)
-    shown = list(rows_of(dataset, run.target.load_tokenizer(), range(min(rows, found.kept))))
+    shown = list(rows_of(dataset, run.target.load_tokenizer(), range(min(rows, found["kept"]))))
     if as_json:
         rows_shown = [asdict(row) for row in shown]
-        click.echo(json.dumps({**found.to_json(), "rows": rows_shown}, indent=1))
+        click.echo(json.dumps({**found, "rows": rows_shown}, indent=1))
         return
     coloured = sys.stdout.isatty()
     mark = functools.partial(click.style, fg="green") if coloured else "\u27e6{}\u27e7".format
     for at, row in enumerate(shown):
         click.secho(f"row {at}: {row.tokens:,} tokens, {row.learned:,} learned", bold=True)
         click.echo(row.text(mark).rstrip("\n") + "\n")
-    for name, value in found.lines():
+    for name, value in lines(found):
         click.echo(f"{name:24}  {value}")
 
 
