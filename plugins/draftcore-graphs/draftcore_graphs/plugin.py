@@ -82,7 +82,7 @@ def graph_backend(name: str, options: Any) -> GraphBackend:
     if name == "piecewise":
         from draftcore_graphs.piecewise import PiecewiseBackend
 
-        return PiecewiseBackend.open(options)
+        return PiecewiseBackend.open(options.compiler)
     if name == "recording":
         from draftcore_graphs.recording import RecordingBackend
 
