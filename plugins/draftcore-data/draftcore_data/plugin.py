@@ -63,10 +63,9 @@ def data() -> None:
 )  # fmt: skip
 @click.pass_context
 def regenerate(
-    ctx: click.Context, source: str, overrides: tuple[str, ...], out: Path,
+    ctx: click.Context, /, source: str, overrides: tuple[str, ...], out: Path,
     endpoints: tuple[str, ...], in_process: bool, model: str | None, concurrency: int,
-    rows: int | None, max_tokens: int, temperature: float | None, top_p: float | None,
-    seed: int | None, reasoning_effort: str | None, timeout: float, patience: float,
+    rows: int | None, timeout: float, patience: float, **sampling: Any,
 ) -> None:  # fmt: skip
     """Have the target answer the conversations of a run or a source anew.
 
@@ -74,10 +73,6 @@ def regenerate(
     lines of JSON that `data.train` takes. Killed or stopped, the same command goes on; rows that
     failed are listed beside the file, and the exit status is then 1.
     """
-    sampling = {
-        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed,
-        "reasoning_effort": reasoning_effort,
-    }  # fmt: skip
     given = {key: value for key, value in sampling.items() if value is not None}
     if bool(endpoints) == in_process:
         raise UsageError("who answers?\n  give --endpoint URL, one or more, or --in-process")
