@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 from draftcore_eval.proposals import depth_of
+from draftcore_nn.served import Host, ServedDraft, Suspect, gaps, leads
 from draftcore_sglang.rows import HandedOver, RowError, first_draft_input, wire_row
-from draftcore_tools.served import Host, ServedDraft, Suspect, gaps, leads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

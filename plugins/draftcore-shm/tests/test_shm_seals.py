@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import xxhash
-from draftcore_file.base import bytes_of
-from draftcore_shm.seals import PIECE, copy_sealed
+from draftcore_file.base import PIECE, bytes_of
+from draftcore_shm.seals import copy_sealed
 from torch import Tensor
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
