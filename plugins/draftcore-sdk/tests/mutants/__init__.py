@@ -16,8 +16,10 @@ from textwrap import dedent
 
 from draftcore_sdk.suite import Suite, child_environment
 
-# A mutant that fails by one of these is not wrong but broken.
+LIMIT = 120  # seconds for one test; none takes a tenth of it on two quiet cores
+# A mutant that fails by one of these is not wrong but broken, or was not caught in time.
 SLIPS = ("NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError")
+SLIPS += ("Failed: Timeout",)
 TEST_FILE = """\
 from pathlib import Path
 
@@ -78,7 +80,7 @@ class Mutants:
         """
         plugins = dict([("is_right", Mutant("")), *self.wrong.items()][share])
         tests = [self._write(name, mutant, folder) for name, mutant in plugins.items()]
-        (folder / "pytest.ini").write_text("[pytest]\n")
+        (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = {LIMIT}\n")
         flags = ("-q", "--tb=no", "-rpfE", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp")
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *flags, *tests],

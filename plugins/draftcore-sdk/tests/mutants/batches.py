@@ -40,6 +40,7 @@ def batches(name, run):
 """
 BODY = """
     plugin = "{name}"
+    loose = Path(__file__).with_name("{name}.py")
 
     def producing(self, file, plugins):
         from draftcore_sdk.batches import by_producers
@@ -47,8 +48,13 @@ BODY = """
         return by_producers(file, plugins)
 """
 CONFTEST = """
+import subprocess
+
 import pytest
 from draftcore_sdk import batches
+from tests.forks import Popen
+
+Popen.direct, subprocess.Popen = True, Popen  # a producer needs not import all anew
 
 @pytest.fixture(autouse=True)
 def what_never_comes_is_not_waited_for_long(request, monkeypatch):
