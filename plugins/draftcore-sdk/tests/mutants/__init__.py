@@ -9,7 +9,7 @@ plugin's files that go (-), come (+) or stay.
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -37,6 +37,11 @@ class Mutant:
 
     caught_by: str  # the test that must fail; '' where it is right
     change: str = ""
+
+    @property
+    def test(self) -> str:
+        """The standard test, whichever case of it."""
+        return self.caught_by.partition("[")[0]
 
     def applied(self, files: Mapping[str, str]) -> dict[str, str]:
         """Return the files of the right plugin, changed."""
@@ -72,13 +77,22 @@ class Mutants:
     body: str = 'plugin = "{name}"'  # what the subclass of the suite says
     every_test: bool = True  # each test of the suite catches a mutant
 
-    def complaints(self, folder: Path, share: slice) -> list[str]:
-        """Run the right plugin through the whole suite, and each wrong one through its test.
+    @property
+    def parted(self) -> tuple[list[str], list[str]]:
+        """Return the names of what every change tries, and of what is left.
 
-        Of these, a share. One process runs all. Returns what is not as it should be; of a test,
-        pytest's line on it.
+        The right plugin, and of each standard test the first that it catches.
         """
-        plugins = dict([("is_right", Mutant("")), *self.wrong.items()][share])
+        first = {mutant.test: name for name, mutant in reversed(self.wrong.items())}
+        chosen = ["is_right", *(name for name in self.wrong if name in first.values())]
+        return chosen, [name for name in self.wrong if name not in chosen]
+
+    def complaints(self, folder: Path, names: Sequence[str]) -> list[str]:
+        """Run a right plugin through the whole suite, and each wrong one through its test.
+
+        One process runs all. Returns what is not as it should be; of a test, pytest's line on it.
+        """
+        plugins = {name: self.wrong.get(name, Mutant("")) for name in names}
         tests = [self._write(name, mutant, folder) for name, mutant in plugins.items()]
         (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = {LIMIT}\n")
         flags = ("-q", "--tb=no", "-rpfE", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp")
