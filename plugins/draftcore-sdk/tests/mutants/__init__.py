@@ -16,7 +16,7 @@ from textwrap import dedent
 
 from draftcore_sdk.suite import Suite, child_environment
 
-LIMIT = 120  # seconds for one test; none takes a tenth of it on two quiet cores
+LIMIT = 240  # seconds for one test; none takes a tenth of it on two quiet cores
 # A mutant that fails by one of these is not wrong but broken, or was not caught in time.
 SLIPS = ("NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError")
 SLIPS += ("Failed: Timeout",)
@@ -28,6 +28,20 @@ from {module} import {suite}
 
 class TestSuite({suite}):
     {body}
+"""
+
+CONFTEST = """\
+import subprocess
+
+import pytest
+from tests.forks import Popen
+
+Popen.direct, subprocess.Popen = True, Popen  # what a suite starts need not import all anew
+
+@pytest.fixture(autouse=True)
+def what_never_comes_is_not_waited_for_long(request, monkeypatch):
+    if {soon} and "is_right" not in request.node.nodeid:
+        monkeypatch.setattr("{module}.SOON", {soon})
 """
 
 
@@ -67,6 +81,26 @@ def wrong(table: str) -> dict[str, Mutant]:
     return found
 
 
+def one_file(text: str) -> dict[str, str]:
+    """Return the file of a right plugin, whose last lines are its only offer and how it is opened."""
+    source, offer, opened = text.rstrip().split("\n== ")
+    hook, _, made = opened.partition(": ")
+    source = f"""
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+{source}
+
+@hookimpl
+def describe():
+    return [{offer}]
+
+@hookimpl
+def {hook}:
+    return {made}
+"""
+    return {"{name}.py": source}
+
+
 @dataclass(frozen=True)
 class Mutants:
     """A suite, a right plugin that passes it, and plugins that do not."""
@@ -76,6 +110,7 @@ class Mutants:
     wrong: Mapping[str, Mutant]  # by the plugin's name
     body: str = 'plugin = "{name}"'  # what the subclass of the suite says
     every_test: bool = True  # each test of the suite catches a mutant
+    soon: float = 0.0  # seconds for which the suite waits for what a wrong plugin never does
 
     @property
     def parted(self) -> tuple[list[str], list[str]]:
@@ -95,6 +130,9 @@ class Mutants:
         plugins = {name: self.wrong.get(name, Mutant("")) for name in names}
         tests = [self._write(name, mutant, folder) for name, mutant in plugins.items()]
         (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = {LIMIT}\n")
+        (folder / "conftest.py").write_text(
+            CONFTEST.replace("{module}", self.suite.__module__).replace("{soon}", str(self.soon))
+        )
         flags = ("-q", "--tb=no", "-rpfE", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp")
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *flags, *tests],

@@ -2,15 +2,13 @@
 
 from draftcore_sdk.batches import BatchesSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import contextlib
 import dataclasses
 import threading
 
-from draftcore import hookimpl
-from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError
 from draftcore_disagg import queue, queued
 
@@ -30,13 +28,8 @@ class Source(queued.QueueSource):
         with super().open(needed) as batches:
             yield Batches(batches)
 
-@hookimpl
-def describe():
-    return [Offer("batches", "{name}")]
-
-@hookimpl
-def batches(name, run):
-    return Source(run)
+== Offer("batches", "{name}")
+== batches(name, run): Source(run)
 """
 BODY = """
     plugin = "{name}"
@@ -47,21 +40,6 @@ BODY = """
 
         return by_producers(file, plugins)
 """
-CONFTEST = """
-import subprocess
-
-import pytest
-from draftcore_sdk import batches
-from tests.forks import Popen
-
-Popen.direct, subprocess.Popen = True, Popen  # a producer needs not import all anew
-
-@pytest.fixture(autouse=True)
-def what_never_comes_is_not_waited_for_long(request, monkeypatch):
-    if "is_right" not in request.node.nodeid:
-        monkeypatch.setattr(batches, "SOON", 5.0)
-"""
-
 WRONG = """
 == rounds_features: test_a_run_is_that_which_captures_for_itself
 class Batches(Batches):
@@ -106,4 +84,4 @@ class Batches(Batches):
         pass
 """
 
-MUTANTS = Mutants(BatchesSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, wrong(WRONG), BODY)
+MUTANTS = Mutants(BatchesSuite, one_file(RIGHT), wrong(WRONG), BODY, soon=5.0)

@@ -2,18 +2,15 @@
 
 from draftcore_sdk.captures import CaptureSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 from dataclasses import replace
 
 import torch
 
-from draftcore import hookimpl
-from draftcore.contracts.capture import CapturedBatch
 from draftcore.errors import UsageError
 from draftcore_hf.capture import LocalCapture
-from draftcore.contracts.offers import Offer
 
 class Changing(LocalCapture):
     # Yields what `change` makes of each row's features.
@@ -31,13 +28,8 @@ class EveryLayer(Changing):
 class Capture(LocalCapture):
     pass
 
-@hookimpl
-def describe():
-    return [Offer("capture", "mine", frozenset({"topk", "embeddings"}))]
-
-@hookimpl
-def capture(name, target, request):
-    return Capture(target, request)
+== Offer("capture", "{name}", frozenset({"topk", "embeddings"}))
+== capture(name, target, request): Capture(target, request)
 """
 
 WRONG = """
@@ -160,4 +152,4 @@ class Capture(LocalCapture):
         super().__init__(target, replace(request, topk=5 if request.topk else 0))
 """
 
-MUTANTS = Mutants(CaptureSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(CaptureSuite, one_file(RIGHT), wrong(WRONG))

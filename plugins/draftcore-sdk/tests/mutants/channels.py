@@ -2,16 +2,14 @@
 
 from draftcore_sdk.channels import ChannelSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import json
 import threading
 import time
 
-from draftcore import hookimpl
 from draftcore_disagg.channel import ChannelAway
-from draftcore.contracts.offers import Offer
 from draftcore_disagg import tcp
 
 class Client(tcp.TcpClient):
@@ -34,13 +32,8 @@ class Channel(tcp.TcpChannel):
     def connect(self, find):
         return Client(find, self.secret, self.patience)
 
-@hookimpl
-def describe():
-    return [Offer("channel", "{name}")]
-
-@hookimpl
-def channel(name, uri, secret):
-    return Channel.open("tcp", secret)
+== Offer("channel", "{name}")
+== channel(name, uri, secret): Channel.open("tcp", secret)
 """
 BODY = """
     plugin = "{name}"
@@ -50,16 +43,6 @@ BODY = """
 
         return {name}.Channel.open("tcp", secret, patience)
 """
-CONFTEST = """
-import pytest
-from draftcore_sdk import channels
-
-@pytest.fixture(autouse=True)
-def what_never_comes_is_not_waited_for_long(request, monkeypatch):
-    if "is_right" not in request.node.nodeid:
-        monkeypatch.setattr(channels, "SOON", 1.0)
-"""
-
 WRONG = """
 == reverses_tasks: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
 class Client(Client):
@@ -226,4 +209,4 @@ class Service(Service):
         return reply
 """
 
-MUTANTS = Mutants(ChannelSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, wrong(WRONG), BODY)
+MUTANTS = Mutants(ChannelSuite, one_file(RIGHT), wrong(WRONG), BODY, soon=1.0)

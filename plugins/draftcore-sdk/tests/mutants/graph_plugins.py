@@ -2,14 +2,12 @@
 
 from draftcore_sdk.graph_plugins import GraphPluginSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import torch
 
-from draftcore import hookimpl
 from draftcore.contracts.runner import GraphPlugin
-from draftcore.contracts.offers import Offer
 
 CAPABILITIES = frozenset()
 
@@ -48,13 +46,8 @@ class Right(GraphPlugin):
 class Plugin(Right):
     pass
 
-@hookimpl
-def describe():
-    return [Offer("graph-plugin", "mine", CAPABILITIES)]
-
-@hookimpl
-def graph_plugin(name):
-    return Plugin()
+== Offer("graph-plugin", "{name}", CAPABILITIES)
+== graph_plugin(name): Plugin()
 """
 
 WRONG = """
@@ -142,4 +135,4 @@ class Plugin(Right):
         return cut
 """
 
-MUTANTS = Mutants(GraphPluginSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(GraphPluginSuite, one_file(RIGHT), wrong(WRONG))

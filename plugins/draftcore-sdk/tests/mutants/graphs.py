@@ -2,17 +2,15 @@
 
 from draftcore_sdk.graphs import GraphBackendSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from draftcore import hookimpl
 from draftcore_graphs import breaks
 from draftcore_graphs.recording import RecordingBackend
-from draftcore.contracts.offers import Offer
 
 CAPABILITIES = frozenset({"forks"})
 
@@ -22,13 +20,8 @@ def map_tensors(change, outputs):
 class Backend(RecordingBackend):
     pass
 
-@hookimpl
-def describe():
-    return [Offer("graph", "mine", CAPABILITIES)]
-
-@hookimpl
-def graph_backend(name):
-    return Backend()
+== Offer("graph", "{name}", CAPABILITIES)
+== graph_backend(name): Backend()
 """
 
 WRONG = """
@@ -68,10 +61,6 @@ class Backend(RecordingBackend):
     def replay(self, key):
         found = super().replay(key)
         return tuple(found.values()) if isinstance(found, dict) else found
-== mixes_buckets: test_buckets_do_not_disturb_each_other
-class Backend(RecordingBackend):
-    def replay(self, key):
-        return super().replay(max(self.tapes))
 == replays_twice: test_replay_writes_static_buffers_once
 class Backend(RecordingBackend):
     def replay(self, key):
@@ -185,4 +174,4 @@ class Backend(RecordingBackend):
             return map_tensors(grad, super().replay(key))
 """
 
-MUTANTS = Mutants(GraphBackendSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(GraphBackendSuite, one_file(RIGHT), wrong(WRONG))

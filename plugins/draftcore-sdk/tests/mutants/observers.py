@@ -8,8 +8,6 @@ from mutants.wrappers import BODY
 RIGHT = """
 import random
 
-import torch
-
 from draftcore import hookimpl
 from draftcore.contracts.algorithm import Stop
 

@@ -2,24 +2,17 @@
 
 from draftcore_sdk.runners import RunnerSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
-RIGHT = """\
-from draftcore import hookimpl
-from draftcore.contracts.offers import Offer
+RIGHT = """
 from draftcore_eval import decode as eager
 from draftcore_eval.decode import EagerRunner
 
 class Runner(eager.Eager):
     pass
 
-@hookimpl
-def describe():
-    return [Offer("runner", "{name}")]
-
-@hookimpl
-def runner(name, context):
-    return Runner()
+== Offer("runner", "{name}")
+== runner(name, context): Runner()
 """
 
 WRONG = """
@@ -83,4 +76,4 @@ class Runner(eager.Eager):
         return Own(model, drafter)
 """
 
-MUTANTS = Mutants(RunnerSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(RunnerSuite, one_file(RIGHT), wrong(WRONG))

@@ -19,9 +19,8 @@ from dataclasses import replace
 import torch
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.store import Handle, StoreFull, StoreStats
+from draftcore.contracts.store import Handle, StoreFull
 from draftcore_file import base
-from draftcore_file.base import Counter
 from draftcore_file import store as file
 from draftcore_file.store import FileStore
 
