@@ -150,11 +150,7 @@ def test_its_metadata_says_what_it_imports_and_what_the_core_says(
 
 @pytest.mark.parametrize(
     ("version", "requirement"),
-    [
-        ("0.1.0", ">=0.1,<0.2"),
-        ("0.9.12.dev3", ">=0.9,<0.10"),
-        ("1.2.3", ">=1.2,<2"),
-    ],
+    [("0.1.0", ">=0.1,<0.2"), ("0.9.12.dev3", ">=0.9,<0.10"), ("1.2.3", ">=1.2,<2")],
 )
 def test_the_core_is_bound_to_one_contract(version: str, requirement: str) -> None:
     assert bounds(version) == requirement
