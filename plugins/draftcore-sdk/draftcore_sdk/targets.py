@@ -78,17 +78,19 @@ WIDE_3D = {"rope_parameters": {**ROPE_3D, "mrope_section": [4, 2, 2]}}
 # By transformers' `model_type`, what a target of few weights sets beside SHAPE: of one that sees, in
 # its text part. Any other type can be asked for too, with a `config` of its own.
 FAMILIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys((
-        "llama ministral3 qwen2 qwen3 phi3 olmo2 glm4 smollm3 starcoder2 gpt_neox apertus "
-        "seed_oss nemotron hunyuan_v1_dense mistral3 paligemma internvl llava phi"
-    ).split(), {}),
-    **dict.fromkeys((
-        "qwen2_moe qwen3_moe mixtral minimax_m2 glm4_moe ernie4_5_moe minimax"
-    ).split(), EXPERTS),
-    **dict.fromkeys("mistral olmo3 exaone4 gemma3".split(), WINDOW),
-    **dict.fromkeys("qwen3_5_text olmo_hybrid qwen3_5".split(), DELTA),
-    **dict.fromkeys("qwen2_vl qwen2_5_vl glm4v".split(), NARROW_3D),
-    **dict.fromkeys("deepseek_v2 deepseek_v3 deepseek_v4 longcat_flash".split(), {**EXPERTS, **LATENT}),
+    **{
+        name: settings
+        for names, settings in (
+            ("llama ministral3 qwen2 qwen3 phi3 olmo2 glm4 smollm3 starcoder2 gpt_neox apertus", {}),
+            ("seed_oss nemotron hunyuan_v1_dense mistral3 paligemma internvl llava phi", {}),
+            ("qwen2_moe qwen3_moe mixtral minimax_m2 glm4_moe ernie4_5_moe minimax", EXPERTS),
+            ("deepseek_v2 deepseek_v3 deepseek_v4 longcat_flash", {**EXPERTS, **LATENT}),
+            ("mistral olmo3 exaone4 gemma3", WINDOW),
+            ("qwen3_5_text olmo_hybrid qwen3_5", DELTA),
+            ("qwen2_vl qwen2_5_vl glm4v", NARROW_3D),
+        )
+        for name in names.split()
+    },
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {**WINDOW, "tie_word_embeddings": True, "final_logit_softcapping": 3.0},
     "gemma3_text": {**WINDOW, "tie_word_embeddings": True},
