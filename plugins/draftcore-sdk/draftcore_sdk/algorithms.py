@@ -25,10 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_sdk.algorithm_training import (
-    require_same_bits,
-    require_same_output,
-)
+from draftcore_sdk.algorithm_training import require_same_bits, require_same_output
 from draftcore_sdk.drafting import Drafting, Told
 from draftcore_sdk.example import STOP_AT
 from draftcore_sdk.internals import trained_tensors, type_error
