@@ -134,11 +134,20 @@ def start_server() -> None:
 
 
 def start_process(work: Callable[..., Any], *args: Any) -> ForkServerProcess:
-    """Let a fork of the server do some work."""
+    """Let a fork of the server do some work, in this process's network."""
     start_server()
-    process = CONTEXT.Process(target=work, args=args)
+    network = os.open(NETWORK, os.O_RDONLY)  # which may be another than when the server began
+    process = CONTEXT.Process(target=_in_network, args=(DupFd(network), work, args))
     process.start()
+    os.close(network)
     return process
+
+
+def _in_network(network: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if not os.path.samestat(os.fstat(there := network.detach()), os.stat(NETWORK)):
+        ctypes.CDLL(None).setns(there, CLONE_NEWNET)
+    os.close(there)
+    work(*args)
 
 
 def fork_as_ours(command: Command, places: Mapping[int, int]) -> int:
@@ -146,23 +155,19 @@ def fork_as_ours(command: Command, places: Mapping[int, int]) -> int:
     libc = ctypes.CDLL(None)
     reader, writer = os.pipe()
     fds = {at: DupFd(fd) for at, fd in places.items()}
-    network = os.open(NETWORK, os.O_RDONLY)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # whose parent has ended, is this process's
     try:
-        start_process(_fork, command, fds, DupFd(network), DupFd(writer)).join()
+        start_process(_fork, command, fds, DupFd(writer)).join()
     finally:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
     os.close(writer)
-    os.close(network)
     with open(reader) as answer:
         return int(answer.read())
 
 
-def _fork(command: Command, fds: Mapping[int, Any], network: Any, writer: Any) -> None:
+def _fork(command: Command, fds: Mapping[int, Any], writer: Any) -> None:
     between, answer = os.getpid(), writer.detach()
     places = {at: fd.detach() for at, fd in fds.items()}
-    if not os.path.samestat(os.fstat(there := network.detach()), os.stat(NETWORK)):
-        ctypes.CDLL(None).setns(there, CLONE_NEWNET)
     if pid := os.fork():
         os.write(answer, str(pid).encode())
         os._exit(0)
