@@ -15,9 +15,9 @@ Other faults happen once, too: `full:put`, `full:publish` and `full:checkpoint` 
 to write, `twice:publish` reports again, `cut:publish` breaks the connection before a report and
 `deaf:publish` before its reply, `torn:publish` dies amid a report, `flip:published` alters a stored
 byte. These go on:
-`raise:WORD` fails every batch in which a sample begins with the word, `narrow:WORD`, `lacking:WORD`,
-`nan:WORD` and `huge:WORD` return something else than was asked for that sample, `pace:SECONDS` slows
-steps down, and `ttl:SECONDS` is how long a producer may be silent.
+`raise:WORD` fails every batch in which a sample begins with the word, `narrow:WORD`, `lacking:WORD` and
+`nan:WORD` return something else than was asked for that sample, `pace:SECONDS` slows steps down, and
+`ttl:SECONDS` is how long a producer may be silent.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,10 +126,9 @@ class Capture(Around):
                     features.update({name: value[:, :5] for name, value in features.items()})
                 if hits("lacking", text):
                     features.pop("last_hidden")
-                for fault, number in (("nan", float("nan")), ("huge", 3e38)):
-                    if hits(fault, text):
-                        features["last_hidden"] = features["last_hidden"].clone()
-                        features["last_hidden"][2, 3] = number
+                if hits("nan", text):
+                    features["last_hidden"] = features["last_hidden"].clone()
+                    features["last_hidden"][2, 3] = float("nan")
             reach("captured")
             yield captured
 
@@ -164,12 +164,10 @@ class HalfPut(dict[str, "Tensor"]):
 
 class Store(Around):
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
-        import dataclasses
-
         if now("full", "put"):
             with full_medium():
                 return tuple(self.inner.put_many(items))
-        last = dataclasses.replace(items[-1], tensors=HalfPut(items[-1].tensors))
+        last = replace(items[-1], tensors=HalfPut(items[-1].tensors))
         refs: tuple[SampleRef, ...] = self.inner.put_many([*items[:-1], last])
         if now("flip", "published"):
             with self.inner.get(refs[0]) as handle:  # its tensors are views of the shared bytes
