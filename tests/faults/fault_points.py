@@ -11,8 +11,8 @@ n-th time; a file in the folder marks what was done, so a restarted process pass
               stepped (before the release), written (a checkpoint, not renamed), unmarked (renamed,
               not marked), saved, freeing, freed
 
-Other faults happen once, too: `full:put`, `full:publish` and `full:checkpoint` leave the disk no byte
-to write, `twice:publish` reports again, `cut:publish` breaks the connection before a report and
+Other faults happen once, too: `full:put` and `full:checkpoint` leave the disk no byte to write,
+`twice:publish` reports again, `cut:publish` breaks the connection before a report and
 `deaf:publish` before its reply, `torn:publish` dies amid a report, `flip:published` alters a stored
 byte. These go on:
 `raise:WORD` fails every batch in which a sample begins with the word, `narrow:WORD`, `lacking:WORD` and
@@ -28,11 +28,10 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,7 +231,7 @@ class Caller(Around):
 
     def call(self, request: Json) -> Json:
         publishes = request["call"] == "publish"
-        for fault in ("full", "torn", "cut", "deaf") if publishes else ():
+        for fault in ("torn", "cut", "deaf") if publishes else ():
             if now(fault, "publish"):
                 getattr(self, fault)(to_bytes(request))
         reply: Json = self.inner.call(request)
@@ -244,20 +243,10 @@ class Caller(Around):
             reach("claimed")
         return reply
 
-    def full(self, request: bytes) -> None:
-        full.enter_context(full_medium())
-        threading.Timer(0.5, full.close).start()
-
     def torn(self, request: bytes) -> None:
         half = request[: len(request) // 2]
         with self.inner.mutex:
-            if hasattr(self.inner, "connection"):
-                os.write(self.inner.connection.fileno(), len(request).to_bytes(4, "big") + half)
-            else:
-                requests = self.inner.requests
-                with requests.path(requests.segment).open("r+b") as stream:
-                    stream.seek(requests.at)
-                    stream.write(half)
+            os.write(self.inner.connection.fileno(), len(request).to_bytes(4, "big") + half)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def cut(self, request: bytes) -> None:
@@ -308,6 +297,5 @@ def watch_files(event: str, arguments: tuple[Any, ...]) -> None:
         reach("unmarked")
 
 
-full = ExitStack()
 if FAULTS:
     sys.addaudithook(watch_files)

@@ -3,29 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 MakeRun = Callable[..., Any]
-FAULTS = {
-    "tcp": "twice:publish@2 cut:publish@3 deaf:publish@4 flip:published@3 torn:publish@5",
-    "dir:{}/channel": "ttl:2 twice:publish@2 flip:published@3 full:publish@4 torn:publish@5",
-}
+FAULTS = "twice:publish@2 cut:publish@3 deaf:publish@4 flip:published@3 torn:publish@5"
 
 
-@pytest.mark.parametrize(
-    "channel", [pytest.param(one, marks=[pytest.mark.long] * (one != "tcp")) for one in FAULTS]
-)
 def test_what_is_torn_doubled_altered_cut_or_does_not_fit_is_done_again(
-    make_run: MakeRun, undisturbed: dict[int, float], channel: str
+    make_run: MakeRun, undisturbed: dict[int, float]
 ) -> None:
     """Also where the store is too small for the data, and used again and again."""
-    run = make_run(producers=2, channel=channel, store="shm:{}/ring?max_bytes=400KiB")
-    run.faults = f"{FAULTS[channel]} full:checkpoint"
+    run = make_run(producers=2, store="shm:{}/ring?max_bytes=400KiB")
+    run.faults = f"{FAULTS} full:checkpoint"
     said = run.finish(code=1)
     assert "cannot write checkpoint" in said
     assert "free space and run the same command to go on" in said
     assert "resuming from" not in run.finish()
-    assert len(list(run.marks.iterdir())) == len(run.faults.split()) - run.faults.count("ttl")
+    assert len(list(run.marks.iterdir())) == len(run.faults.split())
     assert not (run.folder / "ring").exists()
     run.require_done(undisturbed)
 

@@ -39,7 +39,7 @@ KINDS = {  # the files, and the verb that reads them
 OTHER = (b"", b"{}", b"[]", b"null", b"7", b'"x"', b'{"address": 5}', b"9" * 5000, b"[" * 9999)
 
 
-VALUES = (None, -1, 0, 10**12, "x", [], {}, 1e400, [1, 2], True, 3)
+VALUES: tuple[object, ...] = (None, -1, 0, 10**12, "x", [], {}, 1e400, [1, 2], True, 3)
 
 
 def damage(file: Path, dice: random.Random) -> str:

@@ -8,25 +8,11 @@ from pathlib import Path
 
 import pytest
 from draftcore_disagg.local import Child, Processes, devices
-from draftcore_sdk.launchers import LauncherSuite
+from draftcore_sdk.launchers import TOOLS, LauncherSuite
 
 from draftcore.errors import DraftcoreError, ExitStatus
 
 Make = Callable[..., Child]
-TOOLS = """
-import os, pathlib, signal, sys, time
-here = pathlib.Path(sys.argv[1])
-def note(name):
-    (here / f"{name}-{os.getpid()}").touch()
-def count(name):
-    return len(list(here.glob(f"{name}-*")))
-def until(holds):
-    deadline = time.monotonic() + 300
-    while not holds():
-        if time.monotonic() > deadline:
-            sys.exit(3)
-        time.sleep(0.01)
-"""
 
 
 @pytest.fixture

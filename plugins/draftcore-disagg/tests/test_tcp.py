@@ -1,4 +1,4 @@
-"""Channel `tcp`: whatever strangers, liars and broken connections do, a producer works on."""
+"""Channel `tcp`: the suite; whatever strangers, liars and broken connections do, a producer works on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ import pytest
 from draftcore_disagg import tcp
 from draftcore_disagg.channel import ChannelAway, Json
 from draftcore_disagg.tcp import TcpChannel, TcpClient, authenticated, shut_down
+from draftcore_sdk.channels import ChannelSuite
 from queueing import SOON
 
 from draftcore.errors import DraftcoreError, UsageError
 
 SECRET = b"the run's secret"
 REQUEST = b'{"producer":"liar","number":1}'
+
+
+class TestTcp(ChannelSuite):
+    plugin, name = "draftcore_disagg.plugin", "tcp"
+
+    def impatient(self, uri: str, secret: bytes, patience: float) -> TcpChannel:
+        return TcpChannel.open(uri, secret, patience)
 
 
 class Echo:

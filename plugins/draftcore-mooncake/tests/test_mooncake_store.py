@@ -94,7 +94,7 @@ def test_a_put_of_several_batches_is_all_or_none(
 ) -> None:
     monkeypatch.setattr(transfer, "BATCH_BYTES", 1)
     same = sized("", 8 * MiB).tensors
-    many = [StoreItem(f"s{at}", same, 1) for at in range(16)]  # more than all lenders have
+    many = [StoreItem(f"s{at}", same, 1) for at in range(20)]  # more than all lenders have
     with pytest.raises(StoreFull):
         writer.put_many(many)
     assert writer.lookup([item.feature_id for item in many]) == {}
