@@ -29,9 +29,6 @@ def configured(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.pass_obj(function)
 
 
-draft_option = click.option("--draft", help="One of the run's `drafts`; all if not given.")
-
-
 @click.command(epilog=EXAMPLE.format("capture run.yaml store=file:features"))
 @configured
 def capture(registry: Registry, config: Path, overrides: tuple[str, ...]) -> None:
@@ -63,7 +60,7 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...], trainer:
 
 @click.command(epilog=EXAMPLE.format("export run.yaml --out my-draft"))
 @configured
-@draft_option
+@click.option("--draft", help="One of the run's `drafts`; all if not given.")
 @click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
 @click.option("--out", type=FOLDER, help="Folder to write; RUN[/DRAFT]/export if not given.")
 @click.option("--layout", default="serving", show_default=True, help="A layout of the algorithm.")

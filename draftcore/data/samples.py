@@ -44,12 +44,3 @@ def batch_of(
     images = tuple(samples.images(row) for row in rows)
     ids = tuple(samples.feature_ids[row] for row in rows)
     return CaptureBatch(index, rows, ids, token_ids, images if any(images) else ())
-
-
-def samples_data(samples: Samples) -> dict[str, Any]:
-    """Describe samples as JSON data, for `StoredSamples`."""
-    return {
-        "feature_ids": list(samples.feature_ids),
-        "lengths": samples.lengths.tolist(),
-        "summary": samples.summary.to_json(),
-    }

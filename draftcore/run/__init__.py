@@ -16,32 +16,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel
 
 from draftcore.config import Choice, RunConfig, Selection, TargetConfig
 from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.offers import Kind
-from draftcore.contracts.run import (
-    Evaluation,
-    OpenDraft,
-    OpenRun,
-    Ranks,
-    RunSamples,
-    Samples,
-)
+from draftcore.contracts.offers import SAME_FEATURES, Kind
+from draftcore.contracts.run import Evaluation, OpenDraft, OpenRun, Ranks, RunSamples, Samples
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import FeatureStore
 from draftcore.data.samples import batch_of
 from draftcore.errors import UsageError, nearest
 from draftcore.features.checks import CheckedCapture
-from draftcore.features.provenance import changed_options, differences
 from draftcore.files import require_exported
 from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
 from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
-from draftcore.training.loop import DraftSetup
 from draftcore.training.ranks import SINGLE_RANK
 
 Role = Literal["both", "trainer"]
@@ -164,14 +156,24 @@ class Run(OpenRun):
         """Bind what a section of the configuration selects; one that is read twice is bound once."""
         key = kind, section.model_dump_json()
         if key not in self.selected:
-            self.selected[key] = self.bind(kind, section.name, section.options, section.plugin)
+            beside = type(section).model_fields if isinstance(section, Selection) else ()
+            choice, extras = (kind, section.name, section.options), self.config.plugins
+            self.selected[key] = bind(self.registry, *choice, extras, section.plugin, beside)
         return self.selected[key]
 
     def offered(self, kind: Kind) -> Mapping[str, frozenset[str]]:
         return self.registry.offered(kind)
 
     def provenance(self, request: FeatureRequest) -> str:
-        """Describe how features of this request are made here, as `features.provenance` says."""
+        """Describe how features of this request are made here: what others must equal to stand for them.
+
+        It is stored beside each sample and in a durable store's manifest: JSON of the settings that change
+        a bit of a feature. Of a capture's options all do, unless their field says otherwise:
+
+            patience: float = Field(default=300, json_schema_extra=SAME_FEATURES)
+
+        Where the target runs is left out: features captured on a GPU may be trained on elsewhere.
+        """
         config, target = self.config, self.target
         settings: dict[str, Any] = {
             "target": target.fingerprint(),
@@ -296,30 +298,44 @@ class DraftRun(OpenDraft):
     def build(self, summary: DataSummary) -> Draft:
         """A fresh draft in fp32; the same seed and summary give the same bits."""
         torch.manual_seed(self.config.train.seed)
-        return self.algorithm.hook.build_draft(
-            target=self.run.target, data=summary, options=self.options
-        )
-
-    def setup(self, about: Mapping[str, Any]) -> DraftSetup:
-        """The draft as training needs it; `about` is what its checkpoints keep of the run."""
-        compiles = "compile" in self.algorithm.capabilities and not self.config.train.shard
-        if self.config.train.compile is True and not compiles:
-            raise UsageError(
-                f"train.compile is on, and the algorithm {self.choice.name!r} has no capability compile, "
-                "or train.shard is on\n  leave it out: auto compiles what can be"
-            )
-        hook, request = self.algorithm.hook, self.request()
-        return DraftSetup(
-            self.label, self.folder, self.config, hook, self.options, request, about, compiles
-        )
+        hook, target = self.algorithm.hook, self.run.target
+        return hook.build_draft(target=target, data=summary, options=self.options)
 
     def drafter(self, draft: Draft) -> Drafter:
-        return self.algorithm.hook.drafter(
-            draft=draft, target=self.run.target.load_model(), options=self.options
-        )
+        hook, target = self.algorithm.hook, self.run.target.load_model()
+        return hook.drafter(draft=draft, target=target, options=self.options)
 
     def more_metrics(self, draft: Draft, report: Mapping[str, Any]) -> dict[str, float]:
         """Return what the algorithm and the plugins of the run add to a report."""
         hook: Any = self.algorithm.hook
         answers = hook.eval_metrics(draft=draft, report=report, options=self.options)
         return {name: float(value) for more in answers for name, value in more.items()}
+
+
+def changed_options(options: BaseModel | None) -> dict[str, Any]:
+    """The options that change features, where they are not at their defaults."""
+    if options is None:
+        return {}
+    extras = {name: info.json_schema_extra for name, info in type(options).model_fields.items()}
+    neutral = {
+        name
+        for name, extra in extras.items()
+        if isinstance(extra, dict) and SAME_FEATURES.items() <= extra.items()
+    }
+    return options.model_dump(mode="json", exclude_defaults=True, exclude=neutral)
+
+
+def differences(ours: str, theirs: str, whose: str) -> str:
+    """Name the settings in which two provenances differ, one a line, indented."""
+    here, there = json.loads(ours), json.loads(theirs)
+    names = sorted({*here, *there})
+    return "\n".join(
+        f"  {name}: {as_text(here.get(name))} here, {as_text(there.get(name))} {whose}"
+        for name in names
+        if here.get(name) != there.get(name)
+    )
+
+
+def as_text(value: Any) -> str:
+    """A setting for reading; one that is not set is at its default."""
+    return "as by default" if value is None else json.dumps(value)

@@ -11,7 +11,7 @@ from draftcore.contracts.capture import BadRows
 from draftcore.contracts.run import PlannedBatch, Samples
 from draftcore.contracts.store import DurableStore
 from draftcore.data.plan import Plan
-from draftcore.data.samples import batch_of, samples_data
+from draftcore.data.samples import batch_of
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, plural
 from draftcore.features.checks import CheckedCapture
@@ -28,15 +28,12 @@ def capture_all(run: Run) -> str:
     hold the features.
     """
     features = open_features(run, "capture")
-    with closing(cast(DurableStore, features.store)) as store:
-        samples, share = open_samples(run, features), run.config.data.max_skipped
-        skipped = Skipped({}, rows=len(samples.feature_ids), share=share)
-        new = fill_store(run, features, samples, make_plan(run, samples), skipped)
-        stats = store.stats()
-    return (
-        f"captured {plural(new, 'sample')}, {stats.samples - new} were there: "
-        f"{stats.nbytes / 2**20:.0f} MiB in {store.uri}"
-    )
+    store, samples = cast(DurableStore, features.store), open_samples(run, features)
+    share = run.config.data.max_skipped
+    skipped = Skipped({}, rows=len(samples.feature_ids), share=share)
+    new = fill_store(run, features, samples, make_plan(run, samples), skipped)
+    there, size = (stats := store.stats()).samples - new, stats.nbytes / 2**20
+    return f"captured {plural(new, 'sample')}, {there} were there: {size:.0f} MiB in {store.uri}"
 
 
 def fill_store(
@@ -110,7 +107,9 @@ def write_manifest(
             "fingerprint": samples.summary.fingerprint,
             "request": asdict(features.request),
             "provenance": features.provenance,
-            **samples_data(samples),
+            "feature_ids": list(samples.feature_ids),
+            "lengths": samples.lengths.tolist(),
+            "summary": samples.summary.to_json(),
             "skipped": sorted(skipped.items()),
             "target": {"path": run.target.path, "revision": run.target.revision},
             "plugins": run.manifest(run.drafts, run.capture),

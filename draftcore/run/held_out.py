@@ -22,7 +22,7 @@ from draftcore.features.checks import require_finite
 from draftcore.features.loader import samples_of
 from draftcore.run import DraftRun, Run
 from draftcore.run.features import Features
-from draftcore.training.loop import DraftSetup
+from draftcore.training.loop import collate
 from draftcore.training.metrics import fetch, ratios, totals
 
 
@@ -60,34 +60,27 @@ class HeldOut:
                 by_row |= zip(captured.batch.rows, samples_of(captured, rows, 1), strict=True)
         return [by_row[row] for row in sorted(by_row)]
 
-    def evaluate(
-        self, draft: DraftRun, setup: DraftSetup, built: Draft, context: StepContext
-    ) -> dict[str, Any]:
+    def evaluate(self, draft: DraftRun, built: Draft, context: StepContext) -> dict[str, Any]:
         """Return held-out loss and metrics, what the evaluation found, and what plugins add to it.
 
         Works on rank 0 alone.
         """
-        was_training = built.module.training
+        was_training, outputs, size = built.module.training, [], draft.config.train.batch
+        hook, request = draft.algorithm.hook, draft.request()
+        asked = {"draft": built, "context": context, "options": draft.options}
         devices = [self.device] if self.device.type == "cuda" else []
         for device in devices:
             torch.cuda.synchronize(device)  # a capture may be under way, by the same target
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             built.module.eval()
             with torch.compiler.set_stance("force_eager"):
-                report: dict[str, Any] = self._losses(setup, built, context)
+                for start in range(0, len(self.samples), size):
+                    some = self.samples[start : start + size]
+                    batch = collate(draft, request, some, self.device)
+                    outputs.append(hook.forward_loss(batch=batch, **asked))
+            report = dict[str, Any](ratios([fetch(totals(outputs))()]))
             if measure := self.more.get(draft.label):
                 report |= measure(built)
             report |= draft.more_metrics(built, report)
             built.module.train(was_training)
         return report
-
-    def _losses(self, setup: DraftSetup, built: Draft, context: StepContext) -> dict[str, float]:
-        size, outputs = setup.config.train.batch, []
-        for start in range(0, len(self.samples), size):
-            batch = setup.collate(self.samples[start : start + size], self.device)
-            outputs.append(
-                setup.hook.forward_loss(
-                    draft=built, batch=batch, context=context, options=setup.options
-                )
-            )
-        return ratios([fetch(totals(outputs))()])

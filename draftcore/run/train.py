@@ -11,7 +11,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -22,15 +22,7 @@ from pydantic import BaseModel
 from draftcore.contracts.algorithm import DataSummary, Stop
 from draftcore.contracts.capture import CaptureBatch
 from draftcore.contracts.offers import FREE
-from draftcore.contracts.run import (
-    LOCK,
-    Batches,
-    BatchSource,
-    Loaded,
-    Needed,
-    PlannedBatch,
-    Samples,
-)
+from draftcore.contracts.run import LOCK, BatchSource, Loaded, Needed, PlannedBatch, Samples
 from draftcore.contracts.store import FeatureStore, SampleRef
 from draftcore.data.plan import Plan
 from draftcore.data.samples import batch_of
@@ -38,9 +30,8 @@ from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
-from draftcore.features.provenance import differences
 from draftcore.files import hold, write_atomic
-from draftcore.run import DraftRun, Role, Run
+from draftcore.run import DraftRun, Role, Run, differences
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
 from draftcore.run.held_out import HeldOut
@@ -70,14 +61,15 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
                 lock = hold(run.folder / LOCK, f"trains in {run.folder}", remedy)
                 stack.callback(os.close, lock)
         parts = trainer_parts(run, role)
-        plan, trainers, first = parts.plan, parts.trainers, parts.first_step
+        plan, trainers, source = parts.plan, parts.trainers, parts.source
         say_beginning(parts, say)
-        if first >= plan.total_steps:
+        if parts.first_step >= plan.total_steps:
             return "complete"
         signals = stack.enter_context(stop_on_signal())
         stop = lambda: bool(signals)  # noqa: E731
         with ranks.raise_on_all():
-            batches, elsewhere = stack.enter_context(open_batches(parts))
+            elsewhere = stack.enter_context(source.open(parts.needed())) if source else None
+            batches = elsewhere or open_batches(parts, stack)
         ahead = parts.prefetch if parts.features.store else 0
         loader = Loader(batches, ahead=ahead, device=trainers[0].device, stop=stop)
         stack.callback(loader.close)
@@ -86,7 +78,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         run.observers.run_started(run=run.folder, config=config, total_steps=plan.total_steps)
         try:
             reason, failed, stopped = train_loop(
-                plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
+                plan, trainers, loader, skipped=parts.skipped, stop=stop,
                 release_batch=loader.release_batch,
                 finished=elsewhere.finished if elsewhere else lambda position: None,
                 status_line=elsewhere.status if elsewhere else str,
@@ -227,7 +219,7 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
-    open_trainers(parts, run_id, checkpoints, held_out)
+    open_trainers(parts, checkpoints, held_out)
     return parts
 
 
@@ -249,26 +241,23 @@ def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
 
 
 def open_trainers(
-    parts: TrainerParts, run_id: str, checkpoints: Sequence[Checkpoint | None],
-    held_out: HeldOut | None,
-) -> None:  # fmt: skip
+    parts: TrainerParts, checkpoints: Sequence[Checkpoint | None], held_out: HeldOut | None
+) -> None:
     """Build each draft, or read it from its checkpoint, with what evaluates it in training."""
     run, features = parts.run, parts.features
     shared = [run.capture, *([features.binding] if features.binding else [])]
     for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
         data = checkpoint.state["data"] if checkpoint else parts.samples.summary.to_json()
         about = {
-            "run_id": run_id,
             "target": run.target.fingerprint(),
-            "width": run.width,
             "features": features.provenance,
             "data": data,
             "plugins": run.manifest([draft], *shared),
         }
-        setup, built = draft.setup(about), draft.build(DataSummary.from_json(data))
-        evaluate = functools.partial(held_out.evaluate, draft, setup) if held_out else None
+        built = draft.build(DataSummary.from_json(data))
+        evaluate = functools.partial(held_out.evaluate, draft) if held_out else None
         trainer = Trainer(
-            setup, built, run.ranks, parts.plan, parts.skipped, run.observers, evaluate, checkpoint
+            draft, draft.request(), about, built, parts.plan, parts.skipped, evaluate, checkpoint
         )
         parts.trainers.append(trainer)
 
@@ -323,23 +312,16 @@ def read_run_id(folder: Path) -> str:
 # ---------------------------------------------------------------- where batches come from
 
 
-@contextmanager
-def open_batches(
-    parts: TrainerParts,
-) -> Iterator[tuple[Iterable[Loaded | None], Batches | None]]:
-    """Open this rank's batches, and return them twice where other processes capture them."""
-    if parts.source is not None:
-        with parts.source.open(parts.needed()) as batches:
-            yield batches, batches
-        return
+def open_batches(parts: TrainerParts, closing: ExitStack) -> Iterable[Loaded]:
+    """Open the batches that this rank captures for itself, or reads from a store that holds all."""
     run, features, plan, skipped = parts.run, parts.features, parts.plan, parts.skipped
     uses = plan.uses(parts.first_step, run.ranks.rank, run.ranks.size)
     require_memory(parts)
-    if features.store is None:
-        with closing(run.open_capture(features.request, parts.samples)) as capture:
-            yield Captured(uses, capture, parts.samples, skipped), None
-    else:
-        yield stored(uses, features.store, plan, skipped, features.request.names), None
+    if features.store is not None:
+        return stored(uses, features.store, plan, skipped, features.request.names)
+    capture = run.open_capture(features.request, parts.samples)
+    closing.callback(capture.close)
+    return Captured(uses, capture, parts.samples, skipped)
 
 
 def require_memory(parts: TrainerParts) -> None:

@@ -18,6 +18,7 @@ from draftcore.contracts.algorithm import Sample, SampleId
 from draftcore.drafts import open_draft
 from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
+from draftcore.training.loop import collate
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
@@ -123,7 +124,7 @@ def test_features_are_moved_to_the_device_before_they_are_padded(
         )
         for length in (3, 5)
     ]
-    batch = draft.setup({}).collate(samples, torch.device("meta"))
+    batch = collate(draft, draft.request(), samples, torch.device("meta"))
     assert set(padded) == {"meta"}
     assert batch.token_ids_BT.device.type == "meta"
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from draftcore_sdk.internals import register
 from numpy.typing import NDArray
 from torch import nn
 
@@ -28,11 +29,9 @@ from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequ
 from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import register
 from draftcore.run import DraftRun, Run
 from draftcore.run.features import Features
 from draftcore.run.held_out import HeldOut
-from draftcore.training.loop import DraftSetup
 from draftcore.training.ranks import SINGLE_RANK
 from tests.training.conftest import NAME, padded
 
@@ -90,6 +89,10 @@ class Algorithm:
         self.steps: list[StepContext] = []
 
     @hookimpl
+    def feature_request(self) -> FeatureRequest:
+        return FeatureRequest((0,), False, "float32")
+
+    @hookimpl
     def collate(self, samples: Sequence[Sample]) -> DraftBatch:
         return padded(samples)
 
@@ -145,8 +148,7 @@ class Setting:
         )
         self.capture, self.algorithm, self.beside = Capture(), Algorithm(), Evaluation()
         self.asked, self.ranks = list[tuple[Any, ...]](), SINGLE_RANK
-        request = FeatureRequest((0,), False, "float32")
-        self.features = Features(request, "made up")
+        self.features = Features(self.algorithm.feature_request(), "made up")
         hook = register([Plugin("toy", "", "", "", instance=self.algorithm)]).hook
         self.bound = SimpleNamespace(hook=hook, options=None, capabilities=frozenset())
         self.draft = self.new_draft()
@@ -187,9 +189,7 @@ class Setting:
 
     def measure(self, held_out: HeldOut, step: int) -> dict[str, Any]:
         """Measure the draft as it is now, after so many of nine steps in two epochs."""
-        hook, request = self.bound.hook, self.features.request
-        setup = DraftSetup("", self.config.run, self.config, hook, None, request, {})
-        return held_out.evaluate(self.drafts[0], setup, self.draft, at(step))
+        return held_out.evaluate(self.drafts[0], self.draft, at(step))
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ class DataOptions(Section):
     max_length: int = Field(2048, ge=2, le=10**7, description="longest sample, in tokens")
     last_turn_only: bool = Field(False, description="learn the last assistant turn only")
     bad_rows: Literal["skip", "refuse"] | Share = Field(
-        0.1, description="rows that cannot be used: left out, an error, or up to a share of all, or one"
+        0.1,
+        description="rows that cannot be used: left out, an error, or up to a share of all, or one",
     )
     overlong: Literal["skip", "truncate", "refuse"] = Field("skip", description="rows too long")
     limit: int | None = Field(
