@@ -459,16 +459,16 @@ class Trainer:
         Returns what an observer answered to stop the draft, on all ranks. Raises DraftcoreError where
         the gradient was not finite; the weights are as before.
         """
-        terms = [sums_of[term][1] for sums_of in sums for term in sums_of if isinstance(term, int)]
-        if self.step == 1 and terms and not any(terms):
+        self.metrics, self.evaluation = {**self.previous_step.metrics, **ratios(sums), **timing}, ""
+        learns = self.metrics["loss"] or self.metrics["grad_norm"]
+        if self.step == 1 and not learns and any(0 in part for part in sums):  # 0: a loss's term
             self.step = 0
             with self.ranks.raise_on_all():
                 raise DraftcoreError(
-                    "no row of the first step has a token to learn: its loss is of nothing\n"
-                    "  look at what is learned of them: `draftcore data show` marks it; a row's first tokens "
-                    "and those without a loss mask teach nothing"
+                    "the rows of the first step teach nothing: loss and gradient are 0\n"
+                    "  `draftcore data show` marks what is learned of them; a row's last token, and those "
+                    "without a loss mask, teach nothing"
                 )
-        self.metrics, self.evaluation = {**self.previous_step.metrics, **ratios(sums), **timing}, ""
         epoch = self.metrics["epoch"] = (self.step - 1) // self.plan.steps_per_epoch + 1
         self.metrics["tokens_per_second"] = timing["tokens"] / timing["seconds"]
         if self.device.type == "cuda":
