@@ -45,13 +45,9 @@ class Binding(Bound):
 
 
 def bind(
-    registry: Registry,
-    kind: Kind,
-    name: str,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    extras: Sequence[str] = (),
-    plugin: str = "",
-) -> Binding:
+    registry: Registry, kind: Kind, name: str, options: Mapping[str, Any] = MappingProxyType({}),
+    extras: Sequence[str] = (), plugin: str = "",
+) -> Binding:  # fmt: skip
     """Bind the owner of (kind, name) with the plugins named in `extras` and the loose files.
 
     `plugin` chooses where several offer this name. A loose file that offers something is chosen by

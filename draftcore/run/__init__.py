@@ -40,7 +40,7 @@ from draftcore.files import require_exported
 from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
-from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
+from draftcore.training.checkpoint import Checkpoint, latest, manifest, missing, open_checkpoint
 from draftcore.training.loop import DraftSetup
 from draftcore.training.ranks import SINGLE_RANK
 
@@ -233,7 +233,7 @@ class Run:
         bound = (*(draft.algorithm for draft in drafts), self.target_kind, *shared)
         plugins = [owner.plugin for owner in bound]
         plugins += self.registry.extras(self.config.plugins)
-        return self.registry.manifest({plugin.name: plugin for plugin in plugins}.values())
+        return manifest({plugin.name: plugin for plugin in plugins}.values())
 
 
 class DraftRun:
@@ -279,8 +279,8 @@ class DraftRun:
         root = self.folder / "checkpoints"
         opened = open_checkpoint(folder) if folder else ranks.on_rank0(lambda: latest(root))
         with ranks.raise_on_all():
-            if opened and (missing := self.run.registry.missing(opened.state["plugins"])):
-                raise UsageError(f"{opened.folder}: {missing}")
+            if opened and (lacking := missing(opened.state["plugins"], self.run.registry)):
+                raise UsageError(f"{opened.folder}: {lacking}")
         return opened
 
     def request(self) -> FeatureRequest:
