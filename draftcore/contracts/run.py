@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.contracts.algorithm import DataSummary, Draft, Drafter, Sample
-    from draftcore.contracts.capture import (
-        CaptureBatch,
-        FeatureRequest,
-        Image,
-        ImageProcessor,
-    )
+    from draftcore.contracts.capture import CaptureBatch, FeatureRequest, Image, ImageProcessor
     from draftcore.contracts.offers import Bound
     from draftcore.contracts.runner import PhaseName, Runner
     from draftcore.contracts.store import FeatureStore, SampleRef
