@@ -216,11 +216,6 @@ def test_an_address_that_is_no_masters_is_said() -> None:
     assert "check that it is a master's rpc address" in str(caught.value)
 
 
-def test_a_wrong_metadata_server_is_said(store_uri: str) -> None:
-    with within(10), pytest.raises(StoreError, match=r"metadata=http://127.0.0.1:9/metadata"):
-        MooncakeStore.open(f"{store_uri}&metadata=http://127.0.0.1:9/metadata")
-
-
 # ---------------------------------------------------------------- those who lend and put
 
 

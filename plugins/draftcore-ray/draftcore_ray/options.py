@@ -16,6 +16,11 @@ class Request(BaseModel):
         default={}, description="the cluster's own, e.g. {h100: 1}, to choose a kind of machine"
     )
 
+    def amounts(self) -> dict[str, float]:
+        """Return what is asked for, by Ray's names."""
+        asked = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: amount for name, amount in asked.items() if amount}
+
 
 class RayOptions(BaseModel):
     """Options of the launcher `ray`."""
