@@ -38,12 +38,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftcore.contracts.capture import FeatureRequest, ImageProcessor
-from draftcore.contracts.target import (
-    PrefillRunner,
-    TargetCache,
-    TargetModel,
-    TargetSpec,
-)
+from draftcore.contracts.target import PrefillRunner, TargetCache, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import write_atomic
 from draftcore.tensors import resolve_device

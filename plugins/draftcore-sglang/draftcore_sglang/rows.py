@@ -156,10 +156,7 @@ def first_draft_input(
     batch = check_rows(algorithm, arrivals, row)
     if "disagg" in algorithm.offer.capabilities:
         found = algorithm.hook.build_disagg_draft_input(
-            batch=batch,
-            last_tokens=last_tokens_B,
-            future_map=future_map,
-            options=algorithm.options,
+            batch=batch, last_tokens=last_tokens_B, future_map=future_map, options=algorithm.options
         )
     else:
         found = nothing_to_go_on(last_tokens_B)
