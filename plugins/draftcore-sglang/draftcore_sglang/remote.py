@@ -114,8 +114,7 @@ class ServerCapture:
 
         def first() -> CapturedBatch:
             batch, jobs = pending.popleft()
-            found = self._wait(jobs)
-            return CapturedBatch(batch, tuple(found))
+            return CapturedBatch(batch, tuple(self._wait(jobs)))
 
         for batch in batches:
             jobs = [self._threads.submit(self._fetch, batch, at) for at in range(len(batch.rows))]
