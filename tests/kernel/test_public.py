@@ -20,11 +20,6 @@ PUBLIC = {
 }
 # The one file that may reach further: the kit tries what the core does with plugins.
 INSIDE = ROOT / "plugins" / "draftcore-sdk" / "draftcore_sdk" / "internals.py"
-# What still has to go, by dist: how `verify` asks an algorithm for what a server does. It only shrinks.
-SERVED = {"draftcore_tools.served"}
-LEFT = dict.fromkeys(
-    ("draftcore-dflash", "draftcore-domino", "draftcore-eagle3", "draftcore-nn"), SERVED
-)
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -64,4 +59,4 @@ def test_a_dist_imports_what_is_public_and_what_it_requires(dist: str) -> None:
     files = set((DISTS[dist] / dist.replace("-", "_")).rglob("*.py")) - {INSIDE}
     assert files
     names = {name for file in files for name in imported(file)}
-    assert {name for name in names if not public(name, packages)} == LEFT.get(dist, set())
+    assert {name for name in names if not public(name, packages)} == set()

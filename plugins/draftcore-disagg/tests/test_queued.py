@@ -17,13 +17,13 @@ from draftcore_file.store import FileStore
 from draftcore_shm.store import ShmStore
 from queueing import Loopback
 
-from draftcore.contracts.run import Needed, OpenCapture
+from draftcore.contracts.run import Needed, OpenCapture, Ranks
 from draftcore.contracts.store import FeatureStore, Handle, StoreAway, StoreError
 from draftcore.errors import DraftcoreError
+from draftcore.run import Run
 from draftcore.run.features import Features
 from draftcore.run.train import TrainerParts
 from tests.features.world import (
-    CPU,
     ORIGIN,
     SOON,
     Batches,
@@ -47,9 +47,8 @@ class World(Here):
     def needed(self, store: FeatureStore | None = None, keeps: bool = False) -> Needed:
         """What a trainer needs whose drafts have made no step."""
         features = Features(self.request, ORIGIN, None, store, keeps)
-        parts = TrainerParts(
-            features, self.samples, self.plan, self.skipped, self.width, CPU, None, 2, 3
-        )
+        run = cast(Run, SimpleNamespace(width=self.width, ranks=Ranks()))
+        parts = TrainerParts(run, features, self.samples, self.plan, self.skipped, prefetch=2)
         parts.trainers.append(cast(Any, SimpleNamespace(step=0)))
         return parts.needed()
 

@@ -1,7 +1,5 @@
-"""What this store does beyond the suite: memory, placements, generations, bytes-only calls."""
+"""What this store does beyond the suite: memory, placements, generations."""
 
-import socket
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_mooncake import engine as engine_module
 from draftcore_mooncake import transfer
 from draftcore_mooncake.buffers import BufferPool
-from draftcore_mooncake.engine import RAW, package_folder
-from draftcore_mooncake.master import Master, answers
 from draftcore_mooncake.objects import Record, object_key
 from draftcore_mooncake.settings import Settings
 from draftcore_mooncake.store import MooncakeStore
@@ -220,48 +215,6 @@ def test_buffers_are_registered_once_and_set_aside_after_a_failure(client: Any) 
 # ---------------------------------------------------------------- placements
 
 
-@pytest.fixture
-def resident_uri(master: Master, store_uri: str) -> Iterator[str]:
-    """A resident client, as one would start it on each host, and the URI that attaches to it."""
-    with socket.socket() as any_socket:
-        any_socket.bind(("127.0.0.1", 0))
-        port = any_socket.getsockname()[1]
-    command = [
-        str(package_folder() / "mooncake_client"),
-        "--host=127.0.0.1",
-        f"--port={port}",
-        f"--master_server_address={master.address}",
-        "--metadata_server=P2PHANDSHAKE",
-        "--global_segment_size=64MB",
-        "--logtostderr=true",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        limit = time.monotonic() + 300
-        while not answers(f"127.0.0.1:{port}", seconds=0.2) and time.monotonic() < limit:
-            time.sleep(0.05)
-        yield f"{store_uri.partition('?')[0]}?resident={port}&buffers=16MiB"
-        process.terminate()
-
-
-def test_a_resident_client_holds_samples_for_those_who_come_and_go(resident_uri: str) -> None:
-    writer = MooncakeStore.open(resident_uri)
-    ref = writer.put(StoreItem("a", BYTES, 33))
-    again = writer.put(numbered("b", 1))
-    writer.close()
-    reader = MooncakeStore.open(resident_uri)
-    assert reader.lookup(["a", "b"]) == {"a": ref, "b": again}
-    handle, other = reader.get_many([ref, again])
-    newer = reader.put(numbered("b", 2))
-    with pytest.raises(StoreError, match="put again since"):
-        reader.get(again)
-    reader.free([ref, newer])
-    assert reader.lookup(["a", "b"]) == {}
-    reader.close()
-    require_same(handle.tensors, BYTES)  # a handle outlives its store
-    handle.close()
-    other.close()
-
-
 def test_samples_go_to_the_process_that_will_read_them(lender: MooncakeStore, client: Any) -> None:
     """Two trainers lend; what is put through the URI of one of them lies in its memory."""
     base = lender.uri.partition("?")[0]
@@ -279,39 +232,6 @@ def test_samples_go_to_the_process_that_will_read_them(lender: MooncakeStore, cl
             assert place_of(producer.put(sized(f"{number}", 100_000))) == own[at]
     for opened in (*producers, *ranks):
         opened.close()
-
-
-def test_without_raw_buffer_calls_bytes_go_through_put_parts_and_get_buffer(
-    store_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A build of the library that lacks them, played by hiding them from a real one."""
-
-    class BytesOnly:
-        def __init__(self) -> None:
-            self._real = library.MooncakeDistributedStore()
-
-        def __getattr__(self, name: str) -> Any:
-            if name in RAW:
-                raise AttributeError(name)
-            return getattr(self._real, name)
-
-    library = engine_module.load()
-    hidden = type("Library", (), {"ReplicateConfig": library.ReplicateConfig})
-    hidden.MooncakeDistributedStore = BytesOnly
-    monkeypatch.setattr(engine_module, "load", lambda: hidden)
-    store = MooncakeStore.open(f"{store_uri}&buffers=32MiB")
-    ref = store.put(StoreItem("a", BYTES, 33))
-    with store.get(ref) as handle:
-        require_same(handle.tensors, BYTES)
-    large = store.put(sized("b", 8 * MiB, 5))
-    newer = store.put(StoreItem("a", BYTES, 33))
-    assert store.lookup(["a", "b", "c"]) == {"a": newer, "b": large}
-    with pytest.raises(StoreError, match="put again since"):
-        store.get(ref)
-    store.free([newer, large])
-    with pytest.raises(StoreError, match="not held"):
-        store.get(newer)
-    store.close()
 
 
 # ---------------------------------------------------------------- generations
