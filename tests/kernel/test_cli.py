@@ -122,20 +122,9 @@ def test_two_plugins_of_one_offer_are_both_ready_and_the_clash_is_told(site: Sit
     assert invoke(site, "list-plugins", "--check").exit_code == 1
 
 
-def test_a_hook_is_shown_with_the_fields_of_its_records(site: Site) -> None:
-    text = invoke(site, "hooks", "forward_loss").output
-    assert "one plugin answers; required of every algorithm; here: none\n" in text
-    for record, field in (("DraftBatch", "loss_mask_BT: Tensor"), ("StepContext", "seed: int")):
-        assert f"\n{record}: " in text
-        assert f"    {field}\n" in text
-    assert (
-        "serves(other: FeatureRequest) -> bool" in invoke(site, "hooks", "feature_request").output
-    )
-    assert "\nProposal: The drafts of a round" in invoke(site, "hooks", "drafter").output
-    assert "'forward_loss'" in invoke(site, "hooks", "forwrd_loss").stderr
-
-
-def test_hooks_shows_signature_document_and_who_implements(site: Site) -> None:
+def test_hooks_shows_signature_document_who_implements_and_the_fields_of_records(
+    site: Site,
+) -> None:
     site.store("good")
     text = invoke(site, "hooks").output
     assert "feature_store(name: str, uri: str) -> FeatureStore\n" in text
@@ -145,6 +134,15 @@ def test_hooks_shows_signature_document_and_who_implements(site: Site) -> None:
     assert data["feature_store"]["plugins"] == ["good"]
     assert data["runner"]["plugins"] == []
     assert all(hook["doc"] and hook["signature"].startswith(hook["name"]) for hook in hooks)
+    text = invoke(site, "hooks", "forward_loss").output
+    assert "one plugin answers; required of every algorithm; here: none\n" in text
+    for record, field in (("DraftBatch", "loss_mask_BT: Tensor"), ("StepContext", "seed: int")):
+        assert f"\n{record}: " in text
+        assert f"    {field}\n" in text
+    serves = "serves(other: FeatureRequest) -> bool"
+    assert serves in invoke(site, "hooks", "feature_request").output
+    assert "\nProposal: The drafts of a round" in invoke(site, "hooks", "drafter").output
+    assert "'forward_loss'" in invoke(site, "hooks", "forwrd_loss").stderr
 
 
 # ------------------------------------------------------------ verbs from plugins
