@@ -26,12 +26,6 @@ PUBLIC = {
 }
 # The one file that may reach further: the kit tries what the core does with plugins.
 INSIDE = ROOT / "plugins" / "draftcore-sdk" / "draftcore_sdk" / "internals.py"
-# What still has to go, by dist: how `verify` asks an algorithm for what a server does. It only shrinks.
-SERVED = {"draftcore_tools.served"}
-LEFT = dict.fromkeys(
-    ("draftcore-dflash", "draftcore-domino", "draftcore-eagle3", "draftcore-nn"), SERVED
-)
-LEFT["draftcore-mlpspec"] = {"draftcore_tools", *SERVED}
 ALGORITHMS = {f"draftcore_{name}" for name in ("eagle3", "dflash", "domino")}
 
 
@@ -85,7 +79,7 @@ def test_a_dist_imports_what_is_public_and_names_what_it_requires(dist: str) -> 
     required = packages_of(project["project"]["dependencies"]) | {own}
     modules = set[str]().union(*(named(file)[0] for file in set(files_of(dist)) - {INSIDE}))
     assert modules
-    assert {name for name in modules if not public(name, required)} == LEFT.get(dist, set())
+    assert {name for name in modules if not public(name, required)} == set()
     extras = project["project"].get("optional-dependencies", {}).values()
     known = {name.replace("-", "_") for name in DISTS}
     allowed = required.union(*map(packages_of, extras))

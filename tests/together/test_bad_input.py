@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import re
 import resource
 import shlex
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from draftcore_sdk.targets import conversations, tiny_target
 
-from tests.forks import start_process
+from tests.forks import mount_small, start_process
 from tests.together.conftest import ODD
 
 if TYPE_CHECKING:
@@ -180,22 +179,15 @@ def test_a_full_store_loses_nothing_and_goes_on_when_there_is_room(project: Proj
 
 
 def on_a_small_disk(project: Project, features: str, log: str) -> None:
-    """In a user and mount namespace of this process's own: a file system that becomes larger."""
-    libc, ids = ctypes.CDLL(None, use_errno=True), (os.getuid(), os.getgid())
-    new_user_and_mounts, remount = 0x10000000 | 0x20000, 32
+    """Run verbs on a file system of 400 KiB of this process's own, which becomes larger."""
+    remount = 32
     with open(log, "w") as said:
-        if libc.unshare(new_user_and_mounts):
-            return
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {ids[0]} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {ids[1]} 1")
-        if libc.mount(b"tmpfs", features.encode(), b"tmpfs", 0, b"size=400k"):
-            return
-        for verb in ("capture", "train", "train"):
+        for verb in ("capture", "train", "train") if mount_small(Path(features), 400 << 10) else ():
             result = project.cli(verb, ok=False)
             print(json.dumps([verb, result.exit_code, result.output]), file=said)
             if verb == "train":
-                libc.mount(b"tmpfs", features.encode(), b"tmpfs", remount, b"size=64m")
+                where = (b"tmpfs", features.encode(), b"tmpfs")
+                ctypes.CDLL(None).mount(*where, remount, b"size=64m")
 
 
 def test_a_full_disk_stops_a_run_that_goes_on_when_there_is_room(project: Project) -> None:

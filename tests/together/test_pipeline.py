@@ -14,10 +14,11 @@ from draftcore_eval.verb import evaluate
 import draftcore
 from draftcore.config import load_config
 from draftcore.contracts.algorithm import Sample, SampleId
-from draftcore.drafts import find_checkpoint, load_checkpoint, load_export
+from draftcore.drafts import open_draft
 from draftcore.errors import UsageError
 from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
+from draftcore.training.loop import collate
 from tests.together.conftest import BLOCKS, OPTIONS
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def test_what_was_trained_is_evaluated_and_exported_to_the_bit(trained: Project)
     again = json.loads(trained.cli("eval", "--export", export, "--json").stdout)
     assert again["acceptance_length"] == report["acceptance_length"]
     (draft,) = Run(load_config(trained.yaml), load_plugins()).drafts
-    kept = load_checkpoint(draft, find_checkpoint(draft, None)).module.state_dict()
-    exported = load_export(draft, export).module.state_dict()
+    kept = open_draft(draft, None, None)[0].module.state_dict()
+    exported = open_draft(draft, None, export)[0].module.state_dict()
     assert kept.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in kept.items())
 
@@ -174,6 +175,6 @@ def test_features_are_moved_to_the_device_before_they_are_padded(
         )
         for length in (3, 5)
     ]
-    batch = draft.setup({}).collate(samples, torch.device("meta"))
+    batch = collate(draft, draft.request(), samples, torch.device("meta"))
     assert set(padded) == {"meta"}
     assert batch.token_ids_BT.device.type == "meta"

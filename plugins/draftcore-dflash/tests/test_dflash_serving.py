@@ -12,6 +12,7 @@ import pytest
 import torch
 from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
+from draftcore_nn.served import Host, Round, UnservableError
 from draftcore_sdk.algorithm_checks import WarmStarts
 from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeTarget, Refusals, drop, put
 from draftcore_sdk.algorithm_training import require_same_bits
@@ -24,7 +25,6 @@ from draftcore_sdk.exports import (
     imports_of_ours,
     largest_gap,
 )
-from draftcore_tools.served import Host, Round, UnservableError
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
@@ -189,7 +189,7 @@ def test_damaged_tensors_are_refused_by_name(case: str, exported: Path, target: 
 
 def test_the_servers_reader_shares_no_code_with_what_it_checks() -> None:
     package = Path(draftcore_dflash.__file__).parent
-    assert imports_of_ours(package / "served.py") == {"draftcore_tools.served"}
+    assert imports_of_ours(package / "served.py") == {"draftcore_nn.served"}
 
 
 @pytest.mark.parametrize("server", ["sglang", "vllm"])

@@ -147,7 +147,7 @@ class TestWarmStarts(WarmStarts):
 
 def test_the_servers_reader_shares_code_with_the_backbones_alone() -> None:
     package = Path(draftcore_domino.__file__).parent
-    shared = {"draftcore_tools.served", "draftcore_dflash.served"}
+    shared = {"draftcore_nn.served", "draftcore_dflash.served"}
     assert imports_of_ours(package / "served.py") == shared
 
 

@@ -38,7 +38,6 @@ class Settings:
     devices: str = ""
     host: str = ""  # this machine's, as others reach it; '' finds it out
     metadata: str = PEER_TO_PEER
-    resident: int | None = None  # the port of the mooncake_client on this machine
     segment: str = ""  # the segment that takes what is put here; '' leaves it to the master
     patience: float = 60.0  # seconds that a master may be away
 
@@ -56,7 +55,6 @@ class Settings:
             devices=options.get("devices", ""),
             host=options.get("host", ""),
             metadata=options.get("metadata", PEER_TO_PEER),
-            resident=int(uri.number("resident", 1)) if "resident" in options else None,
             segment=options.get("segment", ""),
             patience=uri.number("patience", cls.patience),
         )
@@ -93,11 +91,6 @@ class Settings:
             )
         if self.devices and self.protocol != "rdma":
             raise UsageError(f"{text!r} names devices without rdma\n  add protocol=rdma")
-        if self.resident is not None and (self.max_bytes is not None or not self.address):
-            raise UsageError(
-                f"{text!r} has a resident client, which alone lends memory, on a master that runs "
-                "already\n  write mooncake://HOST:PORT/NAME?resident=PORT, without max_bytes"
-            )
 
 
 def _address(uri: Uri) -> str:
@@ -111,4 +104,4 @@ def _address(uri: Uri) -> str:
 
 
 OPTIONS = tuple(name for name in Settings.__dataclass_fields__ if name not in ("address", "name"))
-PASSED_ON = ("protocol", "devices", "metadata", "resident", "segment", "patience")
+PASSED_ON = ("protocol", "devices", "metadata", "segment", "patience")

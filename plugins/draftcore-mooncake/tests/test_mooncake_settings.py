@@ -45,9 +45,6 @@ def test_the_segment_has_room_for_more_than_the_samples() -> None:
         ("mooncake://h:1?protocol=udp", "there are tcp and rdma"),
         ("mooncake://h:1?protocol=rdma", "no RDMA device"),
         ("mooncake://h:1?devices=mlx5_0", "add protocol=rdma"),
-        ("mooncake://h:1?resident=5&max_bytes=1GiB", "without max_bytes"),
-        ("mooncake://?resident=5", "a master that runs already"),
-        ("mooncake://h:1?resident=many", "number above zero"),
     ],
 )
 def test_what_a_uri_cannot_say_is_refused(

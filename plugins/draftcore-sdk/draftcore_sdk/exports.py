@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from draftcore_hf.target import TransformersTarget
-from draftcore_tools.served import Host, Round, gaps
+from draftcore_nn.served import Host, Round, gaps
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
