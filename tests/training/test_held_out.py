@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from draftcore_sdk.internals import register
 from torch import nn
 
 from draftcore import hookimpl
@@ -27,7 +28,6 @@ from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequ
 from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import register
 from draftcore.run import DraftRun, Run
 from draftcore.run.features import Features
 from draftcore.run.held_out import HeldOut
