@@ -12,10 +12,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from draftcore.contracts.algorithm import DataSummary, Draft
-from draftcore.contracts.offers import FREE
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import EXPORT, digest, read_sealed, require_exported, write_sealed
 from draftcore.run import DraftRun
+from draftcore.run.train import changes
 
 
 def load_checkpoint(draft: DraftRun, folder: Path | None) -> tuple[Draft, dict[str, Any]]:
@@ -54,20 +54,13 @@ def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> No
             f"{choice.name!r}\n  set algorithm.name and its options as in the run that wrote it"
         )
     bind = functools.partial(draft.run.bind, "algorithm", choice.name, plugin=choice.plugin)
-    then, now = (
-        options.model_dump() for options in (bind(theirs["options"]).options, draft.options)
-    )
-    fields, given = type(draft.options).model_fields, choice.options
-    free = {name: given[name] for name in given if FREE in fields[name].metadata}
-    changed = [
-        f"algorithm.options.{name}: {then[name]!r} then, {now[name]!r} now"
-        for name in given.keys() - free.keys()
-        if then[name] != now[name]
-    ]
-    if changed:
+    then = bind(theirs["options"]).options.model_dump(mode="json")
+    draft.algorithm = bind({**theirs["options"], **choice.options})
+    draft.options = draft.algorithm.options
+    if changed := list(changes(draft.options, then, "algorithm.options.")):
         raise UsageError(
             f"{folder} was trained with other options\n  "
-            + "\n  ".join(sorted(changed))
+            + "\n  ".join(changed)
             + "\n  leave them out: a trained draft brings its own"
         )
     if origin["target_fingerprint"] != target.fingerprint():
@@ -76,8 +69,6 @@ def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> No
             f"  fingerprint {origin['target_fingerprint']} then, {target.fingerprint()} now\n"
             f"  it was {origin['target']!r}: set target.path to that model"
         )
-    draft.algorithm = bind({**theirs["options"], **free})
-    draft.options = draft.algorithm.options
 
 
 def open_draft(

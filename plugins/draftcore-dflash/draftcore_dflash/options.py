@@ -53,7 +53,7 @@ class BackboneOptions(DecoderOptions):
         description="the token that stands for one to be drafted; by default the tokenizer's mask "
         "token, else an unused row of the embedding, else its pad, end or unknown token",
     )
-    warm_start: str | None = Field(
+    warm_start: Free[str | None] = Field(
         None,
         description="folder of an exported or published draft to start from; its shape, captured "
         "layers and mask token are taken over",

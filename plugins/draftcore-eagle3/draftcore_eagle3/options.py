@@ -41,7 +41,7 @@ class Eagle3Options(DecoderOptions):
     norm_output: bool = Field(
         False, description="feed back the state after the final norm (EAGLE-3.1)"
     )
-    warm_start: str | None = Field(
+    warm_start: Free[str | None] = Field(
         None,
         description="folder of an exported or published draft to start from; its shape, captured "
         "layers and vocabulary mapping are taken over",
