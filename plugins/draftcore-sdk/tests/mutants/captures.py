@@ -238,7 +238,7 @@ class Capture(LocalCapture):
         for one in batches:
             pair = [one, *[next(batches, None)]]
             found = [b for b in pair if b is not None]
-            yield from super().features(sorted(found, key=lambda b: b.padded_length))
+            yield from super().features(sorted(found, key=lambda b: max(map(len, b.token_ids))))
 
 == sorts_logits_by_id: test_features_are_the_ones_of_their_name[topk_ids]
 class Capture(Changing):
