@@ -237,9 +237,8 @@ def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
         names = [re.sub(r"[^\w.-].*", "", need) for need in needs]
         here = ", ".join(f"{name} {version_of(name) or 'none'}" for name in names)
         state = "incompatible" if CORE in names else "broken"
-        raise _UnusableError(
-            f"requires {', '.join(needs)}; here: {here}", dists.install(*needs), state
-        )
+        problem = f"requires {', '.join(needs)}; here: {here}"
+        raise _UnusableError(problem, dists.install(*needs), state)
 
 
 def _check_code(plugin: Plugin, registry: Registry) -> None:
@@ -293,10 +292,8 @@ def _answers(plugin: Plugin, hook: str, kind: type, registry: Registry) -> tuple
     listed = answer if isinstance(answer, Sequence) else ()
     if {offer.kind for offer in listed if isinstance(offer, Offer)} - NEEDED.keys():
         registry.bring()
-    if isinstance(answer, Sequence) and all(
-        isinstance(item, kind) and _can_be_listed(item) for item in answer
-    ):
-        return tuple(answer)
+    if listed is answer and all(isinstance(one, kind) and _can_be_listed(one) for one in listed):
+        return tuple(listed)
     fix = f"return a list of {kind.__name__}s; kinds of Offers: {', '.join(NEEDED)}"
     raise _UnusableError(f"{hook}() returned {one_line(answer)}", fix)
 
