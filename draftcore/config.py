@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -173,5 +173,4 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     data = read_yaml(path)
     apply_overrides(data, overrides)
-    config: RunConfig = validate_as(RunConfig, data, str(path))
-    return config
+    return cast(RunConfig, validate_as(RunConfig, data, str(path)))

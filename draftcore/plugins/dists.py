@@ -167,8 +167,7 @@ def _met(line: str, version_of: Callable[[str], str]) -> bool:
 
 
 def _release(version: str) -> list[int]:
-    parts = [int(part) for part in re.findall(r"\d+", version)]
-    return parts + [0] * (8 - len(parts))
+    return [*map(int, re.findall(r"\d+", version)), *[0] * 8][:8]
 
 
 def remedy(error: BaseException, plugin: Plugin, module: str) -> str:

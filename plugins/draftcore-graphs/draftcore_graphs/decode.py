@@ -29,7 +29,7 @@ from draftcore.contracts.runner import Batch, GraphBackend, Outputs, ShapeKey
 from draftcore.contracts.target import TargetCache, TargetModel
 from draftcore.errors import DraftcoreError
 from draftcore_graphs.buckets import pad_to
-from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
+from draftcore_graphs.buffers import Slot, StaticBuffers
 from draftcore_graphs.divided import DividedRow
 from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.resolve import Phase
@@ -76,10 +76,10 @@ class DecodeGraphRunner(GraphRunner):
     def _allocate(self, rows: int, max_len: int) -> None:
         self.max_len, K = max_len, self.drafter.num_drafts
         slots = (
-            Slot("last_B", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
-            Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
+            Slot("last_B", lambda key: (key.rows,), torch.long, "rows", repeat=True),
+            Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows", repeat=True),
             Slot("live_B", lambda key: (key.rows,), torch.bool, "rows"),
-            Slot("source_B", lambda key: (key.rows,), torch.long, "rows"),  # ZERO: the first row
+            Slot("source_B", lambda key: (key.rows,), torch.long, "rows"),  # 0: the first row
             Slot("drafts_BK", lambda key: (key.rows, K), torch.long, "none"),
             Slot("room_B", lambda key: (key.rows,), torch.long, "none"),
         )

@@ -90,9 +90,8 @@ class PrefillGraphRunner(GraphRunner):
         super().__init__(phase, backend, plugins)
         self.target, self.breaks = decoder_model(target, "a graph of the target"), breaks
         self.requests: dict[str, FeatureRequest] = {}
-        self.masks_differ: bool | None = (
-            None  # from those of the model; None before the first batch
-        )
+        # From those of the model; None before the first batch.
+        self.masks_differ: bool | None = None
         largest = ShapeKey(phase.rows[-1], phase.lengths[-1])
         self.buffers = StaticBuffers(SLOTS, [largest], target.device)
 

@@ -19,7 +19,6 @@ from urllib.parse import quote, urlencode
 from draftcore.errors import UsageError
 from draftcore.uris import Uri, parse_uri
 
-PEER_TO_PEER = "P2PHANDSHAKE"
 OWN_MASTER_BYTES = 2 << 30
 SEGMENT_UNIT = 16 << 20  # the engine refuses a segment below this
 PROTOCOLS = ("tcp", "rdma")
@@ -38,8 +37,6 @@ class Settings:
     protocol: str = "tcp"
     devices: str = ""
     host: str = ""  # this machine's, as others reach it; '' finds it out
-    metadata: str = PEER_TO_PEER
-    resident: int | None = None  # the port of the mooncake_client on this machine
     segment: str = ""  # the segment that takes what is put here; '' leaves it to the master
     patience: float = 60.0  # seconds that a master may be away
 
@@ -56,8 +53,6 @@ class Settings:
             protocol=options.get("protocol", cls.protocol),
             devices=options.get("devices", ""),
             host=options.get("host", ""),
-            metadata=options.get("metadata", PEER_TO_PEER),
-            resident=int(_number(uri, "resident", 1)) if "resident" in options else None,
             segment=options.get("segment", ""),
             patience=_number(uri, "patience", cls.patience),
         )
@@ -94,11 +89,6 @@ class Settings:
             )
         if self.devices and self.protocol != "rdma":
             raise UsageError(f"{text!r} names devices without rdma\n  add protocol=rdma")
-        if self.resident is not None and (self.max_bytes is not None or not self.address):
-            raise UsageError(
-                f"{text!r} has a resident client, which alone lends memory, on a master that runs "
-                "already\n  write mooncake://HOST:PORT/NAME?resident=PORT, without max_bytes"
-            )
 
 
 def _address(uri: Uri) -> str:
@@ -123,4 +113,4 @@ def _number(uri: Uri, option: str, default: float) -> float:
 
 
 OPTIONS = tuple(name for name in Settings.__dataclass_fields__ if name not in ("address", "name"))
-PASSED_ON = ("protocol", "devices", "metadata", "resident", "segment", "patience")
+PASSED_ON = ("protocol", "devices", "segment", "patience")

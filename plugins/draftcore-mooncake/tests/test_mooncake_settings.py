@@ -22,11 +22,11 @@ def test_without_an_address_there_is_a_master_and_memory_of_our_own(text: str) -
 
 
 def test_another_process_joins_without_lending() -> None:
-    text = "mooncake://10.0.0.5:50051/run%207?max_bytes=1GiB&metadata=http://10.0.0.5:8080/metadata"
+    text = "mooncake://10.0.0.5:50051/run%207?max_bytes=1GiB&segment=10.0.0.5:12345"
     joining = Settings.parse(Settings.parse(text).joining())
     assert joining.max_bytes is None
     assert joining.segment_bytes == 0
-    assert (joining.name, joining.metadata) == ("run 7", "http://10.0.0.5:8080/metadata")
+    assert (joining.name, joining.segment) == ("run 7", "10.0.0.5:12345")
     assert Settings.parse(joining.joining()) == joining
 
 
@@ -46,9 +46,6 @@ def test_the_segment_has_room_for_more_than_the_samples() -> None:
         ("mooncake://h:1?protocol=udp", "there are tcp and rdma"),
         ("mooncake://h:1?protocol=rdma", "no RDMA device"),
         ("mooncake://h:1?devices=mlx5_0", "add protocol=rdma"),
-        ("mooncake://h:1?resident=5&max_bytes=1GiB", "without max_bytes"),
-        ("mooncake://?resident=5", "a master that runs already"),
-        ("mooncake://h:1?resident=many", "number above zero"),
         *(
             (f"mooncake://h:1?patience={text}", "number above zero")
             for text in ("", "0", "-1", "9" * 400)

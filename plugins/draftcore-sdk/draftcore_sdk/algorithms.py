@@ -19,16 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 from draftcore_eval.proposals import depth_of
+from draftcore_nn.served import Host, ServedDraft, Suspect, gaps, leads
 from draftcore_sglang.rows import HandedOver, RowError, first_draft_input, wire_row
-from draftcore_tools.served import Host, ServedDraft, Suspect, gaps, leads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_sdk.algorithm_training import (
-    require_same_bits,
-    require_same_output,
-)
+from draftcore_sdk.algorithm_training import require_same_bits, require_same_output
 from draftcore_sdk.drafting import Drafting, Told
 from draftcore_sdk.example import STOP_AT
 from draftcore_sdk.internals import trained_tensors, type_error

@@ -168,21 +168,19 @@ def first_draft_input(
     future_map: Relay,
     shape: DraftShape,
     convert: Callable[[DraftInput], T],
+    relayed: Callable[[T], Any] = lambda made: made,
 ) -> T:
     """Return the first draft input of a batch, as `convert` makes it of the algorithm's.
 
-    With overlap the lengths are published and what was converted is stashed, in this order, after
-    all that can fail; an empty batch has nothing to relay. Raises RowError, naming every request
+    With overlap the lengths are published and what is `relayed` of the input is stashed, in this order,
+    after all that can fail; an empty batch has nothing to relay. Raises RowError, naming every request
     and field that is wrong, and UsageError for an algorithm that cannot do this.
     """
     row = wire_row(algorithm, shape)
     batch = check_rows(algorithm, arrivals, row)
     if "disagg" in algorithm.offer.capabilities:
         found = algorithm.hook.build_disagg_draft_input(
-            batch=batch,
-            last_tokens=last_tokens_B,
-            future_map=future_map,
-            options=algorithm.options,
+            batch=batch, last_tokens=last_tokens_B, future_map=future_map, options=algorithm.options
         )
     else:
         none = last_tokens_B.new_zeros(len(last_tokens_B), 0)
@@ -191,7 +189,7 @@ def first_draft_input(
     made = convert(found)
     if arrivals.overlap and batch.rids:
         future_map.publish(arrivals.slots_B, arrivals.seq_lens_B)
-        future_map.stash(arrivals.slots_B, made)
+        future_map.stash(arrivals.slots_B, relayed(made))
     return made
 
 

@@ -41,10 +41,7 @@ def prompt_of(target: TargetSpec) -> list[int]:
 
 
 def reference(
-    target: TargetSpec,
-    request: FeatureRequest,
-    prompt: Sequence[int],
-    made: Any = None,
+    target: TargetSpec, request: FeatureRequest, prompt: Sequence[int], made: Any = None
 ) -> dict[str, Tensor] | None:
     """Return transformers' features [T, H] of a prompt, on the CPU; None where it does not fit.
 

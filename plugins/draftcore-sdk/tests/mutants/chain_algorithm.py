@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 
 import torch
-from draftcore_tools.served import Suspect, require_server
+from draftcore_nn.served import Suspect, require_server
 from pydantic import BaseModel, Field
 from safetensors.torch import load_file, save_file
 from torch import nn
