@@ -26,7 +26,7 @@ import pluggy
 from draftcore import contracts, hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.offers import Kind, Offer
+from draftcore.contracts.offers import Bound, Kind, Offer
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin
@@ -37,28 +37,17 @@ MEANT = (DraftcoreError, KeyboardInterrupt, GeneratorExit)  # leave a hook as th
 
 
 @dataclass(frozen=True)
-class Binding:
-    """An offer that can be called: `hook` reaches its owner and the run's wrappers."""
+class Binding(Bound):
+    """An offer that is bound, as the core has it."""
 
     plugin: Plugin
-    offer: Offer
     hook: Specs
-    options: Any
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        return self.offer.capabilities
 
 
 def bind(
-    registry: Registry,
-    kind: Kind,
-    name: str,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    extras: Sequence[str] = (),
-    plugin: str = "",
-    beside: Iterable[str] = (),
-) -> Binding:
+    registry: Registry, kind: Kind, name: str, options: Mapping[str, Any] = MappingProxyType({}),
+    extras: Sequence[str] = (), plugin: str = "", beside: Iterable[str] = (),
+) -> Binding:  # fmt: skip
     """Bind the owner of (kind, name) with the plugins named in `extras` and the loose files.
 
     `plugin` chooses where several offer this name; keys `beside` the options are the core's, for errors. A
