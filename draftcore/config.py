@@ -21,10 +21,8 @@ from draftcore.uris import require_no_secret
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Few = Annotated[int, Field(ge=0, le=1000)]
-Long = Annotated[int, Field(ge=2, le=10**7)]  # tokens
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Named = Annotated[str, Field(min_length=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
 # What else lies in the run's folder, which no label may be.
 RESERVED = {"checkpoints", "data", "eval", "export", "logs", "metrics.jsonl", "queue.json"}

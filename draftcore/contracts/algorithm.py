@@ -134,14 +134,13 @@ class StepOutput:
         terms: Iterable[tuple[Tensor, Tensor, float]] = (),
     ) -> None:
         self.terms, self.counts = tuple(terms), {} if counts is None else counts
-        ratio = len(self.terms) == 0
-        if (numerator is not None, denominator is not None) != (ratio, ratio):
+        if numerator is not None and denominator is not None and not self.terms:
+            self.terms = ((numerator, denominator, 1.0),)
+        elif numerator is not None or denominator is not None or not self.terms:
             raise TypeError(
                 "a loss is either StepOutput(numerator, denominator, counts) or "
                 "StepOutput(terms=[(numerator, denominator, weight), ...], counts=counts)"
             )
-        if numerator is not None and denominator is not None:
-            self.terms = ((numerator, denominator, 1.0),)
 
     @property
     def numerator(self) -> Tensor:

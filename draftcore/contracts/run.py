@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.contracts.algorithm import DataSummary, Draft, Drafter, Sample
-    from draftcore.contracts.capture import (
-        CaptureBatch,
-        FeatureRequest,
-        Image,
-        ImageProcessor,
-    )
+    from draftcore.contracts.capture import CaptureBatch, FeatureRequest, Image, ImageProcessor
     from draftcore.contracts.offers import Bound
     from draftcore.contracts.runner import PhaseName, Runner
     from draftcore.contracts.store import FeatureStore, SampleRef
@@ -209,10 +204,8 @@ class OpenRun(Protocol):
     target: TargetSpec
     width: int  # of the target's hidden states
     capture: Bound
-    prefill: Runner | None  # who runs the target in capture, if the run names one
     drafts: Sequence[OpenDraft]
     observers: Any  # the hooks of the run's observers
-    closing: ExitStack  # what is opened here is closed with the run
 
     @property
     def data(self) -> RunSamples:
@@ -234,9 +227,6 @@ class OpenRun(Protocol):
 
     def open_capture(self, request: FeatureRequest, samples: Samples | None = None) -> OpenCapture:
         """Open the run's capture, which checks itself."""
-
-    def provenance(self, request: FeatureRequest) -> str:
-        """Say how features of this request are made here."""
 
     def differences(self, request: FeatureRequest, theirs: str, whose: str) -> str:
         """Say where another provenance of these features differs from that here, a line each."""

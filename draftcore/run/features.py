@@ -19,8 +19,7 @@ from draftcore.contracts.store import DurableStore, FeatureStore
 from draftcore.data.plan import Plan
 from draftcore.data.samples import StoredSamples
 from draftcore.errors import UsageError
-from draftcore.features.provenance import differences
-from draftcore.run import Role, Run
+from draftcore.run import Role, Run, differences
 
 
 @dataclass

@@ -33,7 +33,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("drafts",),
     ("api",),
     ("verbs",),
-    ("builtin",),
 )
 KERNEL = ("contracts", "plugins", "cli", "listing", "config", "options", "uris", "errors")
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "yaml")

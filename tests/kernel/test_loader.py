@@ -238,9 +238,9 @@ def test_a_plugin_for_another_draftcore_is_not_even_imported(site: Site) -> None
     site.core("0.4.2")
     site.plugin("old", "raise AssertionError", requires=["torch", "draftcore[all]>=0.3, <0.4"])
     builtin, old = site.load().plugins
-    assert (builtin.state, builtin.dist, builtin.version) == ("ready", "(built in)", "0.4.2")
+    assert (builtin.state, builtin.dist, builtin.version) == ("ready", "draftcore", "0.4.2")
     assert old.state == "incompatible"
-    assert old.problem == "requires draftcore[all]>=0.3, <0.4, and this is draftcore 0.4.2"
+    assert old.problem == "requires draftcore[all]>=0.3, <0.4; here: draftcore 0.4.2"
     assert old.fix == "pip install 'draftcore[all]>=0.3, <0.4'"
     assert "fake_old" not in sys.modules
 
@@ -360,7 +360,7 @@ def test_what_is_built_in_wins_its_name_and_those_of_its_offers(site: Site) -> N
     site.metadata("thief", {"builtin": "fake_thief"})
     site.plugin("fork", STORE.replace("NAME", "builtin"))
     states = {plugin.dist: plugin.state for plugin in site.load().plugins}
-    assert states == {"(built in)": "ready", "thief": "conflict", "draftcore-fork": "ready"}
+    assert states == {"draftcore": "ready", "thief": "conflict", "draftcore-fork": "ready"}
     assert site.load().find("store", "builtin") is not site.load().find("store", "builtin", "fork")
     assert site.load().find("store", "builtin").dist == site.load().named("builtin").dist
 

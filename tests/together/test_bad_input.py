@@ -51,6 +51,7 @@ def refused(
         ("train target.tensor_parallel=2 train.eval_every=1", ["set train.eval_prompts=0"]),
         ("train target.path=./nowhere", ["./nowhere", "target.path"]),
         ("train data.train=nowhere.jsonl", ["nowhere.jsonl"]),
+        ("train data.max_skiped=0.5", ["(did you mean 'max_skipped'?)", "max_length", "plugin"]),
         ("capture store=auto", ["file:"]),
         ("eval", ["draftcore train"]),
         ("eval --draft mine", ["no draft 'mine'", "--draft", "leave"]),

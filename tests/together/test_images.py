@@ -21,7 +21,6 @@ from draftcore_sdk.images import PAD, WRITTEN, picture, seeing_target
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from draftcore.contracts.capture import BadRows, FeatureRequest
-from draftcore.contracts.run import PlannedBatch
 from draftcore.data.samples import batch_of
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def test_answers_alone_are_learned(tmp_path: Path, sees: TransformersTarget) -> 
 def test_features_are_the_models_own(tmp_path: Path, sees: TransformersTarget) -> None:
     """Of layers they are what the next is given, as servers capture: with Qwen3-VL's deep stack."""
     dataset, request = dataset_of(tmp_path, sees), FeatureRequest((0, 2), True, "float32", 0, True)
-    batch = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0, 1, 4)), dataset, dataset.feature_ids, {})
+    batch = batch_of(0, (0, 1, 4), dataset)
     capture, prompt = LocalCapture(sees, request), [dataset.tokens(4)[:30].tolist()]
     text_alone = sees.load_model().generate(prompt, 8)
     (captured,) = capture.features([batch])
@@ -183,7 +182,7 @@ def test_several_images_stand_where_the_questions_have_them(
     for column in (Dataset.tokens, Dataset.loss_mask):
         apart = np.concatenate([column(single, 1), column(single, 2)])
         assert column(both, 0).tolist() == apart.tolist()
-    batch = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0,)), both, both.feature_ids, {})
+    batch = batch_of(0, (0,), both)
     (captured,) = LocalCapture(sees, FeatureRequest((0,), True, "float32")).features([batch])
     assert len(captured.features[0]["last_hidden"]) == both.lengths[0]
 
@@ -216,7 +215,7 @@ def test_an_image_that_changes_is_another_row(tmp_path: Path, qwen: Transformers
     after = dataset_of(tmp_path, qwen)
     assert after.tokens(0).tolist() == before.tokens(0).tolist()
     assert after.feature_ids != before.feature_ids
-    old = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0,)), before, before.feature_ids, {})
+    old = batch_of(0, (0,), before)
     capture = LocalCapture(qwen, FeatureRequest((0,), True, "float32"))
     with pytest.raises(BadRows, match=r"was changed since its row was rendered: .*1\.png"):
         next(capture.features([old]))
@@ -227,7 +226,7 @@ def test_devices_that_share_a_target_see_what_one_does(
 ) -> None:
     pytest.importorskip("accelerate")
     dataset, request = dataset_of(tmp_path, qwen), FeatureRequest((0, 2), True, "float32")
-    batch = batch_of(PlannedBatch(0, 0, 0, 0, 0, (0,)), dataset, dataset.feature_ids, {})
+    batch = batch_of(0, (0,), dataset)
     (wanted,) = LocalCapture(qwen, request).features([batch])
     shared = opened(Path(qwen.path), devices=2)
     (found,) = LocalCapture(shared, request).features([batch])

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from draftcore.config import load_config
 from draftcore.contracts.algorithm import Sample, SampleId
-from draftcore.drafts import find_checkpoint, load_checkpoint, load_export
+from draftcore.drafts import open_draft
 from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
+from draftcore.training.loop import collate
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
@@ -50,8 +51,8 @@ def test_capture_train_eval_export(project: Project) -> None:
     again = json.loads(project.cli("eval", "--export", project.run / "export", "--json").stdout)
     assert again["acceptance_length"] == report["acceptance_length"]
     (draft,) = Run(load_config(project.yaml), load_plugins()).drafts
-    trained = load_checkpoint(draft, find_checkpoint(draft, None)).module.state_dict()
-    exported = load_export(draft, project.run / "export").module.state_dict()
+    trained = open_draft(draft, None, None)[0].module.state_dict()
+    exported = open_draft(draft, None, project.run / "export")[0].module.state_dict()
     assert trained.keys() == exported.keys()
     for name, tensor in trained.items():
         assert torch.equal(tensor, exported[name]), name
@@ -123,7 +124,7 @@ def test_features_are_moved_to_the_device_before_they_are_padded(
         )
         for length in (3, 5)
     ]
-    batch = draft.setup({}).collate(samples, torch.device("meta"))
+    batch = collate(draft, draft.request(), samples, torch.device("meta"))
     assert set(padded) == {"meta"}
     assert batch.token_ids_BT.device.type == "meta"
 

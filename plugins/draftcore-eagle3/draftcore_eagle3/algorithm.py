@@ -26,14 +26,7 @@ from draftcore.contracts.algorithm import (
     StepOutput,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.serving import (
-    DisaggBatch,
-    DraftInput,
-    DraftShape,
-    RowField,
-    hidden_field,
-    topk_fields,
-)
+from draftcore.contracts.serving import DisaggBatch, DraftInput, RowPart
 from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore_eagle3 import config, model, served, serving, vocabulary
 from draftcore_eagle3.drafter import Eagle3Drafter
@@ -85,9 +78,9 @@ class Eagle3(Algorithm):
         length = 1 + sum(accumulate(accuracies, mul))
         return {"simulated_acceptance_length": length} if length > 1 else {}
 
-    def disagg_row(self, shape: DraftShape) -> Sequence[RowField]:
+    def disagg_row(self) -> Sequence[RowPart]:
         """Send the draft's own state, not the target's features, and its proposals in its own ids."""
-        return (hidden_field(shape), *topk_fields(shape))
+        return ("hidden", "topk")
 
     def build_disagg_draft_input(self, batch: DisaggBatch, last_tokens: Tensor) -> DraftInput:
         return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)

@@ -20,24 +20,17 @@ from typing import Any
 import torch
 from draftcore_eval.decode import EagerRunner, right_padded
 from draftcore_eval.proposals import checked_proposal, verify
+from draftcore_eval.runner import Prompts, Rows
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Drafter, Proposal
-from draftcore.contracts.runner import (
-    Batch,
-    GraphBackend,
-    GraphPlugin,
-    Outputs,
-    Prompts,
-    Rows,
-    ShapeKey,
-    Work,
-)
+from draftcore.contracts.runner import Batch, GraphBackend, Outputs, ShapeKey
 from draftcore.contracts.target import TargetCache, TargetModel, decoder_model
 from draftcore.errors import DraftcoreError
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Slot, StaticBuffers
 from draftcore_graphs.divided import DividedRow
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.resolve import Phase
 from draftcore_graphs.runners import GraphRunner
 from draftcore_graphs.states import narrow, settle, tensors

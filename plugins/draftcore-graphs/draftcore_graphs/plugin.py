@@ -15,7 +15,8 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
-    from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
+    from draftcore.contracts.runner import GraphBackend, Runner, RunnerContext
+    from draftcore_graphs.graph_plugin import GraphPlugin
 
 OPTIONS = "draftcore_graphs.options"
 FULL = frozenset({"device:cuda", "auto:cuda", "forks"})

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.runner import Batch, GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore.contracts.runner import Batch, GraphBackend, Outputs, ShapeKey
 from draftcore.contracts.target import DecoderModel, TargetModel, decoder_model
 from draftcore_graphs.breaks import run_eager
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Slot, StaticBuffers
 from draftcore_graphs.divided import DividedRow
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.resolve import MASKS, Phase
 from draftcore_graphs.runners import GraphRunner
 

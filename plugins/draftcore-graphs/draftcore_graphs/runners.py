@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from draftcore.contracts.runner import GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore.contracts.runner import GraphBackend, Outputs, ShapeKey
 from draftcore_graphs.buckets import largest_first, pad_to
 from draftcore_graphs.buffers import StaticBuffers
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.resolve import Phase
 
 

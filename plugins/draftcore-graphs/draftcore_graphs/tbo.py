@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore.contracts.runner import Batch, Outputs, ShapeKey
 from draftcore_graphs.cuda import beside
 from draftcore_graphs.divided import DividedRow
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.options import LEAST_SHARE
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import ray
 from draftcore_disagg.launcher import Job, verdict
+from draftcore_disagg.secret import secret
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
@@ -35,7 +36,7 @@ from ray.util.scheduling_strategies import (
 
 from draftcore.contracts.run import LOCK
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore.files import hold, secret
+from draftcore.files import hold
 from draftcore_ray.host import Host
 from draftcore_ray.options import RayOptions, Request
 

@@ -83,10 +83,10 @@ class Run:
         marks = self.run.glob("checkpoints/step-*/COMPLETE")
         return max((int(mark.parent.name[5:]) for mark in marks), default=0)
 
-    def captured(self) -> set[str]:
-        """Return the producers that said how much they had captured."""
+    def heard(self) -> set[str]:
+        """Return the producers of which something was shown."""
         lines = self.log.read_text().splitlines()
-        return {line.split("]")[0] for line in lines if line.endswith("samples captured here")}
+        return {line.split("]")[0] for line in lines if line.startswith("[producer ")}
 
     def weights(self) -> dict[str, Any]:
         assert self.checkpoint() == STEPS

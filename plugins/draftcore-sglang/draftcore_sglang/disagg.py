@@ -26,15 +26,16 @@ from typing import Any
 from torch import Tensor
 
 from draftcore import bind, load_plugins
-from draftcore.contracts.serving import DraftShape, RowField
 from draftcore.errors import UsageError
 from draftcore_sglang.internals import disagg as internals
 from draftcore_sglang.internals.signatures import require_sglang
 from draftcore_sglang.rows import (
     Algorithm,
     Arrivals,
+    DraftShape,
     HandedOver,
     RowError,
+    RowField,
     first_draft_input,
     neutral_row,
     require,

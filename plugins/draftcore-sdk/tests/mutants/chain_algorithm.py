@@ -20,7 +20,7 @@ from draftcore import hookimpl
 from draftcore.contracts.algorithm import Draft, DraftBatch, Proposal, StepOutput, TrainingDefaults
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.serving import DraftInput, hidden_field, topk_fields
+from draftcore.contracts.serving import DraftInput
 from draftcore.errors import UsageError
 
 
@@ -113,8 +113,8 @@ def forward_loss(draft, batch, context):
 
 
 @hookimpl
-def disagg_row(shape):
-    return (hidden_field(shape), *topk_fields(shape))
+def disagg_row():
+    return ("hidden", "topk")
 
 
 @hookimpl

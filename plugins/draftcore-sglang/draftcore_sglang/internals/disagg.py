@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftcore.contracts.serving import DraftInput, DraftShape
+from draftcore.contracts.serving import DraftInput
 from draftcore.errors import UsageError
+from draftcore_sglang.rows import DraftShape
 
 METHOD = "build_disagg_draft_input"
 SPECULATIVE = "sglang.srt.speculative."
