@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,23 +172,6 @@ class Registry:
             here = f"  installed: {', '.join(known) or 'none'}"
             lines = [f"there is no {what} {name!r}{hint}", here, *bad, f"  {install}"]
         return UsageError("\n".join(lines))
-
-    def manifest(self, plugins: Iterable[Plugin]) -> list[dict[str, str]]:
-        """Describe the plugins of a run, for its checkpoints and exports."""
-        keys = ("name", "dist", "version", "origin")
-        return [{key: getattr(plugin, key) for key in keys} for plugin in plugins]
-
-    def missing(self, manifest: Sequence[Mapping[str, str]]) -> str:
-        """Say what brings back the plugins of a manifest that are here in no version, '' for none."""
-        names = {entry["name"] for entry in manifest}
-        here = {p.name for p in self.judged(lambda p: p.name in names) if not p.problem}
-        lines = ["this was made with plugins that are not here:"]
-        for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in manifest):
-            if name not in here:
-                file = version.startswith("sha256:")
-                get = f"--plugin {dist}" if file else dists.install(f"{dist}=={version}")
-                lines.append(f"  {name} {version}: {get}")
-        return "\n".join(lines) if lines[1:] else ""
 
 
 def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Registry:

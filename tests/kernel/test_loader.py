@@ -14,6 +14,7 @@ import pytest
 from draftcore.contracts.offers import Kind
 from draftcore.errors import UsageError
 from draftcore.plugins.registry import load_plugins
+from draftcore.training import checkpoint
 from tests.kernel.conftest import STORE
 
 if TYPE_CHECKING:
@@ -475,15 +476,15 @@ def test_a_manifest_names_what_is_missing_and_lets_an_upgrade_pass(site: Site) -
         site.store(name)
     file = site.loose("my_idea", OBSERVER)
     registry = site.load([file])
-    manifest = json.loads(json.dumps(registry.manifest(registry.plugins)))
+    manifest = json.loads(json.dumps(checkpoint.manifest(registry.plugins)))
     assert {"name", "dist", "version", "origin"} == set(manifest[0])
-    assert registry.missing(manifest) == ""
+    assert checkpoint.missing(manifest, registry) == ""
 
     for folder in ("draftcore_lost-0.1", "draftcore_moved-0.1", "draftcore-0.4.2"):
         shutil.rmtree(site.folder / f"{folder}.dist-info")
     site.metadata("draftcore-moved", {"moved": "fake_moved"}, version="0.2")
     site.plugin("idle", "raise AssertionError('imported')")
-    lines = site.load().missing(manifest).splitlines()[1:]
+    lines = checkpoint.missing(manifest, site.load()).splitlines()[1:]
     assert "fake_idle" not in sys.modules
     assert [line.strip() for line in lines] == [
         "builtin 0.4.2: pip install draftcore==0.4.2",

@@ -13,11 +13,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from draftcore_hf.decoder import DecoderModel, decoder_model
 from torch import Tensor, nn
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphBackend, Outputs, ShapeKey
-from draftcore.contracts.target import DecoderModel, TargetModel, decoder_model
+from draftcore.contracts.target import TargetModel
 from draftcore_graphs.breaks import run_eager
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Slot, StaticBuffers

@@ -11,6 +11,7 @@ may have begun again, with another master.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -53,7 +54,7 @@ class Settings:
             devices=options.get("devices", ""),
             host=options.get("host", ""),
             segment=options.get("segment", ""),
-            patience=uri.number("patience", cls.patience),
+            patience=_number(uri, "patience", cls.patience),
         )
         found._check(text)
         return found if address else replace(found, max_bytes=found.max_bytes or OWN_MASTER_BYTES)
@@ -98,6 +99,17 @@ def _address(uri: Uri) -> str:
             f"  write for example {uri.scheme}://{uri.host.strip(':')}:50051"
         )
     return uri.host
+
+
+def _number(uri: Uri, option: str, default: float) -> float:
+    """Return an option as a number above zero, or the default."""
+    text = uri.options.get(option, str(default))
+    if re.fullmatch(r"\d{1,15}(\.\d{1,15})?", text) is None or float(text) == 0:
+        raise UsageError(
+            f"{option}={text} in {uri.text!r} is not a number above zero\n"
+            f"  for example {option}={default:g}"
+        )
+    return float(text)
 
 
 OPTIONS = tuple(name for name in Settings.__dataclass_fields__ if name not in ("address", "name"))
