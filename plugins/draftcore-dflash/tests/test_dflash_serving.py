@@ -7,54 +7,57 @@ code that chooses captured layers); no test runs it.
 from pathlib import Path
 from typing import Any, ClassVar
 
-import draftcore_dflash
 import pytest
 import torch
 from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
-from draftcore_sdk.algorithm_checks import WarmStarts
-from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeTarget, Refusals, drop, put
+from draftcore_nn.served import Host, Round, UnservableError
+from draftcore_sdk.algorithm_exports import ExportSuite
+from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeTarget, drop, put
 from draftcore_sdk.algorithm_training import require_same_bits
-from draftcore_sdk.exports import (
-    GONE,
-    ROPES,
-    change_config,
-    change_tensors,
-    config_of,
-    imports_of_ours,
-    largest_gap,
-)
-from draftcore_tools.served import Host, Round, UnservableError
+from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors, config_of
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.target import TargetSpec
-from draftcore.errors import UsageError
 
 OPTIONS = DFlashOptions()
 MIXED = ("full_attention", "sliding_attention")
 
 
-@pytest.fixture
-def draft(make_draft: MakeDraft) -> Draft:
-    return make_draft(dtype=torch.float32)
-
-
-@pytest.fixture
-def exported(draft: Draft, folder: Path) -> Path:
-    DFlash(OPTIONS).export_draft(draft, folder, "serving")
-    return folder
-
-
-class TestRefusals(Refusals):
-    pass
-
-
-class TestWarmStarts(WarmStarts):
+class TestExports(ExportSuite):
+    plugin, architecture = "draftcore_dflash.plugin", "DFlashDraftModel"
     kept: ClassVar = {"layers": (0, 2, 6), "mask_token_id": 3}
     free: ClassVar = {"loss": "dpace"}
     against: ClassVar = {"block_size": 8, "layers": (0, 1, 2), "num_layers": 3}
+    refused_configs: ClassVar = {
+        "speculators": ({"transformer_layer_config": {}}, "speculators layout"),
+        "another activation": ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        "a deeper target": ({"num_target_layers": 36}, "num_target_layers 36, the target 8"),
+        "three layers": ({"num_hidden_layers": 3}, "num_hidden_layers 3 and 2 layer_types"),
+        "unknown layers": (
+            {"layer_types": ["full_attention", "linear_attention"]}, r"\['linear_attention'\]",
+        ),
+        "a head": (
+            {"dflash_config": {"projector_type": "domino", "block_size": 4}},
+            "projector_type 'domino'",
+        ),
+    }  # fmt: skip
+    refused_tensors: ClassVar = {
+        "no norm": (drop("hidden_norm.weight"), r"missing hidden_norm.weight \[32\]"),
+        "a head": (put("lm_head.weight", torch.ones(32, 32)), r"unknown lm_head.weight \[32, 32\]"),
+    }
+    stray: ClassVar = {  # a head of the draft's own vLLM would use, and nothing of ours has one
+        "lm_head.weight": (put("lm_head.weight", torch.ones(2, 32)), ("lm_head.weight",)),
+        "model.extra.weight": (put("model.extra.weight", torch.ones(2, 32)), ("extra.weight",)),
+    }
+    served: ClassVar[dict[str, tuple[str, dict[str, Any]]]] = {
+        "partial": ("partial", {}),
+        "yarn, sliding": ("deepseek-v3", {"sliding_window": 6}),
+        "mixed": ("default", {"sliding_window": 6, "layer_types": MIXED}),
+        "sliding, both directions": ("default", {"sliding_window": 6, "is_causal": False}),
+    }
 
 
 # ------------------------------------------------------------ what is written
@@ -144,65 +147,7 @@ def test_layers_and_mask_token_left_out_are_the_default_ones(
     assert (config.layers, config.mask_token_id) == ((1, 5), 7)
 
 
-REFUSED_CONFIGS = {
-    "architectures": (["Qwen3ForCausalLM"], "DFlashDraftModel"),
-    "transformer_layer_config": ({}, "speculators layout"),
-    "attention_bias": (True, "attention_bias: True"),
-    "hidden_act": ("gelu", "hidden_act: 'gelu'"),
-    "num_target_layers": (36, "num_target_layers 36, the target 8"),
-    "vocab_size": (271, "vocab_size 271, the target 270"),
-    "hidden_size": (GONE, "hidden_size"),
-    "num_hidden_layers": (3, "num_hidden_layers 3 and 2 layer_types"),
-    "layer_types": (["full_attention", "linear_attention"], r"\['linear_attention'\]"),
-    "dflash_config": ({"projector_type": "domino", "block_size": 4}, "projector_type 'domino'"),
-    "rope_parameters": ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "'dynamic'"),
-}
-
-
-@pytest.mark.parametrize("field", REFUSED_CONFIGS)
-def test_a_config_we_would_compute_differently_is_refused(
-    field: str, exported: Path, target: TargetSpec
-) -> None:
-    value, message = REFUSED_CONFIGS[field]
-    change_config(exported, **{field: value})
-    with pytest.raises(UsageError, match=message):
-        DFlash(OPTIONS).import_draft(exported, target)
-
-
-REFUSED_TENSORS = {
-    "missing": (drop("hidden_norm.weight"), r"missing hidden_norm.weight \[32\]"),
-    "a head": (put("lm_head.weight", torch.ones(32, 32)), r"unknown lm_head.weight \[32, 32\]"),
-    "width": (put("fc.weight", torch.ones(32, 64)), r"fc.weight is \[32, 64\], not \[32, 96\]"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_TENSORS)
-def test_damaged_tensors_are_refused_by_name(case: str, exported: Path, target: TargetSpec) -> None:
-    change, message = REFUSED_TENSORS[case]
-    change_tensors(exported, change)
-    with pytest.raises(UsageError, match=message):
-        DFlash(OPTIONS).import_draft(exported, target)
-
-
 # ------------------------------------------------------------ as servers read it
-
-
-def test_the_servers_reader_shares_no_code_with_what_it_checks() -> None:
-    package = Path(draftcore_dflash.__file__).parent
-    assert imports_of_ours(package / "served.py") == {"draftcore_tools.served"}
-
-
-@pytest.mark.parametrize("server", ["sglang", "vllm"])
-@pytest.mark.parametrize("rope", ROPES)
-def test_every_rope_is_read_as_it_was_trained(rope: str, server: str, tmp_path: Path) -> None:
-    options = {"num_layers": 2, "block_size": 4}
-    assert largest_gap("draftcore_dflash.plugin", options, rope, server, tmp_path) < 1e-3
-
-
-def test_servers_read_no_unknown_kind_of_draft(exported: Path) -> None:
-    change_config(exported, architectures=["SomeDraftModel"])
-    with pytest.raises(UnservableError, match="DFlashDraftModel"):
-        DFlash(OPTIONS).read_export(exported, "sglang")
 
 
 def test_without_layer_ids_each_server_has_a_default_of_its_own(
@@ -230,14 +175,3 @@ def test_vllm_looks_for_the_mask_token_in_one_place(exported: Path, target: Targ
     assert DFlash(OPTIONS).read_export(exported, "sglang").logits(at, none).shape == (1, 270)
     with pytest.raises(UnservableError, match=r"no dflash_config\.mask_token_id, and vLLM"):
         DFlash(OPTIONS).read_export(exported, "vllm").logits(at, none)
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.extra.weight"])
-def test_a_tensor_of_no_dflash_draft_is_unread_by_sglang_and_not_by_vllm(
-    name: str, exported: Path
-) -> None:
-    """A head of the draft's own vLLM would use, and nothing of ours has one."""
-    change_tensors(exported, put(name, torch.ones(2, 32)))
-    assert DFlash(OPTIONS).read_export(exported, "sglang").ignored == (name.removeprefix("model."),)
-    with pytest.raises(UnservableError, match=f"no place for: {name}"):
-        DFlash(OPTIONS).read_export(exported, "vllm")

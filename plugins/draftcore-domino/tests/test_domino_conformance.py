@@ -1,19 +1,9 @@
-"""Domino passes the algorithm suite, with shifted labels and without, and its plugin its own."""
+"""Domino passes the algorithm suite, and its plugin its own."""
 
 from typing import Any, ClassVar
 
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.plugins import PluginSuite
-
-# Nine anchors are all of a learned answer, and a choice in the suite's long sample.
-SMALL: dict[str, Any] = {
-    "num_layers": 2,
-    "layers": [2, 5, 9],
-    "block_size": 5,
-    "num_anchors": 9,
-    "gru_hidden_dim": 32,
-    "emb_dim": 24,
-}
 
 
 class TestPlugin(PluginSuite):
@@ -22,9 +12,8 @@ class TestPlugin(PluginSuite):
 
 class TestDomino(AlgorithmSuite):
     plugin = "draftcore_domino.plugin"
-    options: ClassVar[dict[str, Any]] = SMALL
-
-
-class TestDominoWithoutShift(AlgorithmSuite):
-    plugin = "draftcore_domino.plugin"
-    options: ClassVar[dict[str, Any]] = {**SMALL, "shift_label": False}
+    # Nine anchors are all of a learned answer, and a choice in the suite's long sample.
+    options: ClassVar[dict[str, Any]] = {
+        "num_layers": 2, "layers": [2, 5, 9], "block_size": 5, "num_anchors": 9,
+        "gru_hidden_dim": 32, "emb_dim": 24,
+    }  # fmt: skip

@@ -3,25 +3,15 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
-import draftcore_domino
 import pytest
-import torch
 from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
 from draftcore_domino.algorithm import Domino
 from draftcore_domino.options import DominoOptions
-from draftcore_sdk.algorithm_checks import WarmStarts
-from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft
+from draftcore_sdk.algorithm_exports import ExportSuite
+from draftcore_sdk.algorithm_fixtures import NO_DATA, drop
 from draftcore_sdk.algorithm_training import require_same_bits
-from draftcore_sdk.exports import (
-    GONE,
-    ROPES,
-    change_config,
-    change_tensors,
-    config_of,
-    imports_of_ours,
-    largest_gap,
-)
+from draftcore_sdk.exports import GONE, change_config, config_of
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
@@ -37,15 +27,31 @@ HEAD = {
 }
 
 
-@pytest.fixture
-def draft(make_draft: MakeDraft) -> Draft:
-    return make_draft(dtype=torch.float32)
-
-
-@pytest.fixture
-def exported(draft: Draft, folder: Path) -> Path:
-    Domino(DominoOptions()).export_draft(draft, folder, "serving")
-    return folder
+class TestExports(ExportSuite):
+    plugin, architecture, servers = "draftcore_domino.plugin", "DFlashDraftModel", ("sglang",)
+    kept: ClassVar = {"layers": (0, 2, 6)}
+    against: ClassVar = {"gru_hidden_dim": 5}
+    refused_configs: ClassVar[dict[str, tuple[dict[str, Any], str]]] = {
+        "another projector": (
+            {"dflash_config.projector_type": "causal_v5"}, "projector_type 'causal_v5'",
+        ),
+        "no projector": ({"dflash_config.projector_type": GONE}, "projector_type None"),
+        "a long prefix": (
+            {"dflash_config.pure_draft_prefix_len": 2}, r"pure_draft_prefix_len 2(.|\n)*must be 1",
+        ),
+        "no shift": ({"dflash_config.shift_label": GONE}, "lacks 'shift_label'"),
+        "no sizes": ({"dflash_config.emb_dim": GONE, "emb_dim": GONE}, "lacks 'emb_dim'"),
+        "two sizes": ({"emb_dim": 7}, r"two values of emb_dim: 7 (.|\n)*6"),
+        "another rank": (
+            {"dflash_config.emb_dim": 8, "emb_dim": 8}, r"embed_proj.0.weight is \[6, 44\], not \[8",
+        ),
+    }  # fmt: skip
+    refused_tensors: ClassVar = {name: (drop(name), f"missing {name}") for name in HEAD}
+    served: ClassVar = {
+        "partial": ("partial", {}),
+        "yarn, not shifted": ("deepseek-v3", {"shift_label": False}),
+    }
+    reader_shares: ClassVar = frozenset({"draftcore_nn.served", "draftcore_dflash.served"})
 
 
 def test_a_fresh_draft_has_the_published_sizes(target: TargetSpec) -> None:
@@ -99,59 +105,8 @@ def test_the_research_spelling_is_read(draft: Draft, exported: Path, target: Tar
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
 
-# Fields of dflash_config, fields of the top level, and what the refusal says.
-Fields = dict[str, Any]
-REFUSED: dict[str, tuple[Fields, Fields, str]] = {
-    "another projector": ({"projector_type": "causal_v5"}, {}, "projector_type 'causal_v5'"),
-    "no projector": ({"projector_type": GONE}, {}, "projector_type None"),
-    "a long prefix": ({"pure_draft_prefix_len": 2}, {}, "pure_draft_prefix_len 2(.|\\n)*must be 1"),
-    "no shift": ({"shift_label": GONE}, {}, "lacks 'shift_label'"),
-    "no sizes": ({"emb_dim": GONE}, {"emb_dim": GONE}, "lacks 'emb_dim'"),
-    "two sizes": ({}, {"emb_dim": 7}, "two values of emb_dim: 7 (.|\\n)*6"),
-    "another vocabulary": ({}, {"vocab_size": 269}, "vocab_size 269, the target 270"),
-    "another rank": ({"emb_dim": 8}, {"emb_dim": 8}, r"embed_proj.0.weight is \[6, 44\], not \[8"),
-    "an architecture": ({}, {"architectures": ["X"]}, r"DFlashDraftModel"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_breaks_the_contract_is_refused(case: str, exported: Path, target: TargetSpec) -> None:
-    nested, top, message = REFUSED[case]
-    change_config(exported, "dflash_config", **nested)
-    change_config(exported, **top)
-    with pytest.raises(UsageError, match=message):
-        Domino(DominoOptions()).import_draft(exported, target)
-
-
-@pytest.mark.parametrize("name", HEAD)
-def test_a_missing_part_of_the_head_is_named(name: str, exported: Path, target: TargetSpec) -> None:
-    change_tensors(exported, lambda tensors: tensors.pop(name))
-    with pytest.raises(UsageError, match=f"missing {name}"):
-        Domino(DominoOptions()).import_draft(exported, target)
-
-
 def test_dflash_does_not_take_a_domino_draft_for_its_own(
     exported: Path, target: TargetSpec
 ) -> None:
     with pytest.raises(UsageError, match="projector_type 'domino'"):
         DFlash(DFlashOptions()).import_draft(exported, target)
-
-
-class TestWarmStarts(WarmStarts):
-    kept: ClassVar = {"layers": (0, 2, 6)}
-    against: ClassVar = {"gru_hidden_dim": 5}
-
-
-# ------------------------------------------------------------ as sglang reads it
-
-
-def test_the_servers_reader_shares_code_with_the_backbones_alone() -> None:
-    package = Path(draftcore_domino.__file__).parent
-    shared = {"draftcore_tools.served", "draftcore_dflash.served"}
-    assert imports_of_ours(package / "served.py") == shared
-
-
-@pytest.mark.parametrize("rope", ROPES)
-def test_every_rope_is_read_as_it_was_trained(rope: str, tmp_path: Path) -> None:
-    options = {"num_layers": 2, "block_size": 4, "gru_hidden_dim": 12, "emb_dim": 6}
-    assert largest_gap("draftcore_domino.plugin", options, rope, "sglang", tmp_path) < 1e-3

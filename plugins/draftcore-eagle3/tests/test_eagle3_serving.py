@@ -5,33 +5,25 @@ What is said of vLLM is read from its source of August 2026 (`llama_eagle3.py`, 
 """
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import draftcore_eagle3
 import pytest
 import torch
 from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.options import Eagle3Options
-from draftcore_sdk.algorithm_checks import WarmStarts
-from draftcore_sdk.algorithm_fixtures import MakeDraft, Refusals, drop, put
+from draftcore_sdk.algorithm_exports import ExportSuite
+from draftcore_sdk.algorithm_fixtures import MakeDraft, drop, put
 from draftcore_sdk.algorithm_training import require_same_bits
-from draftcore_sdk.exports import (
-    GONE,
-    ROPES,
-    change_config,
-    change_tensors,
-    config_of,
-    imports_of_ours,
-    largest_gap,
-)
-from draftcore_tools.served import UnservableError
+from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors, config_of
 from safetensors.torch import load_file
+from torch import Tensor
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.target import TargetSpec
-from draftcore.errors import UsageError
 
-OPTIONS = Eagle3Options()
+Tensors = dict[str, Tensor]
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_drafts": 3}
+EAGLE_31 = {"fc_norm": True, "norm_output": True, "num_drafts": 4}
 
 
 @pytest.fixture
@@ -39,20 +31,44 @@ def draft(make_draft: MakeDraft) -> Draft:
     return make_draft(dtype=torch.float32, draft_vocab_size=24, norm_output=True)
 
 
-@pytest.fixture
-def exported(draft: Draft, folder: Path) -> Path:
-    Eagle3(OPTIONS).export_draft(draft, folder, "serving")
-    return folder
+def absolute(tensors: Tensors) -> None:
+    tensors["d2t"] += torch.arange(24)
 
 
-class TestRefusals(Refusals):
-    pass
+def prefix(tensors: Tensors) -> None:
+    tensors["model.norm.weight"] = tensors.pop("norm.weight")
 
 
-class TestWarmStarts(WarmStarts):
+class TestExports(ExportSuite):
+    plugin, architecture = "draftcore_eagle3.plugin", "LlamaForCausalLMEagle3"
     kept: ClassVar = {"draft_vocab_size": 24, "layers": [0, 2, 6], "norm_output": True}
     free: ClassVar = {"loss": "lk_alpha", "layers": [6, 2, 0]}
     against: ClassVar = {"draft_vocab_size": 30, "layers": [0, 1, 2], "norm_output": False}
+    refused_configs: ClassVar = {
+        "two sets of layers": (
+            {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "two sets of captured layers",
+        ),
+        "another residual": ({"norm_before_residual": True}, "norm_before_residual: True"),
+        "two layers": ({"num_hidden_layers": 2}, "num_hidden_layers: 2"),
+        "another vocabulary of the draft": ({"draft_vocab_size": 25}, r"d2t of shape \[24\]"),
+    }  # fmt: skip
+    refused_tensors: ClassVar = {
+        "unknown": (put("input_norm.weight", torch.ones(96)), r"unknown input_norm.weight \[96\]"),
+        "no mapping": (drop("d2t"), "no d2t"),
+        "absolute ids": (absolute, "absolute token ids"),
+        "other mapping": (put("t2d", torch.ones(48, dtype=torch.bool)), "t2d and d2t"),
+        "other target": (
+            put("embed_tokens.weight", torch.ones(48, 32)), "not the target's embedding",
+        ),
+    }  # fmt: skip
+    stray: ClassVar = {
+        "model.norm.weight": (prefix, ()),  # sglang removes the prefix
+        "input_norm.weight": (put("input_norm.weight", torch.ones(96)), ("input_norm.weight",)),
+    }
+    served: ClassVar[dict[str, tuple[str, dict[str, Any]]]] = {
+        **{rope: (rope, HEADS) for rope in ROPES},
+        "EAGLE-3.1": ("default", EAGLE_31),
+    }
 
 
 # ------------------------------------------------------------ what is written
@@ -83,96 +99,13 @@ def test_tensors_and_config_say_what_servers_read(exported: Path) -> None:
 def test_published_spellings_are_read(
     prefix: str, draft: Draft, exported: Path, target: TargetSpec
 ) -> None:
-    def rename(tensors: dict[str, torch.Tensor]) -> None:
+    def rename(tensors: Tensors) -> None:
         del tensors["embed_tokens.weight"], tensors["t2d"]
         for name in list(tensors):
             tensors[name.replace("midlayer.", prefix)] = tensors.pop(name)
 
     change_tensors(exported, rename)
     change_config(exported, eagle_aux_hidden_state_layer_ids=GONE)
-    again = Eagle3(OPTIONS).import_draft(exported, target)
+    again = Eagle3(Eagle3Options()).import_draft(exported, target)
     assert again.config == draft.config
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
-
-
-REFUSED_CONFIGS = {
-    "architectures": (["Eagle3DraftModel"], "research layout|LlamaForCausalLMEagle3"),
-    "eagle_aux_hidden_state_layer_ids": ([1, 3, 4], "two sets of captured layers"),
-    "norm_before_residual": (True, "norm_before_residual: True"),
-    "attention_bias": (True, "attention_bias: True"),
-    "num_hidden_layers": (2, "num_hidden_layers: 2"),
-    "vocab_size": (50, "vocab_size 50, the target 48"),
-    "hidden_size": (GONE, "hidden_size"),
-    "draft_vocab_size": (25, r"d2t of shape \[24\]"),
-    "rope_parameters": ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "'dynamic'"),
-}
-
-
-@pytest.mark.parametrize("field", REFUSED_CONFIGS)
-def test_a_config_we_would_compute_differently_is_refused(
-    field: str, exported: Path, target: TargetSpec
-) -> None:
-    value, message = REFUSED_CONFIGS[field]
-    change_config(exported, **{field: value})
-    with pytest.raises(UsageError, match=message):
-        Eagle3(OPTIONS).import_draft(exported, target)
-
-
-def absolute(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["d2t"] += torch.arange(24)
-
-
-REFUSED_TENSORS = {
-    "missing": (drop("midlayer.hidden_norm.weight"), r"missing midlayer.hidden_norm.weight \[32\]"),
-    "unknown": (put("input_norm.weight", torch.ones(96)), r"unknown input_norm.weight \[96\]"),
-    "shape": (put("fc.weight", torch.ones(32, 64)), r"fc.weight is \[32, 64\], not \[32, 96\]"),
-    "no mapping": (drop("d2t"), "no d2t"),
-    "absolute ids": (absolute, "absolute token ids"),
-    "other mapping": (put("t2d", torch.ones(48, dtype=torch.bool)), "t2d and d2t"),
-    "other target": (put("embed_tokens.weight", torch.ones(48, 32)), "not the target's embedding"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_TENSORS)
-def test_damaged_tensors_are_refused_by_name(case: str, exported: Path, target: TargetSpec) -> None:
-    change, message = REFUSED_TENSORS[case]
-    change_tensors(exported, change)
-    with pytest.raises(UsageError, match=message):
-        Eagle3(OPTIONS).import_draft(exported, target)
-
-
-# ------------------------------------------------------------ as servers read it
-
-
-def test_the_servers_reader_shares_no_code_with_what_it_checks() -> None:
-    package = Path(draftcore_eagle3.__file__).parent
-    assert imports_of_ours(package / "served.py") == {"draftcore_tools.served"}
-
-
-@pytest.mark.parametrize("server", ["sglang", "vllm"])
-@pytest.mark.parametrize("rope", ROPES)
-def test_every_rope_is_read_as_it_was_trained(rope: str, server: str, tmp_path: Path) -> None:
-    options = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_drafts": 3}
-    assert largest_gap("draftcore_eagle3.plugin", options, rope, server, tmp_path) < 1e-3
-
-
-def test_servers_read_no_unknown_kind_of_draft(exported: Path) -> None:
-    change_config(exported, architectures=["Eagle3DraftModel"])
-    with pytest.raises(UnservableError, match="LlamaForCausalLMEagle3"):
-        Eagle3(OPTIONS).read_export(exported, "sglang")
-
-
-@pytest.mark.parametrize("name", ["model.norm.weight", "input_norm.weight"])
-def test_vllm_refuses_a_tensor_without_a_place(name: str, exported: Path) -> None:
-    """sglang removes the prefix of the first, and leaves the other unread."""
-    prefixed = name.startswith("model.")
-
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name] = tensors["norm.weight"].clone()
-        if prefixed:
-            del tensors["norm.weight"]
-
-    change_tensors(exported, add)
-    assert Eagle3(OPTIONS).read_export(exported, "sglang").ignored == (() if prefixed else (name,))
-    with pytest.raises(UnservableError, match=f"no place for: {name}"):
-        Eagle3(OPTIONS).read_export(exported, "vllm")

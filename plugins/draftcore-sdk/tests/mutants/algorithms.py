@@ -144,19 +144,13 @@ def schedule(step):
 == sorts_what_it_takes_over: test_disagg_gives_every_request_its_own_input
 -DraftInput(batch.hidden_BH
 +DraftInput(batch.hidden_BH.sort(0).values
-== takes_over_states_of_the_target: test_disagg_needs_the_width_of_the_draft_not_of_the_target
-from draftcore.contracts.serving import RowField
-
-@hookimpl
-def disagg_row(shape):
-    return (RowField("hidden", 64, shape.dtype, 64), *topk_fields(shape))
 == asks_for_another_row_each_time: test_disagg_names_the_request_and_the_field_that_is_missing
 ASKED = []
 
 @hookimpl
-def disagg_row(shape):
+def disagg_row():
     ASKED.append(1)
-    return topk_fields(shape) if len(ASKED) % 2 else ()
+    return ("topk",) if len(ASKED) % 2 else ()
 == shifts_the_last_tokens_in_place: test_disagg_leaves_what_it_is_given_alone
 +    last_tokens += 1
      return DraftInput(batch.hidden_BH, batch.topk_p_BK,

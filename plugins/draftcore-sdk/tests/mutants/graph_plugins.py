@@ -7,7 +7,7 @@ from mutants import Mutants, one_file, wrong
 RIGHT = """
 import torch
 
-from draftcore.contracts.runner import GraphPlugin
+from draftcore_graphs.graph_plugin import GraphPlugin
 
 CAPABILITIES = frozenset()
 
