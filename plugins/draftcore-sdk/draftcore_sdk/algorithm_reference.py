@@ -37,7 +37,7 @@ class Naive:
         return self.w[f"{name}.weight"] @ x
 
     def rms(self, x: Tensor, name: str) -> Tensor:
-        scale = (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt()
+        scale: Tensor = (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt()
         return x * scale * self.w[f"{name}.weight"]
 
     def rope(self, head: Tensor, position: int) -> Tensor:
@@ -93,8 +93,9 @@ def require_attention(
         torch.testing.assert_close(one, right.to(one), rtol=tolerance, atol=tolerance)
 
 
+@torch.inference_mode()
 def require_recordable(drafter: Drafter) -> None:
-    """Require that a round waits for nothing, and that a recorded one drafts what others do."""
+    """Require of a drafter whose state is changed in place that a round waits for nothing, and that a recorded one drafts what others do."""
     state, generator = drafter.allocate(3, 50), torch.Generator().manual_seed(5)
     tokens_BT, lengths_B = torch.randint(40, (3, 9), generator=generator), torch.tensor([9, 1, 4])
     features = {
@@ -107,4 +108,4 @@ def require_recordable(drafter: Drafter) -> None:
     counts_B = torch.tensor([1, 2, drafter.num_drafts + 1])
     read = {name: x[:, : drafter.num_drafts + 1] for name, x in features.items()}
     drafter.accept(state, tokens_BT[:, : drafter.num_drafts + 1], read, counts_B)
-    assert torch.equal(backend.replay(key), drafter.propose(state).tokens_BK)  # type: ignore[arg-type]
+    assert torch.equal(backend.replay(key), drafter.propose(state).tokens_BK)
