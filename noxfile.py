@@ -40,13 +40,16 @@ PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.tom
 KINDS = ("algorithm", "target", "samples", "evaluation", "batches", "store", "capture", "channel")
 KINDS += ("launcher", "graph", "graph-plugin")
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
-SGLANG, RAY = (ROOT / "plugins" / f"draftcore-{name}" for name in ("sglang", "ray"))
+# What takes these to run is tried when its dist or a contract changed: `follow` says which have.
+ENGINES = ("ray", "mooncake", "sglang")
+SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
 UNMARKED = "not gpu and not long and not sglang"
 GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
 TIMES = ROOT / ".nox" / "times"
+PASSED = ROOT / "tests" / "passed"  # a file per engine
 PART = "NOX_PART_OF_TESTS"  # in the environment of the sessions that `tests` runs
 
 nox.needs_version = ">=2026.10"
@@ -271,6 +274,33 @@ def pytest(
     session.run(*command, *report_to(session), *drills, *args, env=env)
 
 
+def state(engine: str) -> str:
+    """Digest what the session of an engine tries: its dist, the contracts and the pinned packages."""
+    places = (f"plugins/draftcore-{engine}", "tests/kernel/contract.txt", "constraints.txt")
+    listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *places)
+    names = subprocess.run(listed, stdout=subprocess.PIPE, cwd=ROOT, check=True).stdout.split(b"\0")
+    files = [ROOT / os.fsdecode(name) for name in sorted(names) if name]
+    found = [(str(f.relative_to(ROOT)), f.read_bytes().hex()) for f in files if f.exists()]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def passed(session: nox.Session) -> None:
+    """Note what an engine's session passed with, for `tests` not to run it again until that changes."""
+    if not session.posargs:
+        note = {"state": state(session.name), "date": time.strftime("%Y-%m-%d")}
+        (PASSED / f"{session.name}.json").write_text(json.dumps(note) + "\n")
+
+
+def follow(session: nox.Session) -> Iterator[str]:
+    """Yield the engines whose sessions have not passed with what is here."""
+    for engine in ENGINES:
+        note = json.loads((PASSED / f"{engine}.json").read_text())
+        if note["state"] != state(engine):
+            yield engine
+        else:
+            session.log(f"{engine}: as it passed on {note['date']}; `nox -s {engine}` runs it")
+
+
 def describe_dists(folder: Path) -> Path:
     """Write our dists' metadata, so that plugins are found in the source tree without installing."""
     for project in PROJECTS:
@@ -295,9 +325,9 @@ def describe_dists(folder: Path) -> Path:
 
 @job()
 def tests(session: nox.Session) -> None:
-    """Everything that a change must pass: two sessions at a time, and Ray's, which mostly waits."""
-    parts = ("wheels", "ray", "dists", "lint", "typing", "alone", "authors", "without")
-    parts += ("sglang", "start")
+    """Everything that a change must pass, three sessions at a time."""
+    parts = ("wheels", *follow(session), "dists", "lint", "typing", "alone", "authors", "without")
+    parts += ("start",)
     command = (sys.executable, "-m", "nox", "--parallel", "3", "--allow-parallel", "-s", *parts)
     session.run(*command, env={PART: "1"})
 
@@ -389,7 +419,8 @@ def dists(session: nox.Session) -> None:
     python = all_dists(session)
     session.run(python, "-m", "draftcore", "list-plugins", "--check")
     # What takes long begins first: the kit tries hundreds of plugins.
-    names = sorted(set(PLUGINS) - {RAY.name}, key=lambda name: (name != "draftcore-sdk", name))
+    names = sorted(PLUGINS, key=lambda name: (name != "draftcore-sdk", name))
+    names = [name for name in names if name.removeprefix("draftcore-") not in ENGINES[:2]]
     folders = [*(f"plugins/{name}/tests" for name in names), "tests", "--ignore=tests/thirdparty"]
     chosen = session.posargs and not session.posargs[0].startswith("-")
     pytest(session, python, *([] if chosen else folders), *session.posargs)
@@ -398,7 +429,17 @@ def dists(session: nox.Session) -> None:
 @job(requires=["wheels"])
 def ray(session: nox.Session) -> None:
     """The launcher `ray`, whose tests wait for the machines of a cluster on loopback."""
-    pytest(session, all_dists(session), f"plugins/{RAY.name}/tests", *session.posargs, workers=2)
+    python = all_dists(session)
+    pytest(session, python, "plugins/draftcore-ray/tests", *session.posargs, workers=2)
+    passed(session)
+
+
+@job(requires=["wheels"])
+def mooncake(session: nox.Session) -> None:
+    """The store `mooncake`, with a master and its clients on loopback."""
+    python = all_dists(session)
+    pytest(session, python, "plugins/draftcore-mooncake/tests", *session.posargs, workers=2)
+    passed(session)
 
 
 @job(requires=["wheels"])
@@ -414,6 +455,7 @@ def sglang(session: nox.Session) -> None:
     for name in (SGLANG.name, "draftcore-tools", "draftcore-data"):
         tests = (f"plugins/{name}/tests", "-n", "0")
         pytest(session, python, *tests, *session.posargs, mark="sglang and smoke")
+    passed(session)
 
 
 @job(requires=["wheels"])
@@ -565,8 +607,7 @@ def sglang_full(session: nox.Session) -> None:
 @job()
 def full(session: nox.Session) -> None:
     """Everything that runs without a GPU: the tests, another project's loader, the quickstart."""
-    # First, as a session is queued once: `tests` asks for `sglang` with its smoke only.
-    for name in ("sglang-full", "tests", "long", "speculators", "quickstart"):
+    for name in ("sglang-full", "ray", "mooncake", "tests", "long", "speculators", "quickstart"):
         session.notify(name)
 
 

@@ -63,7 +63,7 @@ def measure(run: Run) -> tuple[list[float], list[float], list[float]]:
     (trainer,) = parts.trainers
     capture = Timed(run.open_capture(parts.features.request))
     uses = parts.plan.uses(0)
-    batches = Captured(uses, capture, parts.samples, parts.plan, parts.skipped)
+    batches = Captured(uses, capture, parts.samples, parts.skipped)
     device, held = torch.device("cpu"), dict[int, list[Sample]]()
     loader = Loader(batches, ahead=0, device=device, stop=lambda: False)
     ours, bare, control = list[float](), list[float](), list[float]()

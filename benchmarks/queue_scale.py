@@ -96,10 +96,13 @@ def measure(
     queue.end("finished")
     claims = sorted(wait for one in work for at, wait in one.result() if began < at < end)
     channel.close()
+    what = f"{producers} producers, {ranks} ranks, captures of {capture:g} s"
+    if not claims or not rate:
+        return report(what, "nothing was captured in time: raise --seconds")
     half, most = (1e3 * claims[int(len(claims) * share)] for share in (0.5, 0.99))
     possible = f" of {producers / capture:.0f} possible" if capture else ""
     report(
-        f"{producers} producers, {ranks} ranks, captures of {capture:g} s",
+        what,
         f"{rate:.0f} batches/s{possible}; a claim takes {half:.1f} ms, p99 {most:.0f} ms; "
         f"the trainer {core:.0%} of a core, {1e3 * core / rate:.2f} ms a batch, {threads} threads, "
         f"{held / 1e6:.0f} MB; {connected} of {producers} at work",

@@ -104,16 +104,13 @@ def export(
     `force` replaces an export that lies there; any other folder that holds something is refused.
     """
     with open_run(config, overrides, registry) as run:
-        from draftcore.drafts import export, find_checkpoint
+        from draftcore.drafts import write_export
 
         folders = []
         for draft_run in run.chosen(draft, checkpoint=checkpoint, out=out):
-            folder, last = (
-                out or draft_run.folder / "export",
-                find_checkpoint(draft_run, checkpoint),
-            )
-            folders.append(export(draft_run, last, folder, layout, force=force))
-            say(f"{draft_run.prefix}exported step {last.step} to {folder}")
+            folders.append(folder := out or draft_run.folder / "export")
+            step = write_export(draft_run, checkpoint, folder, layout, force=force)
+            say(f"{draft_run.prefix}exported step {step} to {folder}")
         return folders
 
 
@@ -161,12 +158,8 @@ def newest(settings: RunConfig) -> dict[str, Path | None]:
 def require_done(settings: RunConfig) -> None:
     """Raise DraftcoreError where a draft was not stopped and lacks its last checkpoint."""
     for label, folder in newest(settings).items():
-        try:
-            state = json.loads((folder / "state.json").read_text()) if folder else {}
-            done = state["step"] == state["total_steps"] or state.get("stopped")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            done = False
-        if not done:
+        state = json.loads((folder / "state.json").read_text()) if folder else {"step": 0}
+        if state["step"] != state.get("total_steps") and not state.get("stopped"):
             raise DraftcoreError(
                 f"the ranks ended without an error, and {settings.run / label} has no checkpoint of "
                 "the last step\n"

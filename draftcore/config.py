@@ -21,10 +21,8 @@ from draftcore.uris import require_no_secret
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Few = Annotated[int, Field(ge=0, le=1000)]
-Long = Annotated[int, Field(ge=2, le=10**7)]  # tokens
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Named = Annotated[str, Field(min_length=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
 # What else lies in the run's folder, which no label may be.
 RESERVED = {"checkpoints", "data", "eval", "export", "logs", "metrics.jsonl", "queue.json"}
@@ -83,9 +81,7 @@ class CaptureConfig(Choice):
 class TuningConfig(Section):
     """How one draft is optimised: what drafts of one run may set differently."""
 
-    lr: float | None = Field(
-        None, gt=0, le=100, description="peak rate; the algorithm's default if unset"
-    )
+    lr: float | None = Field(None, gt=0, le=100, description="peak rate; or the algorithm's")
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_ratio: Share | None = Field(None, description="algorithm's default if unset")
     clip: float | None = Field(None, gt=0, le=1e9, description="gradient norm; or the algorithm's")
@@ -148,15 +144,11 @@ class RunConfig(Section):
     algorithm: Choice | None = Field(None, description="the draft to train")
     drafts: Free[dict[Label, DraftConfig]] = Field({}, description="or several, from one capture")
     capture: CaptureConfig = CaptureConfig()
-    store: Free[str] = Field(
-        "auto", description="URI, e.g. file:FOLDER; auto: only where needed, shared"
-    )
+    store: Free[str] = Field("auto", description="URI, as file:FOLDER; auto: where needed, shared")
     batches: Free[str] = selected("batches", "how batches come from processes that capture")
     channel: Free[str] = selected("channel", "URI; tcp://HOST:PORT for producers on other machines")
     topology: Free[TopologyConfig] = TopologyConfig()
-    plugins: Free[tuple[str, ...]] = Field(
-        (), description="wrappers and observers to select, by name"
-    )
+    plugins: Free[tuple[str, ...]] = Field((), description="wrappers and observers, by name")
     train: TrainConfig = TrainConfig()
     eval: Free[EvalConfig] = EvalConfig()
     runner: RunnerConfig = RunnerConfig()

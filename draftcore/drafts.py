@@ -51,34 +51,33 @@ def load_checkpoint(draft: DraftRun, checkpoint: Checkpoint) -> Draft:
 def open_draft(
     draft: DraftRun, checkpoint: Path | None, exported: Path | None
 ) -> tuple[Draft, int]:
-    """Open a draft to be evaluated, and its step: the newest checkpoint, a named one, or an export."""
+    """Open a draft to be evaluated, and its step: the newest checkpoint, a named one, or an export.
+
+    An export is read as servers would, and raises as `require_exported` does.
+    """
     if exported is None:
-        opened = find_checkpoint(draft, checkpoint)
-        return load_checkpoint(draft, opened), opened.step
+        last = find_checkpoint(draft, checkpoint)
+        return load_checkpoint(draft, last), last.step
     if checkpoint is not None:
         raise UsageError("--checkpoint and --export were both given\n  name one draft to evaluate")
-    return load_export(draft, exported), 0
+    if not (exported / "config.json").exists():
+        raise UsageError(f"{exported} holds no config.json\n  name a folder that `export` wrote")
+    require_exported(exported)
+    hook, target, options = draft.algorithm.hook, draft.run.target, draft.options
+    return hook.import_draft(folder=exported, target=target, options=options), 0
 
 
-def load_export(draft: DraftRun, folder: Path) -> Draft:
-    """Read a draft from a serving layout, as servers would; raises as `require_exported` does."""
-    if not (folder / "config.json").exists():
-        raise UsageError(f"{folder} holds no config.json\n  name a folder that `export` wrote")
-    require_exported(folder)
-    target, options = draft.run.target, draft.options
-    return draft.algorithm.hook.import_draft(folder=folder, target=target, options=options)
-
-
-def export(
-    draft: DraftRun, checkpoint: Checkpoint, folder: Path, layout: str, *, force: bool = False
-) -> Path:
+def write_export(
+    draft: DraftRun, checkpoint: Path | None, folder: Path, layout: str, *, force: bool = False
+) -> int:
     """Write a checkpoint's draft for servers, with a manifest of where it came from and of its files.
 
-    The folder appears whole or not at all, and is read by whom the umask lets read. It holds no path
-    of this machine. Raises UsageError for one that holds something, unless it is an export and
-    `force` replaces it, and for a layout that the algorithm does not offer; DraftcoreError where it
+    Returns its step. The folder appears whole or not at all, and is read by whom the umask lets read. It
+    holds no path of this machine. Raises UsageError for one that holds something, unless it is an export
+    and `force` replaces it, and for a layout that the algorithm does not offer; DraftcoreError where it
     cannot be written.
     """
+    last = find_checkpoint(draft, checkpoint)
     offers = sorted(name for name in draft.algorithm.capabilities if name.startswith("layout:"))
     if f"layout:{layout}" not in offers:
         names = ", ".join(name.removeprefix("layout:") for name in offers)
@@ -90,7 +89,14 @@ def export(
     if folder.exists() and any(folder.iterdir()) and not replaced:
         remedy = "choose another folder with --out, or empty it; --force replaces an export"
         raise UsageError(f"{folder} is not empty\n  {remedy}")
-    built, origin = load_checkpoint(draft, checkpoint), without_paths(origin_of(draft, checkpoint))
+    built, state, target = load_checkpoint(draft, last), last.state, draft.run.target
+    origin = {
+        **{key: state[key] for key in ("step", "samples_seen", "plugins")},
+        "target": target.path,
+        "target_fingerprint": target.fingerprint(),
+        "algorithm": state["config"]["algorithm"],
+        "chat_template": state["data"].get("chat_template", ""),
+    }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
@@ -99,7 +105,7 @@ def export(
             hook.export_draft(draft=built, folder=partial, layout=layout, options=options)
             files, manifest = [f for f in partial.rglob("*") if f.is_file()], partial / EXPORT
             digests = {file.relative_to(partial).as_posix(): digest(file) for file in files}
-            write_sealed(manifest, {**origin, "files": digests})
+            write_sealed(manifest, {**without_paths(origin), "files": digests})
             for file in files:  # safetensors' own are for the user alone
                 file.chmod(manifest.stat().st_mode)
             if replaced:
@@ -112,19 +118,7 @@ def export(
             f"cannot write the export to {folder}: {why}\n"
             "  free space there, or choose another folder with --out"
         ) from None
-    return folder
-
-
-def origin_of(draft: DraftRun, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Say what an export comes from: the run's target, algorithm, plugins and progress."""
-    state, target = checkpoint.state, draft.run.target
-    return {
-        **{key: state[key] for key in ("step", "samples_seen", "plugins")},
-        "target": target.path,
-        "target_fingerprint": target.fingerprint(),
-        "algorithm": state["config"]["algorithm"],
-        "chat_template": state["data"].get("chat_template", ""),
-    }
+    return last.step
 
 
 def without_paths(value: Any) -> Any:

@@ -6,17 +6,14 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import xxhash
 
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError
 
 EXPORT = "draftcore.json"  # the manifest of an export
 
@@ -97,27 +94,3 @@ def hold(file: Path, doing: str, remedy: str) -> int:
         raise DraftcoreError(f"{holder} {doing}\n  {remedy}") from None
     os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return fd
-
-
-def secret(folder: Path) -> str:
-    """Return what the processes of the run in a folder know and nobody else.
-
-    It comes from DRAFTCORE_SECRET, or from the folder, where whoever comes first makes it: 32 random
-    bytes that only this user may read.
-    """
-    if text := os.environ.get("DRAFTCORE_SECRET"):
-        return text
-    file = folder / "secret"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=folder) as partial:  # mode 0600
-            partial.write(secrets.token_hex(32))
-            partial.flush()
-            with suppress(FileExistsError):
-                os.link(partial.name, file)
-    if file.stat().st_mode & 0o077:
-        raise UsageError(
-            f"{file} may be read by others, who could join the run\n"
-            "  delete it, chmod 600 it, or set DRAFTCORE_SECRET"
-        )
-    return file.read_text()

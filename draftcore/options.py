@@ -81,7 +81,7 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
             raise UsageError(f"cannot read the value {text!r:.80}: {error}") from None
 
 
-def validate(path: str, data: Mapping[str, Any], where: str) -> Any:
+def validate(path: str, data: Mapping[str, Any], where: str, beside: Iterable[str] = ()) -> Any:
     """Validate options by the model at `module:Class`; None for data of '', which must be empty.
 
     Raises UsageError as `validate_as` does, and for a model that cannot be imported.
@@ -90,7 +90,7 @@ def validate(path: str, data: Mapping[str, Any], where: str) -> Any:
         if data:
             raise UsageError(f"{where}: it has none\n  leave out {', '.join(data)}")
         return None
-    return validate_as(imported(path, where), data, where)
+    return validate_as(imported(path, where), data, where, beside)
 
 
 def imported(path: str, where: str) -> Any:
@@ -102,11 +102,13 @@ def imported(path: str, where: str) -> Any:
         raise UsageError(f"{where}: {error}\n  python -c 'import {module}' tells more") from error
 
 
-def validate_as(model: type[BaseModel], data: Mapping[str, Any], where: str) -> Any:
+def validate_as(
+    model: type[BaseModel], data: Mapping[str, Any], where: str, beside: Iterable[str] = ()
+) -> Any:
     """Validate data as JSON of just the types that a model names: "3" is no number, and 1 not true.
 
     Raises UsageError for values of other types, and for unknown keys, which the model may have meant
-    to ignore, naming the keys that there are.
+    to ignore, naming the keys that there are, with those that stand `beside` them in their section.
     """
     from pydantic import ValidationError  # 70 ms: listing plugins needs none of it
 
@@ -123,7 +125,7 @@ def validate_as(model: type[BaseModel], data: Mapping[str, Any], where: str) -> 
             lines.append(f"  {problem['msg'].removeprefix('Value error, ')}")
         elif problem["type"] == "extra_forbidden":
             *parents, key = problem["loc"]
-            known = _keys(model, parents)
+            known = [*_keys(model, parents), *(() if parents else beside)]
             hint = nearest(str(key), known)
             lines.append(f"  {path:.80}: unknown key{hint}; there are {', '.join(known)}")
         elif problem["type"] == "missing":

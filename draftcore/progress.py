@@ -25,15 +25,9 @@ class Progress(RichProgress):
     """Progress on standard error: a live bar on a terminal, elsewhere a line for `every` units done."""
 
     def __init__(
-        self,
-        total: int,
-        done: int = 0,
-        verb: str = "training",
-        *,
-        every: int = 0,
-        shown: bool = True,
-        status_line: Callable[[], str] = str,
-    ) -> None:
+        self, total: int, done: int = 0, verb: str = "training", *, every: int = 0,
+        shown: bool = True, status_line: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
         super().__init__(
             "{task.description}",
             BarColumn(),

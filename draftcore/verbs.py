@@ -1,18 +1,18 @@
-"""The verbs that do the work: capture, train, export.
+"""The plugin that draftcore brings along, and the verbs that do its work: capture, train, export.
 
-They are commands of a plugin like any other's. Each reads one YAML file with dotted overrides and
-calls the function of `draftcore.api` that does its work; torch comes in only then.
+It registers as third parties do, by an entry point and through hooks. Each verb reads one YAML file with
+dotted overrides and calls the function of `draftcore.api` that does its work; torch comes in only then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from draftcore import api
+from draftcore import api, hookimpl
 from draftcore.errors import ExitStatus
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ def configured(function: Callable[..., Any]) -> Callable[..., Any]:
     function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
     function = click.argument("config", type=click.Path(path_type=Path))(function)
     return click.pass_obj(function)
-
-
-draft_option = click.option("--draft", help="One of the run's `drafts`; all if not given.")
 
 
 @click.command(epilog=EXAMPLE.format("capture run.yaml store=file:features"))
@@ -63,7 +60,7 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...], trainer:
 
 @click.command(epilog=EXAMPLE.format("export run.yaml --out my-draft"))
 @configured
-@draft_option
+@click.option("--draft", help="One of the run's `drafts`; all if not given.")
 @click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
 @click.option("--out", type=FOLDER, help="Folder to write; RUN[/DRAFT]/export if not given.")
 @click.option("--layout", default="serving", show_default=True, help="A layout of the algorithm.")
@@ -71,3 +68,8 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...], trainer:
 def export(registry: Registry, config: Path, overrides: tuple[str, ...], **options: Any) -> None:
     """Write a trained draft in the layout that servers load."""
     api.export(config, *overrides, registry=registry, say=click.echo, **options)
+
+
+@hookimpl
+def commands() -> Sequence[click.Command]:
+    return [capture, train, export]

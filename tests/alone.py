@@ -26,8 +26,7 @@ def try_alone(folder: Path) -> None:
         try:
             import_module(module.name)
         except ModuleNotFoundError as error:
-            served = module.name.endswith(".served")  # imported by draftcore-tools alone
-            if str(error.name).startswith("draftcore") and not served:
+            if str(error.name).startswith("draftcore"):
                 raise  # else it is an optional package
     import_module("draftcore.cli").main(["list-plugins", "--check"])
 

@@ -23,8 +23,8 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cases() -> int:
-    """How many of a kind are tried: 20 for a change, hundreds in `nox -s soak`."""
-    return int(os.environ.get("SOAK_CASES", "20"))
+    """How many of a kind are tried: 10 for a change, hundreds in `nox -s soak`."""
+    return int(os.environ.get("SOAK_CASES", "10"))
 
 
 @pytest.fixture

@@ -59,6 +59,7 @@ PATH = list(sys.path)  # as this process began, before tests made plugins import
 AT_START = ("PYTHON", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH", "LD_", "LC_", EXECUTE)
 PR_SET_MM, PR_SET_MM_MAP, PR_SET_MM_MAP_SIZE, PR_SET_CHILD_SUBREAPER = 35, 14, 15, 36
 CLONE_NEWNET, NETWORK = 0x40000000, "/proc/thread-self/ns/net"
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x00020000
 # Of a private method, which has had these names since Python 3.11.
 ARGUMENTS = list(signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 PIPES = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
@@ -74,6 +75,21 @@ def take_signals(more: Callable[[], object] | None = None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if more is not None:
         more()
+
+
+def mount_small(folder: Path, nbytes: int) -> bool:
+    """Mount a file system of so many bytes that this process alone, a fork, sees; say whether it may."""
+    libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        return False
+    for file, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"0 {user} 1"),
+        ("gid_map", f"0 {group} 1"),
+    ):
+        Path("/proc/self", file).write_text(text)
+    size = f"size={nbytes}".encode()
+    return bool(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, size) == 0)
 
 
 class Popen(subprocess.Popen[Any]):
@@ -134,11 +150,20 @@ def start_server() -> None:
 
 
 def start_process(work: Callable[..., Any], *args: Any) -> ForkServerProcess:
-    """Let a fork of the server do some work."""
+    """Let a fork of the server do some work, in this process's network."""
     start_server()
-    process = CONTEXT.Process(target=work, args=args)
+    network = os.open(NETWORK, os.O_RDONLY)  # which may be another than when the server began
+    process = CONTEXT.Process(target=_in_network, args=(DupFd(network), work, args))
     process.start()
+    os.close(network)
     return process
+
+
+def _in_network(network: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if not os.path.samestat(os.fstat(there := network.detach()), os.stat(NETWORK)):
+        ctypes.CDLL(None).setns(there, CLONE_NEWNET)
+    os.close(there)
+    work(*args)
 
 
 def fork_as_ours(command: Command, places: Mapping[int, int]) -> int:
@@ -146,23 +171,19 @@ def fork_as_ours(command: Command, places: Mapping[int, int]) -> int:
     libc = ctypes.CDLL(None)
     reader, writer = os.pipe()
     fds = {at: DupFd(fd) for at, fd in places.items()}
-    network = os.open(NETWORK, os.O_RDONLY)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # whose parent has ended, is this process's
     try:
-        start_process(_fork, command, fds, DupFd(network), DupFd(writer)).join()
+        start_process(_fork, command, fds, DupFd(writer)).join()
     finally:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
     os.close(writer)
-    os.close(network)
     with open(reader) as answer:
         return int(answer.read())
 
 
-def _fork(command: Command, fds: Mapping[int, Any], network: Any, writer: Any) -> None:
+def _fork(command: Command, fds: Mapping[int, Any], writer: Any) -> None:
     between, answer = os.getpid(), writer.detach()
     places = {at: fd.detach() for at, fd in fds.items()}
-    if not os.path.samestat(os.fstat(there := network.detach()), os.stat(NETWORK)):
-        ctypes.CDLL(None).setns(there, CLONE_NEWNET)
     if pid := os.fork():
         os.write(answer, str(pid).encode())
         os._exit(0)

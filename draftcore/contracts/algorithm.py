@@ -126,22 +126,18 @@ class StepOutput:
     counts: Mapping[str, tuple[Tensor, Tensor]]
 
     def __init__(
-        self,
-        numerator: Tensor | None = None,
-        denominator: Tensor | None = None,
+        self, numerator: Tensor | None = None, denominator: Tensor | None = None,
         counts: Mapping[str, tuple[Tensor, Tensor]] | None = None,
-        *,
-        terms: Iterable[tuple[Tensor, Tensor, float]] = (),
-    ) -> None:
+        *, terms: Iterable[tuple[Tensor, Tensor, float]] = (),
+    ) -> None:  # fmt: skip
         self.terms, self.counts = tuple(terms), {} if counts is None else counts
-        ratio = len(self.terms) == 0
-        if (numerator is not None, denominator is not None) != (ratio, ratio):
+        if numerator is not None and denominator is not None and not self.terms:
+            self.terms = ((numerator, denominator, 1.0),)
+        elif numerator is not None or denominator is not None or not self.terms:
             raise TypeError(
                 "a loss is either StepOutput(numerator, denominator, counts) or "
                 "StepOutput(terms=[(numerator, denominator, weight), ...], counts=counts)"
             )
-        if numerator is not None and denominator is not None:
-            self.terms = ((numerator, denominator, 1.0),)
 
     @property
     def numerator(self) -> Tensor:
@@ -268,13 +264,9 @@ class Drafter(Protocol):
         """Return a state with KV for `batch` rows of up to `max_len` positions."""
 
     def prefill(
-        self,
-        state: Any,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        features: Mapping[str, Tensor],
+        self, state: Any, tokens_BT: Tensor, lengths_B: Tensor, features: Mapping[str, Tensor],
         next_B: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Read right-padded prompts of `lengths_B` tokens, with their features, [B, T, H] each.
 
         `next_B` is the token that the target generated first; the next proposal goes on from it.

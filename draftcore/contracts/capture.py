@@ -68,11 +68,6 @@ class FeatureRequest:
             for name, (_, dtype) in self.feature_specs(0).items()
         }
 
-    def serves(self, other: FeatureRequest) -> bool:
-        """Say whether what this request captures holds all that another asks for."""
-        alike = self.dtype == other.dtype and self.topk >= other.topk
-        return alike and set(other.names) <= set(self.names)
-
     def union(self, other: FeatureRequest) -> FeatureRequest:
         """Join two requests of one dtype, storing nothing twice."""
         if self.dtype != other.dtype:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from draftcore.contracts.capture import Capture, FeatureRequest
     from draftcore.contracts.offers import Offer
     from draftcore.contracts.run import BatchSource, Evaluation, OpenRun, Ranks, RunSamples
-    from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
-    from draftcore.contracts.serving import DisaggBatch, DraftInput, DraftShape, RowField
+    from draftcore.contracts.runner import GraphBackend, Runner, RunnerContext
+    from draftcore.contracts.serving import DisaggBatch, DraftInput, RowPart
     from draftcore.contracts.store import FeatureStore
     from draftcore.contracts.target import TargetModel, TargetSpec
 
@@ -106,10 +106,6 @@ class Specs:
     def graph_backend(self, name: str, options: Any) -> GraphBackend:
         """Open the graph mechanism `name`. First result."""
 
-    @hookspec(firstresult=True)
-    def graph_plugin(self, name: str, options: Any) -> GraphPlugin:
-        """Open the cross-cutting graph feature `name`. First result."""
-
     # ------------------------------------------------------------ an algorithm, in training
 
     @hookspec(firstresult=True)
@@ -156,8 +152,8 @@ class Specs:
     # ------------------------------------------------------------ an algorithm, being served
 
     @hookspec(firstresult=True)
-    def disagg_row(self, shape: DraftShape, options: Any) -> Sequence[RowField]:
-        """Say what a prefill server must send beside the last token. Without it: nothing."""
+    def disagg_row(self, options: Any) -> Sequence[RowPart]:
+        """Name what a prefill server must send beside the last token. Without it: nothing."""
 
     @hookspec(firstresult=True)
     def build_disagg_draft_input(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 Kind = str  # the core's, and those that dists bring: `draftcore list-plugins` shows them
 # On a field of an options model: the option changes no bit of a captured feature.
@@ -35,20 +35,19 @@ class Offer:
         return f"{self.kind} {self.name}{has}"
 
 
-class Bound(Protocol):
+@dataclass(frozen=True)
+class Bound:
     """An offer that a run has chosen and can call.
 
-    `hook` holds every hook (`contracts.hooks.Specs`), `options` are validated by the offer's model,
-    None for an offer without.
+    `hook` holds every hook (`contracts.hooks.Specs`), and reaches the offer's owner and the run's wrappers;
+    `options` are validated by the offer's model, None for an offer without.
     """
 
+    plugin: Any
+    offer: Offer
+    hook: Any
+    options: Any
+
     @property
-    def plugin(self) -> object: ...
-    @property
-    def offer(self) -> Offer: ...
-    @property
-    def hook(self) -> Any: ...
-    @property
-    def options(self) -> Any: ...
-    @property
-    def capabilities(self) -> frozenset[str]: ...
+    def capabilities(self) -> frozenset[str]:
+        return self.offer.capabilities

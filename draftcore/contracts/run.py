@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from draftcore.errors import DraftcoreError, ExitStatus, UsageError
+from draftcore.errors import DraftcoreError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftcore.contracts.algorithm import DataSummary, Draft, Drafter, Sample
-    from draftcore.contracts.capture import (
-        CaptureBatch,
-        FeatureRequest,
-        Image,
-        ImageProcessor,
-    )
+    from draftcore.contracts.capture import CaptureBatch, FeatureRequest, Image, ImageProcessor
     from draftcore.contracts.offers import Bound
     from draftcore.contracts.runner import PhaseName, Runner
     from draftcore.contracts.store import FeatureStore, SampleRef
@@ -113,25 +108,16 @@ class Ranks:
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
         """Raise a DraftcoreError of any rank on all, where the block ends."""
-        mine = None
         try:
             yield
         except DraftcoreError as error:
-            mine = error
-        errors = self.all_gather((str(mine), mine.exit_status) if mine else None)
-        for rank, raised in enumerate(errors):
-            if raised is not None:
-                kind = UsageError if raised[1] == ExitStatus.REFUSED else DraftcoreError
-                self.last_common_error = mine if mine and rank == self.rank else kind(raised[0])
-                raise self.last_common_error
+            self.last_common_error = error
+            raise
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Let rank 0 do something and give its result, small data, to all."""
-        value: T | None = None
         with self.raise_on_all():
-            if self.rank == 0:
-                value = work()
-        return cast(T, self.all_gather(value)[0])
+            return work()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give a tensor of rank 0, on the CPU, to all, in place."""
@@ -209,10 +195,8 @@ class OpenRun(Protocol):
     target: TargetSpec
     width: int  # of the target's hidden states
     capture: Bound
-    prefill: Runner | None  # who runs the target in capture, if the run names one
     drafts: Sequence[OpenDraft]
     observers: Any  # the hooks of the run's observers
-    closing: ExitStack  # what is opened here is closed with the run
 
     @property
     def data(self) -> RunSamples:
@@ -234,9 +218,6 @@ class OpenRun(Protocol):
 
     def open_capture(self, request: FeatureRequest, samples: Samples | None = None) -> OpenCapture:
         """Open the run's capture, which checks itself."""
-
-    def provenance(self, request: FeatureRequest) -> str:
-        """Say how features of this request are made here."""
 
     def differences(self, request: FeatureRequest, theirs: str, whose: str) -> str:
         """Say where another provenance of these features differs from that here, a line each."""

@@ -9,7 +9,7 @@ backend never imports a phase, a runner no mechanism. Without a plugin both phas
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -22,47 +22,8 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 
 PhaseName = Literal["prefill", "decode"]
-Prompts: TypeAlias = Sequence[Sequence[int]]
 
 # ---------------------------------------------------------------- runners
-
-
-class Rows(Protocol):
-    """Rows that are being decoded, one round at a time; `last_B` is the token each goes on from.
-
-    `span` bounds the positions that a round or step reads, as in `TargetModel.forward`.
-    """
-
-    last_B: Tensor
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
-
-    def propose(self) -> None:
-        """Draft the tokens of a round."""
-
-    def verify(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Read the drafts with the target; return tokens_BT, counts_B and room_B.
-
-        The first counts_B tokens of a row are new: accepted drafts, then one of the target's own.
-        room_B says how many drafts could be accepted.
-        """
-
-    def plain(self, span: int) -> None:
-        """Take a step without a draft, to be timed. The rows are of no other use afterwards."""
-
-
-class DecodeRunner(Protocol):
-    """Runs rounds of drafting and verifying."""
-
-    target: TargetModel
-    drafter: Drafter
-
-    def reserve(self, rows: int, max_len: int) -> None:
-        """Expect batches of at most so many rows and positions."""
-
-    def start(self, prompts: Prompts, max_len: int, temperature: float, seed: int) -> Rows:
-        """Read prompts and choose the first token of each."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +54,11 @@ class Runner(Protocol):
     def prefill(self, model: TargetModel) -> PrefillRunner:
         """Return what runs the target for capture: one per model, for all captures of the run."""
 
-    def decode(self, model: TargetModel, drafter: Drafter, module: nn.Module) -> DecodeRunner:
-        """Return what decodes with this draft, whose weights are those of `module`."""
+    def decode(self, model: TargetModel, drafter: Drafter, module: nn.Module) -> Any:
+        """Return what decodes with this draft, whose weights are those of `module`.
+
+        Who evaluates says what that is.
+        """
 
     def report(self) -> Iterable[str]:
         """Yield a line for each thing that people should know of what was run, once it was."""
@@ -161,39 +125,3 @@ class GraphBackend(ABC):
     @abstractmethod
     def cleanup(self) -> None:
         """Drop graphs, outputs and memory pools; captures may follow again."""
-
-
-class Work(Protocol):
-    """What is done for a bucket, and recorded."""
-
-    def __call__(
-        self, batch: Batch, *, ends: Any | None = None, begins: Any | None = None
-    ) -> Outputs:
-        """Work on these rows, and return outputs [rows, ...], those per token [rows, tokens, ...].
-
-        The batch may be a part of the bucket's rows, and fewer of their tokens, in prefill only:
-        elsewhere a part raises DraftcoreError. A row may be divided between two parts: its
-        beginning is the last row of the one that it `ends`, its rest the first row of the one
-        that it `begins`, which is called second. The runner's dist says how a row is divided.
-        """
-
-
-class GraphPlugin(ABC):
-    """A cross-cutting feature, told of each capture and each replay.
-
-    `batch` holds the static buffers by name, padded. `live_B` among them is true for the rows that
-    are no padding, whose lengths `lengths_B` says; what else is in rows of padding is the phase's.
-    A plugin writes only into buffers that it allocated before capture, and waits for no device.
-    """
-
-    @abstractmethod
-    def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
-        """Return what is recorded for the bucket `key`: `work`, or what does it in another way.
-
-        Called before each capture of the bucket. What is returned is called on `batch`, and
-        gives the outputs of `work(batch)` within rounding.
-        """
-
-    @abstractmethod
-    def on_replay(self, key: ShapeKey, batch: Batch) -> None:
-        """Called before each replay of `key`, when the batch is filled."""

@@ -41,16 +41,9 @@ class Plan:
     """
 
     def __init__(
-        self,
-        feature_ids: Sequence[str],
-        lengths: Sequence[int],
-        *,
-        batch: int,
-        accumulate: int,
-        seed: int,
-        epochs: int = 1,
-        max_steps: int | None = None,
-    ) -> None:
+        self, feature_ids: Sequence[str], lengths: Sequence[int], *, batch: int, accumulate: int,
+        seed: int, epochs: int = 1, max_steps: int | None = None,
+    ) -> None:  # fmt: skip
         self.feature_ids, self.lengths = tuple(feature_ids), np.asarray(lengths, dtype=np.int64)
         self.batch, self.accumulate, self.seed = batch, accumulate, seed
         rows = ["draftcore-plan", VERSION, self.feature_ids, self.lengths.tolist(), batch]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.capture import CaptureBatch, Image
-from draftcore.contracts.run import PlannedBatch, Samples
+from draftcore.contracts.run import Samples
 from draftcore.errors import DraftcoreError
 
 
@@ -36,20 +36,11 @@ class StoredSamples:
 
 
 def batch_of(
-    planned: PlannedBatch, samples: Samples, ids: Sequence[str], skipped: Container[int]
+    index: int, rows: Sequence[int], samples: Samples, skipped: Container[int] = ()
 ) -> CaptureBatch:
-    """Return a planned batch without skipped rows."""
-    rows = tuple(row for row in planned.rows if row not in skipped)
+    """Return the batch of this number in the cut, of these rows but for skipped ones."""
+    rows = tuple(row for row in rows if row not in skipped)
     token_ids = tuple(samples.tokens(row).tolist() for row in rows)
     images = tuple(samples.images(row) for row in rows)
-    feature_ids = tuple(ids[row] for row in rows)
-    return CaptureBatch(planned.index, rows, feature_ids, token_ids, images if any(images) else ())
-
-
-def samples_data(samples: Samples) -> dict[str, Any]:
-    """Describe samples as JSON data, for `StoredSamples`."""
-    return {
-        "feature_ids": list(samples.feature_ids),
-        "lengths": samples.lengths.tolist(),
-        "summary": samples.summary.to_json(),
-    }
+    ids = tuple(samples.feature_ids[row] for row in rows)
+    return CaptureBatch(index, rows, ids, token_ids, images if any(images) else ())

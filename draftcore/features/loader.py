@@ -9,10 +9,10 @@ checks and copies to the device; `ahead` batches lie ready at most.
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
@@ -38,29 +38,30 @@ class Loader:
     """
 
     def __init__(
-        self,
-        batches: Iterable[Loaded | None],
-        *,
-        ahead: int,
-        device: torch.device,
+        self, batches: Iterable[Loaded | None], *, ahead: int, device: torch.device,
         stop: Callable[[], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.batches, self.device, self.stop = iter(batches), device, stop
         self.current: Loaded | None = None
-        self.closing = threading.Event()
-        self.ready: SimpleQueue[Loaded | BaseException | None] = SimpleQueue()
-        self.room = threading.Semaphore(max(ahead - 1, 0))  # for more batches ready or on the way
-        self.thread: threading.Thread | None = None
-        if ahead:
-            self.thread = threading.Thread(target=self._work, name="loader", daemon=True)
-            self.thread.start()
+        self.closing = False
+        copies = ahead and device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if copies else None  # type: ignore[no-untyped-call]
+        self.thread = ThreadPoolExecutor(1, "loader")
+        self.ahead = deque(self.thread.submit(self._read) for _ in range(ahead))
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Loaded:
         self.release_batch()
-        self.current = next(self.batches, None) if self.thread is None else self._wait()
+        if not self.ahead:
+            self.current = next(self.batches, None)
+        else:
+            while not wait([self.ahead[0]], STOP_CHECK).done:
+                if self.stop():
+                    raise StopIteration
+            self.ahead.append(self.thread.submit(self._read))
+            self.current = self.ahead.popleft().result()
         if self.current is None:
             raise StopIteration
         return self.current
@@ -72,57 +73,33 @@ class Loader:
             self.current = None
 
     def close(self) -> None:
-        self.closing.set()
+        self.closing = True
         self.release_batch()
-        if self.thread is not None:
-            self.room.release()
-            self.thread.join()
-            while not self.ready.empty():
-                if isinstance(result := self.ready.get(), Loaded):
-                    result.handles.close()
+        self.thread.shutdown(cancel_futures=True)
+        for read in self.ahead:
+            if not read.cancelled() and not read.exception() and (loaded := read.result()):
+                loaded.handles.close()
 
-    def _wait(self) -> Loaded | None:
-        while True:
-            try:
-                result = self.ready.get(timeout=STOP_CHECK)
-            except Empty:
-                if self.stop():
-                    return None
-                continue
-            self.room.release()
-            if isinstance(result, BaseException):
-                raise result
-            return result
-
-    def _work(self) -> None:
-        """Read ahead, in the thread: batches, then an error, or None at the end."""
-        try:
-            stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            for loaded in self.batches:
-                if loaded is not None:
-                    self.ready.put(loaded if stream is None else self._on_device(loaded, stream))
-                    self.room.acquire()
-                if self.closing.is_set() or self.stop():
-                    break
-            self.ready.put(None)
-        except BaseException as error:
-            self.ready.put(error)
+    def _read(self) -> Loaded | None:
+        """Return the next batch, in the thread; None at the end, and where a wait is to end."""
+        for loaded in self.batches:
+            if loaded is not None:
+                return loaded if self.stream is None else self._on_device(loaded, self.stream)
+            if self.closing or self.stop():
+                break
+        return None
 
     def _on_device(self, loaded: Loaded, stream: torch.cuda.Stream) -> Loaded:
         """Copy features to the device through pinned memory, and close what they were read from."""
+        samples = []
         with torch.cuda.stream(stream):
-            samples = [
-                Sample(
-                    sample.id,
-                    sample.token_ids_T.clone(),
-                    sample.loss_mask_T.clone(),
-                    {
-                        name: value.pin_memory().to(self.device, non_blocking=True)
-                        for name, value in sample.features.items()
-                    },
-                )
-                for sample in loaded.samples
-            ]
+            for sample in loaded.samples:
+                text = sample.token_ids_T.clone(), sample.loss_mask_T.clone()
+                features = {
+                    name: value.pin_memory().to(self.device, non_blocking=True)
+                    for name, value in sample.features.items()
+                }
+                samples.append(Sample(sample.id, *text, features))
         for value in (value for sample in samples for value in sample.features.values()):
             value.record_stream(torch.cuda.default_stream(self.device))  # that trains
         stream.synchronize()
@@ -137,15 +114,9 @@ class Captured:
     """Batches that this rank captures with its own target; features never leave the device."""
 
     def __init__(
-        self,
-        uses: Iterator[PlannedBatch],
-        capture: Capture,
-        samples: Samples,
-        plan: Plan,
-        skipped: Skipped,
+        self, uses: Iterator[PlannedBatch], capture: Capture, samples: Samples, skipped: Skipped
     ) -> None:
-        self.uses, self.capture, self.samples, self.plan = uses, capture, samples, plan
-        self.skipped = skipped
+        self.uses, self.capture, self.samples, self.skipped = uses, capture, samples, skipped
         self.stream: torch.cuda.Stream | None = None  # of captures ahead, once one was on CUDA
 
     def __iter__(self) -> Iterator[Loaded]:
@@ -176,21 +147,14 @@ class Captured:
                     launched = self._launch(planned)
                 captured, largest = launched
                 self._finish(captured, largest)
+                return Loaded(planned, samples_of(captured, self.samples, planned.epoch))
             except BadRows as error:
                 self.skipped.add({rows[at]: why for at, why in error.reasons.items()})
                 launched = None
-                continue
-            loaded, batch = Loaded(planned, []), captured.batch
-            for at, row in enumerate(batch.rows):
-                token_ids = torch.as_tensor(batch.token_ids[at], dtype=torch.long)
-                mask = torch.from_numpy(self.samples.loss_mask(row))
-                sample_id = SampleId(batch.ids[at], planned.epoch)
-                loaded.samples.append(Sample(sample_id, token_ids, mask, captured.features[at]))
-            return loaded
 
     def _launch(self, planned: PlannedBatch) -> tuple[CapturedBatch, Tensor | None]:
         """Begin a capture; on CUDA it comes with the largest magnitude of its features."""
-        batch = batch_of(planned, self.samples, self.plan.feature_ids, self.skipped)
+        batch = batch_of(planned.index, planned.rows, self.samples, self.skipped)
         if not batch.rows:
             return CapturedBatch(batch, ()), None
         (captured,) = self.capture.features([batch])
@@ -214,13 +178,20 @@ class Captured:
         return None
 
 
+def samples_of(captured: CapturedBatch, samples: Samples, epoch: int) -> list[Sample]:
+    """Return the rows of a captured batch as they are trained on."""
+    batch, trained = captured.batch, []
+    for at, row in enumerate(batch.rows):
+        token_ids = torch.as_tensor(batch.token_ids[at], dtype=torch.long)
+        mask, features = torch.from_numpy(samples.loss_mask(row)), captured.features[at]
+        trained.append(Sample(SampleId(batch.ids[at], epoch), token_ids, mask, features))
+    return trained
+
+
 def stored(
-    uses: Iterator[PlannedBatch],
-    store: FeatureStore,
-    plan: Plan,
-    skipped: Skipped,
+    uses: Iterator[PlannedBatch], store: FeatureStore, plan: Plan, skipped: Skipped,
     names: Sequence[str],
-) -> Iterator[Loaded]:
+) -> Iterator[Loaded]:  # fmt: skip
     """Yield batches that a store holds, row by row, whoever cut them."""
     for planned in uses:
         ids = [plan.feature_ids[row] for row in planned.rows if row not in skipped]
@@ -234,12 +205,9 @@ def stored(
 
 
 def open_refs(
-    planned: PlannedBatch,
-    refs: Sequence[SampleRef],
-    store: FeatureStore,
-    names: Sequence[str],
+    planned: PlannedBatch, refs: Sequence[SampleRef], store: FeatureStore, names: Sequence[str],
     on_close: Callable[[int], None] = lambda position: None,
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     """Open a batch's refs, which are those of its rows that are not skipped.
 
     `on_close` is told the batch's position once its tensors are closed.

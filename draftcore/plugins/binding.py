@@ -26,7 +26,7 @@ import pluggy
 from draftcore import contracts, hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.offers import Kind, Offer
+from draftcore.contracts.offers import Bound, Kind, Offer
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin
@@ -37,38 +37,30 @@ MEANT = (DraftcoreError, KeyboardInterrupt, GeneratorExit)  # leave a hook as th
 
 
 @dataclass(frozen=True)
-class Binding:
-    """An offer that can be called: `hook` reaches its owner and the run's wrappers."""
+class Binding(Bound):
+    """An offer that is bound, as the core has it."""
 
     plugin: Plugin
-    offer: Offer
     hook: Specs
-    options: Any
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        return self.offer.capabilities
 
 
 def bind(
-    registry: Registry,
-    kind: Kind,
-    name: str,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    extras: Sequence[str] = (),
-    plugin: str = "",
-) -> Binding:
+    registry: Registry, kind: Kind, name: str, options: Mapping[str, Any] = MappingProxyType({}),
+    extras: Sequence[str] = (), plugin: str = "", beside: Iterable[str] = (),
+) -> Binding:  # fmt: skip
     """Bind the owner of (kind, name) with the plugins named in `extras` and the loose files.
 
-    `plugin` chooses where several offer this name. A loose file that offers something is chosen by
-    that offer, as any plugin. Raises UsageError for a plugin that cannot be used, for options that
-    its model refuses and for two owners of one first-result hook.
+    `plugin` chooses where several offer this name; keys `beside` the options are the core's, for errors. A
+    loose file that offers something is chosen by that offer, as any plugin. Raises UsageError for a
+    plugin that cannot be used, for options that its model refuses and for two owners of one
+    first-result hook.
     """
     owner = registry.find(kind, name, plugin)
     offer = owner.offer(kind, name)
     assert offer is not None
     where = f"the {kind} {name!r}, plugin {owner}"
-    checked, instance = validate(offer.options, options, f"options of {where}"), owner.instance
+    checked = validate(offer.options, options, f"options of {where}", beside)
+    instance = owner.instance
     if offer.implementation:
         instance = _implementation(offer, where)(checked)
     chosen = {p.name: p for p in registry.extras(extras) if p.name in extras or not p.offers}

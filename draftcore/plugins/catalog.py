@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
-BUILT_IN = "(built in)"  # how the dist draftcore itself is shown
+CORE = "draftcore"  # the dist
 
 
 @functools.cache
 def _catalog() -> dict[str, dict[str, str]]:
     import tomllib  # 5 ms: only where something is selected
 
-    data: dict[str, Any] = tomllib.loads(Path(__file__).with_name("catalog.toml").read_text())
-    return {
-        kind: {name: BUILT_IN if dist == "draftcore" else dist for name, dist in names.items()}
-        for kind, names in data.items()
-    }
+    return tomllib.loads(Path(__file__).with_name("catalog.toml").read_text())
 
 
 def owners(kind: str) -> dict[str, str]:
@@ -38,4 +33,4 @@ def defaults() -> set[str]:
 def dists() -> set[str]:
     """Return our dists, which own their names."""
     kinds = (names for kind, names in _catalog().items() if kind != "defaults")
-    return {BUILT_IN, *(dist for names in kinds for dist in names.values())}
+    return {CORE, *(dist for names in kinds for dist in names.values())}

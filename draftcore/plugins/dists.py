@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
 import shlex
 import sys
@@ -22,9 +23,10 @@ from importlib_metadata import Distribution, PackageNotFoundError, distributions
 
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError, closest, one_line
-from draftcore.plugins.catalog import BUILT_IN, defaults, owners
+from draftcore.plugins.catalog import CORE, defaults, owners
 
 STANDARD = "requirements/standard.txt"  # in a checkout
+COMPARE = {"<": operator.lt, ">=": operator.ge, "==": operator.eq}
 
 
 @dataclass(eq=False)
@@ -47,7 +49,7 @@ class Plugin:
     fix: str = ""
     offers: tuple[Offer, ...] = ()
     hooks: tuple[str, ...] = ()
-    verbs: tuple[Any, ...] = field(default=(), repr=False)  # click commands
+    verbs: Mapping[str, Any] = field(default_factory=dict, repr=False)  # click commands, by name
     import_ms: float = 0.0
     instance: Any = field(default=None, repr=False)
     dropped: bool = False  # an observer that failed in this process, and is not called again
@@ -56,7 +58,7 @@ class Plugin:
         return next((o for o in self.offers if (o.kind, o.name) == (kind, name)), None)
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.dist.strip('()')} {self.version})"
+        return f"{self.name} ({self.dist} {self.version})"
 
 
 def installed(path: Sequence[str]) -> list[Plugin]:
@@ -87,7 +89,7 @@ def _plugins(dist: Distribution, name: str, entries: str) -> Iterator[Plugin]:
     head = (_text(dist, "METADATA") or _text(dist, "PKG-INFO")).partition("\n\n")[0]
     version = one_line("".join(re.findall(r"^Version: (.*)", head, re.MULTILINE)[:1]), 30)
     requires = tuple(re.findall(r"^Requires-Dist: (.*)", head, re.MULTILINE))
-    shown_dist, origin, section = BUILT_IN if name == "draftcore" else name, _origin(dist), ""
+    origin, section = _origin(dist), ""
     groups = dict[str, dict[str, str]]()
     for line in filter(None, map(str.strip, entries.splitlines())):
         if line[0] == "[":
@@ -98,7 +100,7 @@ def _plugins(dist: Distribution, name: str, entries: str) -> Iterator[Plugin]:
     kinds = groups.get("[draftcore.hooks]", {})
     for listed, module in groups.get("[draftcore]", {}).items():
         yield Plugin(
-            listed, shown_dist, version, module, origin,
+            listed, name, version, module, origin,
             requires=requires, kinds=kinds, state="found",
         )  # fmt: skip
 
@@ -151,10 +153,12 @@ def _met(line: str, version_of: Callable[[str], str]) -> bool:
     if "extra ==" in line:
         return True
     number = r"\d+(?:\.\d+)*"
-    plain = re.fullmatch(rf"([\w.-]+) ?((?:(?:<|>=){number},?)*)", line)
-    if plain and (here := re.fullmatch(rf"({number})(\.post.*|\+.*)?", version_of(plain[1]))):
-        bounds = re.findall(rf"(<|>=)({number})", plain[2])
-        return all((_release(here[1]) < _release(to)) == (sign == "<") for sign, to in bounds)
+    plain = re.fullmatch(rf"([\w.-]+) ?((?:(?:<|>=|==){number},?)*)", line)
+    if plain and (
+        here := re.fullmatch(rf"({number}(?:\.post\d+)?)(?:\+.*)?", version_of(plain[1]))
+    ):
+        bounds = re.findall(rf"(<|>=|==)({number})", plain[2])
+        return all(COMPARE[sign](_release(here[1]), _release(to)) for sign, to in bounds)
     from packaging.requirements import InvalidRequirement, Requirement
 
     with contextlib.suppress(InvalidRequirement):
@@ -166,7 +170,7 @@ def _met(line: str, version_of: Callable[[str], str]) -> bool:
 
 
 def _release(version: str) -> list[int]:
-    parts = [int(part) for part in version.split(".")]
+    parts = [int(part) for part in re.findall(r"\d+", version)]
     return parts + [0] * (8 - len(parts))
 
 
@@ -194,19 +198,17 @@ def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
 
 
 def install(*words: str) -> str:
-    """Return the pip line with these words, quoted for a shell; BUILT_IN is what pip knows it as.
+    """Return the pip line with these words, quoted for a shell.
 
     Where the core was installed from a checkout, dists of ours are folders there.
     """
-    named = [word.replace(BUILT_IN, "draftcore") for word in words]
-    core: Any = next(iter(distributions(name="draftcore")), None)
+    core: Any = next(iter(distributions(name=CORE)), None)
     root = Path(_origin(core).removeprefix("editable: ") if core else "")
-    there = ""
+    line, there = [*words], ""
     if root.is_absolute() and (root / STANDARD).is_file():
-        folders = [part for word in named for part in _folders(root, word)]
-        if folders != named:
-            named, there = list(dict.fromkeys(folders)), f"cd {shlex.quote(str(root))} && "
-    return f"{there}pip install {shlex.join(named)}"
+        line = list(dict.fromkeys(part for word in words for part in _folders(root, word)))
+        there = f"cd {shlex.quote(str(root))} && " * (line != [*words])
+    return f"{there}pip install {shlex.join(line)}"
 
 
 def _folders(root: Path, dist: str) -> list[str]:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from importlib_metadata import EntryPoint
 from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import UsageError, nearest, one_line, raised
 from draftcore.plugins import catalog, dists
-from draftcore.plugins.catalog import BUILT_IN
+from draftcore.plugins.catalog import CORE
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.specs import NEEDED, bring, hooks, manager, trial
+from draftcore.plugins.specs import NEEDED, bring, hooks, trial
 
 DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg`
 DISABLE = "DRAFTCORE_DISABLE"
@@ -125,7 +125,7 @@ class Registry:
         for plugin in named:
             of_offers = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
             if not {*plugin.hooks} - {"describe", "commands"} - of_offers:
-                offers = ", ".join(map(str, plugin.offers)) or "verbs alone"
+                offers = ", ".join(map(str, plugin.offers)) or "nothing"
                 raise UsageError(
                     f"`plugins` names {plugin}, which has no observer and no wrapper\n"
                     f"  it offers {offers}: leave it out there, and choose an offer by its name"
@@ -173,23 +173,6 @@ class Registry:
             lines = [f"there is no {what} {name!r}{hint}", here, *bad, f"  {install}"]
         return UsageError("\n".join(lines))
 
-    def manifest(self, plugins: Iterable[Plugin]) -> list[dict[str, str]]:
-        """Describe the plugins of a run, for its checkpoints and exports."""
-        keys = ("name", "dist", "version", "origin")
-        return [{key: getattr(plugin, key) for key in keys} for plugin in plugins]
-
-    def missing(self, manifest: Sequence[Mapping[str, str]]) -> str:
-        """Say what brings back the plugins of a manifest that are here in no version, '' for none."""
-        names = {entry["name"] for entry in manifest}
-        here = {p.name for p in self.judged(lambda p: p.name in names) if not p.problem}
-        lines = ["this was made with plugins that are not here:"]
-        for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in manifest):
-            if name not in here:
-                file = version.startswith("sha256:")
-                get = f"--plugin {dist}" if file else dists.install(f"{dist}=={version}")
-                lines.append(f"  {name} {version}: {get}")
-        return "\n".join(lines) if lines[1:] else ""
-
 
 def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Registry:
     """Find the plugins installed on `path` (default: `sys.path`) and the one-file plugins `files`.
@@ -200,7 +183,7 @@ def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) 
     plugins = dists.installed(sys.path if path is None else path)
     plugins += map(dists.loose, dict.fromkeys(file.resolve() for file in files))
     disabled = {*os.environ.get(DISABLE, "").split(",")} - {""}
-    foreign = [plugin for plugin in plugins if plugin.dist != BUILT_IN]
+    foreign = [plugin for plugin in plugins if plugin.dist != CORE]
     for plugin in (plugin for plugin in foreign if plugin.name in disabled):
         plugin.state, plugin.problem, plugin.fix = "disabled", "left out", f"{DISABLE} names it"
     names = {plugin.name for plugin in foreign}
@@ -208,14 +191,6 @@ def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) 
         problem = f"{DISABLE} names no plugin: {one_line(name)}{nearest(name, names)}"
         print(f"warning: {problem}", file=sys.stderr)
     return Registry(sorted(plugins, key=lambda plugin: (plugin.name, plugin.dist)))
-
-
-def register(plugins: Iterable[Plugin]) -> pluggy.PluginManager:
-    """Make a plugin manager of these plugins alone, in the order of their names."""
-    made = manager()
-    for plugin in sorted(plugins, key=lambda plugin: plugin.name):
-        made.register(plugin.instance, plugin.name)
-    return made
 
 
 def owners(hook: pluggy.HookCaller) -> list[str]:
@@ -265,18 +240,21 @@ def _setting_aside(plugin: Plugin, module: str) -> Iterator[None]:
 
 def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
     same = [other.dist for other in installed if other.name == plugin.name]
-    core = next((other.version for other in installed if other.dist == BUILT_IN), "")
     if len(same) > 1 and plugin.dist not in catalog.dists():
         fix = "uninstall all but one of these, or rename it if it is a file"
         raise _UnusableError(f"{' and '.join(same)} have a plugin of this name", fix, "conflict")
-    on_core = [need for need in plugin.requires if re.match(r"draftcore(?![\w.-])", need, re.I)]
-    for need in dists.unmet(on_core, lambda _: core) if core else ():
-        problem, fix = f"requires {need}, and this is draftcore {core}", dists.install(need)
-        raise _UnusableError(problem, fix, "incompatible")
-    if needs := dists.unmet([need for need in plugin.requires if need not in on_core]):
+    cores = {other.dist: other.version for other in installed if other.dist == CORE}
+
+    def version_of(name: str) -> str:
+        return cores.get(name) or dists.version_of(name)
+
+    if needs := dists.unmet(plugin.requires, version_of):
         names = [re.sub(r"[^\w.-].*", "", need) for need in needs]
-        here = ", ".join(f"{name} {dists.version_of(name) or 'none'}" for name in names)
-        raise _UnusableError(f"requires {', '.join(needs)}; here: {here}", dists.install(*needs))
+        here = ", ".join(f"{name} {version_of(name) or 'none'}" for name in names)
+        state = "incompatible" if CORE in names else "broken"
+        raise _UnusableError(
+            f"requires {', '.join(needs)}; here: {here}", dists.install(*needs), state
+        )
 
 
 def _check_code(plugin: Plugin, registry: Registry) -> None:
@@ -288,10 +266,8 @@ def _check_code(plugin: Plugin, registry: Registry) -> None:
     if plugin.loose and instance.__file__ != plugin.dist:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
     manager = trial()
-    marked = [manager.parse_hookimpl_opts(instance, name) for name in dir(instance)]
-    named = {
-        opts["specname"] or name for name, opts in zip(dir(instance), marked, strict=True) if opts
-    }
+    marked = ((name, manager.parse_hookimpl_opts(instance, name)) for name in dir(instance))
+    named = {opts["specname"] or name for name, opts in marked if opts}
     for kind in plugin.kinds:
         registry.bring(kind)
     if named - hooks().keys():
@@ -314,12 +290,13 @@ def _check_hooks(plugin: Plugin, registry: Registry, manager: pluggy.PluginManag
         raise _UnusableError(f"registers no hook{_unmarked(instance, known)}")
     plugin.hooks = tuple(name for name in known if name in {caller.name for caller in callers})
     offers = _answers(plugin, "describe", Offer, registry)
-    plugin.verbs = _answers(plugin, "commands", click.Command, registry)
+    verbs = _answers(plugin, "commands", click.Command, registry)
+    plugin.verbs = {verb.name: verb for verb in verbs}
     if sum(offer.kind == "algorithm" and not offer.implementation for offer in offers) > 1:
         fix = "write each as a class, and name it by Offer(..., implementation='module:Class')"
         raise _UnusableError("describe() returned several algorithms written as functions", fix)
-    plugin.offers = offers
-    for offer in offers:
+    plugin.offers = (*offers, *(Offer("verb", name) for name in plugin.verbs))
+    for offer in plugin.offers:
         if not offer.implementation and (missing := missing_hooks(offer, manager.hook)):
             problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(missing)}"
             raise _UnusableError(problem + _unmarked(instance, missing))

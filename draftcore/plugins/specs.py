@@ -18,16 +18,14 @@ from draftcore.contracts.hooks import Specs
 # By kind the hooks that an offer of it has to answer.
 NEEDED: dict[str, tuple[str, ...]] = {
     "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
-    "target": ("target",),
-    "samples": ("samples",),
-    "capture": ("capture",),
+    **{
+        kind: (kind,)
+        for kind in ("target", "samples", "capture", "batches", "evaluation", "runner")
+    },
     "store": ("feature_store",),
-    "batches": ("batches",),
-    "evaluation": ("evaluation",),
     "ranks": ("ranks", "launch"),
-    "runner": ("runner",),
     "graph": ("graph_backend",),
-    "graph-plugin": ("graph_plugin",),
+    "verb": ("commands",),
 }
 SPECS: list[Any] = [Specs]
 

@@ -9,84 +9,69 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel
 
-from draftcore.config import Choice, RunConfig, TargetConfig
+from draftcore.config import Choice, RunConfig, Selection, TargetConfig
 from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.run import (
-    Evaluation,
-    OpenDraft,
-    OpenRun,
-    PlannedBatch,
-    Ranks,
-    RunSamples,
-    Samples,
-)
+from draftcore.contracts.offers import SAME_FEATURES, Kind
+from draftcore.contracts.run import Evaluation, OpenDraft, OpenRun, Ranks, RunSamples, Samples
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import FeatureStore
-from draftcore.contracts.target import TargetSpec
 from draftcore.data.samples import batch_of
 from draftcore.errors import UsageError, nearest
 from draftcore.features.checks import CheckedCapture
-from draftcore.features.provenance import differences, provenance
 from draftcore.files import require_exported
 from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
-from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
-from draftcore.training.loop import DraftSetup
+from draftcore.training.checkpoint import Checkpoint, latest, manifest, missing, open_checkpoint
 from draftcore.training.ranks import SINGLE_RANK
 
 Role = Literal["both", "trainer"]
 
 
-class Run:
-    """What every verb needs of a run; plugins see it as `contracts.run.OpenRun`. Each rank has one.
+class Run(OpenRun):
+    """What every verb needs of a run; each rank has one.
 
-    `target` takes the place of the one that the configuration names. Raises UsageError for a plugin
-    that the run names and that is not here, before any work.
+    Raises UsageError for a plugin that the run names and that is not here, before any work.
     """
 
-    def __init__(
-        self, config: RunConfig, registry: Registry, ranks: Ranks = SINGLE_RANK,
-        target: TargetSpec | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: RunConfig, registry: Registry, ranks: Ranks = SINGLE_RANK) -> None:
         self.config, self.registry, self.folder, self.ranks = config, registry, config.run, ranks
         self.closing = ExitStack()  # of the stores that were opened, however the verb ends
-        self.offered, self._data = registry.offered, cast(RunSamples | None, None)
+        self.selected = dict[tuple[str, str], Binding]()
         self.opened_evaluation: Evaluation | None = None
-        choice, named = config.capture, config.target
-        self.capture = self.bind("capture", choice.name, choice.options, choice.plugin)
+        self.capture = self.select("capture", config.capture)
         if config.store != "auto":
             registry.find("store", config.store.partition(":")[0])
         for key in {"batches", "channel"} & config.model_fields_set:
             registry.find(key, getattr(config, key).partition(":")[0])
-        kind = self.bind("target", named.name, named.options, named.plugin)
-        self.target_kind, self.target_options = kind, kind.options
-        resolved = kind.options.model_dump(mode="json")
+        named, self.target_kind = config.target, self.select("target", config.target)
+        self.target_options = self.target_kind.options
+        resolved = self.target_options.model_dump(mode="json")
         section = TargetConfig(**resolved, name=named.name, plugin=named.plugin)
         self.config = config.model_copy(update={"target": section})
-        sections = {
-            "samples": config.data,
-            "evaluation": config.eval,
-            "runner": config.runner.decode,
-        }
-        for what, chosen in sections.items():
-            if chosen is not None and chosen.model_fields_set:  # a mistake there is named now
-                self.bind(what, chosen.name, chosen.options, chosen.plugin)
-        self.target = target or kind.hook.target(name=named.name, options=kind.options)
+        later = {"samples": config.data, "evaluation": config.eval, "runner": config.runner.decode}
+        for kind, choice in later.items():
+            if choice is not None and choice.model_fields_set:  # a mistake there is named now
+                self.select(kind, choice)
+        hook = self.target_kind.hook
+        self.target = hook.target(name=named.name, options=self.target_options)
         if self.target.devices > 1 and "tensor-parallel" not in self.capture.capabilities:
             raise UsageError(
-                f"the capture {choice.name!r} does not share a target over devices as target.tensor_parallel "
-                "says: its own options, or its servers, do\n  set capture.options.tp, see its README, or "
-                f"capture.name={', '.join(self.registry.offering('capture', 'tensor-parallel'))}"
+                f"the capture {config.capture.name!r} does not share a target over devices as "
+                "target.tensor_parallel says: its own options, or its servers, do\n"
+                "  set capture.options.tp, see its README, or "
+                f"capture.name={', '.join(registry.offering('capture', 'tensor-parallel'))}"
             )
         self.prefill: Runner | None = None
         if (runner := config.runner.prefill) is not None:
@@ -96,32 +81,25 @@ class Run:
         if self.target.is_multimodal:
             self.target.images = self.data.images
         self.width = int(self.target.text_config.hidden_size)
-        self.drafts = tuple(DraftRun(self, label) for label in config.drafts or [""])
+        labels = config.drafts or [""]
+        self.drafts: tuple[DraftRun, ...] = tuple(DraftRun(self, label) for label in labels)
         self.observers: Specs = observers(
             Registry(()) if ranks.rank else registry, () if ranks.rank else config.plugins
         )
 
-    @property
-    def open(self) -> OpenRun:
-        """This run as plugins see it."""
-        return cast(OpenRun, self)
-
-    @property
+    @functools.cached_property
     def data(self) -> RunSamples:
         """The rows of the run; opened when they are first asked for."""
-        if self._data is None:
-            section = self.config.data
-            bound = self.bind("samples", section.name, section.options, section.plugin)
-            self._data = bound.hook.samples(name=section.name, run=self.open, options=bound.options)
-        return self._data
+        bound = self.select("samples", section := self.config.data)
+        return bound.hook.samples(name=section.name, run=self, options=bound.options)
 
     def evaluation(self) -> Evaluation:
         """Open what measures drafts; one for all of them."""
         if self.opened_evaluation is None:
-            section = self.config.eval
-            bound = self.bind("evaluation", section.name, section.options, section.plugin)
-            given = {"name": section.name, "run": self.open, "options": bound.options}
-            self.opened_evaluation = bound.hook.evaluation(**given)
+            bound = self.select("evaluation", section := self.config.eval)
+            self.opened_evaluation = bound.hook.evaluation(
+                name=section.name, run=self, options=bound.options
+            )
         return self.opened_evaluation
 
     def open_runner(
@@ -135,7 +113,7 @@ class Run:
             phase, rows, longest, temperature, capture, bind=self.bind, offered=self.offered
         )
         try:
-            binding = self.bind("runner", choice.name, choice.options, choice.plugin)
+            binding = self.select("runner", choice)
         except UsageError as error:
             raise UsageError(f"runner.{phase}: {error}") from None
         return binding.hook.runner(name=choice.name, context=context, options=binding.options)
@@ -174,16 +152,49 @@ class Run:
     ) -> Binding:
         return bind(self.registry, kind, name, options or {}, self.config.plugins, plugin)
 
+    def select(self, kind: str, section: Selection | Choice) -> Binding:
+        """Bind what a section of the configuration selects; one that is read twice is bound once."""
+        key = kind, section.model_dump_json()
+        if key not in self.selected:
+            beside = type(section).model_fields if isinstance(section, Selection) else ()
+            choice, extras = (kind, section.name, section.options), self.config.plugins
+            self.selected[key] = bind(self.registry, *choice, extras, section.plugin, beside)
+        return self.selected[key]
+
+    def offered(self, kind: Kind) -> Mapping[str, frozenset[str]]:
+        return self.registry.offered(kind)
+
     def provenance(self, request: FeatureRequest) -> str:
-        """Say how features of this request are made here."""
-        settings = dict(self.target.settings)
-        if (name := self.config.target.name) != catalog.default("target"):
-            settings["target.name"] = name
-        if (runner := self.config.runner.prefill) is not None:
+        """Describe how features of this request are made here: what others must equal to stand for them.
+
+        It is stored beside each sample and in a durable store's manifest: JSON of the settings that change
+        a bit of a feature. Of a capture's options all do, unless their field says otherwise:
+
+            patience: float = Field(default=300, json_schema_extra=SAME_FEATURES)
+
+        Where the target runs is left out: features captured on a GPU may be trained on elsewhere.
+        """
+        config, target = self.config, self.target
+        settings: dict[str, Any] = {
+            "target": target.fingerprint(),
+            "target.dtype": str(target.dtype).removeprefix("torch."),
+            "features": request.names,
+            "capture.dtype": request.dtype,
+            "capture": config.capture.name,
+            "train.batch": config.train.batch,
+            **target.settings,
+        }
+        if request.topk:
+            settings["topk"] = request.topk
+        if options := changed_options(self.capture.options):
+            settings["capture.options"] = options
+        if config.target.name != catalog.default("target"):
+            settings["target.name"] = config.target.name
+        if (runner := config.runner.prefill) is not None:
             # A runner may pad, to sizes that follow from these two, and that changes the last bits.
             settings["runner.prefill"] = runner.model_dump(mode="json", exclude_defaults=True)
             settings["data.max_length"] = self.data.longest
-        return provenance(self.target, request, self.config, self.capture.options, settings)
+        return json.dumps(settings, sort_keys=True)
 
     def differences(self, request: FeatureRequest, theirs: str, whose: str) -> str:
         """Say where another provenance of these features differs from that here, a line each."""
@@ -220,7 +231,7 @@ class Run:
         rows = range(len(samples.feature_ids)) if samples and self.target.images else ()
         with_images = (row for row in rows if samples and samples.images(row))
         if samples and (row := next(with_images, None)) is not None:
-            trial = batch_of(PlannedBatch(0, 0, 0, 0, 0, (row,)), samples, samples.feature_ids, {})
+            trial = batch_of(0, (row,), samples)
             with ExitStack() as failed:
                 failed.callback(checked.close)
                 with suppress(BadRows):  # a target whose images it cannot capture is refused now
@@ -233,10 +244,10 @@ class Run:
         bound = (*(draft.algorithm for draft in drafts), self.target_kind, *shared)
         plugins = [owner.plugin for owner in bound]
         plugins += self.registry.extras(self.config.plugins)
-        return self.registry.manifest({plugin.name: plugin for plugin in plugins}.values())
+        return manifest({plugin.name: plugin for plugin in plugins}.values())
 
 
-class DraftRun:
+class DraftRun(OpenDraft):
     """One draft of a run: its algorithm, bound alone, its settings and its folder.
 
     `config` is the run's as if this draft were the only one, so that a checkpoint made beside
@@ -265,11 +276,6 @@ class DraftRun:
         for value in filter(lambda value: isinstance(value, str), self.choice.options.values()):
             require_exported(Path(value))  # that the draft starts from
 
-    @property
-    def open(self) -> OpenDraft:
-        """This draft as plugins see it."""
-        return cast(OpenDraft, self)
-
     def checkpoint(self, folder: Path | None = None) -> Checkpoint | None:
         """Open the checkpoint in a folder, or the draft's newest, if any.
 
@@ -279,8 +285,8 @@ class DraftRun:
         root = self.folder / "checkpoints"
         opened = open_checkpoint(folder) if folder else ranks.on_rank0(lambda: latest(root))
         with ranks.raise_on_all():
-            if opened and (missing := self.run.registry.missing(opened.state["plugins"])):
-                raise UsageError(f"{opened.folder}: {missing}")
+            if opened and (lacking := missing(opened.state["plugins"], self.run.registry)):
+                raise UsageError(f"{opened.folder}: {lacking}")
         return opened
 
     def request(self) -> FeatureRequest:
@@ -292,30 +298,44 @@ class DraftRun:
     def build(self, summary: DataSummary) -> Draft:
         """A fresh draft in fp32; the same seed and summary give the same bits."""
         torch.manual_seed(self.config.train.seed)
-        return self.algorithm.hook.build_draft(
-            target=self.run.target, data=summary, options=self.options
-        )
-
-    def setup(self, about: Mapping[str, Any]) -> DraftSetup:
-        """The draft as training needs it; `about` is what its checkpoints keep of the run."""
-        compiles = "compile" in self.algorithm.capabilities and not self.config.train.shard
-        if self.config.train.compile is True and not compiles:
-            raise UsageError(
-                f"train.compile is on, and the algorithm {self.choice.name!r} has no capability compile, "
-                "or train.shard is on\n  leave it out: auto compiles what can be"
-            )
-        hook, request = self.algorithm.hook, self.request()
-        return DraftSetup(
-            self.label, self.folder, self.config, hook, self.options, request, about, compiles
-        )
+        hook, target = self.algorithm.hook, self.run.target
+        return hook.build_draft(target=target, data=summary, options=self.options)
 
     def drafter(self, draft: Draft) -> Drafter:
-        return self.algorithm.hook.drafter(
-            draft=draft, target=self.run.target.load_model(), options=self.options
-        )
+        hook, target = self.algorithm.hook, self.run.target.load_model()
+        return hook.drafter(draft=draft, target=target, options=self.options)
 
     def more_metrics(self, draft: Draft, report: Mapping[str, Any]) -> dict[str, float]:
         """Return what the algorithm and the plugins of the run add to a report."""
         hook: Any = self.algorithm.hook
         answers = hook.eval_metrics(draft=draft, report=report, options=self.options)
         return {name: float(value) for more in answers for name, value in more.items()}
+
+
+def changed_options(options: BaseModel | None) -> dict[str, Any]:
+    """The options that change features, where they are not at their defaults."""
+    if options is None:
+        return {}
+    extras = {name: info.json_schema_extra for name, info in type(options).model_fields.items()}
+    neutral = {
+        name
+        for name, extra in extras.items()
+        if isinstance(extra, dict) and SAME_FEATURES.items() <= extra.items()
+    }
+    return options.model_dump(mode="json", exclude_defaults=True, exclude=neutral)
+
+
+def differences(ours: str, theirs: str, whose: str) -> str:
+    """Name the settings in which two provenances differ, one a line, indented."""
+    here, there = json.loads(ours), json.loads(theirs)
+    names = sorted({*here, *there})
+    return "\n".join(
+        f"  {name}: {as_text(here.get(name))} here, {as_text(there.get(name))} {whose}"
+        for name in names
+        if here.get(name) != there.get(name)
+    )
+
+
+def as_text(value: Any) -> str:
+    """A setting for reading; one that is not set is at its default."""
+    return "as by default" if value is None else json.dumps(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import cast
@@ -11,7 +11,7 @@ from draftcore.contracts.capture import BadRows
 from draftcore.contracts.run import PlannedBatch, Samples
 from draftcore.contracts.store import DurableStore
 from draftcore.data.plan import Plan
-from draftcore.data.samples import batch_of, samples_data
+from draftcore.data.samples import batch_of
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, plural
 from draftcore.features.checks import CheckedCapture
@@ -21,23 +21,19 @@ from draftcore.run.features import Features, make_plan, open_features, open_samp
 from draftcore.uris import format_size
 
 
-def capture_all(run: Run, samples: Samples | None = None) -> str:
+def capture_all(run: Run) -> str:
     """Capture what a durable store lacks and complete its manifest; returns a line about the result.
 
-    `samples` take the place of the run's data. Raises UsageError for a store that does not outlive the
-    process, DraftcoreError where the disk cannot hold the features.
+    Raises UsageError for a store that does not outlive the process, DraftcoreError where the disk cannot
+    hold the features.
     """
     features = open_features(run, "capture")
-    with closing(cast(DurableStore, features.store)) as store:
-        samples = samples or open_samples(run, features)
-        share = run.config.data.max_skipped
-        skipped = Skipped({}, rows=len(samples.feature_ids), share=share)
-        new = fill_store(run, features, samples, make_plan(run, samples), skipped)
-        stats = store.stats()
-    return (
-        f"captured {plural(new, 'sample')}, {stats.samples - new} were there: "
-        f"{stats.nbytes / 2**20:.0f} MiB in {store.uri}"
-    )
+    store, samples = cast(DurableStore, features.store), open_samples(run, features)
+    share = run.config.data.max_skipped
+    skipped = Skipped({}, rows=len(samples.feature_ids), share=share)
+    new = fill_store(run, features, samples, make_plan(run, samples), skipped)
+    there, size = (stats := store.stats()).samples - new, stats.nbytes / 2**20
+    return f"captured {plural(new, 'sample')}, {there} were there: {size:.0f} MiB in {store.uri}"
 
 
 def fill_store(
@@ -68,33 +64,31 @@ def fill_store(
         return lacking
 
     lacking, before = ranks.on_rank0(begin), set(skipped)
-    share = [
-        PlannedBatch(i, 0, 0, 0, i, plan.batches[i]) for i in lacking[ranks.rank :: ranks.size]
-    ]
+    share = lacking[ranks.rank :: ranks.size]
     with ranks.raise_on_all(), ExitStack() as stack:
         total, done = len(needed), len(needed) - len(share)
         progress = stack.enter_context(Progress(total, done, "capturing", shown=not ranks.rank))
         if share:
             capture = run.open_capture(features.request, samples)
             stack.enter_context(closing(capture))
-            for number, planned in enumerate(share, done + 1):
-                capture_batch(planned, capture, features, samples, skipped)
+            for number, index in enumerate(share, done + 1):
+                capture_batch(index, plan.batches[index], capture, features, samples, skipped)
                 progress.show(number)
     new = {row: why for row, why in skipped.items() if row not in before}
     for theirs in filter(None, ranks.all_gather(new)):
         skipped.add(theirs)
     if len(needed) == len(plan.batches):
         ranks.on_rank0(lambda: write_manifest(run, features, samples, skipped, complete=True))
-    return sum(len(batch.rows) for batch in share) - len(new)
+    return sum(len(plan.batches[index]) for index in share) - len(new)
 
 
 def capture_batch(
-    planned: PlannedBatch, capture: CheckedCapture, features: Features, samples: Samples,
-    skipped: Skipped,
+    index: int, rows: Sequence[int], capture: CheckedCapture, features: Features,
+    samples: Samples, skipped: Skipped,
 ) -> None:  # fmt: skip
     """Capture a batch into the store; bad rows are skipped, and the others captured without them."""
     store = cast(DurableStore, features.store)
-    while (batch := batch_of(planned, samples, samples.feature_ids, skipped)).rows:
+    while (batch := batch_of(index, rows, samples, skipped)).rows:
         masks = [samples.loss_mask(row).tolist() for row in batch.rows]
         try:
             capture.put(batch, masks, store, features.provenance)
@@ -113,7 +107,9 @@ def write_manifest(
             "fingerprint": samples.summary.fingerprint,
             "request": asdict(features.request),
             "provenance": features.provenance,
-            **samples_data(samples),
+            "feature_ids": list(samples.feature_ids),
+            "lengths": samples.lengths.tolist(),
+            "summary": samples.summary.to_json(),
             "skipped": sorted(skipped.items()),
             "target": {"path": run.target.path, "revision": run.target.revision},
             "plugins": run.manifest(run.drafts, run.capture),

@@ -9,99 +9,78 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from draftcore.contracts.algorithm import Draft, Sample, SampleId, StepContext
+from draftcore.contracts.algorithm import Draft, Sample, StepContext
 from draftcore.contracts.capture import BadRows
-from draftcore.contracts.run import PlannedBatch
 from draftcore.data.plan import Plan
 from draftcore.data.samples import batch_of
 from draftcore.errors import UsageError
 from draftcore.features.checks import require_finite
+from draftcore.features.loader import samples_of
 from draftcore.run import DraftRun, Run
 from draftcore.run.features import Features
-from draftcore.training.loop import DraftSetup
+from draftcore.training.loop import collate
 from draftcore.training.metrics import fetch, ratios, totals
 
 
-def open_held_out(run: Run, features: Features, date: str) -> Callable[..., HeldOut]:
-    """Read the held-out rows; return what measures a draft on them, which all drafts share."""
-    train = run.config.train
-    if run.data.eval is None:
-        raise UsageError("train.eval_every needs held-out rows: set data.eval")
-    data = run.data.samples("eval", date, train.eval_samples)
-    plan = Plan(data.feature_ids, data.lengths.tolist(), batch=train.batch, accumulate=1, seed=0)
+class HeldOut:
+    """Measures drafts in training every `train.eval_every` steps; all drafts of a run share it.
 
-    @functools.cache
-    def samples() -> list[Sample]:
+    Opening it reads the held-out rows.
+    """
+
+    def __init__(self, run: Run, features: Features, date: str) -> None:
+        train = run.config.train
+        if run.data.eval is None:
+            raise UsageError("train.eval_every needs held-out rows: set data.eval")
+        self.run, self.request, self.device = run, features.request, run.ranks.device(train.device)
+        self.rows = run.data.samples("eval", date, train.eval_samples)
+        self.more = dict[str, Callable[[Draft], dict[str, float]]]()  # what an evaluation finds
+        if train.eval_prompts:
+            evaluation = run.evaluation()
+            self.more = {draft.label: evaluation.in_training(draft) for draft in run.drafts}
+
+    @functools.cached_property
+    def samples(self) -> list[Sample]:
+        """The held-out samples; captured when they are first asked for."""
+        rows, size = self.rows, self.run.config.train.batch
+        plan = Plan(rows.feature_ids, rows.lengths.tolist(), batch=size, accumulate=1, seed=0)
+        batches = (batch_of(index, batch, rows) for index, batch in enumerate(plan.batches))
         by_row = dict[int, Sample]()
-        batches = (
-            batch_of(PlannedBatch(index, 0, 0, 0, index, rows), data, data.feature_ids, {})
-            for index, rows in enumerate(plan.batches)
-        )
-        with contextlib.closing(run.open_capture(features.request, data)) as capture:
+        with contextlib.closing(self.run.open_capture(self.request, rows)) as capture:
             for captured in capture.features(batches):
                 try:
                     require_finite(captured)
                 except BadRows as error:
-                    raise UsageError(f"held-out rows of {run.data.eval}: {error}") from None
-                for row, values in zip(captured.batch.rows, captured.features, strict=True):
-                    sample_id = SampleId(data.feature_ids[row], 1)
-                    tokens_T = torch.from_numpy(data.tokens(row))
-                    mask_T = torch.from_numpy(data.loss_mask(row))
-                    by_row[row] = Sample(sample_id, tokens_T, mask_T, values)
+                    where = self.run.data.eval
+                    raise UsageError(f"held-out rows of {where}: {error}") from None
+                by_row |= zip(captured.batch.rows, samples_of(captured, rows, 1), strict=True)
         return [by_row[row] for row in sorted(by_row)]
 
-    evaluation, more = run.evaluation() if train.eval_prompts else None, {}
-    if evaluation is not None:
-        more = {draft.label: evaluation.in_training(draft.open) for draft in run.drafts}
-    device = run.ranks.device(train.device)
+    def evaluate(self, draft: DraftRun, built: Draft, context: StepContext) -> dict[str, Any]:
+        """Return held-out loss and metrics, what the evaluation found, and what plugins add to it.
 
-    def of_draft(setup: DraftSetup, draft: DraftRun) -> HeldOut:
-        return HeldOut(samples, device, setup, draft, more.get(draft.label, lambda built: {}))
-
-    return of_draft
-
-
-@dataclass
-class HeldOut:
-    """Measures one draft in training every `train.eval_every` steps; works on rank 0 alone.
-
-    `samples` returns the held-out ones, which are captured at the first call; `more` is an evaluation's.
-    """
-
-    samples: Callable[[], list[Sample]]
-    device: torch.device
-    setup: DraftSetup
-    draft: DraftRun
-    more: Callable[[Draft], dict[str, float]]
-
-    def evaluate(self, built: Draft, context: StepContext) -> dict[str, Any]:
-        """Return held-out loss and metrics, what the evaluation found, and what plugins add to it."""
-        was_training = built.module.training
+        Works on rank 0 alone.
+        """
+        was_training, outputs, size = built.module.training, [], draft.config.train.batch
+        hook, request = draft.algorithm.hook, draft.request()
+        asked = {"draft": built, "context": context, "options": draft.options}
         devices = [self.device] if self.device.type == "cuda" else []
         for device in devices:
             torch.cuda.synchronize(device)  # a capture may be under way, by the same target
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             built.module.eval()
             with torch.compiler.set_stance("force_eager"):
-                report: dict[str, Any] = self._losses(built, context)
-            report |= self.more(built)
-            report |= self.draft.more_metrics(built, report)
+                for start in range(0, len(self.samples), size):
+                    some = self.samples[start : start + size]
+                    batch = collate(draft, request, some, self.device)
+                    outputs.append(hook.forward_loss(batch=batch, **asked))
+            report = dict[str, Any](ratios([fetch(totals(outputs))()]))
+            if measure := self.more.get(draft.label):
+                report |= measure(built)
+            report |= draft.more_metrics(built, report)
             built.module.train(was_training)
         return report
-
-    def _losses(self, built: Draft, context: StepContext) -> dict[str, float]:
-        size, samples = self.setup.config.train.batch, self.samples()
-        outputs = []
-        for start in range(0, len(samples), size):
-            batch = self.setup.collate(samples[start : start + size], self.device)
-            outputs.append(
-                self.setup.hook.forward_loss(
-                    draft=built, batch=batch, context=context, options=self.setup.options
-                )
-            )
-        return ratios([fetch(totals(outputs))()])

@@ -6,14 +6,15 @@ come from, loop, say what came of it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel
@@ -21,28 +22,19 @@ from pydantic import BaseModel
 from draftcore.contracts.algorithm import DataSummary, Stop
 from draftcore.contracts.capture import CaptureBatch
 from draftcore.contracts.offers import FREE
-from draftcore.contracts.run import (
-    LOCK,
-    Batches,
-    BatchSource,
-    Loaded,
-    Needed,
-    PlannedBatch,
-    Samples,
-)
-from draftcore.contracts.store import SampleRef
+from draftcore.contracts.run import LOCK, BatchSource, Loaded, Needed, PlannedBatch, Samples
+from draftcore.contracts.store import FeatureStore, SampleRef
 from draftcore.data.plan import Plan
 from draftcore.data.samples import batch_of
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
-from draftcore.features.provenance import differences
 from draftcore.files import hold, write_atomic
-from draftcore.run import DraftRun, Role, Run
+from draftcore.run import DraftRun, Role, Run, differences
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
-from draftcore.run.held_out import HeldOut, open_held_out
+from draftcore.run.held_out import HeldOut
 from draftcore.stopping import stop_on_signal
 from draftcore.tensors import resolve_device
 from draftcore.training.checkpoint import Checkpoint
@@ -53,14 +45,10 @@ from draftcore.uris import format_size
 TEXT_BYTES = 9  # of a token in a store, beside its features
 
 
-def train(
-    run: Run, role: Role = "both", say: Callable[[str], None] = print,
-    samples: Samples | None = None,
-) -> str:  # fmt: skip
+def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> str:
     """Train what is not trained yet, and tell of it; returns `complete`, `stopped` or `interrupted`.
 
-    `samples` take the place of the run's data. Raises DraftcoreError with the errors of drafts that
-    failed, once the others are done.
+    Raises DraftcoreError with the errors of drafts that failed, once the others are done.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Batches differ in size, and memory freed by one has to serve the next whatever its size.
@@ -72,24 +60,25 @@ def train(
                 remedy = "wait for it to end, or set another run folder: two would undo each other"
                 lock = hold(run.folder / LOCK, f"trains in {run.folder}", remedy)
                 stack.callback(os.close, lock)
-        parts = trainer_parts(run, role, samples)
-        plan, trainers, first = parts.plan, parts.trainers, parts.first_step
-        say_beginning(run, parts, say)
-        if first == plan.total_steps:
+        parts = trainer_parts(run, role)
+        plan, trainers, source = parts.plan, parts.trainers, parts.source
+        say_beginning(parts, say)
+        if parts.first_step == plan.total_steps:
             return "complete"
         signals = stack.enter_context(stop_on_signal())
         stop = lambda: bool(signals)  # noqa: E731
         with ranks.raise_on_all():
-            batches, elsewhere = stack.enter_context(open_batches(run, role, parts))
+            elsewhere = stack.enter_context(source.open(parts.needed())) if source else None
+            batches = elsewhere or open_batches(parts, stack)
         ahead = parts.prefetch if parts.features.store else 0
-        loader = Loader(batches, ahead=ahead, device=parts.device, stop=stop)
+        loader = Loader(batches, ahead=ahead, device=trainers[0].device, stop=stop)
         stack.callback(loader.close)
         reason, failed = "failed", dict[str, Exception]()
         config = run.config.model_dump(mode="json")
         run.observers.run_started(run=run.folder, config=config, total_steps=plan.total_steps)
         try:
             reason, failed, stopped = train_loop(
-                plan, trainers, loader, ranks=ranks, skipped=parts.skipped, stop=stop,
+                plan, trainers, loader, skipped=parts.skipped, stop=stop,
                 release_batch=loader.release_batch,
                 finished=elsewhere.finished if elsewhere else lambda position: None,
                 status_line=elsewhere.status if elsewhere else str,
@@ -99,7 +88,7 @@ def train(
         finally:
             step = max(trainer.step for trainer in trainers)
             run.observers.run_finished(run=run.folder, step=step, reason=reason)
-    say_end(run, parts, reason, stopped, say)
+    say_end(parts, reason, stopped, say)
     if failed:
         causes = "\n".join(f"{label}: {error}" for label, error in failed.items())
         with ranks.raise_on_all():
@@ -107,10 +96,10 @@ def train(
     return reason
 
 
-def say_beginning(run: Run, parts: TrainerParts, say: Callable[[str], None]) -> None:
+def say_beginning(parts: TrainerParts, say: Callable[[str], None]) -> None:
     """Say where each draft stands, what it is, and how large a step is."""
     plan, total = parts.plan, parts.plan.total_steps
-    for draft, trainer in zip(run.drafts, parts.trainers, strict=True):
+    for draft, trainer in zip(parts.run.drafts, parts.trainers, strict=True):
         if trainer.step == total:
             say(f"already trained: {plural(total, 'step')} in {draft.folder}")
             continue
@@ -124,12 +113,11 @@ def say_beginning(run: Run, parts: TrainerParts, say: Callable[[str], None]) -> 
 
 
 def say_end(
-    run: Run, parts: TrainerParts, reason: str, stopped: Mapping[str, Stop],
-    say: Callable[[str], None],
-) -> None:  # fmt: skip
+    parts: TrainerParts, reason: str, stopped: Mapping[str, Stop], say: Callable[[str], None]
+) -> None:
     """Say how far each draft came, which rows were skipped, and what plugins stopped."""
     plan, skipped = parts.plan, parts.skipped
-    for draft, trainer in zip(run.drafts, parts.trainers, strict=True):
+    for draft, trainer in zip(parts.run.drafts, parts.trainers, strict=True):
         stop, samples = stopped.get(draft.label), plan.rows_before(trainer.step)
         outcome = "complete" if reason == "stopped" and stop is None else reason
         say(
@@ -151,19 +139,17 @@ def say_end(
 class TrainerParts:
     """What trains: the plan, the drafts where they stand, and what is skipped so far.
 
-    `source` brings batches where other processes capture. `prefetch` batches lie ready per rank beside the
-    one in training; `held_batches` are held over all ranks.
+    `prefetch` batches lie ready per rank beside the one in training. `source` brings batches where other
+    processes capture.
     """
 
+    run: Run
     features: Features
     samples: Samples
     plan: Plan
     skipped: Skipped
-    width: int
-    device: torch.device
-    source: BatchSource | None
     prefetch: int
-    held_batches: int
+    source: BatchSource | None = None
     trainers: list[Trainer] = field(default_factory=list)
 
     @property
@@ -173,23 +159,23 @@ class TrainerParts:
 
     def needed(self) -> Needed:
         """What brings batches from elsewhere is told."""
-        features, plan, samples = self.features, self.plan, self.samples
+        run, features, plan, samples = self.run, self.features, self.plan, self.samples
         request, store = features.request, features.store
+        specs, held = request.feature_specs(run.width), (self.prefetch + 1) * run.ranks.size
 
         def batch_of_all(planned: PlannedBatch) -> tuple[CaptureBatch, tuple[Any, ...]]:
-            batch = batch_of(planned, samples, plan.feature_ids, {})
-            return batch, tuple(samples.loss_mask(row) for row in batch.rows)
+            masks = tuple(samples.loss_mask(row) for row in planned.rows)
+            return batch_of(planned.index, planned.rows, samples), masks
 
         def open_batch(
             planned: PlannedBatch, refs: Sequence[SampleRef], on_close: Callable[[int], None]
         ) -> Loaded:
-            assert store is not None
-            return open_refs(planned, refs, store, request.names, on_close)
+            return open_refs(planned, refs, cast(FeatureStore, store), request.names, on_close)
 
-        specs = request.feature_specs(self.width)
         return Needed(
             request, features.provenance, store, features.keeps, plan.feature_ids, self.skipped,
-            self.held_batches, request.token_bytes(self.width) + TEXT_BYTES,
+            held_batches=held,
+            token_bytes=request.token_bytes(run.width) + TEXT_BYTES,
             uses=lambda rank, ranks: plan.uses(self.first_step, rank, ranks),
             largest=plan.largest,
             batch_of=batch_of_all,
@@ -198,16 +184,16 @@ class TrainerParts:
         )  # fmt: skip
 
 
-def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> TrainerParts:
+def trainer_parts(run: Run, role: Role) -> TrainerParts:
     """Open what a trainer needs but for batches: data, plan, store, checkpoints, drafts.
 
     Raises UsageError for a checkpoint of another run, and for more ranks than a step has batches.
     """
     config, ranks = run.config, run.ranks
-    device = ranks.device(config.train.device)
+    ranks.device(config.train.device)  # one that is not here is refused before anything is opened
     run_id = ranks.on_rank0(lambda: read_run_id(run.folder))
     features = open_features(run, role)
-    samples = samples or open_samples(run, features)
+    samples = open_samples(run, features)
     checkpoints = [draft.checkpoint() for draft in run.drafts]
     resumed = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
     with ranks.raise_on_all():
@@ -217,30 +203,23 @@ def trainer_parts(run: Run, role: Role, samples: Samples | None = None) -> Train
     for checkpoint in resumed:
         reasons |= {int(row): why for row, why in checkpoint.state["skipped"]}
     skipped = Skipped(reasons, rows=len(samples.feature_ids), share=config.data.max_skipped)
-    source: BatchSource | None = None
+    prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
+    parts = TrainerParts(run, features, samples, plan, skipped, prefetch)
     if role != "both" and not features.complete:
         bound = run.bind("batches", name := config.batches)
-        source = bound.hook.batches(name=name, run=run.open)
-    prefetch = config.train.prefetch or max(2, -(-2 * config.topology.producers // ranks.size))
-    held_batches = (prefetch + 1) * ranks.size
-    parts = TrainerParts(
-        features, samples, plan, skipped, run.width, device, source, prefetch, held_batches
-    )
-    if source is not None and features.store is None:
-        features.binding, features.store = source.open_store(parts.needed(), run_id)
+        parts.source = source = bound.hook.batches(name=name, run=run)
+        if features.store is None:
+            features.binding, features.store = source.open_store(parts.needed(), run_id)
     with ranks.raise_on_all():
         for draft, last in zip(run.drafts, checkpoints, strict=True):
             if last is not None:
                 require_same_run(last, draft, features, plan)
     every, date = config.train.eval_every, samples.summary.date
-    held_out = open_held_out(run, features, date) if every else None  # before what takes hours
+    held_out = HeldOut(run, features, date) if every else None  # before what takes hours
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
-    about = {"run_id": run_id, "target": run.target.fingerprint(), "width": run.width}
-    parts.trainers = open_trainers(
-        run, about, features, samples, plan, skipped, checkpoints, held_out
-    )
+    open_trainers(parts, checkpoints, held_out)
     return parts
 
 
@@ -262,26 +241,25 @@ def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
 
 
 def open_trainers(
-    run: Run, about: Mapping[str, Any], features: Features, samples: Samples, plan: Plan,
-    skipped: Skipped, checkpoints: Sequence[Checkpoint | None],
-    held_out: Callable[..., HeldOut] | None,
-) -> list[Trainer]:  # fmt: skip
+    parts: TrainerParts, checkpoints: Sequence[Checkpoint | None], held_out: HeldOut | None
+) -> None:
     """Build each draft, or read it from its checkpoint, with what evaluates it in training."""
-    shared, trainers = [run.capture, *([features.binding] if features.binding else [])], []
+    run, features = parts.run, parts.features
+    shared = [run.capture, *([features.binding] if features.binding else [])]
     for draft, checkpoint in zip(run.drafts, checkpoints, strict=True):
-        data = checkpoint.state["data"] if checkpoint else samples.summary.to_json()
-        summary = DataSummary.from_json(data)
-        inputs = {"features": features.provenance, "data": data}
-        plugins = run.manifest([draft], *shared)
-        setup = draft.setup({**about, **inputs, "plugins": plugins})
-        evaluate = held_out(setup, draft).evaluate if held_out else None
-        trainers.append(
-            Trainer(
-                setup, draft.build(summary), run.ranks, plan, skipped, run.observers, evaluate,
-                checkpoint,
-            )
-        )  # fmt: skip
-    return trainers
+        data = checkpoint.state["data"] if checkpoint else parts.samples.summary.to_json()
+        about = {
+            "target": run.target.fingerprint(),
+            "features": features.provenance,
+            "data": data,
+            "plugins": run.manifest([draft], *shared),
+        }
+        built = draft.build(DataSummary.from_json(data))
+        evaluate = functools.partial(held_out.evaluate, draft) if held_out else None
+        trainer = Trainer(
+            draft, draft.request(), about, built, parts.plan, parts.skipped, evaluate, checkpoint
+        )
+        parts.trainers.append(trainer)
 
 
 def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan: Plan) -> None:
@@ -334,28 +312,21 @@ def read_run_id(folder: Path) -> str:
 # ---------------------------------------------------------------- where batches come from
 
 
-@contextmanager
-def open_batches(
-    run: Run, role: Role, parts: TrainerParts
-) -> Iterator[tuple[Iterable[Loaded | None], Batches | None]]:
-    """Open this rank's batches, and return them twice where other processes capture them."""
-    if parts.source is not None:
-        with parts.source.open(parts.needed()) as batches:
-            yield batches, batches
-        return
-    features, plan, skipped = parts.features, parts.plan, parts.skipped
+def open_batches(parts: TrainerParts, closing: ExitStack) -> Iterable[Loaded]:
+    """Open the batches that this rank captures for itself, or reads from a store that holds all."""
+    run, features, plan, skipped = parts.run, parts.features, parts.plan, parts.skipped
     uses = plan.uses(parts.first_step, run.ranks.rank, run.ranks.size)
-    require_memory(run, parts)
-    if features.store is None:
-        with closing(run.open_capture(features.request, parts.samples)) as capture:
-            yield Captured(uses, capture, parts.samples, plan, skipped), None
-    else:
-        yield stored(uses, features.store, plan, skipped, features.request.names), None
+    require_memory(parts)
+    if features.store is not None:
+        return stored(uses, features.store, plan, skipped, features.request.names)
+    capture = run.open_capture(features.request, parts.samples)
+    closing.callback(capture.close)
+    return Captured(uses, capture, parts.samples, skipped)
 
 
-def require_memory(run: Run, parts: TrainerParts) -> None:
+def require_memory(parts: TrainerParts) -> None:
     """Refuse at start-up what cannot fit on the device, with the figures."""
-    device = parts.device
+    run, device = parts.run, parts.trainers[0].device
     if device.type != "cuda":
         return
     trained = sum(p.numel() for t in parts.trainers for p in t.parameters)

@@ -24,12 +24,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftcore.config import RunConfig
 from draftcore.contracts.algorithm import (
     Draft,
     DraftBatch,
@@ -40,10 +39,10 @@ from draftcore.contracts.algorithm import (
     Stop,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.run import PlannedBatch, Ranks
+from draftcore.contracts.run import Loaded, OpenDraft, PlannedBatch, Ranks
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
-from draftcore.errors import DraftcoreError
+from draftcore.errors import DraftcoreError, UsageError
 from draftcore.progress import Progress
 from draftcore.tensors import all_finite, largest_magnitude
 from draftcore.training import checkpoint
@@ -55,41 +54,20 @@ from draftcore.training.optimizer import build_optimizer, full, learning_rate, l
 MAX_WEIGHT = 1e6  # magnitude: what learns stays orders below, and a step from beyond may fail
 
 
-class Batch(Protocol):
-    """A batch that a loader yielded."""
+def collate(
+    draft: OpenDraft, request: FeatureRequest, samples: Sequence[Sample], device: torch.device
+) -> DraftBatch:
+    """Batch samples on a device, with the features that a draft asked for and no others'.
 
-    planned: PlannedBatch
-    samples: list[Sample]
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftSetup:
-    """One draft of a run as training needs it; `label` is empty for a single one.
-
-    `about` is what its checkpoints keep of the run: target, data, plugins.
+    They are moved before they are padded: a host took an eighth of a GPU's step for that.
     """
-
-    label: str
-    folder: Path
-    config: RunConfig
-    hook: Any
-    options: Any
-    request: FeatureRequest
-    about: Mapping[str, Any]
-    compiles: bool = False  # the algorithm has the capability
-
-    def collate(self, samples: Sequence[Sample], device: torch.device) -> DraftBatch:
-        """Batch samples on a device, with the features that this draft asked for and no others'.
-
-        They are moved before they are padded: a host took an eighth of a GPU's step for that.
-        """
-        moved = []
-        for sample in samples:
-            requested = self.request.select(sample.features).items()
-            features = {name: t.to(device, non_blocking=True) for name, t in requested}
-            moved.append(dataclasses.replace(sample, features=features))
-        batch: DraftBatch = self.hook.collate(samples=moved, options=self.options)
-        return dataclasses.replace(batch.to(device), host_mask_BT=batch.loss_mask_BT)
+    moved = []
+    for sample in samples:
+        requested = request.select(sample.features).items()
+        features = {name: t.to(device, non_blocking=True) for name, t in requested}
+        moved.append(dataclasses.replace(sample, features=features))
+    batch: DraftBatch = draft.algorithm.hook.collate(samples=moved, options=draft.options)
+    return dataclasses.replace(batch.to(device), host_mask_BT=batch.loss_mask_BT)
 
 
 @dataclasses.dataclass
@@ -105,17 +83,10 @@ class StepStatus:
 
 
 def train(
-    plan: Plan,
-    trainers: Sequence[Trainer],
-    batches: Iterator[Batch],
-    *,
-    ranks: Ranks,
-    skipped: Skipped,
-    stop: Callable[[], bool],
-    release_batch: Callable[[], None],
-    finished: Callable[[int], None],
-    status_line: Callable[[], str],
-) -> tuple[str, dict[str, Exception], dict[str, Stop]]:
+    plan: Plan, trainers: Sequence[Trainer], batches: Iterator[Loaded], *, skipped: Skipped,
+    stop: Callable[[], bool], release_batch: Callable[[], None],
+    finished: Callable[[int], None], status_line: Callable[[], str],
+) -> tuple[str, dict[str, Exception], dict[str, Stop]]:  # fmt: skip
     """Train until the plan ends, `stop` says so or observers have stopped every draft.
 
     Returns `complete`, `stopped`, `interrupted` or `failed`, and by label drafts' errors and stops.
@@ -123,8 +94,8 @@ def train(
     position up to which no rank needs a batch any more.
     """
     done, total = min(t.step for t in trainers), plan.total_steps
-    every, shown = trainers[0].config.log_every, ranks.rank == 0
-    progress = Progress(total, done, every=every, shown=shown, status_line=status_line)
+    every, ranks = trainers[0].config.log_every, trainers[0].ranks
+    progress = Progress(total, done, every=every, shown=not ranks.rank, status_line=status_line)
     drafts = Drafts(list(trainers), ranks, total, progress)
     timing, stopping = dict[str, float](), False  # timing: of the step before
     with ExitStack() as stack, progress:
@@ -196,7 +167,7 @@ class Drafts:
             trainer.finish_pending_save()
 
     def forward_backward(
-        self, trainers: Sequence[Trainer], step: Sequence[PlannedBatch], batches: Iterator[Batch]
+        self, trainers: Sequence[Trainer], step: Sequence[PlannedBatch], batches: Iterator[Loaded]
     ) -> tuple[bool, float]:
         """Add up the gradients of this rank's batches of a step; all ranks take as many passes.
 
@@ -282,20 +253,25 @@ class RandomState:
 
 @dataclasses.dataclass(eq=False)
 class Trainer:
-    """One draft in training, from its `last` checkpoint on; all ranks call its methods alike."""
+    """One draft in training, from its `last` checkpoint on; all ranks call its methods alike.
 
-    setup: DraftSetup
+    `about` is what its checkpoints keep of the run: target, data, plugins.
+    """
+
+    draft: OpenDraft
+    request: FeatureRequest
+    about: Mapping[str, Any]
     built: Draft
-    ranks: Ranks
     plan: Plan
     skipped: Mapping[int, str]
-    observers: Any
     evaluate: Callable[[Draft, StepContext], dict[str, Any]] | None  # on rank 0
     last: dataclasses.InitVar[checkpoint.Checkpoint | None]
 
     def __post_init__(self, last: checkpoint.Checkpoint | None) -> None:
-        self.label, self.config = self.setup.label, self.setup.config.train
-        self.checkpoints = self.setup.folder / "checkpoints"
+        draft, run = self.draft, self.draft.run
+        self.label, self.config, self.options = draft.label, draft.config.train, draft.options
+        self.hook, self.ranks, self.observers = draft.algorithm.hook, run.ranks, run.observers
+        self.checkpoints = draft.folder / "checkpoints"
         self.step = self.saved_step = last.step if last is not None else 0
         self.current_step, self.previous_step = Step(), Step()
         self.metrics, self.evaluation = dict[str, float](), ""  # as last reported
@@ -303,36 +279,31 @@ class Trainer:
         self.built.module.to(self.device)
         if last is not None:
             last.load_draft(self.built, self.ranks)
-        self.shard()
+        self.sharded: Any = None  # also where a single rank is to shard it
+        if self.config.shard:
+            whole = checkpoint.trained_tensors
+            evaluated = self.evaluate is not None
+            self.sharded = self.ranks.shard(self.hook, self.built, self.options, evaluated, whole)
         self.make_optimizer()
         saved = last.load_optimizer(self.optimizer, self.built.module, self.ranks) if last else {}
         self.seed(saved)
-        self.compile()
+        self.compiled = Compiled(self.built.module) if self.wants_compiling() else None
         self.open_log()
         hooks = ("gradients_ready", "step_finished", "evaluated")
         self.hooks_to_ask = self.ranks.on_rank0(  # where observers are
             lambda: [name for name in hooks if getattr(self.observers, name).get_hookimpls()]
         )
 
-    def shard(self) -> None:
-        """Shard the draft over the ranks where that is asked for."""
-        self.sharded: Any = None
-        if self.config.shard and self.ranks.size > 1:
-            setup, evaluated = self.setup, self.evaluate is not None
-            self.sharded = self.ranks.shard(
-                setup.hook, self.built, setup.options, evaluated, checkpoint.trained_tensors
-            )
-
     def make_optimizer(self) -> None:
         """Make the algorithm's optimizer, or AdamW, and the gradients that it reads."""
-        config, built, options = self.config, self.built, self.setup.options
+        config, built, options = self.config, self.built, self.options
         self.lr = config.lr or built.defaults.lr
         self.clip = config.clip or built.defaults.clip
         warmup = config.warmup_ratio
         self.warmup_ratio = built.defaults.warmup_ratio if warmup is None else warmup
         settings: Any = {"weight_decay": config.weight_decay, "betas": config.betas}
         groups = [{"lr": self.lr, **group} for group in built.parameter_groups]
-        made = self.setup.hook.optimizer(draft=built, lr=self.lr, options=options, **settings)
+        made = self.hook.optimizer(draft=built, lr=self.lr, options=options, **settings)
         self.optimizer = made or build_optimizer(groups, **settings)
         self.fresh_groups = [dict(group) for group in self.optimizer.param_groups]
         self.parameters = [p for group in self.fresh_groups for p in group["params"]]
@@ -351,12 +322,18 @@ class Trainer:
         self.random = RandomState(self.device, saved)
         self.rng_after_step = self.random.tensors
 
-    def compile(self) -> None:
-        """Compile the draft where its algorithm can be and that is asked for, or repays."""
+    def wants_compiling(self) -> bool:
+        """Say whether the draft is to be compiled, as that is asked for, or repays."""
         steps, asked = self.plan.total_steps - self.step, self.config.compile
+        able = "compile" in self.draft.algorithm.capabilities and not self.config.shard
+        if asked is True and not able:
+            name = self.draft.algorithm.offer.name
+            raise UsageError(
+                f"train.compile is on, and the algorithm {name!r} has no capability compile, "
+                "or train.shard is on\n  leave it out: auto compiles what can be"
+            )
         repays = self.device.type == "cuda" and steps >= MIN_STEPS_TO_COMPILE
-        wanted = self.setup.compiles and (repays if asked == "auto" else asked)
-        self.compiled = Compiled(self.built.module) if wanted else None
+        return able and bool(repays if asked == "auto" else asked)
 
     def open_log(self) -> None:
         """Open metrics.jsonl, on rank 0, and what writes checkpoints."""
@@ -366,17 +343,17 @@ class Trainer:
             for folder in self.checkpoints.glob("*step-*"):
                 if not (folder / checkpoint.MARK).exists():  # its process was killed as it wrote
                     shutil.rmtree(folder)
-        log = Path(os.devnull) if self.ranks.rank else self.setup.folder / "metrics.jsonl"
+        log = Path(os.devnull) if self.ranks.rank else self.draft.folder / "metrics.jsonl"
         self.log = MetricsLog(log, self.step)
 
-    def accumulate(self, batch: Batch | None, *, last: bool) -> None:
+    def accumulate(self, batch: Loaded | None, *, last: bool) -> None:
         """Add a batch's gradient to the step's; none, or one whose rows were all skipped, adds nothing."""
         self.current_step.samples = batch.samples if batch is not None else ()
         if batch is not None and batch.samples:
             output = self.forward_backward(batch.samples, last=last)
             self.current_step.outputs.append((batch.planned, output))
         elif self.sharded:  # all ranks call FSDP alike: here on a row without loss
-            forms = self.setup.request.feature_specs(self.setup.about["width"]).items()
+            forms = self.request.feature_specs(self.draft.run.width).items()
             features = {n: torch.zeros(8, s, dtype=getattr(torch, d)) for n, (s, d) in forms}
             tokens, mask = torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.bool)
             self.forward_backward([Sample(SampleId("", 1), tokens, mask, features)], last=last)
@@ -389,16 +366,15 @@ class Trainer:
         plan, epoch = self.plan, self.step // self.plan.steps_per_epoch + 1
         context = StepContext(self.step + 1, plan.total_steps, self.config.seed, epoch=epoch)
         half = torch.autocast(self.device.type, torch.bfloat16, self.config.precision == "bf16")
-        hook, draft, options = self.setup.hook, self.built, self.setup.options
         try:
             with self.random:
-                batch = self.setup.collate(samples, self.device)
+                batch = collate(self.draft, self.request, samples, self.device)
                 with half:
                     if self.sharded:
                         output: StepOutput = self.sharded.loss(batch, context, last=last)
                     else:
-                        output = hook.forward_loss(
-                            draft=draft, batch=batch, context=context, options=options
+                        output = self.hook.forward_loss(
+                            draft=self.built, batch=batch, context=context, options=self.options
                         )
                 terms = weighted(output)
                 for term, (numerator, _) in enumerate(terms):
@@ -465,8 +441,8 @@ class Trainer:
     def rates(self) -> list[float]:
         """Return the step's learning rate: the run's, and that of each group of the optimizer."""
         steps, schedule, ratio = self.plan.total_steps, self.config.schedule, self.warmup_ratio
-        factor = self.setup.hook.schedule(
-            step=self.step + 1, total_steps=steps, warmup_ratio=ratio, options=self.setup.options
+        factor = self.hook.schedule(
+            step=self.step + 1, total_steps=steps, warmup_ratio=ratio, options=self.options
         )
         return [
             learning_rate(self.step, steps, peak=peak, warmup_ratio=ratio, schedule=schedule)
@@ -551,13 +527,13 @@ class Trainer:
         for other, states in enumerate(self.ranks.all_gather(self.rng_after_step)):
             tensors |= {f"{name}.{other}" if other else name: t for name, t in states.items()}
         state = {
-            **self.setup.about,
+            **self.about,
             "step": self.step,
             "total_steps": self.plan.total_steps,
             "samples_seen": self.plan.rows_before(self.step),
             "plan": self.plan.key,
             "accumulate": self.plan.accumulate,
-            "config": self.setup.config.model_dump(mode="json"),
+            "config": self.draft.config.model_dump(mode="json"),
             "draft": dict(self.built.config),
             "skipped": sorted(self.skipped.items()),
             "optimizer": numbers,

@@ -37,13 +37,8 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW with eps 1e-8; the rate is set at every step."""
     fused = all(p.is_cuda for group in groups for p in group["params"])
-    return torch.optim.AdamW(
-        [dict(group) for group in groups],
-        lr=0.0,
-        betas=betas,
-        weight_decay=weight_decay,
-        fused=fused,
-    )
+    settings: Any = {"betas": betas, "weight_decay": weight_decay, "fused": fused}
+    return torch.optim.AdamW([dict(group) for group in groups], lr=0.0, **settings)
 
 
 @torch.no_grad()
@@ -54,23 +49,21 @@ def scale_and_clip(parameters: Iterable[Tensor], denominator: Tensor, max_norm: 
     each rank scales its own part, and the norm is that of the whole.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = full(torch.nn.utils.get_total_norm(grads)) / denominator
+    norm: Tensor = full(torch.nn.utils.get_total_norm(grads)) / denominator
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / denominator
     if grads:  # none where all rows of a step are skipped
         torch._foreach_mul_([local(grad) for grad in grads], factor)
     return norm
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor: Any) -> Any:
     """Return a sharded tensor whole, which all ranks take part in; any other as it is."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Any:
     """Return this rank's part of a sharded tensor, in place; any other as it is."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def shard_like(weight: Any, value: Any) -> Any:

@@ -11,13 +11,13 @@ n-th time; a file in the folder marks what was done, so a restarted process pass
               stepped (before the release), written (a checkpoint, not renamed), unmarked (renamed,
               not marked), saved, freeing, freed
 
-Other faults happen once, too: `full:put`, `full:publish` and `full:checkpoint` leave the disk no byte
-to write, `twice:publish` reports again, `cut:publish` breaks the connection before a report and
+Other faults happen once, too: `full:put` and `full:checkpoint` leave the disk no byte to write,
+`twice:publish` reports again, `cut:publish` breaks the connection before a report and
 `deaf:publish` before its reply, `torn:publish` dies amid a report, `flip:published` alters a stored
 byte. These go on:
-`raise:WORD` fails every batch in which a sample begins with the word, `narrow:WORD`, `lacking:WORD`,
-`nan:WORD` and `huge:WORD` return something else than was asked for that sample, `pace:SECONDS` slows
-steps down, and `ttl:SECONDS` is how long a producer may be silent.
+`raise:WORD` fails every batch in which a sample begins with the word, `narrow:WORD`, `lacking:WORD` and
+`nan:WORD` return something else than was asked for that sample, `pace:SECONDS` slows steps down, and
+`ttl:SECONDS` is how long a producer may be silent.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,10 +125,9 @@ class Capture(Around):
                     features.update({name: value[:, :5] for name, value in features.items()})
                 if hits("lacking", text):
                     features.pop("last_hidden")
-                for fault, number in (("nan", float("nan")), ("huge", 3e38)):
-                    if hits(fault, text):
-                        features["last_hidden"] = features["last_hidden"].clone()
-                        features["last_hidden"][2, 3] = number
+                if hits("nan", text):
+                    features["last_hidden"] = features["last_hidden"].clone()
+                    features["last_hidden"][2, 3] = float("nan")
             reach("captured")
             yield captured
 
@@ -164,12 +163,10 @@ class HalfPut(dict[str, "Tensor"]):
 
 class Store(Around):
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
-        import dataclasses
-
         if now("full", "put"):
             with full_medium():
                 return tuple(self.inner.put_many(items))
-        last = dataclasses.replace(items[-1], tensors=HalfPut(items[-1].tensors))
+        last = replace(items[-1], tensors=HalfPut(items[-1].tensors))
         refs: tuple[SampleRef, ...] = self.inner.put_many([*items[:-1], last])
         if now("flip", "published"):
             with self.inner.get(refs[0]) as handle:  # its tensors are views of the shared bytes
@@ -234,7 +231,7 @@ class Caller(Around):
 
     def call(self, request: Json) -> Json:
         publishes = request["call"] == "publish"
-        for fault in ("full", "torn", "cut", "deaf") if publishes else ():
+        for fault in ("torn", "cut", "deaf") if publishes else ():
             if now(fault, "publish"):
                 getattr(self, fault)(to_bytes(request))
         reply: Json = self.inner.call(request)
@@ -246,20 +243,10 @@ class Caller(Around):
             reach("claimed")
         return reply
 
-    def full(self, request: bytes) -> None:
-        full.enter_context(full_medium())
-        threading.Timer(0.5, full.close).start()
-
     def torn(self, request: bytes) -> None:
         half = request[: len(request) // 2]
         with self.inner.mutex:
-            if hasattr(self.inner, "connection"):
-                os.write(self.inner.connection.fileno(), len(request).to_bytes(4, "big") + half)
-            else:
-                requests = self.inner.requests
-                with requests.path(requests.segment).open("r+b") as stream:
-                    stream.seek(requests.at)
-                    stream.write(half)
+            os.write(self.inner.connection.fileno(), len(request).to_bytes(4, "big") + half)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def cut(self, request: bytes) -> None:
@@ -310,6 +297,5 @@ def watch_files(event: str, arguments: tuple[Any, ...]) -> None:
         reach("unmarked")
 
 
-full = ExitStack()
 if FAULTS:
     sys.addaudithook(watch_files)

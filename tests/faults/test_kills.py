@@ -119,28 +119,6 @@ def test_processes_may_freeze_for_longer_than_the_others_wait(
 
 
 @pytest.mark.long
-def test_a_producer_a_trainer_or_all_processes_may_freeze_for_45_seconds(
-    make_run: MakeRun, undisturbed: dict[int, float]
-) -> None:
-    """Longer than a producer may be silent, with nothing set otherwise; three runs side by side."""
-    runs = [make_run(producers=2) for _ in range(3)]
-    for run in runs:
-        run.faults = "pace:0.5"
-    runs[0].faults = "freeze:captured@3 pace:1.5"  # its last step comes after the 45 s
-    launchers = [run.start() for run in runs]
-    mark = runs[0].marks / "frozen-captured"
-    runs[0].until(mark.exists, launchers[0])
-    frozen = [int(mark.read_text())]
-    for run, launcher in zip(runs[1:], launchers[1:], strict=True):
-        run.until(lambda run=run: run.steps() >= 3, launcher)
-    frozen += [*runs[1].trainers(), *runs[2].processes()]
-    runs[0].freeze(*frozen, seconds=45)
-    for run, launcher in zip(runs, launchers, strict=True):
-        assert run.wait(launcher) == 0, run.output()
-        run.require_done(undisturbed)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("number", range(RUNS))
 def test_random_processes_are_killed_or_frozen_at_random_moments(
     make_run: MakeRun, undisturbed: dict[int, float], number: int, figures: Callable[..., None]

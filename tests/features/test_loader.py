@@ -174,7 +174,7 @@ def test_refs_that_do_not_fit_are_told_what_is_wrong(
 ) -> None:
     """Of one row that is odd, the others of its batch are good."""
     planned = next(one for one in world.plan.uses(0) if one.rows[1:] == (10,))  # of 4 tokens
-    batch = batch_of(planned, world.samples, world.samples.feature_ids, {})
+    batch = batch_of(planned.index, planned.rows, world.samples)
     masks = [world.samples.loss_mask(row).tolist() for row in batch.rows]
     with closing(FileStore(world.folder / "one")) as store:
         first, last = world.checked().put(batch, masks, store, ORIGIN)

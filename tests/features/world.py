@@ -23,7 +23,7 @@ from draftcore.contracts.capture import (
     FeatureRequest,
     Image,
 )
-from draftcore.contracts.run import Loaded, PlannedBatch
+from draftcore.contracts.run import Loaded
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreItem
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
@@ -144,7 +144,7 @@ class World:
 
     def captured(self) -> Batches:
         self.skipped = self.skips()
-        return Captured(self.plan.uses(0), self.checked(), self.samples, self.plan, self.skipped)
+        return Captured(self.plan.uses(0), self.checked(), self.samples, self.skipped)
 
     def stored(self, plan: Plan | None = None) -> Batches:
         """Read a store, filled with all of a plan's batches as `draftcore capture` does."""
@@ -153,8 +153,7 @@ class World:
         skipped, capture = self.skips(), self.checked()
         self.skipped = skipped
         for at, rows in enumerate((plan or self.plan).batches):
-            planned = PlannedBatch(at, 0, 0, 0, at, rows)
-            capture_batch(planned, capture, features, self.samples, skipped)
+            capture_batch(at, rows, capture, features, self.samples, skipped)
         return stored(self.plan.uses(0), self.store, self.plan, skipped, self.request.names)
 
 

@@ -105,7 +105,7 @@ def test_observers_are_those_selected_and_the_loose_files(site: Site) -> None:
 def test_a_plugin_that_neither_observes_nor_wraps_is_refused_among_the_extras(site: Site) -> None:
     site.store("a")
     site.plugin("verbal", "@hookimpl\ndef commands(): return []")
-    for name, offers in (("a", "store a"), ("verbal", "verbs alone")):
+    for name, offers in (("a", "store a"), ("verbal", "nothing")):
         with pytest.raises(UsageError, match=f"{name} .*no observer and no wrapper\n.* {offers}:"):
             observers(site.load(), [name])
 

@@ -53,9 +53,30 @@ def test_overrides_are_read_as_yaml_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (None, ["cannot read", "YAML files", "other.yaml"]),
+        ("", ["run.yaml is empty", "at least run"]),
+        ("- a\n- b\n", ["holds a list", "at least run"]),
+        ("run: x\n  y: [\n", ["is not YAML", 'run.yaml", line 2', "correct it"]),
+        ("run: \xff", ["cannot read", "UTF-8"]),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_named(
+    tmp_path: Path, text: str | None, says: list[str]
+) -> None:
+    name = "other.yaml" if text is None else "run.yaml"
+    (tmp_path / name).write_bytes((text or "").encode("latin-1"))
+    with pytest.raises(UsageError) as caught:
+        load_config(tmp_path / "run.yaml")
+    for one in says:
+        assert one in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
         ("run: there", "the key 'run' is given twice"),
         ("train: {lr: !far 3}", "could not determine a constructor for the tag '!far'"),
-        ("train: " + "[" * 100_000, "recursion"),
+        ("train: " + "[" * 5000, "recursion"),
         ("a: &a [*a]", "Circular reference"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.plugins.binding import bind
 from tests.kernel.test_cli import invoke
+from tests.kernel.test_hooks_page import shown
 
 if TYPE_CHECKING:
     from tests.kernel.conftest import Site
@@ -63,7 +64,7 @@ def test_hooks_that_a_dist_brings_are_loaded_when_their_kind_is_selected_or_list
     elif way == "listed":
         assert "tracker mine" in invoke(site, "list-plugins").output
     else:
-        text = invoke(site, "hooks").output
+        text = shown(site).output
         assert "tracker(name: str) -> str\n  Open the tracker `name`.\n" in text
         assert "one plugin answers; required of every tracker; here: tracking\n" in text
         assert "tracked(step: int) -> int\n  Hear of a step.\n  all plugins are called;" in text
@@ -103,7 +104,7 @@ def test_hooks_that_cannot_be_loaded_break_their_own_plugin_only(
     assert found["tracking"].problem == "ZeroDivisionError: division by zero"
     assert found["tracking"].fix == "python -c 'import fake_hooks'   # shows where it fails"
     assert registry.find("store", "good").name == "good"
-    assert invoke(site, "hooks", "feature_store").exit_code == 0
+    assert shown(site, "feature_store").exit_code == 0
     assert capfd.readouterr().out == ""
 
 

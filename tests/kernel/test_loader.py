@@ -14,6 +14,7 @@ import pytest
 from draftcore.contracts.offers import Kind
 from draftcore.errors import UsageError
 from draftcore.plugins.registry import load_plugins
+from draftcore.training import checkpoint
 from tests.kernel.conftest import STORE
 
 if TYPE_CHECKING:
@@ -238,9 +239,9 @@ def test_a_plugin_for_another_draftcore_is_not_even_imported(site: Site) -> None
     site.core("0.4.2")
     site.plugin("old", "raise AssertionError", requires=["torch", "draftcore[all]>=0.3, <0.4"])
     builtin, old = site.load().plugins
-    assert (builtin.state, builtin.dist, builtin.version) == ("ready", "(built in)", "0.4.2")
+    assert (builtin.state, builtin.dist, builtin.version) == ("ready", "draftcore", "0.4.2")
     assert old.state == "incompatible"
-    assert old.problem == "requires draftcore[all]>=0.3, <0.4, and this is draftcore 0.4.2"
+    assert old.problem == "requires draftcore[all]>=0.3, <0.4; here: draftcore 0.4.2"
     assert old.fix == "pip install 'draftcore[all]>=0.3, <0.4'"
     assert "fake_old" not in sys.modules
 
@@ -360,7 +361,7 @@ def test_what_is_built_in_wins_its_name_and_those_of_its_offers(site: Site) -> N
     site.metadata("thief", {"builtin": "fake_thief"})
     site.plugin("fork", STORE.replace("NAME", "builtin"))
     states = {plugin.dist: plugin.state for plugin in site.load().plugins}
-    assert states == {"(built in)": "ready", "thief": "conflict", "draftcore-fork": "ready"}
+    assert states == {"draftcore": "ready", "thief": "conflict", "draftcore-fork": "ready"}
     assert site.load().find("store", "builtin") is not site.load().find("store", "builtin", "fork")
     assert site.load().find("store", "builtin").dist == site.load().named("builtin").dist
 
@@ -475,15 +476,15 @@ def test_a_manifest_names_what_is_missing_and_lets_an_upgrade_pass(site: Site) -
         site.store(name)
     file = site.loose("my_idea", OBSERVER)
     registry = site.load([file])
-    manifest = json.loads(json.dumps(registry.manifest(registry.plugins)))
+    manifest = json.loads(json.dumps(checkpoint.manifest(registry.plugins)))
     assert {"name", "dist", "version", "origin"} == set(manifest[0])
-    assert registry.missing(manifest) == ""
+    assert checkpoint.missing(manifest, registry) == ""
 
     for folder in ("draftcore_lost-0.1", "draftcore_moved-0.1", "draftcore-0.4.2"):
         shutil.rmtree(site.folder / f"{folder}.dist-info")
     site.metadata("draftcore-moved", {"moved": "fake_moved"}, version="0.2")
     site.plugin("idle", "raise AssertionError('imported')")
-    lines = site.load().missing(manifest).splitlines()[1:]
+    lines = checkpoint.missing(manifest, site.load()).splitlines()[1:]
     assert "fake_idle" not in sys.modules
     assert [line.strip() for line in lines] == [
         "builtin 0.4.2: pip install draftcore==0.4.2",

@@ -39,6 +39,9 @@ KINDS = {  # the files, and the verb that reads them
 OTHER = (b"", b"{}", b"[]", b"null", b"7", b'"x"', b'{"address": 5}', b"9" * 5000, b"[" * 9999)
 
 
+VALUES: tuple[object, ...] = (None, -1, 0, 10**12, "x", [], {}, 1e400, [1, 2], True, 3)
+
+
 def damage(file: Path, dice: random.Random) -> str:
     """Damage a file in one way; returns the way's name."""
     data = file.read_bytes()
@@ -63,11 +66,22 @@ def damage(file: Path, dice: random.Random) -> str:
     return way
 
 
+def lie(file: Path, dice: random.Random) -> str:
+    """Say something else in a file of JSON, or damage another one."""
+    if file.suffix != ".json" or dice.random() < 0.5:
+        return damage(file, dice)
+    said = json.loads(file.read_bytes())
+    said[key := dice.choice(list(said))] = dice.choice(VALUES)
+    file.write_text(json.dumps(said))
+    return f"another {key}"
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Project:
     """A run at step 4 of 6, with an export, and a store that holds all of its features."""
     folder = tmp_path_factory.mktemp("whole")
     changes: Any = {"run": "run", "store": "auto", "eval": {"max_new_tokens": 4, "prompts": 2}}
+    changes["target"] = {"path": str(shutil.copytree(target_folder, folder / "target").name)}
     changes["train"] = {"schedule": "constant", "warmup_ratio": 0}  # alike for 4 steps and for 6
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -112,6 +126,29 @@ def test_a_damaged_file_leads_to_the_same_result_or_is_named(
         shutil.rmtree(folder)
     what_came = (f"{count} {what}" for what, count in sorted(counted.items()))
     figures(f"damaged: {kind}", cases, ", ".join(what_came))
+
+
+def test_a_damaged_target_is_refused_or_is_another_target(
+    whole: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int, figures: Figures
+) -> None:
+    """Where it can be run, a run of the undamaged one does not go on with it."""
+    monkeypatch.chdir(shutil.copytree(whole.folder, tmp_path / "whole"))
+    wanted, said = outcome(whole, GO_ON)
+    assert wanted is not None, said
+    counted = Counter[str]()
+    for case in range(cases):
+        folder, dice = tmp_path / str(case), random.Random(f"target {case}")
+        monkeypatch.chdir(shutil.copytree(whole.folder, folder))
+        what = f"case {case}: {lie(file := dice.choice(sorted(folder.glob('target/*'))), dice)}"
+        fresh, said = outcome(whole, f"{GO_ON} run=other store=auto")
+        assert fresh is not None or "error: " in said, f"{what} of {file}\n{said}"
+        resumed, said = outcome(whole, GO_ON)
+        assert resumed == wanted if resumed else "error: " in said, f"{what} of {file}\n{said}"
+        assert fresh is not None or resumed is None, f"{what} of {file} is trained on"
+        counted["refused" if fresh is None else "the same" if resumed else "another target"] += 1
+        shutil.rmtree(folder)
+    what_came = (f"{count} {what}" for what, count in sorted(counted.items()))
+    figures("a file of the target", cases, ", ".join(what_came))
 
 
 def test_a_damaged_address_of_the_queue_is_waited_out(

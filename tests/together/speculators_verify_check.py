@@ -28,9 +28,9 @@ from click.testing import CliRunner
 from draftcore_dflash.algorithm import DFlash
 from draftcore_eagle3.algorithm import Eagle3
 from draftcore_hf.target import TransformersTarget
+from draftcore_nn.served import Host, Round, ServedDraft
 from draftcore_sdk.exports import change, config_of
 from draftcore_sdk.targets import tiny_target
-from draftcore_tools.served import Host, Round, ServedDraft
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.convert import convert_model
 from speculators.losses import resolve_loss_config

@@ -5,8 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from draftcore.plugins import catalog
-from draftcore.plugins.catalog import BUILT_IN
-from draftcore.plugins.registry import load_plugins, register
+from draftcore.plugins.registry import load_plugins
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 OURS = {f.parents[1].name for f in PLUGINS.glob("*/draftcore_*/plugin.py")}  # draftcore-nn has none
@@ -14,13 +13,10 @@ OURS = {f.parents[1].name for f in PLUGINS.glob("*/draftcore_*/plugin.py")}  # d
 
 def test_the_catalog_has_every_offer_kind_and_verb_of_our_dists_and_no_other() -> None:
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    for plugin in (p for p in load_plugins().ready if p.dist in {BUILT_IN, *OURS}):
-        dist = plugin.dist.replace(BUILT_IN, "draftcore")
+    for plugin in (p for p in load_plugins().ready if p.dist in {"draftcore", *OURS}):
         for offer in plugin.offers:
-            found[offer.kind][offer.name] = dist
-        for verbs in register([plugin]).hook.commands():
-            found["verb"] |= {str(verb.name): dist for verb in verbs}
-        found["kind"] |= dict.fromkeys(plugin.kinds, dist)
+            found[offer.kind][offer.name] = plugin.dist
+        found["kind"] |= dict.fromkeys(plugin.kinds, plugin.dist)
     assert {dist for dists in found.values() for dist in dists.values()} == {"draftcore", *OURS}
     listed = tomllib.loads(Path(catalog.__file__).with_name("catalog.toml").read_text())
     defaults = listed.pop("defaults")

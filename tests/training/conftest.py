@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from draftcore_sdk.internals import register
 from torch import Tensor, nn
 
 from draftcore import hookimpl
@@ -26,14 +28,14 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.run import PlannedBatch, Ranks
+from draftcore.contracts.run import Loaded, OpenDraft, Ranks
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.plugins.binding import observers
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry, register
+from draftcore.plugins.registry import Registry
 from draftcore.training.checkpoint import Checkpoint, latest
-from draftcore.training.loop import DraftSetup, Trainer, train
+from draftcore.training.loop import Trainer, train
 from draftcore.training.ranks import SINGLE_RANK
 
 NAME, WIDTH = "hidden.0", 4
@@ -130,12 +132,6 @@ def registry_of(*plugins: object) -> Registry:
     return Registry(made)
 
 
-@dataclass
-class Batch:
-    planned: PlannedBatch
-    samples: list[Sample]
-
-
 class Run:
     """Drafts in training on made-up rows, from their latest checkpoints on."""
 
@@ -207,20 +203,23 @@ class Run:
     def build(self) -> Run:
         """Build the drafts and load their checkpoints."""
         request = FeatureRequest((0,), False, "float32")
-        about = {"target": "none", "width": WIDTH, "plugins": [], "features": "made up"}
+        about = {"target": "none", "plugins": [], "features": "made up"}
         everybody = registry_of(self.observers, *self.plugins)
         watching = observers(Registry(()) if self.ranks.rank else everybody)
+        opened = SimpleNamespace(ranks=self.ranks, observers=watching, width=WIDTH)
         for label in self.labels:
             hook = register(registry_of(self.algorithms[label], *self.plugins).plugins).hook
-            setup = DraftSetup(
-                label, self.folder / label, self.config, hook, self.options, request, about
-            )
+            draft = SimpleNamespace(
+                run=opened, label=label, folder=self.folder / label, config=self.config,
+                options=self.options,
+                algorithm=SimpleNamespace(hook=hook, capabilities=frozenset()),
+            )  # fmt: skip
             last = self.found(label)
             if last is not None:
                 self.skipped |= {int(row): why for row, why in last.state["skipped"]}
             trainer = Trainer(
-                setup, self.draft(), self.ranks, self.plan, self.skipped,
-                watching, self.evaluate, last,
+                cast(OpenDraft, draft), request, about, self.draft(), self.plan, self.skipped,
+                self.evaluate, last,
             )  # fmt: skip
             self.trainers.append(trainer)
         self.uses = self.plan.uses(
@@ -232,7 +231,7 @@ class Run:
         if not self.trainers:
             self.build()
         reason, failed, self.stopped = train(
-            self.plan, self.trainers, self, ranks=self.ranks, skipped=self.skipped,
+            self.plan, self.trainers, self, skipped=self.skipped,
             stop=lambda: self.read >= self.stop_after, finished=self.finished.append,
             release_batch=self.release, status_line=str,
         )  # fmt: skip
@@ -240,16 +239,16 @@ class Run:
 
     def step_on(self, rows: Sequence[int]) -> None:
         """Take the first step, on these rows as its only batch."""
-        batch = Batch(self.plan.step(0)[0], [self.sample(row, 1) for row in rows])
+        batch = Loaded(self.plan.step(0)[0], [self.sample(row, 1) for row in rows])
         self.trainers[0].accumulate(batch, last=True)
         self.trainers[0].update(1)
 
     # ------------------------------------------------------------ as a loader
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Loaded]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Loaded:
         if self.read >= self.dry_after:
             raise StopIteration
         planned = next(self.uses)
@@ -258,7 +257,7 @@ class Run:
             if row in self.bad and row not in self.skipped:
                 self.skipped.add({row: self.bad[row]})
         rows = [row for row in planned.rows if row not in self.skipped]
-        return Batch(planned, [self.sample(row, planned.epoch) for row in rows])
+        return Loaded(planned, [self.sample(row, planned.epoch) for row in rows])
 
     def release(self) -> None:
         self.released += 1

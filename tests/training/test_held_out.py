@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from draftcore_sdk.internals import register
 from torch import nn
 
 from draftcore import hookimpl
@@ -24,35 +24,19 @@ from draftcore.contracts.algorithm import (
     StepOutput,
     TrainingDefaults,
 )
-from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest, Image
+from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import register
 from draftcore.run import DraftRun, Run
 from draftcore.run.features import Features
-from draftcore.run.held_out import HeldOut, open_held_out
-from draftcore.training.loop import DraftSetup
+from draftcore.run.held_out import HeldOut
 from draftcore.training.ranks import SINGLE_RANK
+from tests.features.world import Rows
 from tests.training.conftest import NAME, padded
 
 ROWS = 7
-
-
-class Data:
-    """Held-out rows of 2 to 6 tokens."""
-
-    feature_ids = tuple(f"s{row}" for row in range(ROWS))
-    lengths = np.array([2 + 3 * row % 5 for row in range(ROWS)])
-
-    def tokens(self, row: int) -> NDArray[np.int64]:
-        return np.arange(self.lengths[row]) + row
-
-    def loss_mask(self, row: int) -> NDArray[np.bool_]:
-        return np.array([at != 1 for at in range(self.lengths[row])])
-
-    def images(self, row: int) -> tuple[Image, ...]:
-        return ()
+DATA = Rows(ROWS)
 
 
 class Capture:
@@ -88,6 +72,10 @@ class Algorithm:
     def __init__(self) -> None:
         self.modes: list[tuple[bool, bool]] = []
         self.steps: list[StepContext] = []
+
+    @hookimpl
+    def feature_request(self) -> FeatureRequest:
+        return FeatureRequest((0,), False, "float32")
 
     @hookimpl
     def collate(self, samples: Sequence[Sample]) -> DraftBatch:
@@ -145,8 +133,7 @@ class Setting:
         )
         self.capture, self.algorithm, self.beside = Capture(), Algorithm(), Evaluation()
         self.asked, self.ranks = list[tuple[Any, ...]](), SINGLE_RANK
-        request = FeatureRequest((0,), False, "float32")
-        self.features = Features(request, "made up")
+        self.features = Features(self.algorithm.feature_request(), "made up")
         hook = register([Plugin("toy", "", "", "", instance=self.algorithm)]).hook
         self.bound = SimpleNamespace(hook=hook, options=None, capabilities=frozenset())
         self.draft = self.new_draft()
@@ -157,14 +144,14 @@ class Setting:
     def data(self) -> Setting:
         return self
 
-    def samples(self, part: str, date: str, limit: int) -> Data:
+    def samples(self, part: str, date: str, limit: int) -> Rows:
         self.asked.append((part, date, limit))
-        return Data()
+        return DATA
 
     def bind(self, *choice: Any) -> Any:
         return self.bound
 
-    def open_capture(self, request: FeatureRequest, samples: Data) -> Capture:
+    def open_capture(self, request: FeatureRequest, samples: Rows) -> Capture:
         assert request == self.features.request
         return self.capture.open()
 
@@ -179,17 +166,15 @@ class Setting:
         module = nn.Sequential(linear, nn.Dropout(0.5))
         return Draft(module, {}, TrainingDefaults(1e-3, 0.0, 1.0), [])
 
-    def open(self, drafts: int = 1) -> list[HeldOut]:
+    def open(self) -> HeldOut:
         """What measures drafts, as a run opens it once for all."""
         run = cast(Run, self)
-        self.drafts = [made := DraftRun(run, "")]
-        of_draft = open_held_out(run, self.features, "2026-11-25")
-        request = self.features.request
-        setup = DraftSetup("", self.config.run, self.config, self.bound.hook, None, request, {})
-        return [of_draft(setup, made) for _ in range(drafts)]
+        self.drafts = [DraftRun(run, "")]
+        return HeldOut(run, self.features, "2026-11-25")
 
-    def probe(self) -> HeldOut:
-        return self.open()[0]
+    def measure(self, held_out: HeldOut, step: int) -> dict[str, Any]:
+        """Measure the draft as it is now, after so many of nine steps in two epochs."""
+        return held_out.evaluate(self.drafts[0], self.draft, at(step))
 
 
 @pytest.fixture
@@ -204,8 +189,7 @@ def at(step: int) -> StepContext:
 
 def by_hand() -> tuple[float, float]:
     """The mean token and the share of odd ones, over all supervised tokens."""
-    data = Data()
-    tokens = np.concatenate([data.tokens(row)[data.loss_mask(row)] for row in range(ROWS)])
+    tokens = np.concatenate([DATA.tokens(row)[DATA.loss_mask(row)] for row in range(ROWS)])
     return float(tokens.mean()), float((tokens % 2).mean())
 
 
@@ -213,7 +197,7 @@ def by_hand() -> tuple[float, float]:
 def test_the_loss_is_one_ratio_over_all_held_out_rows(tmp_path: Path, batch: int) -> None:
     """Never a mean of the batches' means, however they are cut; without prompts it is all there is."""
     (mean, odd), setting = by_hand(), Setting(tmp_path, batch=batch)
-    report = setting.probe().evaluate(setting.draft, at(1))
+    report = setting.measure(setting.open(), 1)
     assert {name: report[name] for name in ("loss", "odd")} == {
         "loss": pytest.approx(2 * mean), "odd": pytest.approx(odd)
     }  # fmt: skip
@@ -223,27 +207,27 @@ def test_the_loss_is_one_ratio_over_all_held_out_rows(tmp_path: Path, batch: int
 @pytest.mark.parametrize("batch", [1, 2, 50])
 def test_a_loss_of_several_terms_is_the_sum_of_their_ratios(tmp_path: Path, batch: int) -> None:
     """Each over all held-out rows; one that has nothing there adds nothing."""
-    setting, data = Setting(tmp_path, batch=batch), Data()
+    setting = Setting(tmp_path, batch=batch)
     setting.algorithm.terms = 3
-    tokens = np.concatenate([data.tokens(row)[data.loss_mask(row)] for row in range(ROWS)])
+    tokens = np.concatenate([DATA.tokens(row)[DATA.loss_mask(row)] for row in range(ROWS)])
     wanted = 2 * tokens.mean() + 0.5 * 2 * tokens[tokens % 2 == 1].mean()
-    report = setting.probe().evaluate(setting.draft, at(1))
+    report = setting.measure(setting.open(), 1)
     assert report["loss"] == pytest.approx(wanted)
 
 
 def test_what_plugins_add_to_a_report_is_in_it_as_numbers(setting: Setting) -> None:
     """Of what is there so far, and of the draft as it is evaluated."""
-    report = setting.probe().evaluate(setting.draft, at(1))
+    report = setting.measure(setting.open(), 1)
     assert report["twice"] == pytest.approx(2 * report["loss"])
     assert (type(report["twice"]), report["training"]) == (float, 0.0)
 
 
 def test_it_is_measured_with_the_weights_of_now(setting: Setting) -> None:
-    probe, mean = setting.probe(), by_hand()[0]
-    assert probe.evaluate(setting.draft, at(1))["loss"] == pytest.approx(2 * mean)
+    held_out, mean = setting.open(), by_hand()[0]
+    assert setting.measure(held_out, 1)["loss"] == pytest.approx(2 * mean)
     with torch.no_grad():
         next(setting.draft.module.parameters()).fill_(3.0)
-    assert probe.evaluate(setting.draft, at(2))["loss"] == pytest.approx(3 * mean)
+    assert setting.measure(held_out, 2)["loss"] == pytest.approx(3 * mean)
     assert set(setting.algorithm.steps) == {at(1), at(2)}
 
 
@@ -252,7 +236,7 @@ def test_it_leaves_no_trace(setting: Setting, training: bool) -> None:
     """Neither in the random numbers, the module's mode, nor the gradients."""
     module = setting.draft.module.train(training)
     before, weights = torch.get_rng_state(), [p.clone() for p in module.parameters()]
-    setting.probe().evaluate(setting.draft, at(1))
+    setting.measure(setting.open(), 1)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(part.training == training for part in module.modules())
     assert all(p.grad is None for p in module.parameters())
@@ -264,21 +248,20 @@ def test_it_leaves_no_trace(setting: Setting, training: bool) -> None:
 def test_held_out_rows_are_captured_once_for_all_drafts_and_steps_and_stay_whole(
     setting: Setting,
 ) -> None:
-    probes = setting.open(drafts=2)
+    held_out = setting.open()
     assert setting.asked == [("eval", "2026-11-25", 64)], "the date of the rows trained on"
     assert setting.capture.opened == 0, "not before they are needed"
-    for probe in probes:
-        for step in (1, 2):
-            probe.evaluate(setting.draft, at(step))
+    for step in (1, 1, 2, 2):  # of two drafts in turn
+        setting.measure(held_out, step)
     assert (setting.capture.opened, setting.capture.closed) == (1, 1)
     assert sorted(row for rows in setting.capture.batches for row in rows) == list(range(ROWS))
     assert {len(rows) for rows in setting.capture.batches} == {1, 2}
-    data, samples = Data(), probes[0].samples()
-    assert [one.id for one in samples] == [SampleId(name, 1) for name in data.feature_ids]
+    samples = held_out.samples
+    assert [one.id for one in samples] == [SampleId(name, 1) for name in DATA.feature_ids]
     for row, one in enumerate(samples):
-        tokens = data.tokens(row).tolist()
+        tokens = DATA.tokens(row).tolist()
         assert (one.token_ids_T.tolist(), one.features[NAME].flatten().tolist()) == (tokens, tokens)
-        assert one.loss_mask_T.tolist() == data.loss_mask(row).tolist()
+        assert one.loss_mask_T.tolist() == DATA.loss_mask(row).tolist()
 
 
 def test_a_held_out_feature_that_is_not_finite_is_refused_and_its_row_named(
@@ -287,7 +270,7 @@ def test_a_held_out_feature_that_is_not_finite_is_refused_and_its_row_named(
     setting.capture.broken = 3
     wanted = r"held-out rows of eval.jsonl: .* row 3 .*holds inf or nan .*\n.*capture.dtype=float32"
     with pytest.raises(UsageError, match=wanted):
-        setting.probe().evaluate(setting.draft, at(1))
+        setting.measure(setting.open(), 1)
     assert setting.capture.closed == 1
 
 
@@ -295,7 +278,7 @@ def test_what_an_evaluation_finds_beside_the_loss_is_in_the_report_and_leaves_no
     tmp_path: Path,
 ) -> None:
     setting, before = Setting(tmp_path, eval_prompts=3), torch.get_rng_state()
-    report = setting.probe().evaluate(setting.draft, at(1))
+    report = setting.measure(setting.open(), 1)
     assert report["acceptance_length"] == 2.5
     assert report["loss"] == pytest.approx(2 * by_hand()[0])
     assert (setting.beside.opened, setting.beside.training) == ([""], [False])

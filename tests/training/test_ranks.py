@@ -290,10 +290,14 @@ def test_ranks_that_nothing_installed_can_join_are_refused_with_what_to_install(
         pass
 
 
-def test_a_half_environment_is_refused_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["RANK", "MASTER_PORT"])
+def test_a_half_environment_is_refused_with_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    lacking = "WORLD_SIZE is 2, but the environment lacks .*MASTER_PORT"
+    for other in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(other, "0")
+    monkeypatch.delenv(name)
+    lacking = f"WORLD_SIZE is 2, but the environment lacks {name}\n"
     with pytest.raises(UsageError, match=lacking), join(TrainConfig(device="cpu"), load_plugins()):
         pass

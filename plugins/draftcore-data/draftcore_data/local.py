@@ -14,56 +14,52 @@ from draftcore_data.rendering import Renderer
 AHEAD = 8  # batches of questions that are sorted by length together
 
 
-class LocalModel:
-    """Answers conversations with a model's own `generate`, up to `longest` tokens each."""
+def answer_here(
+    model: TargetModel, renderer: Renderer, batch: int, longest: int, rows: Iterator[Conversation],
+    answered: Callable[[Answer], None],
+    ended: Callable[[Conversation, list[Message] | RowError], None],
+) -> None:  # fmt: skip
+    """Take all rows through their conversations by a model's own `generate`; tell answers and ends.
 
-    def __init__(self, model: TargetModel, renderer: Renderer, batch: int, longest: int) -> None:
-        self.model, self.renderer, self.batch, self.longest = model, renderer, batch, longest
+    An answer has up to `longest` tokens.
+    """
+    open_talks: list[tuple[Conversation, Talk, list[int]]] = []
 
-    def run(
-        self,
-        rows: Iterator[Conversation],
-        answered: Callable[[Answer], None],
-        ended: Callable[[Conversation, list[Message] | RowError], None],
-    ) -> None:
-        """Take all rows through their conversations; tell each answer, and each row's end."""
-        open_talks: list[tuple[Conversation, Talk, list[int]]] = []
+    def go_on(row: Conversation, talk: Talk, answer: Answer | None) -> None:
+        try:
+            asked = next(talk) if answer is None else talk.send(answer)
+            if row.tools:
+                raise RowError("it has tools", "their calls are read by servers: --endpoint")
+            messages = (*asked, {"role": "assistant", "content": ""})
+            prompt = renderer.prompt_ids(Conversation(row.where, messages))
+            open_talks.append((row, talk, prompt))
+        except StopIteration as end:
+            ended(row, end.value)
+        except RowError as error:
+            ended(row, error)
 
-        def go_on(row: Conversation, talk: Talk, answer: Answer | None) -> None:
-            try:
-                asked = next(talk) if answer is None else talk.send(answer)
-                if row.tools:
-                    raise RowError("it has tools", "their calls are read by servers: --endpoint")
-                messages = (*asked, {"role": "assistant", "content": ""})
-                prompt = self.renderer.prompt_ids(Conversation(row.where, messages))
-                open_talks.append((row, talk, prompt))
-            except StopIteration as end:
-                ended(row, end.value)
-            except RowError as error:
-                ended(row, error)
+    while True:
+        for row in itertools.islice(rows, AHEAD * batch - len(open_talks)):
+            go_on(row, converse(row), None)
+        if not open_talks:
+            return
+        window = sorted(open_talks, key=lambda one: len(one[2]))
+        open_talks.clear()
+        for at in range(0, len(window), batch):
+            part = window[at : at + batch]
+            answers = model.generate([prompt for _, _, prompt in part], longest)
+            for (row, talk, prompt), tokens in zip(part, answers, strict=True):
+                answer = read(model, tokens, len(prompt))
+                answered(answer)
+                go_on(row, talk, answer)
 
-        while True:
-            for row in itertools.islice(rows, AHEAD * self.batch - len(open_talks)):
-                go_on(row, converse(row), None)
-            if not open_talks:
-                return
-            window = sorted(open_talks, key=lambda one: len(one[2]))
-            open_talks.clear()
-            for at in range(0, len(window), self.batch):
-                part = window[at : at + self.batch]
-                answers = self.model.generate([prompt for _, _, prompt in part], self.longest)
-                for (row, talk, prompt), tokens in zip(part, answers, strict=True):
-                    answer = self._read(tokens, len(prompt))
-                    answered(answer)
-                    go_on(row, talk, answer)
 
-    def _read(self, tokens: list[int], asked: int) -> Answer:
-        """Return generated tokens as a message; what stands before `</think>` is its reasoning."""
-        whole = tokens[-1] in self.model.end_tokens
-        tokenizer = self.model.spec.load_tokenizer()
-        text: str = tokenizer.decode(tokens[:-1] if whole else tokens)
-        reasoning, closed, content = text.rpartition("</think>")
-        message = {"role": "assistant", "content": content.lstrip("\n") if closed else content}
-        if closed:
-            message["reasoning_content"] = reasoning.removeprefix("<think>").strip("\n")
-        return Answer(message, "stop" if whole else "length", asked, len(tokens))
+def read(model: TargetModel, tokens: list[int], asked: int) -> Answer:
+    """Return generated tokens as a message; what stands before `</think>` is its reasoning."""
+    whole = tokens[-1] in model.end_tokens
+    text: str = model.spec.load_tokenizer().decode(tokens[:-1] if whole else tokens)
+    reasoning, closed, content = text.rpartition("</think>")
+    message = {"role": "assistant", "content": content.lstrip("\n") if closed else content}
+    if closed:
+        message["reasoning_content"] = reasoning.removeprefix("<think>").strip("\n")
+    return Answer(message, "stop" if whole else "length", asked, len(tokens))

@@ -63,10 +63,9 @@ def data() -> None:
 )  # fmt: skip
 @click.pass_context
 def regenerate(
-    ctx: click.Context, source: str, overrides: tuple[str, ...], out: Path,
+    ctx: click.Context, /, source: str, overrides: tuple[str, ...], out: Path,
     endpoints: tuple[str, ...], in_process: bool, model: str | None, concurrency: int,
-    rows: int | None, max_tokens: int, temperature: float | None, top_p: float | None,
-    seed: int | None, reasoning_effort: str | None, timeout: float, patience: float,
+    rows: int | None, timeout: float, patience: float, **sampling: Any,
 ) -> None:  # fmt: skip
     """Have the target answer the conversations of a run or a source anew.
 
@@ -74,10 +73,6 @@ def regenerate(
     lines of JSON that `data.train` takes. Killed or stopped, the same command goes on; rows that
     failed are listed beside the file, and the exit status is then 1.
     """
-    sampling = {
-        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed,
-        "reasoning_effort": reasoning_effort,
-    }  # fmt: skip
     given = {key: value for key, value in sampling.items() if value is not None}
     if bool(endpoints) == in_process:
         raise UsageError("who answers?\n  give --endpoint URL, one or more, or --in-process")
@@ -132,20 +127,20 @@ def show(run: OpenRun, dataset: Dataset, rows: int, as_json: bool) -> None:
     What is learned is coloured, or stands in brackets where the output is no terminal. What is
     rendered is what `train` uses, which does not render it again.
     """
-    from draftcore_data.show import figures, rows_of
+    from draftcore_data.show import figures, lines, rows_of
 
     found = figures(run, dataset)
-    shown = list(rows_of(dataset, run.target.load_tokenizer(), range(min(rows, found.kept))))
+    shown = list(rows_of(dataset, run.target.load_tokenizer(), range(min(rows, found["kept"]))))
     if as_json:
         rows_shown = [asdict(row) for row in shown]
-        click.echo(json.dumps({**found.to_json(), "rows": rows_shown}, indent=1))
+        click.echo(json.dumps({**found, "rows": rows_shown}, indent=1))
         return
     coloured = sys.stdout.isatty()
     mark = functools.partial(click.style, fg="green") if coloured else "\u27e6{}\u27e7".format
     for at, row in enumerate(shown):
         click.secho(f"row {at}: {row.tokens:,} tokens, {row.learned:,} learned", bold=True)
         click.echo(row.text(mark).rstrip("\n") + "\n")
-    for name, value in found.lines():
+    for name, value in lines(found):
         click.echo(f"{name:24}  {value}")
 
 

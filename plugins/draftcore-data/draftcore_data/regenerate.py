@@ -316,7 +316,7 @@ def from_servers(
 
 def from_target(questions: Questions, out: Path, batch: int) -> Tally:
     """Have the run's target answer in this process."""
-    from draftcore_data.local import LocalModel
+    from draftcore_data.local import answer_here
     from draftcore_data.rendering import Renderer
 
     if questions.open_target is None:
@@ -327,8 +327,6 @@ def from_target(questions: Questions, out: Path, batch: int) -> Tally:
     target = questions.open_target()
     renderer = Renderer(target.load_tokenizer(), questions.options)
     with questions.open(out, {"model": target.path, "in_process": True}) as job:
-        longest = questions.sampling["max_tokens"]
-        LocalModel(target.load_model(), renderer, batch, longest).run(
-            job.rows(), job.tally.count, job.ended
-        )
+        given = target.load_model(), renderer, batch, questions.sampling["max_tokens"]
+        answer_here(*given, job.rows(), job.tally.count, job.ended)
     return job.tally

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,45 +26,20 @@ class Row:
         return "".join(mark(text) if learned else text for text, learned in self.parts)
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Figures over all rows of a run's data.
-
-    `notes` say what the chat template drops. `within_max_length` is the share of rows that are not
-    longer, `max_length_for_95` one that 95 % of them fit in. `draft_vocabulary` has, by the label of
-    each draft that prunes its vocabulary, its size and the share of the learned tokens in it.
-    """
-
-    source: str
-    kept: int
-    truncated: int
-    left_out: list[dict[str, str]]
-    tokens: int
-    learned: float
-    lengths: dict[str, int]
-    max_length: int
-    within_max_length: float
-    max_length_for_95: int
-    draft_vocabulary: dict[str, tuple[int, float]]
-    notes: list[str]
-    report: str
-
-    def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield the figures by name, for people."""
-        yield "rows kept", f"{self.kept:,} of {self.kept + len(self.left_out):,}"
-        yield "tokens", f"{self.tokens:,}, {self.learned:.1%} of them learned"
-        names = {"min": "min", "median": "median", "p95": "95 %", "max": "max"}
-        yield "lengths", ", ".join(f"{names[k]} {v:,}" for k, v in self.lengths.items())
-        fits = f"{self.max_length:,} holds {self.within_max_length:.1%} of the rows"
-        yield "data.max_length", f"{fits}, {self.max_length_for_95:,} would hold 95 %"
-        for label, (size, share) in self.draft_vocabulary.items():
-            name = f"draft vocabulary {label}".rstrip()
-            yield name, f"{size:,} tokens cover {share:.2%} of what is learned"
-        if self.left_out:
-            yield "left out, each with why", self.report
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+def lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield `figures` by name, for people."""
+    left_out = len(found["left_out"])
+    yield "rows kept", f"{found['kept']:,} of {found['kept'] + left_out:,}"
+    yield "tokens", f"{found['tokens']:,}, {found['learned']:.1%} of them learned"
+    names = {"min": "min", "median": "median", "p95": "95 %", "max": "max"}
+    yield "lengths", ", ".join(f"{names[k]} {v:,}" for k, v in found["lengths"].items())
+    fits = f"{found['max_length']:,} holds {found['within_max_length']:.1%} of the rows"
+    yield "data.max_length", f"{fits}, {found['max_length_for_95']:,} would hold 95 %"
+    for label, (size, share) in found["draft_vocabulary"].items():
+        name = f"draft vocabulary {label}".rstrip()
+        yield name, f"{size:,} tokens cover {share:.2%} of what is learned"
+    if left_out:
+        yield "left out, each with why", found["report"]
 
 
 def rows_of(dataset: Dataset, tokenizer: Any, rows: Iterable[int]) -> Iterator[Row]:
@@ -82,8 +57,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def figures(run: OpenRun, dataset: Dataset) -> Figures:
-    """Count over all rows, those that are too long included."""
+def figures(run: OpenRun, dataset: Dataset) -> dict[str, Any]:
+    """Count over all rows, those that are too long included.
+
+    `notes` say what the chat template drops. `within_max_length` is the share of rows that are not
+    longer, `max_length_for_95` one that 95 % of them fit in. `draft_vocabulary` has, by the label of
+    each draft that prunes its vocabulary, its size and the share of the learned tokens in it.
+    """
     report, summary = dataset.report, dataset.summary
     longest = run.data.longest
     whole = dataset.lengths[dataset.lengths < longest]
@@ -92,21 +72,21 @@ def figures(run: OpenRun, dataset: Dataset) -> Figures:
     low, median, most, high = np.quantile(
         lengths, [0, 0.5, 0.95, 1], method="inverted_cdf"
     ).tolist()
-    return Figures(
-        source=report.source,
-        kept=report.kept,
-        truncated=report.truncated,
-        left_out=[bad._asdict() for bad in report.skipped],
-        tokens=summary.tokens,
-        learned=summary.loss_tokens / summary.tokens,
-        lengths={"min": low, "median": median, "p95": most, "max": high},
-        max_length=longest,
-        within_max_length=float((lengths <= longest).mean()),
-        max_length_for_95=most,
-        draft_vocabulary=coverage(run, dataset),
-        notes=[note.format(count) for note, count in report.notes.items()],
-        report=str(dataset.file.with_name("dataset.json")),
-    )
+    return {
+        "source": report.source,
+        "kept": report.kept,
+        "truncated": report.truncated,
+        "left_out": [bad._asdict() for bad in report.skipped],
+        "tokens": summary.tokens,
+        "learned": summary.loss_tokens / summary.tokens,
+        "lengths": {"min": low, "median": median, "p95": most, "max": high},
+        "max_length": longest,
+        "within_max_length": float((lengths <= longest).mean()),
+        "max_length_for_95": most,
+        "draft_vocabulary": coverage(run, dataset),
+        "notes": [note.format(count) for note, count in report.notes.items()],
+        "report": str(dataset.file.with_name("dataset.json")),
+    }
 
 
 def coverage(run: OpenRun, dataset: Dataset) -> dict[str, tuple[int, float]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftcore_nn import batches
 from draftcore_nn import serving as files
 from draftcore_nn.layers import init_linears
+from draftcore_nn.served import ServedDraft
 from draftcore_nn.target import dtype_name, shape_of_target, target_tensors
 from torch import Tensor, nn
 
@@ -27,13 +28,10 @@ from draftcore.contracts.algorithm import (
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.serving import DraftInput, nothing_to_go_on
 from draftcore.contracts.target import TargetModel, TargetSpec
-from draftcore_dflash import serving
+from draftcore_dflash import served, serving
 from draftcore_dflash.config import DraftConfig, captured_layers
 from draftcore_dflash.drafter import DFlashDrafter
 from draftcore_dflash.model import Backbone, DFlashDraft
-
-if TYPE_CHECKING:
-    from draftcore_tools.served import ServedDraft
 
 
 class DFlash(Algorithm):
@@ -47,7 +45,7 @@ class DFlash(Algorithm):
     module: type[Backbone] = DFlashDraft
     decoder: type[DFlashDrafter] = DFlashDrafter
     serving: Any = serving  # a module with `serving_config` and `read_config`
-    reader = "draftcore_dflash.served"
+    served: Any = served  # a module with `read`
 
     def feature_request(self, target: TargetSpec) -> FeatureRequest:
         options = self.options
@@ -108,4 +106,5 @@ class DFlash(Algorithm):
         return draft
 
     def read_export(self, folder: Path, server: str) -> ServedDraft:
-        return files.read_as_server(self.reader, folder, server)
+        served: ServedDraft = self.served.read(folder, server)
+        return served

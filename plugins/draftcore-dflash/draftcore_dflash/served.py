@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import draftcore_tools.served as tools
+import draftcore_nn.served as shared
 import torch
-from draftcore_tools.served import Host, Round, ServedDraft, Suspect, UnservableError
+from draftcore_nn.served import Host, Round, ServedDraft, Suspect, UnservableError
 from torch import Tensor
 
 SERVERS = ("sglang", "vllm")
@@ -50,9 +50,9 @@ class ServedBackbone:
         """Check the tensors and take those that the server fills."""
         ignored = tuple(sorted(tensors.keys() - shapes.keys()))
         if server == "vllm":  # which would take an embedding or a head of the draft's own, too
-            tools.require_no_others(name for name in ignored if name != "t2d")
+            shared.require_no_others(name for name in ignored if name != "t2d")
         unread = f"{server} computes with whatever is in memory there"
-        tools.require_tensors(tensors, shapes, unread)
+        shared.require_tensors(tensors, shapes, unread)
         return cls(server, config, {name: tensors[name] for name in shapes}, ignored)
 
     @property
@@ -71,7 +71,7 @@ class ServedBackbone:
             "hidden_size": self.config["hidden_size"],
             "num_target_layers": self.field("num_target_layers"),
             "mask_token_id": self.field("mask_token_id"),
-            "rope_theta": tools.read_rope(self.config).get("rope_theta"),
+            "rope_theta": shared.read_rope(self.config).get("rope_theta"),
             "dtype": self.config.get("dtype") or self.config.get("torch_dtype"),
         }
 
@@ -97,7 +97,7 @@ class ServedBackbone:
         elif ids is None:
             span = host.num_layers - 4
             ids = [round(1 + i * span / (depth - 1)) for i in range(depth)]
-        return tools.require_layers(tuple(int(layer) + self.shift for layer in ids), host)
+        return shared.require_layers(tuple(int(layer) + self.shift for layer in ids), host)
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
         """Run the block [last, mask, mask, ...]; row k predicts the token at its own position."""
@@ -105,7 +105,7 @@ class ServedBackbone:
         return logits_KV * float(self.config.get("logit_scale", 1) if self.server == "vllm" else 1)
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
-        yield from tools.shifted_layers(self, "dflash_config.target_layer_ids", "outputs")
+        yield from shared.shifted_layers(self, "dflash_config.target_layer_ids", "outputs")
         for name, words in (("mask_token_id", "mask token"), ("block_size", "block size")):
             if (value := trained.get(name)) is not None:
                 yield Suspect(
@@ -118,7 +118,7 @@ class ServedBackbone:
                 f"{self.server} takes its default for the layer types, or what the config says",
                 replace(self, config={**self.config, "is_causal": causal}),
             )
-        yield from tools.common_suspects(self, host, trained)
+        yield from shared.common_suspects(self, host, trained)
 
     def nesting(self, **change: Any) -> Self:
         """Return the draft with other fields of `dflash_config`."""
@@ -130,21 +130,21 @@ class ServedBackbone:
 
         Queries are the block's, keys and values those of the bare context and the block.
         """
-        config, eps, device = self.config, tools.eps_of(self.config), at.tokens_T.device
+        config, eps, device = self.config, shared.eps_of(self.config), at.tokens_T.device
         read = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         tokens_S = at.tokens_T.new_full((self.block_size,), self._mask_token(at.host))
         tokens_S[0] = at.last
         joined_TH = torch.cat([part.float() for part in at.hidden], -1) @ read["fc.weight"].T
-        context_TH = tools.rms_norm(joined_TH, read["hidden_norm.weight"], eps)
+        context_TH = shared.rms_norm(joined_TH, read["hidden_norm.weight"], eps)
         hidden_SH = at.host.embedding_VH[tokens_S]
         for index in range(int(config["num_hidden_layers"])):
             layer, sees_SZ = f"layers.{index}", self._sees(index, len(context_TH), device)
-            x_SH = tools.rms_norm(hidden_SH, read[f"{layer}.input_layernorm.weight"], eps)
+            x_SH = shared.rms_norm(hidden_SH, read[f"{layer}.input_layernorm.weight"], eps)
             x_ZH = torch.cat([context_TH, x_SH])
-            hidden_SH = tools.run_layer(
+            hidden_SH = shared.run_layer(
                 self.server, config, read, layer, hidden_SH, x_SH, x_ZH, sees_SZ
             )
-        return tools.rms_norm(hidden_SH, read["norm.weight"], eps)
+        return shared.rms_norm(hidden_SH, read["norm.weight"], eps)
 
     def _sees(self, layer: int, length: int, device: torch.device) -> Tensor:
         """Return which positions a row of the block attends to, [S, Z]."""
@@ -158,7 +158,7 @@ class ServedBackbone:
         query_S1 = key_Z[length:, None]
         sees_SZ = (key_Z <= query_S1) if causal else (key_Z >= 0).expand(self.block_size, -1)
         if sliding:
-            window = int(tools.require_field(self.config, "sliding_window"))
+            window = int(shared.require_field(self.config, "sliding_window"))
             sees_SZ = sees_SZ & ((key_Z > query_S1 - window) | (key_Z >= length))
         return sees_SZ
 
@@ -186,7 +186,7 @@ class ServedBackbone:
 
 def read(folder: Path, server: str) -> ServedDraft:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
-    tools.require_server(server, SERVERS)
+    shared.require_server(server, SERVERS)
     config, tensors = read_backbone(folder, server)
     for name in tensors:
         if name.startswith(("prefix_gru.", "embed_proj.")):
@@ -200,13 +200,13 @@ def read(folder: Path, server: str) -> ServedDraft:
 
 def read_backbone(folder: Path, server: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json's content, and the tensors under the names that servers give them."""
-    config, stored = tools.read_folder(folder, ARCHITECTURE)
+    config, stored = shared.read_folder(folder, ARCHITECTURE)
     if "transformer_layer_config" in config:
         raise UnservableError(
             "config.json is of the speculators layout, which has the same architecture name and "
             "which no server reads here\n  export the draft with draftcore"
         )
-    tools.require_field({**config, **(config.get("dflash_config") or {})}, "block_size")
+    shared.require_field({**config, **(config.get("dflash_config") or {})}, "block_size")
     tensors = {}
     for name, tensor in stored.items():
         name = name.removeprefix("model.") if server == "sglang" else name
@@ -218,13 +218,13 @@ def read_backbone(folder: Path, server: str) -> tuple[dict[str, Any], dict[str, 
 
 def backbone_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a server fills, with the shapes that config.json gives them."""
-    hidden = int(tools.require_field(config, "hidden_size"))
-    depth = int(tools.require_field(config, "num_hidden_layers"))
-    _, _, width = tools.head_shape(config)
+    hidden = int(shared.require_field(config, "hidden_size"))
+    depth = int(shared.require_field(config, "num_hidden_layers"))
+    _, _, width = shared.head_shape(config)
     nested = config.get("dflash_config") or {}
     layers = nested.get("target_layer_ids") or config.get("target_layer_ids") or range(depth)
     layer = {
-        **tools.layer_shapes(config, hidden),
+        **shared.layer_shapes(config, hidden),
         **{f"self_attn.{name}.weight": (width,) for name in ("q_norm", "k_norm")},
         **{f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")},
     }

@@ -11,11 +11,11 @@ import pytest
 import torch
 from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
+from draftcore_nn.served import Host, Round, UnservableError
 from draftcore_sdk.algorithm_exports import ExportSuite
 from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeTarget, drop, put
 from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors, config_of
-from draftcore_tools.served import Host, Round, UnservableError
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 

@@ -16,11 +16,12 @@ from draftcore.contracts.offers import Bound
 from draftcore.contracts.run import Loaded, Needed, OpenRun, RunEnded
 from draftcore.contracts.store import FeatureStore, StoreAway, StoreError
 from draftcore.errors import UsageError
-from draftcore.files import secret, write_atomic
+from draftcore.files import write_atomic
 from draftcore.uris import format_size
 from draftcore_disagg.channel import PATIENCE, Channel, Task
 from draftcore_disagg.launcher import QUEUE
 from draftcore_disagg.queue import STORE_RETRY, Queue, QueueService, RemoteQueue
+from draftcore_disagg.secret import secret
 
 FAREWELL = 5.0  # seconds for producers to hear that the run is over
 MEMORY = Path("/dev/shm")

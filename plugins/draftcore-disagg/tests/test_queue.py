@@ -135,22 +135,15 @@ def test_tasks_are_claimed_once_and_in_the_plans_order_whoever_asks() -> None:
     assert len({one.claim for found in claimed for one in found}) == 6
 
 
-def test_no_more_batches_are_claimed_than_may_be_held() -> None:
-    run = Run(ahead=2)
-    assert positions(run.claim("a", 5)) == [0, 1]
-    assert run.claim("b") == []
-    run.queue.advance(1)
-    assert positions(run.claim("b", 5)) == [2]
-
-
-def test_a_claim_reserves_bytes_and_reservations_never_exceed_the_limit() -> None:
-    run = Run(limit=25)
-    assert positions(run.claim("a", 5)) == [0, 1]
-    assert run.queue.status().nbytes == 20
-    assert run.claim("b") == []
-    run.queue.advance(1)
-    assert positions(run.claim("b", 5)) == [2]
-    assert run.queue.status().nbytes == 20
+@pytest.mark.parametrize("most", [{"ahead": 2}, {"limit": 25}])
+def test_no_more_is_claimed_than_may_be_held(most: dict[str, Any]) -> None:
+    """So many batches, or the bytes that claims reserve."""
+    run = Run(**most)
+    for done, claimed in ((0, [0, 1]), (1, [2])):
+        run.queue.advance(done)
+        assert positions(run.claim(f"after {done}", 5)) == claimed
+        assert run.queue.status().nbytes == 20
+        assert run.claim("b") == []
 
 
 def test_a_batch_without_room_is_not_overtaken_by_a_smaller_one() -> None:
@@ -204,15 +197,15 @@ def test_what_was_published_is_received_by_position_and_freed_once_it_is_trained
     assert run.freed == ["s0.g", "s1.g", "s2.g", "s3.g"]
 
 
-@pytest.mark.parametrize("claim", ["", "made up"])
-def test_what_was_never_claimed_is_not_published(claim: str) -> None:
+def test_what_was_never_claimed_is_not_published() -> None:
     run = Run()
     run.capture()
     run.claim("b")
     run.queue.leave("b")
-    assert not run.queue.publish(claim, refs(task(1)))
-    assert run.received(1) is None
-    assert run.freed == ["s2.g", "s3.g"]
+    for claim in ("", "made up"):
+        assert not run.queue.publish(claim, refs(task(1)))
+        assert run.received(1) is None
+        assert run.freed[-2:] == ["s2.g", "s3.g"]
     assert run.queue.status().producers == 1
 
 
@@ -242,26 +235,18 @@ def test_a_batch_of_two_epochs_shares_its_refs_and_is_freed_after_the_second_use
 # ---------------------------------------------------------------- failures
 
 
-def test_bad_rows_are_left_out_and_their_batch_goes_on_without_them() -> None:
-    run = Run()
+def test_a_bad_row_is_left_out_with_its_images_and_its_batch_goes_on_without_it() -> None:
+    run, one = Run(), task(0)
+    images = ((Image("a", "1"),), (Image("b", "2"),))  # told by a row's place in its batch
+    run.queue.offer(iter([replace(one, batch=replace(one.batch, images=images))]), 0)
     run.failing(BadRows({1: "row 1 holds nan"}))
     (again,) = run.claim("b")
-    assert (again.position, again.batch.rows, again.batch.ids) == (0, (0,), ("s0",))
-    assert again.batch.token_ids == ([0, 0, 0],)
+    left = CaptureBatch(0, (0,), ("s0",), ([0, 0, 0],), images[:1])
+    assert (again.position, again.batch) == (0, left)
     assert again.loss_masks == ([True, False, True],)
     assert run.queue.publish(again.claim, refs(again))
     assert run.received(0) == ["s0"]
     assert dict(run.skips) == {1: "row 1 holds nan"}
-
-
-def test_a_row_that_is_left_out_takes_its_images_along() -> None:
-    """Images are told by a row's place in its batch."""
-    run, one = Run(), task(0)
-    images = ((Image("a", "1"),), (Image("b", "2"),))
-    run.queue.offer(iter([replace(one, batch=replace(one.batch, images=images))]), 0)
-    run.failing(BadRows({0: "odd"}))
-    (again,) = run.claim("b")
-    assert (again.batch.rows, again.batch.images) == ((1,), images[1:])
 
 
 def test_rows_that_were_skipped_before_are_never_asked_for() -> None:
@@ -271,24 +256,18 @@ def test_rows_that_were_skipped_before_are_never_asked_for() -> None:
     assert run.received(0) == []
 
 
-@pytest.mark.parametrize("reasons", [{}, {2: "no such row"}, {-1: "no such row"}])
-def test_bad_rows_that_name_none_of_the_batch_are_no_endless_repetition(
-    reasons: dict[int, str],
-) -> None:
-    run = Run()
-    for _ in range(ATTEMPTS):
-        assert run.failing(BadRows(reasons)).position == 0
-    assert positions(run.claim()) == [1]
-    assert sorted(run.skips) == [0, 1]
-
-
-def test_a_batch_that_fails_too_often_is_skipped_with_the_last_reason() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [DraftcoreError("no"), BadRows({}), BadRows({2: "no such row"}), BadRows({-1: "no such row"})],
+)
+def test_a_batch_that_fails_too_often_is_skipped(error: DraftcoreError) -> None:
+    """Also where the rows that are named as bad are none of it."""
     run = Run()
     for attempt in range(ATTEMPTS):
         assert run.received(0) is None
-        assert run.failing(DraftcoreError(f"attempt {attempt}"), f"p{attempt}").position == 0
+        assert run.failing(error, f"p{attempt}").position == 0
     assert run.received(0) == []
-    assert set(run.skips.values()) == {f"attempt {ATTEMPTS - 1}"}
+    assert dict(run.skips) == dict.fromkeys((0, 1), str(error))
     assert positions(run.claim()) == [1]
 
 
@@ -315,40 +294,31 @@ def test_more_skipped_rows_than_may_be_end_the_run_and_are_named() -> None:
             assert part in str(caught.value)
 
 
-def test_the_last_producer_that_leaves_with_an_error_ends_the_run_with_it(
-    clock: Clock,
-) -> None:
-    """After a while in which another may come: a restarted one, or one on another machine."""
+def test_the_last_producer_that_leaves_with_an_error_ends_the_run_with_it(clock: Clock) -> None:
+    """After a while in which another may come. Who leaves in peace is waited for."""
     run = Run()
-    run.claim("a")
-    run.claim("b")
-    run.queue.leave("a", "a has no GPU")
-    clock.now += 1
-    run.queue.leave("b", "sglang is not installed")
-    clock.now += module.NO_PRODUCER - 1
-    assert run.received(0) is None
-    run.claim("c")
-    clock.now += 5
-    run.queue.leave("c", "no server answers")
-    clock.now += module.NO_PRODUCER - 1
-    assert run.received(0) is None
+    for left, error, waited in (
+        (("a", "b"), "sglang is not installed", module.NO_PRODUCER - 1),
+        (("c",), "", 10 * module.NO_PRODUCER),
+        (("d",), "no server answers", module.NO_PRODUCER - 1),
+    ):
+        for name in left:
+            run.claim(name)
+        for name in left:
+            clock.now += 1
+            run.queue.leave(name, error)
+        clock.now += waited
+        assert run.received(0) is None
     clock.now += 2
     with pytest.raises(DraftcoreError, match="no producer works for this run\n  no server answers"):
         run.queue.receive(0, 0)
 
 
-def test_producers_that_leave_in_peace_are_waited_for(clock: Clock) -> None:
-    run = Run()
-    run.claim("a")
-    run.queue.leave("a")
-    clock.now += 10 * module.NO_PRODUCER
-    assert run.received(0) is None
-
-
 # ---------------------------------------------------------------- a store that is full
 
 
-def test_a_full_store_gives_up_all_that_is_published_and_needed_later() -> None:
+def test_a_full_store_gives_up_all_that_is_needed_later_until_the_refused_batch_has_room() -> None:
+    """And nothing later is captured meanwhile: a fast producer could fill what was freed."""
     run = Run()
     (first,) = run.claim("slow")
     for _ in range(3):
@@ -357,22 +327,10 @@ def test_a_full_store_gives_up_all_that_is_published_and_needed_later() -> None:
     assert run.freed == [f"s{row}.g" for row in range(2, 8)]
     assert run.received(1) is None
     (first,) = run.claim("slow")
-    run.queue.publish(first.claim, refs(first))
-    assert positions(run.claim("fast", 3)) == [1, 2, 3]
-
-
-def test_nothing_needed_later_is_captured_until_a_refused_batch_has_room() -> None:
-    """Else a fast producer could fill what was freed, time and again."""
-    run = Run()
-    (first,) = run.claim("slow")
-    run.capture("fast")
-    run.queue.publish(first.claim, full())
-    assert run.freed == ["s2.g", "s3.g"]
-    (first,) = run.claim("slow")
     assert first.position == 0
     assert run.claim("fast") == []
     run.queue.publish(first.claim, refs(first))
-    assert positions(run.claim("fast", 2)) == [1, 2]
+    assert positions(run.claim("fast", 3)) == [1, 2, 3]
 
 
 def test_what_a_loader_received_is_not_taken_back() -> None:
@@ -443,27 +401,22 @@ def test_a_store_that_stays_away_ends_the_run_and_is_waited_for_once() -> None:
 
 
 def test_what_cannot_be_read_is_captured_again_and_skipped_in_the_end() -> None:
+    """A rejection that comes before, twice or too late harms nothing."""
     run = Run()
+    run.queue.reject(0, "never captured")
     for attempt in range(ATTEMPTS):
         run.capture(generation=f"g{attempt}")
         assert run.received(0) == ["s0", "s1"]
-        run.queue.reject(0, "sample s0 is torn")
-        assert run.freed[-2:] == [f"s0.g{attempt}", f"s1.g{attempt}"]
+        for _ in range(2):
+            run.queue.reject(0, "sample s0 is torn")
+        assert run.freed == [f"s{row}.g{at}" for at in range(attempt + 1) for row in (0, 1)]
     assert run.received(0) == []
-    assert dict(run.skips) == {0: "sample s0 is torn", 1: "sample s0 is torn"}
-
-
-def test_a_rejection_that_comes_twice_or_too_late_harms_nothing() -> None:
-    run = Run()
-    run.queue.reject(0, "never captured")
+    assert dict(run.skips) == dict.fromkeys((0, 1), "sample s0 is torn")
     run.capture()
-    run.queue.reject(0, "torn")
-    run.queue.reject(0, "torn")
-    assert run.freed == ["s0.g", "s1.g"]
-    run.capture(generation="h")
-    run.queue.advance(1)
-    run.queue.reject(0, "torn")
-    assert run.freed == ["s0.g", "s1.g", "s0.h", "s1.h"]
+    run.queue.advance(2)
+    run.queue.reject(1, "too late")
+    assert run.freed[-2:] == ["s2.g", "s3.g"]
+    assert positions(run.claim()) == [2]
 
 
 # ---------------------------------------------------------------- the end, and waiting
@@ -516,7 +469,21 @@ def test_a_change_that_makes_work_for_several_producers_wakes_them_all(
             one.result(SOON)
 
 
-@pytest.mark.parametrize("way", ["advance", "release", "reject", "leave", "failure", "offer"])
+def offer(run: Run) -> None:
+    run.queue.advance(1)
+    run.queue.offer(iter([task(1)]), 1)
+
+
+WAKES: dict[str, tuple[int, Callable[[Run], object]]] = {
+    "advance": (1, lambda run: run.queue.advance(1)),
+    "release": (1, lambda run: run.queue.receive(1, 0, released=[0])),
+    "reject": (0, lambda run: run.queue.reject(0, "torn")),
+    "leave": (0, lambda run: run.queue.leave("a")),
+    "offer": (1, offer),
+}
+
+
+@pytest.mark.parametrize("way", [*WAKES, "failure"])
 def test_a_producer_that_waits_wakes_when_there_is_something_to_capture(
     beside: Callable[..., Future[Any]], way: str
 ) -> None:
@@ -524,103 +491,49 @@ def test_a_producer_that_waits_wakes_when_there_is_something_to_capture(
     run.queue.ttl = 1e6
     (claimed,) = run.claim("a")
     waiting = beside(lambda: run.queue.claim("b", 1, 50 * SOON))
-    wanted = 0
-    match way:
-        case "advance" | "release" | "reject":
-            run.queue.publish(claimed.claim, refs(claimed))
-            assert run.received(0) == ["s0", "s1"]
-            if way == "advance":
-                run.queue.advance(wanted := 1)
-            elif way == "release":
-                run.queue.receive(wanted := 1, 0, released=[0])
-            else:
-                run.queue.reject(0, "torn")
-        case "leave":
-            run.queue.leave("a")
-        case "failure":
-            run.queue.publish(claimed.claim, DraftcoreError("try again"))
-        case "offer":
-            run.queue.advance(1)
-            run.queue.offer(iter([task(wanted := 1)]), 1)
+    wanted, wake = WAKES.get(way, (0, lambda run: None))
+    if way not in ("leave", "offer"):
+        failed = DraftcoreError("try again")
+        run.queue.publish(claimed.claim, failed if way == "failure" else refs(claimed))
+    assert way in ("leave", "offer", "failure") or run.received(0) == ["s0", "s1"]
+    wake(run)
     assert positions(waiting.result(SOON)) == [wanted]
 
 
 # ---------------------------------------------------------------- through a channel
 
 
-def test_another_process_claims_publishes_and_receives_the_same() -> None:
-    run = Run(skipped={1: "bad"})
-    far, near = RemoteQueue(Loopback(run.queue)), Run(skipped={1: "bad"})
-    assert far.about() == {"store": "shm:x"}
-    (ours,), store = far.claim(1, 0)
-    (theirs,) = near.claim()
-    assert store == "shm:x"
-    assert ours.batch == theirs.batch
-    assert ours.loss_masks == ([True, False, True],)
-    assert far.publish(ours.claim, refs(ours))
-    assert far.publish(ours.claim, refs(ours)), "a repetition is known as one"
-    assert far.receive(0, 0) == refs(ours)
-    assert far.receive(1, 0) is None
-    far.reject(0, "torn")
-    assert run.freed == ["s0.g"]
-    (again,), _ = far.claim(1, 0)
-    assert again.position == 0
-    far.publish(again.claim, refs(again, "h"))
-    far.receive(1, 0, released=[0])
-    assert run.freed == ["s0.g", "s0.h"]
-    far.heartbeat()
-    far.leave("gone for lunch")
-    assert run.queue.status().producers == 0
-
-
-def test_another_process_tells_what_went_wrong() -> None:
+def test_another_process_may_repeat_itself_and_rejects_and_releases_what_it_received() -> None:
     run = Run()
     far = RemoteQueue(Loopback(run.queue))
-    (first,), _ = far.claim(1, 0)
-    run.capture("b")
-    far.publish(first.claim, full())
-    assert run.freed == ["s2.g", "s3.g"], "it made room"
-    (first,), _ = far.claim(1, 0)
-    far.publish(first.claim, BadRows({1: "row 1 is odd"}))
-    (first,), _ = far.claim(1, 0)
-    assert first.batch.rows == (0,)
-    for _ in range(ATTEMPTS):
-        far.publish(first.claim, RuntimeError("out of memory"))
-        (first,), _ = far.claim(1, 0)
-    assert dict(run.skips) == {1: "row 1 is odd", 0: "out of memory"}
-    run.queue.end("finished")
-    with pytest.raises(RunEnded, match="finished"):
-        far.claim(1, 0)
+    for generation in "gh":
+        ((claimed,), _) = far.claim(1, 0)
+        assert claimed.position == 0
+        for _ in range(2):
+            assert far.publish(claimed.claim, refs(claimed, generation))
+        assert far.receive(0, 0) == refs(claimed, generation)
+        if generation == "g":
+            far.reject(0, "torn")
+        else:
+            assert far.receive(1, 0, released=[0]) is None
+        assert run.freed[-2:] == [f"s0.{generation}", f"s1.{generation}"]
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        {},
-        {"producer": "x"},
-        {"producer": "x", "call": "offer"},
-        {"producer": "x", "call": "claim"},
-        {"producer": "x", "call": "claim", "count": "many"},
-        {"producer": "x", "call": "claim", "count": float("inf")},
-        {"producer": "x", "call": "claim", "count": 1, "wait": "long"},
-        {"producer": "x", "call": "publish"},
-        {"producer": "x", "call": "publish", "claim": "c", "refs": 3},
-        {"producer": "x", "call": "publish", "claim": "c", "refs": [{"feature_id": "a"}]},
-        {"producer": "x", "call": "publish", "claim": "c", "failed": "no"},
-        {"producer": "x", "call": "publish", "claim": "c", "failed": {"rows": [1]}},
-        {"producer": "x", "call": "receive", "position": None},
-        {"producer": "x", "call": "receive", "position": 0, "released": 5},
-        {"producer": "x", "call": "reject", "position": []},
-        {"producer": "x", "call": "leave"},
-    ],
-)
-def test_a_request_that_no_producer_sends_is_answered_by_an_error_and_changes_nothing(
-    request_: Json,
-) -> None:
+def test_a_request_that_no_producer_sends_is_answered_by_an_error_and_changes_nothing() -> None:
     run = Run()
     run.capture()
     (claimed,) = run.claim()
-    assert "error" in QueueService(run.queue).answer(request_)
+    claim, publish = {"call": "claim", "count": 1}, {"call": "publish", "claim": "c"}
+    requests: list[Json] = [
+        {"call": "offer"}, {"call": "leave"}, {"call": "reject", "position": []},
+        {"call": "claim"}, claim | {"count": "many"}, claim | {"count": float("inf")},
+        claim | {"wait": "long"}, {"call": "publish"}, publish | {"refs": 3},
+        publish | {"refs": [{"feature_id": "a"}]}, publish | {"failed": "no"},
+        publish | {"failed": {"rows": [1]}}, {"call": "receive", "position": None},
+        {"call": "receive", "position": 0, "released": 5},
+    ]  # fmt: skip
+    for request in [{}, {"producer": "x"}, *({"producer": "x", **one} for one in requests)]:
+        assert "error" in QueueService(run.queue).answer(request), request
     assert run.queue.publish(claimed.claim, refs(claimed))
     assert [run.received(0), run.received(1)] == [["s0", "s1"], ["s2", "s3"]]
     assert positions(run.claim()) == [2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,20 +14,16 @@ from draftcore_disagg.producer import produce
 from draftcore_disagg.queue import Queue, RemoteQueue
 from draftcore_disagg.queued import queued, tasks_of
 from draftcore_file.store import FileStore
-from draftcore_hf.capture import LocalCapture
-from draftcore_hf.target import TransformersTarget
-from draftcore_sdk.targets import tiny_target
 from draftcore_shm.store import ShmStore
 from queueing import Loopback
 
-from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.run import Needed, OpenCapture
-from draftcore.contracts.store import FeatureStore, Handle, SampleRef, StoreAway, StoreError
+from draftcore.contracts.run import Needed, OpenCapture, Ranks
+from draftcore.contracts.store import FeatureStore, Handle, StoreAway, StoreError
 from draftcore.errors import DraftcoreError
+from draftcore.run import Run
 from draftcore.run.features import Features
 from draftcore.run.train import TrainerParts
 from tests.features.world import (
-    CPU,
     ORIGIN,
     SOON,
     Batches,
@@ -51,9 +47,8 @@ class World(Here):
     def needed(self, store: FeatureStore | None = None, keeps: bool = False) -> Needed:
         """What a trainer needs whose drafts have made no step."""
         features = Features(self.request, ORIGIN, None, store, keeps)
-        parts = TrainerParts(
-            features, self.samples, self.plan, self.skipped, self.width, CPU, None, 2, 3
-        )
+        run = cast(Run, SimpleNamespace(width=self.width, ranks=Ranks()))
+        parts = TrainerParts(run, features, self.samples, self.plan, self.skipped, prefetch=2)
         parts.trainers.append(cast(Any, SimpleNamespace(step=0)))
         return parts.needed()
 
@@ -108,47 +103,23 @@ def test_a_queue_gives_the_samples_of_a_capture_to_the_bit_and_leaves_nothing(wo
     store.close()
 
 
-def test_so_does_it_with_a_real_target(tmp_path: Path) -> None:
-    """Padding and batch size change its last bits; the plan's batches do not differ."""
-    world = World(tmp_path, rows=7, batch=3, accumulate=1, epochs=1)
-    target = TransformersTarget(str(tiny_target(tmp_path / "target")), device="cpu")
-    request = world.request = FeatureRequest((1, 3), True, "float32", topk=5, embeddings=True)
-    world.width = 48
-    world.capture = lambda: LocalCapture(target, request)
-    wanted = read(world.captured())
-    with world.closing:
-        require_equal(read(world.queued()), wanted)
-
-
-@pytest.mark.parametrize("skipped", [[4], [0, 3, 7], list(range(11))])
-def test_skipped_rows_are_left_out(tmp_path: Path, skipped: list[int]) -> None:
-    """Also where a batch, or all of them, has none left."""
-    world = World(tmp_path, skipped=skipped)
-    wanted = read(world.captured())
-    with world.closing:
-        require_equal(read(world.queued()), wanted)
-
-
-@pytest.mark.parametrize("kind", [Mixing, Infinite, Delivering, Far])
-def test_rows_that_turn_out_bad_are_left_out(tmp_path: Path, kind: type[Mixing]) -> None:
-    """The others of their batch are captured without them."""
-    world = World(tmp_path, epochs=1)
+@pytest.mark.parametrize(
+    ("kind", "skipped"),
+    [
+        *((Mixing, skipped) for skipped in ([4], [0, 3, 7], range(11))),
+        *((kind, []) for kind in (Infinite, Delivering, Far)),
+    ],
+)
+def test_rows_that_were_skipped_or_turn_out_bad_are_left_out(
+    tmp_path: Path, kind: type[Mixing], skipped: Sequence[int]
+) -> None:
+    """The others of their batch are captured without them; also where it, or all, have none left."""
+    world = World(tmp_path, skipped=skipped, epochs=1)
     world.capture = lambda: kind(bad=[2, 5])
     wanted = read(world.captured())
-    assert len(wanted) == 9
     with world.closing:
         require_equal(read(world.queued()), wanted)
-        assert set(world.skipped) == {2, 5}
-
-
-def test_too_many_bad_rows_end_the_iteration_with_their_names(world: World) -> None:
-    world.capture = lambda: Mixing(bad=range(11))
-    source = world.queued()
-    world.skipped.most = 1
-    batches = loader(source)
-    with pytest.raises(DraftcoreError, match=r"\d rows cannot be trained on"):
-        list(batches)
-    within(batches.close)
+        assert set(world.skipped) == {2, 5, *skipped}
 
 
 def test_a_task_says_what_its_features_take_with_their_text(world: World) -> None:
@@ -169,18 +140,21 @@ def test_a_step_of_more_batches_than_are_held_goes_through(tmp_path: Path) -> No
 
 
 class Torn(ShmStore):
-    """A ring of which a loader's first reads of some samples fail."""
+    """A ring of which some of a loader's reads fail, by default all."""
 
-    error: DraftcoreError
-    failures = 3
+    error: DraftcoreError = StoreAway("for hours")
+    failing: Container[int] = range(10**9)
 
-    def get_many(
-        self, refs: Sequence[SampleRef], device: str = "cpu", names: Sequence[str] | None = None
-    ) -> tuple[Handle, ...]:
-        self.failures -= 1
-        if self.failures >= 0 and self.failures % 2 == 0:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reads, self.asked = 0, threading.Event()
+
+    def get_many(self, *args: Any, **kwargs: Any) -> tuple[Handle, ...]:
+        self.asked.set()
+        self.reads += 1
+        if self.reads in self.failing:
             raise self.error
-        return super().get_many(refs, device, names)
+        return super().get_many(*args, **kwargs)
 
 
 @pytest.mark.parametrize("error", [StoreError("torn"), StoreAway("not now")])
@@ -190,9 +164,9 @@ def test_what_is_torn_is_captured_again_and_a_store_that_is_away_is_waited_for(
     wanted = read(world.captured())
     source = world.queued(open_store=Torn.open)
     assert isinstance(world.store, Torn)
-    world.store.error = error
+    world.store.error, world.store.failing = error, {1, 3}
     require_equal(read(source), wanted)
-    assert world.store.failures < 0
+    assert world.store.reads > 3
     assert not world.skipped
     again = world.queue.status().captured - len(wanted)
     assert again == 0 if isinstance(error, StoreAway) else again > 0
@@ -203,43 +177,24 @@ def test_what_is_torn_in_a_store_that_keeps_is_captured_again(world: World) -> N
     wanted = read(world.stored())
     world.store.close()
     (world.folder / "features").rename(world.folder / "ring")
-    for shard in (world.folder / "ring").glob("shard-*.safetensors"):
-        data = bytearray(shard.read_bytes())
-        data[-1] ^= 1
-        shard.write_bytes(data)
-        break
+    shard = next((world.folder / "ring").glob("shard-*.safetensors"))
+    shard.write_bytes((data := shard.read_bytes())[:-1] + bytes([data[-1] ^ 1]))
     source = world.queued(open_store=FileStore.open, keeps=True)
     require_equal(read(source), wanted)
     assert not world.skipped
 
 
-class Away(ShmStore):
-    """A ring that never answers a loader."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.asked = threading.Event()
-
-    def get_many(self, *args: Any, **kwargs: Any) -> tuple[Handle, ...]:
-        self.asked.set()
-        raise StoreAway("for hours")
-
-
-def test_a_store_that_stays_away_ends_the_iteration(world: World) -> None:
-    world.patience = 0.0
-    batches = loader(world.queued(open_store=Away.open))
-    with pytest.raises(StoreAway):
-        next(batches)
-    within(batches.close)
-
-
+@pytest.mark.parametrize("patience", [0.0, 1e6])
 @pytest.mark.parametrize("producers", [0, 1])
-def test_closing_waits_neither_for_producers_nor_for_a_store_that_is_away(
-    world: World, producers: int
+def test_a_store_that_stays_away_ends_the_iteration_and_closing_waits_for_nobody(
+    world: World, producers: int, patience: float
 ) -> None:
-    world.patience = 1e6
-    source = world.queued(producers, open_store=Away.open)
-    assert isinstance(world.store, Away)
+    world.patience = patience
+    source = world.queued(producers, open_store=Torn.open)
+    assert isinstance(world.store, Torn)
     batches = loader(source)
     assert not producers or world.store.asked.wait(SOON)
+    if producers and not patience:
+        with pytest.raises(StoreAway):
+            next(batches)
     within(batches.close)

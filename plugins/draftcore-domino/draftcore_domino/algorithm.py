@@ -2,7 +2,7 @@
 
 from draftcore_dflash.algorithm import DFlash
 
-from draftcore_domino import serving
+from draftcore_domino import served, serving
 from draftcore_domino.config import DominoConfig
 from draftcore_domino.drafter import DominoDrafter
 from draftcore_domino.model import DominoDraft
@@ -17,4 +17,4 @@ class Domino(DFlash):
     module = DominoDraft
     decoder = DominoDrafter
     serving = serving
-    reader = "draftcore_domino.served"
+    served = served

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import draftcore_tools.served as tools
+import draftcore_nn.served as shared
 import torch
 from draftcore_dflash.served import ServedBackbone, backbone_shapes, read_backbone
-from draftcore_tools.served import Host, Round, ServedDraft, Suspect, UnservableError
+from draftcore_nn.served import Host, Round, ServedDraft, Suspect, UnservableError
 from torch import Tensor
 
 SERVERS = ("sglang",)
@@ -63,7 +63,7 @@ def _gru(x_H: Tensor, state_G: Tensor, read: Mapping[str, Tensor]) -> Tensor:
 
 def read(folder: Path, server: str) -> ServedDraft:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
-    tools.require_server(server, SERVERS)
+    shared.require_server(server, SERVERS)
     config, tensors = read_backbone(folder, server)
     nested = config.get("dflash_config") or {}
     if nested.get("projector_type") != "domino":
@@ -71,7 +71,7 @@ def read(folder: Path, server: str) -> ServedDraft:
             f"dflash_config.projector_type is {nested.get('projector_type')!r}, and sglang knows this "
             "head as 'domino' only\n  correct the name, or export again with draftcore"
         )
-    given = {name: tools.require_field({**config, **nested}, name) for name in FIELDS}
+    given = {name: shared.require_field({**config, **nested}, name) for name in FIELDS}
     if given["pure_draft_prefix_len"] != 1 or not isinstance(given["shift_label"], bool):
         raise UnservableError(
             "sglang serves pure_draft_prefix_len 1 and a shift_label of true or false; config.json "
@@ -83,12 +83,12 @@ def read(folder: Path, server: str) -> ServedDraft:
             "dflash_config: sglang refuses the draft"
         )
     states, rank = int(given["gru_hidden_dim"]), int(given["emb_dim"])
-    hidden = int(tools.require_field(config, "hidden_size"))
+    hidden = int(shared.require_field(config, "hidden_size"))
     head = {
         "prefix_gru.weight_ih_l0": (3 * states, hidden),
         "prefix_gru.weight_hh_l0": (3 * states, states),
         "embed_proj.0.weight": (rank, hidden + states),
         "embed_proj.2.weight": (int(config["vocab_size"]), rank),
     }
-    tools.require_tensors(tensors, head, "sglang refuses the draft")
+    shared.require_tensors(tensors, head, "sglang refuses the draft")
     return ServedDomino.of(server, config, tensors, backbone_shapes(config) | head)

@@ -51,7 +51,7 @@ class TestExports(ExportSuite):
         "partial": ("partial", {}),
         "yarn, not shifted": ("deepseek-v3", {"shift_label": False}),
     }
-    reader_shares: ClassVar = frozenset({"draftcore_tools.served", "draftcore_dflash.served"})
+    reader_shares: ClassVar = frozenset({"draftcore_nn.served", "draftcore_dflash.served"})
 
 
 def test_a_fresh_draft_has_the_published_sizes(target: TargetSpec) -> None:

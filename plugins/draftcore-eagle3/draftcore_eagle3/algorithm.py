@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftcore_nn import batches
-from draftcore_nn.serving import read_as_server
+from draftcore_nn.served import ServedDraft
 from draftcore_nn.target import dtype_name
 from torch import Tensor
 from torch.nn.functional import pad
@@ -26,21 +26,11 @@ from draftcore.contracts.algorithm import (
     StepOutput,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.serving import (
-    DisaggBatch,
-    DraftInput,
-    DraftShape,
-    RowField,
-    hidden_field,
-    topk_fields,
-)
+from draftcore.contracts.serving import DisaggBatch, DraftInput, RowPart
 from draftcore.contracts.target import TargetModel, TargetSpec
-from draftcore_eagle3 import config, model, serving, vocabulary
+from draftcore_eagle3 import config, model, served, serving, vocabulary
 from draftcore_eagle3.drafter import Eagle3Drafter
 from draftcore_eagle3.options import Eagle3Options
-
-if TYPE_CHECKING:
-    from draftcore_tools.served import ServedDraft
 
 
 class Eagle3(Algorithm):
@@ -88,9 +78,9 @@ class Eagle3(Algorithm):
         length = 1 + sum(accumulate(accuracies, mul))
         return {"simulated_acceptance_length": length} if length > 1 else {}
 
-    def disagg_row(self, shape: DraftShape) -> Sequence[RowField]:
+    def disagg_row(self) -> Sequence[RowPart]:
         """Send the draft's own state, not the target's features, and its proposals in its own ids."""
-        return (hidden_field(shape), *topk_fields(shape))
+        return ("hidden", "topk")
 
     def build_disagg_draft_input(self, batch: DisaggBatch, last_tokens: Tensor) -> DraftInput:
         return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)
@@ -106,4 +96,4 @@ class Eagle3(Algorithm):
         return serving.load(folder, target, self.options)
 
     def read_export(self, folder: Path, server: str) -> ServedDraft:
-        return read_as_server("draftcore_eagle3.served", folder, server)
+        return served.read(folder, server)

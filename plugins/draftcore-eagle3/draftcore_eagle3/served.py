@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import draftcore_tools.served as tools
+import draftcore_nn.served as shared
 import torch
-from draftcore_tools.served import Host, Round, ServedDraft, Suspect, UnservableError
+from draftcore_nn.served import Host, Round, ServedDraft, Suspect, UnservableError
 from torch import Tensor
 
 SERVERS = ("sglang", "vllm")
@@ -52,7 +52,7 @@ class ServedEagle3:
         return {
             "vocab_size": config["vocab_size"],
             "hidden_size": config.get("target_hidden_size") or config["hidden_size"],
-            "rope_theta": tools.read_rope(config).get("rope_theta"),
+            "rope_theta": shared.read_rope(config).get("rope_theta"),
             "dtype": config.get("dtype") or config.get("torch_dtype"),
         }
 
@@ -68,30 +68,30 @@ class ServedEagle3:
             ids, first = self.config.get(IDS), 1
         if ids is None:  # both servers' default, as inputs of layers
             ids, first = [2, host.num_layers // 2, host.num_layers - 3], 1
-        return tools.require_layers(tuple(int(layer) - first + self.shift for layer in ids), host)
+        return shared.require_layers(tuple(int(layer) - first + self.shift for layer in ids), host)
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
         """Run the draft: row t reads token t + 1 and the features of token t, drafts its own state."""
-        config, eps, layer = self.config, tools.eps_of(self.config), "midlayer"
+        config, eps, layer = self.config, shared.eps_of(self.config), "midlayer"
         read = {name: tensor.to(at.tokens_T.device) for name, tensor in self.tensors.items()}
         known_T = torch.cat([at.tokens_T[1:], at.tokens_T.new_tensor([at.last])])
         tokens_S = torch.cat([known_T, drafts_K])
         embedded_SH = read.get("embed_tokens.weight", at.host.embedding_VH)[tokens_S]
-        embedded_SH = tools.rms_norm(embedded_SH, read[f"{layer}.input_layernorm.weight"], eps)
+        embedded_SH = shared.rms_norm(embedded_SH, read[f"{layer}.input_layernorm.weight"], eps)
         parts = [part.float() for part in at.hidden]
         if _norms_layers(config):
             weights = (read[f"fc_norm.{i}.weight"] for i in range(3))
-            parts = [tools.rms_norm(x, w, eps) for x, w in zip(parts, weights, strict=True)]
+            parts = [shared.rms_norm(x, w, eps) for x, w in zip(parts, weights, strict=True)]
         hidden_SH = torch.cat(parts, -1) @ read["fc.weight"].T
         causal_SS = torch.ones(2 * (len(tokens_S),), device=tokens_S.device).tril().bool()
         finals = []
         for rows in range(len(known_T), len(tokens_S) + 1):
-            normed_SH = tools.rms_norm(hidden_SH, read[f"{layer}.hidden_norm.weight"], eps)
+            normed_SH = shared.rms_norm(hidden_SH, read[f"{layer}.hidden_norm.weight"], eps)
             x = torch.cat([embedded_SH[:rows], normed_SH], -1)
-            output_SH = tools.run_layer(
+            output_SH = shared.run_layer(
                 self.server, config, read, layer, hidden_SH, x, x, causal_SS[:rows, :rows]
             )
-            normed_SH = tools.rms_norm(output_SH, read["norm.weight"], eps)
+            normed_SH = shared.rms_norm(output_SH, read["norm.weight"], eps)
             finals.append(normed_SH[-1])
             fed_back_SH = normed_SH if config.get("norm_output") else output_SH
             hidden_SH = torch.cat([hidden_SH, fed_back_SH[-1:]])
@@ -105,7 +105,7 @@ class ServedEagle3:
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
         field = f"eagle_config.{IDS}" if self.server == "sglang" else f"the top-level {IDS}"
         kind = "outputs" if self.server == "sglang" else "inputs"
-        yield from tools.shifted_layers(self, field, kind)
+        yield from shared.shifted_layers(self, field, kind)
         if "d2t" in self.tensors:
             yield Suspect(
                 "d2t holds token ids, where servers expect offsets: target id = i + d2t[i]",
@@ -117,7 +117,7 @@ class ServedEagle3:
             "whether the state fed back between drafts is the normed one",
             replace(self, config={**self.config, "norm_output": flipped}),
         )
-        yield from tools.common_suspects(self, host, trained)
+        yield from shared.common_suspects(self, host, trained)
 
     def _over_vocabulary(self, logits_KU: Tensor, at: Round) -> Tensor:
         """Return logits over the target's tokens, [K, V], of those over the draft's."""
@@ -136,8 +136,8 @@ class ServedEagle3:
 
 def read(folder: Path, server: str) -> ServedDraft:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
-    tools.require_server(server, SERVERS)
-    config, stored = tools.read_folder(folder, "LlamaForCausalLMEagle3")
+    shared.require_server(server, SERVERS)
+    config, stored = shared.read_folder(folder, "LlamaForCausalLMEagle3")
     for name in OTHER_KINDS:
         if config.get(name) or (config.get("eagle_config") or {}).get(name):
             raise UnservableError(
@@ -153,8 +153,8 @@ def read(folder: Path, server: str) -> ServedDraft:
     used = {*shapes, "d2t", "t2d", "embed_tokens.weight"}
     ignored = tuple(sorted(tensors.keys() - used))
     if server == "vllm":
-        tools.require_no_others(ignored)
-    tools.require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
+        shared.require_no_others(ignored)
+    shared.require_tensors(tensors, shapes, f"{server} computes with whatever is in memory there")
     return ServedEagle3(server, config, {n: tensors[n] for n in used & tensors.keys()}, ignored)
 
 
@@ -171,10 +171,10 @@ def _norms_layers(config: Mapping[str, Any]) -> bool:
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a server fills, with the shapes that config.json gives them."""
-    hidden = int(tools.require_field(config, "hidden_size"))
+    hidden = int(shared.require_field(config, "hidden_size"))
     wide = int(config.get("target_hidden_size") or hidden)
-    vocab = int(config.get("draft_vocab_size") or tools.require_field(config, "vocab_size"))
-    layer = tools.layer_shapes(config, 2 * hidden)
+    vocab = int(config.get("draft_vocab_size") or shared.require_field(config, "vocab_size"))
+    layer = shared.layer_shapes(config, 2 * hidden)
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * wide),

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Drafter, Proposal
-from draftcore.contracts.runner import DecodeRunner, Prompts, Rows
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.proposals import checked_proposal, depth_of, lineage, verify, verify_tree
 from draftcore_eval.report import Decoded, Report, Tie
+from draftcore_eval.runner import DecodeRunner, Prompts, Rows
 
 # Top-2 gap, in logits, under which two forwards of one prefix may rank differently: eight units
 # in the last place of a logit of 16 in half precision (bf16 0.125, fp16 2^-6), fifty in fp32.

@@ -13,12 +13,12 @@ from importlib_metadata import PackageNotFoundError, version
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun
-from draftcore.contracts.runner import DecodeRunner
 from draftcore.errors import UsageError
 from draftcore.progress import Progress
 from draftcore_eval.decode import evaluate_prompts
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Report, comparison, plot
+from draftcore_eval.runner import DecodeRunner
 
 
 def versions(*names: str) -> dict[str, str]:
@@ -44,7 +44,9 @@ class Decoding:
 
     def decoder(self, draft: OpenDraft, built: Draft) -> DecodeRunner:
         """Return what decodes with the draft, whose weights may be updated in place meanwhile."""
-        return self.runner.decode(self.run.target.load_model(), draft.drafter(built), built.module)
+        model, drafter = self.run.target.load_model(), draft.drafter(built)
+        runner: DecodeRunner = self.runner.decode(model, drafter, built.module)
+        return runner
 
     def evaluate(self, draft: OpenDraft, built: Draft, step: int) -> Report:
         """Decode the eval prompts with a draft, for real. Raises UsageError without such prompts."""

@@ -17,8 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_64
 from xxhash import xxh3_64_hexdigest as digest_of
 
 from draftcore.contracts.store import (
@@ -36,6 +38,7 @@ from draftcore.uris import format_size
 
 Key = tuple[str, str]
 Tensors = Mapping[str, Tensor]
+PIECE = 512 << 10  # bytes; 128 KiB to 1 MiB do as well where the L2 cache has 1 MiB
 
 
 class BaseStore(FeatureStore):
@@ -217,6 +220,19 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return a view of a contiguous CPU tensor's bytes."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def copy_digested(room: memoryview, data: memoryview, digest: xxh3_64) -> None:
+    """Copy bytes, and let a digest take in each piece while it is in the cache.
+
+    A digest of bytes in memory takes 0.4 of the time of a copy, of those in the core's cache 0.15. Other
+    threads run meanwhile: numpy's copy lets go of the interpreter's lock, a memoryview's not.
+    """
+    to, source = np.asarray(room), np.asarray(data)
+    for start in range(0, len(room), PIECE):
+        piece = slice(start, start + PIECE)
+        np.copyto(to[piece], source[piece])
+        digest.update(room[piece])
 
 
 def plain(tensors: Tensors) -> Tensors:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from draftcore.contracts.runner import GraphBackend, Outputs, ShapeKey
 from draftcore.errors import DraftcoreError
-from draftcore_graphs.outputs import leaves
-from draftcore_graphs.segments import Recording, Segments, record, record_eager
+from draftcore_graphs.segments import Recording, Segments, leaves, record, record_eager
 
 
 class SegmentBackend(GraphBackend):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 import torch
@@ -18,33 +17,23 @@ from torch import Tensor
 
 from draftcore.contracts.runner import ShapeKey
 
-
-class Padding(Enum):
-    """What a slot holds beyond the live batch."""
-
-    ZERO = "zero"
-    FILL = "fill"  # the slot's `value`
-    REPEAT = "repeat"  # what the first row holds
-
-
 # By axis, how many leading dimensions of the live values may be smaller than the bucket's.
 FREE = {"none": 0, "rows": 1, "tokens": 2}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One attribute of a batch: its shape by bucket, its dtype and how it is padded.
+    """One attribute of a batch: its shape by bucket and its dtype.
 
     `axis` says along which dimensions live values may be smaller than the bucket: `rows`, rows and
-    `tokens`, or `none`.
+    `tokens`, or `none`. The rest is padded with zeros, or repeats what the first row holds.
     """
 
     name: str
     shape: Callable[[ShapeKey], tuple[int, ...]]
     dtype: torch.dtype
     axis: Literal["rows", "tokens", "none"]
-    padding: Padding = Padding.ZERO
-    value: int | float | bool = 0
+    repeat: bool = False
 
 
 class StaticBuffers:
@@ -92,7 +81,7 @@ def _fill(slot: Slot, static: Tensor, live: Tensor) -> None:
         raise ValueError(f"slot {slot.name!r}: cannot fill {shapes} along {slot.axis}")
     inside = static[tuple(slice(size) for size in live.shape)]
     if live.shape != static.shape:
-        static.fill_(slot.value if slot.padding is Padding.FILL else 0)
+        static.zero_()
     inside.copy_(live)
-    if slot.padding is Padding.REPEAT:
+    if slot.repeat:
         static[len(live) :].copy_(static[:1].expand_as(static[len(live) :]))

@@ -12,6 +12,7 @@ as long as a backend has a graph in it.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -26,8 +27,6 @@ from draftcore_graphs.backend import SegmentBackend
 from draftcore_graphs.options import BreakableOptions
 from draftcore_graphs.segments import Step
 
-_streams: dict[int, torch.cuda.Stream] = {}
-_second_streams: dict[int, torch.cuda.Stream] = {}
 _pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 _abandoned: list[torch.cuda.CUDAGraph] = []  # torch's allocators still point to them
 
@@ -66,12 +65,10 @@ class Pool:
         return any(0 <= address - part["address"] < part["total_size"] for part in parts)
 
 
+@functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which this process records every graph of a device."""
-    assert device.index is not None
-    if device.index not in _streams:
-        _streams[device.index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device.index]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -90,12 +87,10 @@ def beside(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
     first.wait_stream(second)
 
 
+@functools.cache
 def second_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream that runs beside a device's current one, the same for the whole process."""
-    assert device.index is not None
-    if device.index not in _second_streams:
-        _second_streams[device.index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _second_streams[device.index]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def shared_pool(device: torch.device) -> Pool:

@@ -20,24 +20,18 @@ from typing import Any
 import torch
 from draftcore_eval.decode import EagerRunner, right_padded
 from draftcore_eval.proposals import checked_proposal, verify
+from draftcore_eval.runner import Prompts, Rows
+from draftcore_hf.decoder import decoder_model
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Drafter, Proposal
-from draftcore.contracts.runner import (
-    Batch,
-    GraphBackend,
-    GraphPlugin,
-    Outputs,
-    Prompts,
-    Rows,
-    ShapeKey,
-    Work,
-)
-from draftcore.contracts.target import TargetCache, TargetModel, decoder_model
+from draftcore.contracts.runner import Batch, GraphBackend, Outputs, ShapeKey
+from draftcore.contracts.target import TargetCache, TargetModel
 from draftcore.errors import DraftcoreError
 from draftcore_graphs.buckets import pad_to
-from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
+from draftcore_graphs.buffers import Slot, StaticBuffers
 from draftcore_graphs.divided import DividedRow
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.resolve import Phase
 from draftcore_graphs.runners import GraphRunner
 from draftcore_graphs.states import narrow, settle, tensors
@@ -82,10 +76,10 @@ class DecodeGraphRunner(GraphRunner):
     def _allocate(self, rows: int, max_len: int) -> None:
         self.max_len, K = max_len, self.drafter.num_drafts
         slots = (
-            Slot("last_B", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
-            Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
+            Slot("last_B", lambda key: (key.rows,), torch.long, "rows", repeat=True),
+            Slot("lengths_B", lambda key: (key.rows,), torch.long, "rows", repeat=True),
             Slot("live_B", lambda key: (key.rows,), torch.bool, "rows"),
-            Slot("source_B", lambda key: (key.rows,), torch.long, "rows"),  # ZERO: the first row
+            Slot("source_B", lambda key: (key.rows,), torch.long, "rows"),  # 0: the first row
             Slot("drafts_BK", lambda key: (key.rows, K), torch.long, "none"),
             Slot("room_B", lambda key: (key.rows,), torch.long, "none"),
         )

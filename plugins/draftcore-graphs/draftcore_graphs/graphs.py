@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from draftcore_eval.decode import EagerRunner
+from draftcore_eval.runner import DecodeRunner
 from torch import nn
 
 from draftcore.contracts.algorithm import Drafter
-from draftcore.contracts.runner import DecodeRunner, GraphBackend, GraphPlugin, RunnerContext
+from draftcore.contracts.runner import GraphBackend, RunnerContext
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 from draftcore.errors import UsageError
 from draftcore.tensors import resolve_device
 from draftcore_graphs.decode import DecodeGraphRunner
+from draftcore_graphs.graph_plugin import GraphPlugin
 from draftcore_graphs.options import GraphsOptions
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.resolve import AUTO, EAGER, STEP, Facts, Phase, resolve

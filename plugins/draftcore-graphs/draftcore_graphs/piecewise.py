@@ -27,9 +27,9 @@ from draftcore.contracts.runner import GraphBackend, Outputs, ShapeKey
 from draftcore.errors import UsageError
 from draftcore_graphs.backend import recorded, without_collection
 from draftcore_graphs.cuda import require_cuda
-from draftcore_graphs.options import PiecewiseOptions
 
 VERSIONS = 4096  # of one function; no run has so many buckets and layers
+MODES = {"inductor": "reduce-overhead", "cudagraphs": None}  # of compilers that record CUDA graphs
 
 
 class PiecewiseBackend(GraphBackend):
@@ -40,20 +40,17 @@ class PiecewiseBackend(GraphBackend):
         self._compiled: dict[ShapeKey, Callable[[], Outputs]] = {}
 
     @classmethod
-    def open(cls, options: PiecewiseOptions) -> PiecewiseBackend:
+    def open(cls, compiler: str) -> PiecewiseBackend:
         """Raises UsageError for an unknown compiler, and where one needs a CUDA device and has none."""
-        if options.compiler not in torch.compiler.list_backends(exclude_tags=None):
+        if compiler not in torch.compiler.list_backends(exclude_tags=None):
             raise UsageError(
-                f"torch.compile has no backend {options.compiler!r}\n"
+                f"torch.compile has no backend {compiler!r}\n"
                 f"  there are {', '.join(torch.compiler.list_backends())}\n"
                 "  leave compiler out for inductor, or set it to aot_eager or eager"
             )
-        if options.records_graphs:
+        if compiler in MODES:
             require_cuda("piecewise")
-        mode = options.mode
-        if options.compiler == "inductor" and mode is None:
-            mode = "reduce-overhead"
-        return cls(options.compiler, mode)
+        return cls(compiler, MODES.get(compiler))
 
     @contextmanager
     def capture_session(self) -> Iterator[None]:

@@ -15,7 +15,8 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
-    from draftcore.contracts.runner import GraphBackend, GraphPlugin, Runner, RunnerContext
+    from draftcore.contracts.runner import GraphBackend, Runner, RunnerContext
+    from draftcore_graphs.graph_plugin import GraphPlugin
 
 OPTIONS = "draftcore_graphs.options"
 FULL = frozenset({"device:cuda", "auto:cuda", "forks"})
@@ -66,40 +67,34 @@ def describe() -> Sequence[Offer]:
 
 
 @hookimpl
-def runner(name: str, context: RunnerContext, options: Any) -> Runner | None:
+def runner(name: str, context: RunnerContext, options: Any) -> Runner:
     if name == "compiled":
         from draftcore_graphs.compiled import Compiled
 
         return Compiled()
-    if name != "graphs":
-        return None
     from draftcore_graphs.graphs import Graphs
 
     return Graphs(context, options)
 
 
 @hookimpl
-def graph_backend(name: str, options: Any) -> GraphBackend | None:
+def graph_backend(name: str, options: Any) -> GraphBackend:
     """Open a backend. Raises UsageError where it records CUDA graphs and there is no CUDA device."""
-    if name in ("full", "breakable"):
-        from draftcore_graphs.cuda import open_backend
-
-        return open_backend(name, options)
     if name == "piecewise":
         from draftcore_graphs.piecewise import PiecewiseBackend
 
-        return PiecewiseBackend.open(options)
+        return PiecewiseBackend.open(options.compiler)
     if name == "recording":
         from draftcore_graphs.recording import RecordingBackend
 
         return RecordingBackend()
-    return None
+    from draftcore_graphs.cuda import open_backend
+
+    return open_backend(name, options)
 
 
 @hookimpl
-def graph_plugin(name: str, options: Any) -> GraphPlugin | None:
-    if name != "tbo":
-        return None
+def graph_plugin(name: str, options: Any) -> GraphPlugin:
     from draftcore_graphs.tbo import TwoBatchOverlap
 
     return TwoBatchOverlap(options.least_share)

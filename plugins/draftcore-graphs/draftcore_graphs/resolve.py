@@ -7,7 +7,7 @@ refuses what `auto` found makes the phase eager, and the plan shows the rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,19 +77,23 @@ def _shown(value: Any) -> str:
     return (" ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
 
 
+BOTH: tuple[PhaseName, ...] = ("prefill", "decode")
+KINDS = frozenset({"full_attention", "sliding_attention"})
+ALIBI = frozenset({"bloom", "falcon", "mpt"})
+
+
 @dataclass(frozen=True)
 class Rule:
     """A reason why a phase cannot run through graphs, and what the user can do about it.
 
-    `refuses` judges by the facts and by the capabilities of the backend. A rule that can judge only
-    when the phase runs says by what, in `judges_later_by`; its fact is one of `Facts.faults`.
+    A rule that can judge only when the phase runs says by what, in `judges_later_by`; its fact is one
+    of `Facts.faults`. `_refusing` judges by the others.
     """
 
     name: str
-    phases: tuple[PhaseName, ...]
-    refuses: Callable[[Facts, frozenset[str]], bool]
     reason: str
     remedy: str = ""
+    phases: tuple[PhaseName, ...] = BOTH
     judges_later_by: str = ""
 
     def why(self, faults: Mapping[str, str]) -> str:
@@ -104,123 +108,85 @@ class Rule:
         )
 
 
-BOTH: tuple[PhaseName, ...] = ("prefill", "decode")
-KINDS = frozenset({"full_attention", "sliding_attention"})
-ALIBI = frozenset({"bloom", "falcon", "mpt"})
 MASKS = Rule(
-    "masks",
-    ("prefill",),
-    lambda facts, backend: "masks" in facts.faults,
-    "the target does not keep to masks that a graph can hold",
-    judges_later_by="the first batch",
-)
-
+    "masks", "the target does not keep to masks that a graph can hold", "", ("prefill",),
+    "the first batch",
+)  # fmt: skip
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "device",
-        BOTH,
-        lambda facts, backend: (
-            any(word.startswith("device:") for word in backend)
-            and f"device:{facts.device}" not in backend
-        ),
-        "the backend does not run on the target's device",
-        "set target.device",
-    ),
+    Rule("device", "the backend does not run on the target's device", "set target.device"),
     Rule(
         "attention",
-        BOTH,
-        lambda facts, backend: facts.attention not in (None, "sdpa", "eager"),
         "its attention takes no mask that a graph could hold; sdpa and eager attention do",
     ),
     Rule(
         "layer-kinds",
-        BOTH,
-        lambda facts, backend: not facts.layer_kinds <= KINDS,
         "the target has layers that neither attend to all tokens nor to a window of them",
     ),
+    Rule("alibi", "the target computes its positions from the mask of the padding"),
+    Rule("rope", "the target chooses its rotary frequencies on the host, by the longest row"),
     Rule(
-        "alibi",
-        BOTH,
-        lambda facts, backend: facts.model_type in ALIBI,
-        "the target computes its positions from the mask of the padding",
-    ),
-    Rule(
-        "rope",
-        BOTH,
-        lambda facts, backend: any("dynamic" in kind or kind == "longrope" for kind in facts.rope),
-        "the target chooses its rotary frequencies on the host, by the longest row",
-    ),
-    Rule(
-        "experts",
-        BOTH,
-        lambda facts, backend: facts.experts == "eager",
-        "the target asks the host which experts to run",
+        "experts", "the target asks the host which experts to run",
         "leave experts_implementation out of the target's config.json",
     ),
     Rule(
-        "capture",
-        ("prefill",),
-        lambda facts, backend: "graphs" not in facts.capture,
-        "this capture backend does not run the target's forward here",
-        "set capture.name=hf",
+        "capture", "this capture backend does not run the target's forward here",
+        "set capture.name=hf", ("prefill",),
     ),
     Rule(
-        "sampling",
-        ("decode",),
-        lambda facts, backend: facts.temperature > 0,
-        "drafts and verdicts are drawn from a generator that is seeded for every batch",
-        "set eval.temperature=0",
+        "sampling", "drafts and verdicts are drawn from a generator that is seeded for every batch",
+        "set eval.temperature=0", ("decode",),
     ),
     Rule(
-        "drafter-trees",
-        ("decode",),
-        lambda facts, backend: "drafter-trees" in facts.faults,
-        "the algorithm drafts trees, and a round of those is not recorded",
-        judges_later_by="the drafter",
+        "drafter-trees", "the algorithm drafts trees, and a round of those is not recorded", "",
+        ("decode",), "the drafter",
     ),
     Rule(
-        "drafter-state",
-        ("decode",),
-        lambda facts, backend: "drafter-state" in facts.faults,
-        "the algorithm's decoding state cannot lie in static buffers",
-        judges_later_by="the draft's state",
+        "drafter-state", "the algorithm's decoding state cannot lie in static buffers", "",
+        ("decode",), "the draft's state",
     ),
     MASKS,
+)  # fmt: skip
+PLUGIN_RULES: tuple[Rule, ...] = (
+    Rule(
+        "nothing-captured", "a graph plugin sees captures and replays, and in eager there are none"
+    ),
+    Rule("phase", "the plugin does not work in this phase"),
+    Rule("forks", "the plugin forks streams off, which the backend cannot record"),
 )
 
 
-@dataclass(frozen=True)
-class PluginRule:
-    """A reason why a graph plugin cannot work in a phase.
-
-    `refuses` judges by the phase, and by the capabilities of the plugin and of the backend, None for
-    eager.
-    """
-
-    name: str
-    refuses: Callable[[PhaseName, frozenset[str], frozenset[str] | None], bool]
-    reason: str
+def _lacks(kind: str, value: str, words: frozenset[str]) -> bool:
+    """Say whether capabilities name values of a kind, such as `device:cuda`, and this is none of them."""
+    return any(word.startswith(f"{kind}:") for word in words) and f"{kind}:{value}" not in words
 
 
-PLUGIN_RULES: tuple[PluginRule, ...] = (
-    PluginRule(
-        "nothing-captured",
-        lambda phase, plugin, backend: backend is None,
-        "a graph plugin sees captures and replays, and in eager there are none",
-    ),
-    PluginRule(
-        "phase",
-        lambda phase, plugin, backend: (
-            any(word.startswith("phase:") for word in plugin) and f"phase:{phase}" not in plugin
-        ),
-        "the plugin does not work in this phase",
-    ),
-    PluginRule(
-        "forks",
-        lambda phase, plugin, backend: "forks" in plugin and "forks" not in (backend or ()),
-        "the plugin forks streams off, which the backend cannot record",
-    ),
-)
+def _refusing(phase: PhaseName, backend: str, facts: Facts) -> Rule | None:
+    """Return the first rule that refuses a backend."""
+    refused = {
+        "device": _lacks("device", facts.device, facts.backends.get(backend, frozenset())),
+        "attention": facts.attention not in (None, "sdpa", "eager"),
+        "layer-kinds": not facts.layer_kinds <= KINDS,
+        "alibi": facts.model_type in ALIBI,
+        "rope": any("dynamic" in kind or kind == "longrope" for kind in facts.rope),
+        "experts": facts.experts == "eager",
+        "capture": "graphs" not in facts.capture,
+        "sampling": facts.temperature > 0,
+        **dict.fromkeys(facts.faults, True),
+    }
+    found = (rule for rule in RULES if phase in rule.phases and refused.get(rule.name))
+    return next(found, None)
+
+
+def _refusing_plugin(phase: PhaseName, plugin: str, backend: str, facts: Facts) -> Rule | None:
+    """Return the first rule that refuses a graph plugin beside a backend."""
+    words = facts.plugins.get(plugin, frozenset())
+    able = facts.backends.get(backend, frozenset())
+    refused = {
+        "nothing-captured": backend == EAGER,
+        "phase": _lacks("phase", phase, words),
+        "forks": "forks" in words - able,
+    }
+    return next((rule for rule in PLUGIN_RULES if refused[rule.name]), None)
 
 
 def resolve(name: PhaseName, given: GraphsOptions, facts: Facts) -> Phase:
@@ -234,9 +200,7 @@ def resolve(name: PhaseName, given: GraphsOptions, facts: Facts) -> Phase:
     backend = given.backend
     if backend == AUTO:
         backend, decided["backend"] = _fitting(facts)
-    capabilities = facts.backends.get(backend, frozenset())
-    refusing = (r for r in RULES if name in r.phases and r.refuses(facts, capabilities))
-    if backend != EAGER and (rule := next(refusing, None)):
+    if backend != EAGER and (rule := _refusing(name, backend, facts)):
         if given.backend != AUTO:
             raise rule.error(name, backend, facts.faults)
         backend, decided["backend"] = EAGER, f"rule {rule.name}: {rule.why(facts.faults)}"
@@ -270,15 +234,11 @@ def _fitting(facts: Facts) -> tuple[str, str]:
 
 def _check_plugins(name: PhaseName, given: GraphsOptions, backend: str, facts: Facts) -> None:
     """Raise UsageError for a plugin that a rule refuses: what the user set is never left out."""
-
-    def refusing(plugin: str, backend: str) -> PluginRule | None:
-        words = facts.plugins.get(plugin, frozenset())
-        able = None if backend == EAGER else facts.backends.get(backend, frozenset())
-        return next((rule for rule in PLUGIN_RULES if rule.refuses(name, words, able)), None)
-
     for plugin in given.plugins:
-        if rule := refusing(plugin, backend):
-            others = sorted(other for other in facts.backends if not refusing(plugin, other))
+        if rule := _refusing_plugin(name, plugin, backend, facts):
+            others = sorted(
+                b for b in facts.backends if not _refusing_plugin(name, plugin, b, facts)
+            )
             also = f", or set runner.{name}.options.backend to {' or '.join(others)}"
             raise UsageError(
                 f"runner.{name}.options.plugins.{plugin} was set, and the rule {rule.name!r} "

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from draftcore.contracts.runner import GraphBackend, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore.contracts.runner import GraphBackend, Outputs, ShapeKey
 from draftcore_graphs.buckets import largest_first, pad_to
 from draftcore_graphs.buffers import StaticBuffers
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.resolve import Phase
 
 
@@ -37,6 +38,7 @@ class GraphRunner(ABC):
         self.phase, self.backend, self.plugins = phase, backend, plugins
         self.captured: set[ShapeKey] = set()
         self.tally = Tally()
+        self.counts = self.tally.counts
         self._addresses: tuple[int, ...] = ()
         self.buffers: StaticBuffers
 
@@ -56,10 +58,6 @@ class GraphRunner(ABC):
     def captures(self) -> int:
         return self.tally.captures
 
-    @property
-    def counts(self) -> Counter[str]:
-        return self.tally.counts
-
     def rows(self, rows: int) -> int | None:
         """Return the bucket that holds so many rows, None where none does."""
         return pad_to(rows, self.phase.rows, padding=self.phase.padding)
@@ -78,11 +76,11 @@ class GraphRunner(ABC):
         with self.backend.replay_session():
             batch = self.buffers.fill(key, live)
             if key not in self.captured or not self.backend.can_run(batch, key):
-                self.tally.counts["not captured" if key not in self.captured else "refused"] += 1
+                self.counts["not captured" if key not in self.captured else "refused"] += 1
                 return self.work(key)(batch)
             for plugin in self.plugins:
                 plugin.on_replay(key, batch)
-            self.tally.counts["replayed"] += 1
+            self.counts["replayed"] += 1
             return self.backend.replay(key)
 
     def forget(self) -> None:

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from draftcore.contracts.runner import Outputs
 from draftcore.errors import DraftcoreError
 from draftcore_graphs.breaks import recording
-from draftcore_graphs.outputs import form, leaves, mapped
 
 Step = Callable[[], None]
 
@@ -33,30 +33,24 @@ class Segments(Protocol):
 
     def isolated(self) -> AbstractContextManager[None]:
         """Wrap warm-up and recording: nothing else runs on their stream."""
-        ...
 
     def recording(self) -> AbstractContextManager[None]:
         """Wrap the recording of one function; a segment that an error left open is dropped."""
-        ...
 
     def begin(self) -> None:
         """Record from here on, without running what is recorded."""
-        ...
 
     def end(self) -> Step:
         """Return a function that runs the segment that was recorded since `begin`."""
-        ...
 
     def pin(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that returns a tensor at this one's address while the recording is kept.
 
         The steps that follow may use memory of the recordings' own again.
         """
-        ...
 
     def closing(self) -> AbstractContextManager[None]:
         """Wrap the dropping of all recordings, and free their memory."""
-        ...
 
 
 @dataclass
@@ -96,6 +90,26 @@ class Break:
             place.copy_(value)
 
 
+def leaves(outputs: Outputs) -> list[Tensor]:
+    """Return the tensors of outputs, in order."""
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def form(outputs: Outputs) -> Any:
+    """Return the containers, shapes and dtypes of outputs, to be compared with `==`.
+
+    Raises DraftcoreError for an object that cannot be an output.
+    """
+    values, containers = tree_flatten(outputs)
+    for value in values:
+        if not isinstance(value, Tensor | None):
+            raise DraftcoreError(
+                f"a function that is recorded, or a break in it, returned a {type(value).__name__}\n"
+                "  let it return a tensor, None, or a dict, tuple or list of these"
+            )
+    return containers, [value if value is None else (*value.shape, value.dtype) for value in values]
+
+
 def record(fn: Callable[[], Outputs], segments: Segments, *, breaks: bool) -> Recording:
     """Record one call, in one segment or with a new one after every break."""
     recorder = SegmentRecorder(segments)
@@ -113,8 +127,8 @@ def record(fn: Callable[[], Outputs], segments: Segments, *, breaks: bool) -> Re
 
 def record_eager(fn: Callable[[], Outputs]) -> Recording:
     """Return a recording whose only step is the whole function, as a break."""
-    outputs = mapped(fn(), torch.clone)
-    return Recording([Break(fn, (), form(outputs), list(leaves(outputs)))], outputs)
+    outputs = tree_map_only(Tensor, torch.clone, fn())
+    return Recording([Break(fn, (), form(outputs), leaves(outputs))], outputs)
 
 
 class SegmentRecorder:
@@ -142,12 +156,12 @@ class SegmentRecorder:
         if not self._open:  # within another break
             return fn(*args)
         self.end()
-        pinned = mapped(args, lambda tensor: self.segments.pin(tensor)())
+        pinned = tree_map_only(Tensor, lambda tensor: self.segments.pin(tensor)(), args)
         outputs = fn(*args)
         step = Break(fn, pinned, form(outputs))
         self.steps.append(step)
         self.begin()
-        static = mapped(outputs, torch.empty_like)
+        static: Outputs = tree_map_only(Tensor, torch.empty_like, outputs)
         places = [self.segments.pin(tensor) for tensor in leaves(static)]
 
         def fill() -> None:

@@ -36,18 +36,8 @@ def rebuild(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors(state: Any) -> list[Tensor]:
-    """Return the tensors of a state, in the order of its fields, keys or items.
-
-    Raises TypeError for what a graph would freeze.
-    """
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    rebuild(state, note)
-    return found
+    """Return the tensors of a state, in the order of its fields, keys or items."""
+    return [leaf for _, leaf in _leaves(state)]
 
 
 def narrow(state: Any, rows: int) -> Any:

@@ -25,10 +25,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
-from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore.contracts.runner import Batch, Outputs, ShapeKey
 from draftcore_graphs.cuda import beside
 from draftcore_graphs.divided import DividedRow
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.options import LEAST_SHARE
 
 
@@ -73,14 +75,11 @@ def split(batch: Batch, cut: Cut) -> tuple[Batch, Batch]:
 
 def merge(first: Outputs, second: Outputs, cut: Cut) -> Outputs:
     """Join the halves' outputs, each tensor [B, T, ...], to those of the whole batch."""
-    if isinstance(first, Tensor):
-        return _merged(first, second, cut)
-    if isinstance(first, dict):
-        return {name: merge(value, second[name], cut) for name, value in first.items()}
-    if isinstance(first, tuple | list):
-        pairs = zip(first, second, strict=True)
-        return type(first)(merge(one, other, cut) for one, other in pairs)
-    return None
+
+    def joined(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        return None if one is None or other is None else _merged(one, other, cut)
+
+    return tree_map(joined, first, second)
 
 
 def per_token(name: str) -> bool:

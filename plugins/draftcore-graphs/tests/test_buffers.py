@@ -10,15 +10,15 @@ from types import MappingProxyType
 import pytest
 import torch
 from draftcore_graphs.buckets import doubling, largest_first, multiples, pad_to
-from draftcore_graphs.buffers import Padding, Slot, StaticBuffers
+from draftcore_graphs.buffers import Slot, StaticBuffers
 from draftcore_graphs.states import fault, narrow, settle, tensors
 
 from draftcore.contracts.runner import ShapeKey
 
 SLOTS = (
     Slot("tokens", lambda key: (key.rows, key.length), torch.long, "tokens"),
-    Slot("lengths", lambda key: (key.rows,), torch.long, "rows", Padding.FILL, 1),
-    Slot("last", lambda key: (key.rows,), torch.long, "rows", Padding.REPEAT),
+    Slot("lengths", lambda key: (key.rows,), torch.long, "rows"),
+    Slot("last", lambda key: (key.rows,), torch.long, "rows", repeat=True),
     Slot("scale", lambda key: (2,), torch.float32, "none"),
 )
 LARGE, SMALL = ShapeKey(4, 6), ShapeKey(2, 3)
@@ -42,12 +42,12 @@ def test_each_slot_is_padded_by_its_own_policy_in_every_filling(buffers: StaticB
     live = {"tokens": full(7, 2, 4), "lengths": full(4, 2), "last": torch.tensor([8, 9])}
     views = buffers.fill(LARGE, {**live, "scale": torch.tensor([1.0, 2.0])})
     assert views["tokens"].tolist() == [[7, 7, 7, 7, 0, 0]] * 2 + [[0] * 6] * 2
-    assert views["lengths"].tolist() == [4, 4, 1, 1]
+    assert views["lengths"].tolist() == [4, 4, 0, 0]
     assert views["last"].tolist() == [8, 9, 8, 8]
     live = {"tokens": full(1, 1, 2), "lengths": full(2, 1), "last": full(3, 1)}
     views = buffers.fill(SMALL, live)
     assert views["tokens"].tolist() == [[1, 1, 0], [0, 0, 0]]
-    assert views["lengths"].tolist() == [2, 1]
+    assert views["lengths"].tolist() == [2, 0]
     assert views["last"].tolist() == [3, 3]
     assert views["scale"].tolist() == [1.0, 2.0]  # was not filled
     assert {name: view.data_ptr() for name, view in views.items()} == first

@@ -15,6 +15,7 @@ from draftcore_graphs import cuda
 from draftcore_graphs.breaks import run_eager
 from draftcore_graphs.cuda import CudaSegments, Pool, open_backend
 from draftcore_graphs.decode import DecodeGraphRunner
+from draftcore_graphs.graph_plugin import GraphPlugin
 from draftcore_graphs.options import BreakableOptions, PiecewiseOptions
 from draftcore_graphs.piecewise import PiecewiseBackend
 from draftcore_graphs.prefill import PrefillGraphRunner
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
+from draftcore.contracts.runner import GraphBackend, ShapeKey
 from draftcore.errors import DraftcoreError
 
 pytestmark = pytest.mark.gpu

@@ -13,13 +13,14 @@ from draftcore_eval.options import EvalOptions
 from draftcore_eval.proposals import verify
 from draftcore_eval.report import Decoded
 from draftcore_graphs.decode import DecodeGraphRunner
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
 from draftcore_sdk.replays import largest_gap
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Proposal
-from draftcore.contracts.runner import Batch, GraphPlugin, ShapeKey, Work
+from draftcore.contracts.runner import Batch, ShapeKey
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError
 

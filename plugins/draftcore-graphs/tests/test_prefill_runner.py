@@ -11,6 +11,7 @@ import torch
 from draftcore_eval.decode import right_padded
 from draftcore_graphs.backend import SegmentBackend
 from draftcore_graphs.divided import DividedRow
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.prefill import PrefillGraphRunner, static_features
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
@@ -19,7 +20,7 @@ from draftcore_sdk.replays import largest_gap
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore.contracts.runner import Batch, Outputs, ShapeKey
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError, UsageError
 

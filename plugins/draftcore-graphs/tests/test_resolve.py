@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from draftcore_graphs.options import GraphsOptions
-from draftcore_graphs.resolve import MOST, PLUGIN_RULES, RULES, Facts, PluginRule, Rule, resolve
+from draftcore_graphs.resolve import MOST, PLUGIN_RULES, RULES, Facts, Rule, resolve
 
 from draftcore.contracts.runner import PhaseName
 from draftcore.errors import UsageError
@@ -145,7 +145,7 @@ PLUGINS = replace(
 
 
 @pytest.mark.parametrize("rule", PLUGIN_RULES, ids=lambda rule: rule.name)
-def test_a_plugin_is_refused_by_the_name_of_the_rule(rule: PluginRule) -> None:
+def test_a_plugin_is_refused_by_the_name_of_the_rule(rule: Rule) -> None:
     """It is named as the rule that refuses it, in the phase and with the backend that it says."""
     backend = "eager" if rule.name == "nothing-captured" else "any"
     given = GraphsOptions(backend=backend, plugins={rule.name: {}})

@@ -20,13 +20,13 @@ SET_ASIDE_SECONDS = 60.0
 class BufferPool:
     """Keep uint8 tensors for reuse, at most `keep_bytes` of unused ones. Thread-safe.
 
-    `allocate(nbytes)` makes one; `release(buffer)` frees it, or returns False if it cannot.
+    `allocate(nbytes)` makes one, `release(buffer)` lets go of it.
     """
 
     def __init__(
         self,
         allocate: Callable[[int], Tensor],
-        release: Callable[[Tensor], bool],
+        release: Callable[[Tensor], object],
         *,
         keep_bytes: int,
     ) -> None:
@@ -56,8 +56,10 @@ class BufferPool:
         """Take a buffer back. Nothing may use it any more."""
         with self._mutex:
             kept = sum(other.numel() for other in self._free)
-            if kept + buffer.numel() <= self.keep_bytes or not self._release(buffer):
+            if kept + buffer.numel() <= self.keep_bytes:
                 self._free.append(buffer)
+            else:
+                self._release(buffer)
 
     def set_aside(self, buffer: Tensor) -> None:
         """Take back a buffer that a failed transfer may still write to."""

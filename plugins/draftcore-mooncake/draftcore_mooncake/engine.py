@@ -34,7 +34,7 @@ from torch import Tensor
 
 from draftcore.contracts.store import StoreAway, StoreError
 from draftcore.errors import UsageError
-from draftcore_mooncake.master import LOOPBACK, answers
+from draftcore_mooncake.master import answers
 from draftcore_mooncake.settings import Settings
 
 Piece = tuple[int, int]  # the address and the bytes of a part of an object
@@ -47,15 +47,11 @@ ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "10000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
 }
+PEER_TO_PEER = "P2PHANDSHAKE"  # in the place of a metadata server
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 FLOOR = "0.3.13"  # the first whose TCP port refuses addresses outside the lent memory
-NEEDED = ("setup", "setup_dummy", "close", "batch_remove", "batch_is_exist", "upsert_from")
+NEEDED = ("batch_remove", "batch_put_from_multi_buffers", "batch_upsert_from", "get_into_ranges")
 NEEDED_CONFIG = ("with_hard_pin", "preferred_segments", "soft_pin_action")  # the last: FLOOR
-RAW = (
-    *("batch_put_from_multi_buffers", "batch_upsert_from", "batch_get_into"),
-    "get_into_ranges",
-)
-BYTES = ("put_parts", "upsert_parts", "get_buffer")
 
 FULL, INVALID, NOT_READY, NOT_FOUND = -200, -600, -703, -704
 TRANSFER, RPC_FAIL, RPC_TIMEOUT = -800, -900, -901
@@ -84,7 +80,6 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14
 POPULATE_STEP = 32 << 20
 PROBE_SECONDS = 2.0
 LOOK_EVERY = 0.25  # seconds between two looks for a master that is away, and for the marker
-SMALLEST_LOCAL = 16 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _first_process: int | None = None  # that made an engine; one forked from it must not
@@ -119,8 +114,6 @@ def check(library: Any) -> None:
     store, config = library.MooncakeDistributedStore, library.ReplicateConfig
     lacking = [name for name in NEEDED if not hasattr(store, name)]
     lacking += [name for name in NEEDED_CONFIG if not hasattr(config, name)]
-    if not any(all(hasattr(store, name) for name in way) for way in (RAW, BYTES)):
-        lacking += [name for name in RAW if not hasattr(store, name)]
     if lacking:
         raise UsageError(
             f"this version of Mooncake is too old: it lacks {', '.join(lacking)}\n"
@@ -178,24 +171,26 @@ class Engine:
                 "library does not survive that\n  start workers with the method 'spawn'"
             )
         self.settings, self.address = settings, settings.address
-        self._asked = f"{LOOPBACK}:{settings.resident}" if settings.resident else self.address
         self._process = os.getpid()
         self._users, self._calls, self._closed, self._lost = 1, 0, False, False
         self._quiet = threading.Condition()
         self._store = library.MooncakeDistributedStore()
-        local = answers(self._asked, seconds=PROBE_SECONDS)
+        local = answers(self.address, seconds=PROBE_SECONDS)
         if not local:
             raise self._away("nothing answers there")
         _first_process = os.getpid()
-        code = self._set_up(settings.host or local)
+        host = settings.host or local
+        code = self._store.setup(
+            host, PEER_TO_PEER, settings.segment_bytes, 0, settings.protocol, settings.devices,
+            self.address,
+        )  # fmt: skip
         if code:
             raise StoreError(
-                f"Mooncake refuses to connect to {self._asked}: {explain(code)}\n"
-                f"  check that it is a master's rpc address, that host={settings.host or local} is "
-                f"this machine's, and metadata={settings.metadata}"
+                f"Mooncake refuses to connect to {self.address}: {explain(code)}\n"
+                f"  check that it is a master's rpc address, that host={host} is "
+                "this machine's"
             )
-        self.raw = all(hasattr(self._store, name) for name in RAW)
-        self.in_place = self.raw and settings.protocol == "tcp" and settings.resident is None
+        self.in_place = settings.protocol == "tcp"
         own = self._store.get_hostname() if settings.segment_bytes else ""
         self.segment = own or settings.segment
         self._config = library.ReplicateConfig()
@@ -225,18 +220,8 @@ class Engine:
                 engine._users += 1
             return engine
 
-    def lend_buffer(self) -> None:
-        """Keep the client for a reader, whose buffer it owns if it is a resident one's."""
-        if self.settings.resident is not None:
-            with _shared_mutex:
-                self._users += 1
-
-    def take_back_buffer(self) -> None:
-        if self.settings.resident is not None:
-            self.close()
-
     def master_answers(self) -> bool:
-        return bool(answers(self._asked, seconds=PROBE_SECONDS))
+        return bool(answers(self.address, seconds=PROBE_SECONDS))
 
     @property
     def foreign(self) -> bool:
@@ -247,7 +232,7 @@ class Engine:
         """Raise StoreError in a forked child."""
         if self.foreign:
             raise StoreError(
-                f"the store at {self._asked} was opened by process {self._process}, from "
+                f"the store at {self.address} was opened by process {self._process}, from "
                 f"which this one, {os.getpid()}, was forked\n"
                 "  start workers with the method 'spawn' and open the store there"
             )
@@ -281,35 +266,30 @@ class Engine:
         A key that exists keeps what it holds, and its code is 0 all the same. A master that does
         not answer raises at once, as some of the keys may exist then, and only others may be tried.
         """
+        pointers = [[pointer for pointer, _ in pieces] for pieces in objects]
+        sizes = [[nbytes for _, nbytes in pieces] for pieces in objects]
         with self._call() as store:
-            if self.raw:
-                pointers = [[pointer for pointer, _ in pieces] for pieces in objects]
-                sizes = [[nbytes for _, nbytes in pieces] for pieces in objects]
-                codes = store.batch_put_from_multi_buffers(
-                    list(keys), pointers, sizes, config=self._config
-                )
-            else:
-                codes = [
-                    store.put_parts(key, *map(_view, pieces), config=self._config)
-                    for key, pieces in zip(keys, objects, strict=True)
-                ]
+            codes = store.batch_put_from_multi_buffers(
+                list(keys), pointers, sizes, config=self._config
+            )
         return self._require_master(codes)
 
     def replace(self, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
         """Store objects of one piece, also over what is there, written completely or not."""
-        return self._again(lambda store: self._replace(store, keys, pieces))
+        where = _columns(pieces)
+        return self._again(
+            lambda store: store.batch_upsert_from(list(keys), *where, config=self._config)
+        )
 
     def get(self, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
         """Read objects into memory at least as large; return the object's bytes or a code each."""
-        return self._again(lambda store: self._get(store, keys, pieces))
+        where = _columns(pieces)
+        return self._again(lambda store: store.batch_get_into(list(keys), *where))
 
     def get_parts(
         self, keys: Sequence[str], parts: Sequence[tuple[Tensor, Sequence[Part]]]
     ) -> list[int]:
-        """Read parts of objects into buffers; return the bytes read or a code each.
-
-        Only with the raw calls, and into buffers of `allocate`.
-        """
+        """Read parts of objects into buffers of `allocate`; return the bytes read or a code each."""
 
         def read(store: Any) -> list[int]:
             to, lie, sizes = ([[[part[at] for part in own]] for _, own in parts] for at in range(3))
@@ -352,20 +332,8 @@ class Engine:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return memory (uint8) for `put` and `get`: touched, and registered where needed."""
-        if self.settings.resident is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        else:
-            with self._call() as store:
-                pointer = store.alloc_from_mem_pool(nbytes)
-            if not pointer:
-                raise StoreError(
-                    f"the resident client on port {self.settings.resident} has no {nbytes} bytes "
-                    "for this process's buffers\n  raise buffers in the store's URI"
-                )
-            array = (ctypes.c_uint8 * nbytes).from_address(pointer)
-            memory = torch.frombuffer(array, dtype=torch.uint8)
-        memory.zero_()
-        if not self.in_place and self.raw:
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        if not self.in_place:
             with self._call() as store:
                 self._register(store, memory)
         return memory
@@ -376,14 +344,11 @@ class Engine:
                 f"a buffer of {memory.nbytes} bytes cannot be registered: {explain(code)}"
             )
 
-    def release(self, memory: Tensor) -> bool:
-        """Give back what `allocate` returned; False for memory that can only be used again."""
-        if self.settings.resident is not None:
-            return False
-        if not self.in_place and self.raw and not self._closed:
+    def release(self, memory: Tensor) -> None:
+        """Let go of what `allocate` returned."""
+        if not self.in_place and not self._closed:
             with self._call() as store:
                 store.unregister_buffer(memory.data_ptr())
-        return True
 
     # ------------------------------------------------------------ how calls are made
 
@@ -414,7 +379,7 @@ class Engine:
         self.require_process()  # before the lock, which a fork may have left held
         with self._quiet:
             if self._closed:
-                raise StoreError(f"the connection to {self._asked} is closed\n  open it again")
+                raise StoreError(f"the connection to {self.address} is closed\n  open it again")
             self._calls += 1
         try:
             if self._lost and not self.master_answers():  # the library would try for 4 s
@@ -443,44 +408,10 @@ class Engine:
         return list(codes)
 
     def _away(self, why: str) -> StoreAway:
-        what = "resident client" if self.settings.resident else "master"
         return StoreAway(
-            f"no Mooncake {what} at {self._asked}: {why}\n  start one there (a restarted one is "
+            f"no Mooncake master at {self.address}: {why}\n  start one there (a restarted one is "
             "empty: what it held is captured again), or correct the store's URI"
         )
-
-    def _replace(self, store: Any, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
-        if not self.raw:
-            both = zip(keys, pieces, strict=True)
-            return [store.upsert_parts(key, _view(p), config=self._config) for key, p in both]
-        pointers, sizes = [pointer for pointer, _ in pieces], [nbytes for _, nbytes in pieces]
-        codes: list[int] = store.batch_upsert_from(list(keys), pointers, sizes, config=self._config)
-        return codes
-
-    def _get(self, store: Any, keys: Sequence[str], pieces: Sequence[Piece]) -> list[int]:
-        if not self.raw:
-            return [_copy_out(store, key, piece) for key, piece in zip(keys, pieces, strict=True)]
-        pointers, sizes = [pointer for pointer, _ in pieces], [nbytes for _, nbytes in pieces]
-        codes: list[int] = store.batch_get_into(list(keys), pointers, sizes)
-        return codes
-
-    def _set_up(self, host: str) -> int:
-        own = self.settings
-        local_bytes = 0 if all(hasattr(self._store, name) for name in RAW) else own.buffers
-        if own.resident is not None:
-            pool = own.buffers
-            code: int = self._store.setup_dummy(pool, SMALLEST_LOCAL, self._asked)
-        else:
-            code = self._store.setup(
-                host,
-                own.metadata,
-                own.segment_bytes,
-                local_bytes,
-                own.protocol,
-                own.devices,
-                own.address,
-            )
-        return code
 
     # ------------------------------------------------------------ the memory that is lent
 
@@ -568,17 +499,9 @@ def _view(piece: Piece) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(pointer))
 
 
-def _copy_out(store: Any, key: str, piece: Piece) -> int:
-    """Read with `get_buffer`; where it answers None, tell no object from no room."""
-    pointer, nbytes = piece
-    handle = store.get_buffer(key)
-    if handle is None:
-        size = int(store.get_size(key))
-        return size if size < 0 else -10
-    if handle.size() > nbytes:
-        return INVALID
-    ctypes.memmove(pointer, handle.ptr(), handle.size())
-    return int(handle.size())
+def _columns(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+    """Return addresses and sizes, as the library takes them."""
+    return [pointer for pointer, _ in pieces], [nbytes for _, nbytes in pieces]
 
 
 def _keep_in_child() -> None:

@@ -18,9 +18,7 @@ def describe() -> Sequence[Offer]:
 
 
 @hookimpl
-def feature_store(name: str, uri: str) -> MooncakeStore | None:
-    if name != "mooncake":
-        return None
+def feature_store(name: str, uri: str) -> MooncakeStore:
     from draftcore_mooncake.store import MooncakeStore  # torch, 1.6 s: keeps list-plugins quick
 
     return MooncakeStore.open(uri)

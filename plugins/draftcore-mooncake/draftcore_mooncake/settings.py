@@ -11,6 +11,7 @@ may have begun again, with another master.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -18,7 +19,6 @@ from urllib.parse import quote, urlencode
 from draftcore.errors import UsageError
 from draftcore.uris import Uri, parse_uri
 
-PEER_TO_PEER = "P2PHANDSHAKE"
 OWN_MASTER_BYTES = 2 << 30
 SEGMENT_UNIT = 16 << 20  # the engine refuses a segment below this
 PROTOCOLS = ("tcp", "rdma")
@@ -37,8 +37,6 @@ class Settings:
     protocol: str = "tcp"
     devices: str = ""
     host: str = ""  # this machine's, as others reach it; '' finds it out
-    metadata: str = PEER_TO_PEER
-    resident: int | None = None  # the port of the mooncake_client on this machine
     segment: str = ""  # the segment that takes what is put here; '' leaves it to the master
     patience: float = 60.0  # seconds that a master may be away
 
@@ -55,10 +53,8 @@ class Settings:
             protocol=options.get("protocol", cls.protocol),
             devices=options.get("devices", ""),
             host=options.get("host", ""),
-            metadata=options.get("metadata", PEER_TO_PEER),
-            resident=int(uri.number("resident", 1)) if "resident" in options else None,
             segment=options.get("segment", ""),
-            patience=uri.number("patience", cls.patience),
+            patience=_number(uri, "patience", cls.patience),
         )
         found._check(text)
         return found if address else replace(found, max_bytes=found.max_bytes or OWN_MASTER_BYTES)
@@ -93,11 +89,6 @@ class Settings:
             )
         if self.devices and self.protocol != "rdma":
             raise UsageError(f"{text!r} names devices without rdma\n  add protocol=rdma")
-        if self.resident is not None and (self.max_bytes is not None or not self.address):
-            raise UsageError(
-                f"{text!r} has a resident client, which alone lends memory, on a master that runs "
-                "already\n  write mooncake://HOST:PORT/NAME?resident=PORT, without max_bytes"
-            )
 
 
 def _address(uri: Uri) -> str:
@@ -110,5 +101,16 @@ def _address(uri: Uri) -> str:
     return uri.host
 
 
+def _number(uri: Uri, option: str, default: float) -> float:
+    """Return an option as a number above zero, or the default."""
+    text = uri.options.get(option, str(default))
+    if re.fullmatch(r"\d{1,15}(\.\d{1,15})?", text) is None or float(text) == 0:
+        raise UsageError(
+            f"{option}={text} in {uri.text!r} is not a number above zero\n"
+            f"  for example {option}={default:g}"
+        )
+    return float(text)
+
+
 OPTIONS = tuple(name for name in Settings.__dataclass_fields__ if name not in ("address", "name"))
-PASSED_ON = ("protocol", "devices", "metadata", "resident", "segment", "patience")
+PASSED_ON = ("protocol", "devices", "segment", "patience")

@@ -23,13 +23,7 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from draftcore_file.base import (
-    Key,
-    describe_items,
-    new_generation,
-    require_room,
-    select_names,
-)
+from draftcore_file.base import Key, describe_items, new_generation, require_room, select_names
 from torch import Tensor
 
 from draftcore.contracts.store import (
@@ -233,11 +227,19 @@ class MooncakeStore(FeatureStore):
                 self._remove_later(refs)
                 self._remove()
                 if error.code in (FULL, TRANSFER) and not self.engine.has_lender():
-                    raise self._without_lender(error.code) from None
+                    raise StoreAway(
+                        f"the memory of the store {self.uri} is not there: {explain(error.code)}\n"
+                        "  the process that opened it with max_bytes lends it: start that, or wait "
+                        "for it"
+                    ) from None
                 if error.code == FULL:
                     raise self._full(refs) from None
                 if not left:
-                    raise self._unstored(refs, error.code) from None
+                    kind = StoreAway if error.code == TRANSFER else StoreError
+                    raise kind(
+                        f"{len(refs)} samples cannot be stored: {explain(error.code)}\n"
+                        "  check the processes that lend memory to the store, then go on"
+                    ) from None
             except BaseException:
                 self._remove_later(refs)
                 raise
@@ -247,19 +249,6 @@ class MooncakeStore(FeatureStore):
 
     def _describe(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
         return describe_items(items, new_generation(), self.uri)
-
-    def _without_lender(self, code: int) -> StoreAway:
-        return StoreAway(
-            f"the memory of the store {self.uri} is not there: {explain(code)}\n"
-            "  the process that opened it with max_bytes lends it: start that, or wait for it"
-        )
-
-    def _unstored(self, refs: Sequence[SampleRef], code: int) -> StoreError:
-        kind = StoreAway if code == TRANSFER else StoreError
-        return kind(
-            f"{len(refs)} samples cannot be stored: {explain(code)}\n"
-            "  check the processes that lend memory to the store, then go on"
-        )
 
     def _full(self, refs: Sequence[SampleRef]) -> StoreFull:
         with self._mutex:
@@ -333,12 +322,10 @@ class MooncakeStore(FeatureStore):
         if torch.device(device).type != "cpu":
             self.buffers.give(buffer)
             return Handle(ref, tensors, self._unpin)
-        self.engine.lend_buffer()
 
         def close(ref: SampleRef) -> None:
             self._unpin(ref)
             self.buffers.give(buffer)
-            self.engine.take_back_buffer()
 
         return Handle(ref, tensors, close)
 

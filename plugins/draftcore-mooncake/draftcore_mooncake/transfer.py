@@ -1,7 +1,7 @@
 """Move samples between tensors and the store: pack, write, read, and check.
 
 No tensor is serialised. Large contiguous CPU tensors go to the wire from where they lie; all others,
-and everything for RDMA or a resident client, through a pooled buffer. A read goes into a pooled
+and everything for RDMA, through a pooled buffer. A read goes into a pooled
 buffer, and its tensors are views of that. What lies in memory that this process lends is copied into
 the buffer without the library, so that digests are taken while the bytes are in the cache.
 """
@@ -11,13 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from draftcore_file.base import bytes_of, sealed
+from draftcore_file.base import bytes_of, copy_digested, sealed
 from torch import Tensor
 from xxhash import xxh3_64
 
@@ -60,33 +59,27 @@ class _Packed(NamedTuple):
     record: Piece
 
 
-class _Wish(NamedTuple):
-    """What is to be read of a sample."""
+@dataclass(eq=False)
+class _Reading:
+    """A sample that is being read: which of its tensors, to where, and what came of it."""
 
     ref: SampleRef
     specs: tuple[TensorSpec, ...]
     nbytes: int
+    buffer: Tensor
+    code: int = 0  # of its object
+    intact: bool = False  # all bytes came, and have their digests
+    record: Record | None = None
 
-    @classmethod
-    def of(cls, ref: SampleRef, names: Sequence[str]) -> _Wish:
-        specs = tuple(spec for spec in ref.tensors if spec.name in names)
-        if specs == ref.tensors:
-            return cls(ref, specs, object_bytes(ref))
-        return cls(ref, specs, sum(place.nbytes for place in places(specs)))
+    @property
+    def is_whole(self) -> bool:
+        return self.specs == self.ref.tensors
 
     def parts(self) -> list[Part]:
         """Say where these tensors go in a buffer and where in the object they lie."""
         lies = {place.spec: place.start for place in places(self.ref.tensors)}
         found = [(to.start, lies[to.spec], to.nbytes) for to in places(self.specs)]
         return found or [(0, 0, 0)]  # which is refused where there is no object
-
-
-class _Read(NamedTuple):
-    """The outcome of a sample's read: the codes of its object and its records."""
-
-    code: int
-    whole: bool  # all bytes came, and have their digests
-    record_codes: tuple[int, int]
 
 
 class TransferError(Exception):
@@ -222,116 +215,97 @@ class Transfer:
         Mooncake fills one buffer and reports both as full.
         """
         last = {ref: at for at, ref in enumerate(refs)}
-        wishes = [
-            _Wish.of(ref, names[at] if self._engine.raw else _all(ref)) for ref, at in last.items()
-        ]
-        found = dict(zip(last, zip(wishes, self._read_unique(wishes), strict=True), strict=True))
-        outcome = []
-        for at, ref in enumerate(refs):
-            wish, (buffer, record) = found[ref]
-            if last[ref] != at:
-                copy = self._pool.take(wish.nbytes)
-                copy[: wish.nbytes] = buffer[: wish.nbytes]
-                buffer = copy
-            outcome.append((buffer, tensors_in(buffer, wish.specs), record))
-        return outcome
-
-    def _read_unique(self, wishes: Sequence[_Wish]) -> list[tuple[Tensor, Record | None]]:
-        buffers = [self._pool.take(wish.nbytes) for wish in wishes]
-        records: list[Record | None] = [None] * len(wishes)
-        waiting = list(range(len(wishes)))
+        readings = {ref: self._begin(ref, names[at]) for ref, at in last.items()}
+        waiting = list(readings.values())
         try:
             for left in reversed(range(TRIES)):
-                waiting = self._read_some(wishes, waiting, buffers, records, left)
-                if not waiting:
-                    break
-                time.sleep(PAUSE_SECONDS)
+                if waiting := self._read_some(waiting, left):
+                    time.sleep(PAUSE_SECONDS)
         except BaseException:
-            for buffer in buffers:
-                self._pool.give(buffer)
+            for one in readings.values():
+                self._pool.give(one.buffer)
             raise
-        return list(zip(buffers, records, strict=True))
+        outcome = []
+        for at, ref in enumerate(refs):
+            one = readings[ref]
+            buffer = one.buffer
+            if last[ref] != at:
+                buffer = self._pool.take(one.nbytes)
+                buffer[: one.nbytes] = one.buffer[: one.nbytes]
+            outcome.append((buffer, tensors_in(buffer, one.specs), one.record))
+        return outcome
 
-    def _read_some(
-        self,
-        wishes: Sequence[_Wish],
-        which: Sequence[int],
-        buffers: list[Tensor],
-        records: list[Record | None],
-        left: int,
-    ) -> list[int]:
-        """Read `which` of the samples; return those whose transfer failed."""
-        table = self._pool.take(2 * RECORD_BYTES * len(which))
+    def _begin(self, ref: SampleRef, names: Sequence[str]) -> _Reading:
+        specs = tuple(spec for spec in ref.tensors if spec.name in names)
+        nbytes = object_bytes(ref)
+        if specs != ref.tensors:
+            nbytes = sum(place.nbytes for place in places(specs))
+        return _Reading(ref, specs, nbytes, self._pool.take(nbytes))
+
+    def _read_some(self, readings: Sequence[_Reading], left: int) -> list[_Reading]:
+        """Read samples with their records; return those whose transfer failed."""
+        if not readings:
+            return []
+        table = self._pool.take(2 * RECORD_BYTES * len(readings))
         try:
-            found = self._get(wishes, which, buffers, table)
-            for at, one in zip(which, found, strict=True):
+            record_codes = self._get(readings, table)
+            for one in readings:
                 if one.code < 0 and one.code not in NOTHING_WAS_READ:
-                    self._pool.set_aside(buffers[at])
-                    buffers[at] = self._pool.take(wishes[at].nbytes)
+                    self._pool.set_aside(one.buffer)
+                    one.buffer = self._pool.take(one.nbytes)
             failed = []
-            for row, (at, one) in enumerate(zip(which, found, strict=True)):
-                if self._judge(wishes[at], one, left):
-                    failed.append(at)
+            for row, (one, codes) in enumerate(zip(readings, record_codes, strict=True)):
+                if self._judge(one, left):
+                    failed.append(one)
                     continue
-                ref = wishes[at].ref
-                record = _latest(table, row, ref.feature_id, one.record_codes)
-                if record is not None and record.ref.generation != ref.generation:
-                    raise _unreadable(ref, "was put again since")
-                records[at] = record
+                one.record = _latest(table, row, one.ref.feature_id, codes)
+                if one.record is not None and one.record.ref.generation != one.ref.generation:
+                    raise _unreadable(one.ref, "was put again since")
             return failed
         finally:
             self._pool.give(table)
 
-    def _get(
-        self, wishes: Sequence[_Wish], which: Sequence[int], buffers: list[Tensor], table: Tensor
-    ) -> list[_Read]:
-        """Read objects and records; whole ones in one call, but what lies in our own memory."""
-        intact = self._copy_own({at: wishes[at] for at in which}, buffers)
-        codes = {at: wishes[at].nbytes for at in intact}
-        far = [at for at in which if at not in intact]
-        full = [at for at in far if wishes[at].specs == wishes[at].ref.tensors]
-        keys, room = self._record_pieces([wishes[at].ref.feature_id for at in which], table)
-        read = self._engine.get(
-            [self.key(wishes[at].ref) for at in full] + keys,
-            [(buffers[at].data_ptr(), wishes[at].nbytes) for at in full] + room,
+    def _get(self, readings: Sequence[_Reading], table: Tensor) -> list[tuple[int, int]]:
+        """Read objects and records, whole ones in one call; return the codes of the records."""
+        far = self._copy_own(readings)
+        whole, some = ([one for one in far if one.is_whole is kind] for kind in (True, False))
+        keys, room = self._record_pieces([one.ref.feature_id for one in readings], table)
+        codes = self._engine.get(
+            [self.key(one.ref) for one in whole] + keys,
+            [(one.buffer.data_ptr(), one.nbytes) for one in whole] + room,
         )
-        codes |= zip(full, read, strict=False)
-        some = [at for at in far if at not in codes]
-        codes |= zip(
-            some,
-            self._engine.get_parts(
-                [self.key(wishes[at].ref) for at in some],
-                [(buffers[at], wishes[at].parts()) for at in some],
-            ),
-            strict=True,
+        parts = self._engine.get_parts(
+            [self.key(one.ref) for one in some], [(one.buffer, one.parts()) for one in some]
         )
-        for at in far:
-            ref, specs, nbytes = wishes[at]
-            intact[at] = codes[at] == nbytes and sealed(ref, tensors_in(buffers[at], specs)) == ref
-        pairs = zip(which, _pairs(read[len(full) :]), strict=True)
-        return [_Read(codes[at], intact[at], both) for at, both in pairs]
+        for one, code in zip(whole + some, codes[: len(whole)] + parts, strict=True):
+            one.code, tensors = code, tensors_in(one.buffer, one.specs)
+            one.intact = code == one.nbytes and sealed(one.ref, tensors) == one.ref
+        return _pairs(codes[len(whole) :])
 
-    def _copy_own(self, wishes: Mapping[int, _Wish], buffers: list[Tensor]) -> dict[int, bool]:
-        """Copy what lies in memory of this process; say of each sample whether it is intact."""
-        intact = {}
-        with self._engine.own_objects([self.key(wish.ref) for wish in wishes.values()]) as own:
-            for at, wish in wishes.items():
-                data = own.get(self.key(wish.ref))
-                if data is not None and len(data) == object_bytes(wish.ref):
-                    room, digests = bytes_of(buffers[at]), list[str]()
-                    for to, lies, nbytes in wish.parts():
-                        part = room[to : to + nbytes]
-                        digests.append(_copy_and_digest(part, data[lies : lies + nbytes]))
-                    wanted = [place.spec.digest for place in places(wish.specs)]
-                    intact[at] = digests[: len(wanted)] == wanted
-        return intact
+    def _copy_own(self, readings: Sequence[_Reading]) -> list[_Reading]:
+        """Copy what lies in memory of this process; return what does not."""
+        far = []
+        with self._engine.own_objects([self.key(one.ref) for one in readings]) as own:
+            for one in readings:
+                data = own.get(self.key(one.ref))
+                if data is None or len(data) != object_bytes(one.ref):
+                    far.append(one)
+                    continue
+                room, digests = bytes_of(one.buffer), list[str]()
+                for to, lies, nbytes in one.parts():
+                    digest = xxh3_64()
+                    copy_digested(room[to : to + nbytes], data[lies : lies + nbytes], digest)
+                    digests.append(digest.hexdigest())
+                wanted = [place.spec.digest for place in places(one.specs)]
+                one.code, one.intact = one.nbytes, digests[: len(wanted)] == wanted
+        return far
 
-    def _judge(self, wish: _Wish, found: _Read, left: int) -> bool:
+    def _judge(self, one: _Reading, left: int) -> bool:
         """Say whether a read is to be tried again. Raises StoreError if that is hopeless."""
-        ref, size, code = wish.ref, object_bytes(wish.ref), found.code
-        if found.whole:
+        ref, size, code = one.ref, object_bytes(one.ref), one.code
+        if one.intact:
             return False
-        if code == wish.nbytes:
+        if code == one.nbytes:
             raise _unreadable(ref, "is torn: it was removed while it was read")
         if code >= 0 or code == INVALID:
             raise _unreadable(ref, f"has an object of another size than {size} bytes")
@@ -376,19 +350,6 @@ class Transfer:
         return keys, [(start, RECORD_BYTES) for start in starts]
 
 
-def _copy_and_digest(room: memoryview, data: memoryview) -> str:
-    """Copy bytes and return their digest, piece by piece: each is digested while it is in the cache.
-
-    Other threads run meanwhile: numpy's copy lets go of the interpreter's lock, a memoryview's not.
-    """
-    digest, to, source = xxh3_64(), np.asarray(room), np.asarray(data)
-    for start in range(0, len(room), PIECE_BYTES):
-        piece = slice(start, start + PIECE_BYTES)
-        np.copyto(to[piece], source[piece])
-        digest.update(room[piece])
-    return digest.hexdigest()
-
-
 def _require_success(codes: Sequence[int]) -> None:
     failed = sorted(code for code in codes if code != 0)
     if failed:
@@ -417,25 +378,20 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return joined
 
 
-def _all(ref: SampleRef) -> list[str]:
-    return [spec.name for spec in ref.tensors]
-
-
 def _pairs(codes: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(codes[::2], codes[1::2], strict=True))
 
 
 def _latest(table: Tensor, row: int, feature_id: str, codes: tuple[int, int]) -> Record | None:
     """Return the later one of an id's records in a table; None if neither can be read."""
-    found = []
-    for start, code in zip(
-        (2 * RECORD_BYTES * row, (2 * row + 1) * RECORD_BYTES), codes, strict=True
-    ):
-        if code > 0 and (
-            record := Record.unpack(feature_id, bytes_of(table[start : start + code]))
-        ):
-            found.append(record)
-    return max(found, key=lambda record: record.turn, default=None)
+    start = 2 * RECORD_BYTES * row
+    texts = [
+        table[at : at + code]
+        for at, code in zip((start, start + RECORD_BYTES), codes, strict=True)
+        if code > 0
+    ]
+    found = (Record.unpack(feature_id, bytes_of(text)) for text in texts)
+    return max(filter(None, found), key=lambda record: record.turn, default=None)
 
 
 def _unreadable(ref: SampleRef, why: str) -> StoreError:

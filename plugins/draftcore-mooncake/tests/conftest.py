@@ -18,7 +18,7 @@ from draftcore_mooncake.settings import PEER_TO_PEER
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_sdk.loopback import only_loopback
 
-LENT_BYTES = 160 << 20
+LENT_BYTES = 48 << 20  # where a file does not say how many it needs
 names = itertools.count()
 
 
@@ -37,9 +37,10 @@ def master() -> Iterator[Master]:
 
 
 @pytest.fixture(scope="module")
-def lender(master: Master) -> Iterator[MooncakeStore]:
+def lender(master: Master, request: pytest.FixtureRequest) -> Iterator[MooncakeStore]:
     """The trainer's part: it lends the memory of all tests, and keeps a client open for them."""
-    store = MooncakeStore.open(f"mooncake://{master.address}/lender?max_bytes={LENT_BYTES}")
+    nbytes = getattr(request.module, "LENT_BYTES", LENT_BYTES)
+    store = MooncakeStore.open(f"mooncake://{master.address}/lender?max_bytes={nbytes}")
     kept = MooncakeStore.open(store.uri)  # else each test's store would connect anew: 2 s
     yield store
     kept.close()

@@ -5,6 +5,8 @@ from draftcore_mooncake.store import MooncakeStore
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.stores import StoreSuite
 
+LENT_BYTES = 160 << 20  # as what killed writers left stays
+
 
 class TestMooncakePlugin(PluginSuite):
     plugin = "draftcore_mooncake.plugin"

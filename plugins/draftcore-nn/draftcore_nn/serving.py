@@ -5,8 +5,6 @@ What reading refuses it names: the file or the field, what was expected, what is
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 from draftcore.errors import DraftcoreError, UsageError, nearest
 
 if TYPE_CHECKING:
-    from draftcore_tools.served import ServedDraft
     from pydantic import BaseModel
 
     from draftcore.contracts.target import TargetSpec
@@ -192,20 +189,3 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-
-
-# ---------------------------------------------------------------- as servers read it
-
-
-def read_as_server(reader: str, folder: Path, server: str) -> ServedDraft:
-    """Read an export by `read(folder, server)` of the module `reader`, which does as servers do.
-
-    Such modules are written with draftcore-tools; raises UsageError where that is missing.
-    """
-    if importlib.util.find_spec("draftcore_tools") is None:
-        raise UsageError(
-            f"reading an export as {server} does needs draftcore-tools, which is not installed\n"
-            "  pip install draftcore-tools"
-        )
-    served: ServedDraft = importlib.import_module(reader).read(folder, server)
-    return served

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-MakeRun = Callable[..., Any]
-LONG = 500.0
+LONG, EPOCHS = 500.0, 10
 ROUNDS = 3  # of faults in a run
-PACED = ("plugins=[pace]",)
 PATIENCE = 15.0  # seconds; a machine that is silent for longer counts as lost
 
 
@@ -32,112 +30,113 @@ def options(machines: Any) -> dict[str, Any]:
     }
 
 
-def require_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    assert all(bool((one[name] == other[name]).all()) for name in one)
+@pytest.fixture
+def run(make_run: Callable[..., Any], options: dict[str, Any]) -> Any:
+    return make_run(launcher="ray", ranks=2, producers=1, restarts=40, options=options)
+
+
+@pytest.fixture
+def require_calm(run: Any, calm: dict[int, float]) -> Callable[..., None]:
+    """Wait for a run's end: it trained what one trains that nothing befell."""
+
+    def require(process: subprocess.Popen[Any], seconds: float = LONG) -> None:
+        assert run.wait(process, seconds) == 0, run.output()
+        run.require_calm(calm)
+
+    return require
 
 
 def test_the_weights_are_the_same_to_the_bit_whichever_machines_are_lost(
-    machines: Any, make_run: MakeRun, options: dict[str, Any], calm: dict[str, Any]
+    machines: Any, run: Any, require_calm: Callable[..., None]
 ) -> None:
     """First one of the producer is switched off, then one of two with a rank, each for another."""
     capture, train = machines.add(capture=1), machines.add(train=1)
     machines.add(train=1)
-    run = make_run(launcher="ray", ranks=2, producers=1, restarts=40, options=options)
-    process = run.start(*PACED)
+    process = run.start()
     run.until(lambda: run.steps() >= 3, process)
     machines.add(capture=1)
     machines.lose(capture)
     run.until(lambda: run.steps() >= 8, process)
     machines.add(train=1)
     machines.lose(train)
-    assert process.wait(LONG) == 0, run.log.read_text()
-    require_equal(run.weights(), calm)
+    require_calm(process)
 
 
 @pytest.mark.long
 def test_fewer_ranks_go_on_where_a_lost_machine_leaves_no_room_for_all(
-    machines: Any, make_run: MakeRun, options: dict[str, Any], calm: dict[str, Any]
+    machines: Any, run: Any, calm: dict[int, float]
 ) -> None:
     machines.add(train=1, capture=1)
     lost = machines.add(train=1)
-    run = make_run(launcher="ray", ranks=2, producers=1, restarts=40, options=options)
-    process = run.start(*PACED)
+    process = run.start()
     run.until(lambda: run.steps() >= 9, process)
     machines.lose(lost)
-    assert process.wait(LONG) == 0, run.log.read_text()
-    assert "room for 1 of 2 ranks" in run.log.read_text()
-    assert "resuming from step" in run.log.read_text()
-    for name, weight in run.weights().items():  # sums of two ranks and of one differ by rounding
-        assert weight.allclose(calm[name], rtol=1e-3, atol=1e-5), name
+    assert run.wait(process, LONG) == 0, run.output()
+    assert "room for 1 of 2 ranks" in run.output()
+    assert "resuming from step" in run.output()
+    assert set(run.uses().values()) == {EPOCHS}
+    assert run.losses() == pytest.approx(calm, rel=1e-5)  # sums of two ranks and of one
 
 
 @pytest.mark.long
 def test_a_frozen_machine_that_thaws_when_others_took_its_place_changes_no_bit(
-    machines: Any, make_run: MakeRun, options: dict[str, Any], calm: dict[str, Any]
+    machines: Any, run: Any, require_calm: Callable[..., None]
 ) -> None:
     """Both ranks are on it, and hold the run's folder until it thaws and they are ended."""
     frozen = machines.add(train=2, capture=1)
-    run = make_run(launcher="ray", ranks=2, producers=1, restarts=40, options=options)
-    process = run.start(*PACED)
+    process = run.start()
     run.until(lambda: run.steps() >= 5, process)
     machines.add(train=2, capture=1)
     machines.freeze(frozen)
-    run.until(lambda: "still trains in the run's folder" in run.log.read_text(), process)
+    run.until(lambda: "still trains in the run's folder" in run.output(), process)
     machines.thaw(frozen)
-    assert process.wait(LONG) == 0, run.log.read_text()
-    require_equal(run.weights(), calm)
+    require_calm(process)
 
 
 @pytest.mark.long
 def test_a_machine_that_the_cluster_lost_sight_of_trains_no_further(
     machines: Any,
-    make_run: MakeRun,
-    options: dict[str, Any],
-    calm: dict[str, Any],
+    run: Any,
+    calm: dict[int, float],
+    require_calm: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray's own daemon is frozen, so Ray declares the machine dead while the ranks there go on."""
-    monkeypatch.setenv("PACE", "1")  # for long enough
+    monkeypatch.setenv("FAULTS", "pace:1")  # for long enough
     hidden = machines.add(train=2, capture=1)
-    monkeypatch.delenv("PACE")
-    run = make_run(launcher="ray", ranks=2, producers=1, restarts=40, options=options)
-    process = run.start(*PACED)
+    monkeypatch.setenv("FAULTS", "pace:0.25")
+    process = run.start()
     run.until(lambda: run.steps() >= 3, process)
     before = {*run.processes()} - {process.pid}
     machines.add(train=2, capture=1)
     machines.hide(hidden)
     run.until(lambda: not before & {*run.processes()}, process)
-    assert run.steps() < run.total
-    assert process.wait(LONG) == 0, run.log.read_text()
-    require_equal(run.weights(), calm)
+    assert run.steps() < len(calm)
+    require_calm(process)
 
 
 @pytest.mark.long
 def test_the_same_command_goes_on_whatever_ended_it_and_leaves_nothing_behind(
-    machines: Any, make_run: MakeRun, options: dict[str, Any], calm: dict[str, Any]
+    machines: Any, run: Any, require_calm: Callable[..., None]
 ) -> None:
     machines.add(train=2, capture=1)
-    run = make_run(launcher="ray", ranks=2, producers=1, restarts=40, options=options)
     for number, status in ((9, -9), (signal.SIGHUP, 130), (signal.SIGTERM, 130)):
         reached = run.steps()
-        process = run.start(*PACED)
+        process = run.start()
         run.until(lambda reached=reached: run.steps() >= reached + 3, process)
         process.send_signal(number)
-        assert process.wait(LONG) == status, run.log.read_text()
+        assert process.wait(LONG) == status, run.output()
         run.until(lambda: not run.processes())
         assert run.checkpoint() > reached, "the ranks did not save what they had trained"
-    run.finish()
-    require_equal(run.weights(), calm)
+    require_calm(run.start())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(8))
 def test_the_weights_are_the_same_whatever_befalls_machines_at_random_moments(
     machines: Any,
-    make_run: MakeRun,
-    options: dict[str, Any],
-    calm: dict[str, Any],
+    run: Any,
+    require_calm: Callable[..., None],
     number: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,11 +144,10 @@ def test_the_weights_are_the_same_whatever_befalls_machines_at_random_moments(
     seed = int(os.environ.get("DRAFTCORE_SEED", time.time_ns() % 1_000_000))
     print(f"DRAFTCORE_SEED={seed}")
     chance = random.Random(seed + number)
-    monkeypatch.setenv("PACE", "0.6")
+    monkeypatch.setenv("FAULTS", "pace:0.6")
     kinds: list[dict[str, float]] = [{"train": 1}, {"train": 1}, {"capture": 1}]
     nodes = [(machines.add(**kind), kind) for kind in kinds]
-    run = make_run(launcher="ray", ranks=2, producers=1, restarts=40, options=options)
-    process = run.start(*PACED)
+    process = run.start()
     run.until(lambda: run.steps() >= 1, process)
     for _ in range(ROUNDS):
         time.sleep(chance.uniform(0, 8))
@@ -163,13 +161,12 @@ def test_the_weights_are_the_same_whatever_befalls_machines_at_random_moments(
         time.sleep(chance.uniform(0, 2 * PATIENCE))
         if how == machines.freeze:
             machines.thaw(node)
-    assert process.wait(2 * LONG) == 0, run.log.read_text()
-    require_equal(run.weights(), calm)
+    require_calm(process, 2 * LONG)
 
 
 @pytest.mark.long
 def test_a_machine_whose_network_is_cut_trains_no_further(
-    make_run: MakeRun, options: dict[str, Any], calm: dict[str, Any]
+    make_run: Callable[..., Any], options: dict[str, Any], calm: dict[int, float]
 ) -> None:
     """It saves, stops, and another goes on from there. Networks are the kernel's own."""
     spaces = ["unshare", "--user", "--map-root-user", "--net"]
@@ -178,12 +175,12 @@ def test_a_machine_whose_network_is_cut_trains_no_further(
     options |= {"address": "10.77.0.1:6399", "patience": 40.0}
     run = make_run(launcher="ray", ranks=2, producers=1, restarts=40, options=options)
     script = Path(__file__).with_name("cut_off.sh")
-    command = [*spaces, "bash", script, sys.executable, run.folder, *run.command(*PACED)]
-    process = subprocess.Popen(command)
+    command = [*spaces, "bash", script, sys.executable, run.folder, *run.line()]
+    process = subprocess.Popen(command, env={**os.environ, "FAULTS": "pace:0.25"})
     run.until(lambda: run.steps() >= 3, process)
     before = {*run.processes()}
     (run.folder / "cut").touch()
-    assert process.wait(2 * LONG) == 0, run.log.read_text()
-    assert "resuming from step" in run.log.read_text()
+    assert process.wait(2 * LONG) == 0, run.output()
+    assert "resuming from step" in run.output()
     assert not before & {*run.processes()}
-    require_equal(run.weights(), calm)
+    run.require_calm(calm)

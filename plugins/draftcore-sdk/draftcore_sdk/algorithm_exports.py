@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from draftcore_hf.target import TransformersTarget
-from draftcore_tools.served import Host, Round, UnservableError, gaps
+from draftcore_nn.served import Host, Round, UnservableError, gaps
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Draft
@@ -60,7 +60,7 @@ class ExportSuite(WarmStarts):
     stray: ClassVar[Mapping[str, tuple[Edit, tuple[str, ...]]]] = {}
     # By case: the name of a target's RoPE, and the options of a draft that servers read with it.
     served: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]] = {"default": ("default", {})}
-    reader_shares: ClassVar[frozenset[str]] = frozenset({"draftcore_tools.served"})
+    reader_shares: ClassVar[frozenset[str]] = frozenset({"draftcore_nn.served"})
 
     def test_a_config_we_would_compute_differently_is_refused(
         self, algorithm: Tiny, exported: Path, target: TargetSpec

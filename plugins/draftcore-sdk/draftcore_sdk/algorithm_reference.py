@@ -95,7 +95,10 @@ def require_attention(
 
 @torch.inference_mode()
 def require_recordable(drafter: Drafter) -> None:
-    """Require of a drafter whose state is changed in place that a round waits for nothing, and that a recorded one drafts what others do."""
+    """Require that a round waits for nothing, and that a recorded one drafts what others do.
+
+    Of a drafter that changes its state in place.
+    """
     state, generator = drafter.allocate(3, 50), torch.Generator().manual_seed(5)
     tokens_BT, lengths_B = torch.randint(40, (3, 9), generator=generator), torch.tensor([9, 1, 4])
     features = {

@@ -12,7 +12,6 @@ what comes after it here.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -20,16 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 from draftcore_eval.proposals import depth_of
+from draftcore_nn.served import Host, ServedDraft, Suspect, gaps, leads
 from draftcore_sglang.rows import HandedOver, RowError, first_draft_input, wire_row
-from draftcore_tools.served import Host, ServedDraft, Suspect, gaps, leads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_sdk.algorithm_training import (
-    require_same_bits,
-    require_same_output,
-)
+from draftcore_sdk.algorithm_training import require_same_bits, require_same_output
 from draftcore_sdk.drafting import Drafting, Told
 from draftcore_sdk.example import STOP_AT
 from draftcore_sdk.internals import trained_tensors, type_error
@@ -62,11 +58,6 @@ class AlgorithmSuite(Drafting):
             for name, tensor in vars(alone).items():
                 assert torch.equal(vars(together)[name][place : place + 1], tensor), name
             assert torch.equal(alone.last_tokens_B, last_tokens([HandedOver(rid, {})]))
-
-    def test_disagg_needs_the_width_of_the_draft_not_of_the_target(self, bench: Bench) -> None:
-        bench.require("disagg")
-        for width in (SHAPE.hidden_size, bench.example.spec.text_config.hidden_size):
-            wire_row(bench, dataclasses.replace(SHAPE, hidden_size=width))
 
     def test_disagg_names_the_request_and_the_field_that_is_missing(self, bench: Bench) -> None:
         """Of the row that was agreed upon: prefill and decode side ask for it apart."""

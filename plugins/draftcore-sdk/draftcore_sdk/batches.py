@@ -7,11 +7,14 @@ and what comes of them is that of runs that capture for themselves.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,102 +91,138 @@ class BatchesSuite(Suite):
 
     by_producers = staticmethod(by_producers)
 
-    @pytest.fixture
-    def base(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def runs(cls, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         base = tmp_path_factory.getbasetemp()
         if not (base / "batches-target").exists():
             tiny_target(base / "batches-target", num_hidden_layers=12)
-        return base
+        return Runs(cls(), base, tmp_path_factory.mktemp("batches"))
 
-    def train(self, base: Path, folder: Path, *plugins: Path, elsewhere: bool) -> dict[str, Any]:
-        """Train a run, whose batches come from elsewhere; return what came of it."""
-        offer, extras = offer_of(self.plugin, "batches", self.name), self.plugin.split()[1:]
+    # ------------------------------------------------------------ bits
+
+    def test_a_run_is_that_which_captures_for_itself(self, runs: Runs) -> None:
+        """To the bit: each row once an epoch, in the plan's order and in the plan's batches."""
+        require_same(runs.plain, runs.here)
+
+    def test_a_batch_whose_capture_failed_is_tried_again(self, runs: Runs) -> None:
+        found = runs.train("stumbling", runs.loose("stumbles", STUMBLES.replace("{what}", FIRST)))
+        assert list(runs.folder.glob("tried-*")), "the run's capture was not asked"
+        require_same(found, runs.here)
+
+    def test_a_row_that_cannot_be_captured_is_left_out_alone(self, runs: Runs) -> None:
+        torn = runs.loose("torn", STUMBLES.replace("{what}", ROW))
+        here = runs.train("torn-here", torn, elsewhere=False)
+        assert [row for row, _ in here["skipped"]] == [BAD]
+        require_same(runs.train("torn-there", torn), here)
+
+    def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
+        self, runs: Runs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stopper = runs.loose("stops", STOPPER)
+        monkeypatch.setenv(STOP_AT, "3")
+        assert runs.train("stopped", stopper)["reason"] == "interrupted"
+        monkeypatch.delenv(STOP_AT)
+        require_same(runs.train("stopped", stopper), runs.here)
+
+    # ------------------------------------------------------------ its end
+
+    def test_who_captures_hears_the_end(self, runs: Runs) -> None:
+        found = runs.plain
+        assert not any(found["codes"]), f"what captured ended with {found['codes']}"
+        for thread in found["threads"]:
+            thread.join(0 if thread.daemon else SOON)
+            assert thread.daemon or not thread.is_alive(), f"the thread {thread.name!r} goes on"
+
+
+class Runs:
+    """Runs of one plugin's batches, and of a trainer that captures for itself; what came of each."""
+
+    def __init__(self, suite: BatchesSuite, base: Path, folder: Path) -> None:
+        self.suite, self.base, self.folder = suite, base, folder
+
+    @cached_property
+    def here(self) -> dict[str, Any]:
+        return self.train("here", elsewhere=False)
+
+    @cached_property
+    def plain(self) -> dict[str, Any]:
+        """A run in which nothing fails."""
+        return self.train("plain")
+
+    def loose(self, name: str, text: str) -> Path:
+        """Write a plugin of one file, of a name of its own."""
+        file = self.folder / f"{name}_{abs(hash(self.folder))}.py"
+        file.write_text(text.replace("target_folder", repr(str(self.folder))))
+        return file
+
+    def train(self, name: str, *plugins: Path, elsewhere: bool = True) -> dict[str, Any]:
+        """Train a run, whose batches may come from elsewhere."""
+        suite, folder = self.suite, self.folder / name
+        offer, extras = offer_of(suite.plugin, "batches", suite.name), suite.plugin.split()[1:]
         folder.mkdir(exist_ok=True)
-        loose = [small_algorithm(base), *plugins, *filter(None, [self.loose])]
+        loose = [small_algorithm(self.base), *plugins, *filter(None, [suite.loose])]
         installed = load_plugins(files=loose).installed
         modules = {plugin.module for plugin in installed}
-        mine = registry_of(self.plugin).installed
+        mine = registry_of(suite.plugin).installed
         registry = Registry([*installed, *(p for p in mine if p.module not in modules)])
         names = {plugin.module: plugin.name for plugin in registry.installed}
         config = {
             "run": str(folder / "run"),
-            "target": {"path": str(base / "batches-target"), "device": "cpu"},
+            "target": {"path": str(self.base / "batches-target"), "device": "cpu"},
             "data": {"train": str(conversations(folder / "train.jsonl", 8)), "max_skipped": 0.5},
             "algorithm": {"name": SMALL},
             "plugins": [names[module] for module in extras],
             "batches": offer.name if elsewhere else "queue",
             "train": {"batch": 2, "epochs": 2, "accumulate": 1, "device": "cpu", "log_every": 1},
         }
-        file = folder / "run.yaml"
+        file, codes, threads = folder / "run.yaml", list[int](), set(threading.enumerate())
         file.write_text(yaml.safe_dump(config))
         if not elsewhere:
-            reason, codes = draftcore.train(file, registry=registry).reason, list[int]()
+            reason = draftcore.train(file, registry=registry).reason
         else:
-            with self.producing(file, loose) as processes:
-                reason = draftcore.train(file, trainer=True, registry=registry).reason
+            with suite.producing(file, loose) as processes:
+                with watched(processes, file):
+                    reason = draftcore.train(file, trainer=True, registry=registry).reason
                 codes = [process.wait(SOON) for process in processes if reason == "complete"]
         lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-        losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
         last = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
-        skipped = json.loads((last / "state.json").read_text())["skipped"]
-        weights = load_file(last / "draft.safetensors")
         return {
-            "reason": reason, "codes": codes, "losses": losses, "skipped": skipped, "weights": weights
-        }  # fmt: skip
+            "reason": reason,
+            "codes": codes,
+            "threads": set(threading.enumerate()) - threads,
+            "losses": {line["step"]: line["loss"] for line in lines if "loss" in line},
+            "skipped": json.loads((last / "state.json").read_text())["skipped"],
+            "weights": load_file(last / "draft.safetensors"),
+        }
 
-    def require_same(self, found: dict[str, Any], right: dict[str, Any]) -> None:
-        assert found["reason"] == right["reason"] == "complete"
-        assert [row for row, _ in found["skipped"]] == [row for row, _ in right["skipped"]]
-        assert found["losses"] == right["losses"]
-        require_same_bits(found["weights"], right["weights"])
 
-    def around(self, folder: Path, what: str) -> Path:
-        """Write a wrapper of the run's capture."""
-        file = folder / f"around_{abs(hash(str(folder)))}.py"
-        text = STUMBLES.replace("{what}", what).replace("target_folder", repr(str(folder)))
-        file.write_text(text)
-        return file
+@contextmanager
+def watched(processes: Sequence[subprocess.Popen[bytes]], file: Path) -> Iterator[None]:
+    """Fail the test when a process has failed that a trainer would wait for."""
+    over, log = threading.Event(), file.with_suffix(".log")
 
-    # ------------------------------------------------------------ bits
+    def watch() -> None:
+        while not over.wait(0.1):
+            if any(process.poll() for process in processes):
+                return os.kill(os.getpid(), signal.SIGUSR1)
 
-    def test_a_run_is_that_which_captures_for_itself(self, base: Path, tmp_path: Path) -> None:
-        """To the bit: each row once an epoch, in the plan's order and in the plan's batches."""
-        here = self.train(base, tmp_path / "here", elsewhere=False)
-        self.require_same(self.train(base, tmp_path / "there", elsewhere=True), here)
+    def fail(*_: object) -> None:
+        said = log.read_text(errors="replace").strip() if log.exists() else ""
+        pytest.fail(f"what captures ended before the run\n{said}")
 
-    def test_a_batch_whose_capture_failed_is_tried_again(self, base: Path, tmp_path: Path) -> None:
-        here = self.train(base, tmp_path / "here", elsewhere=False)
-        stumbles = self.around(tmp_path, FIRST)
-        found = self.train(base, tmp_path / "there", stumbles, elsewhere=True)
-        assert list(tmp_path.glob("tried-*")), "the run's capture was not asked"
-        self.require_same(found, here)
+    before, watcher = signal.signal(signal.SIGUSR1, fail), threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        signal.signal(signal.SIGUSR1, before)
 
-    def test_a_row_that_cannot_be_captured_is_left_out_alone(
-        self, base: Path, tmp_path: Path
-    ) -> None:
-        torn = self.around(tmp_path, ROW)
-        here = self.train(base, tmp_path / "here", torn, elsewhere=False)
-        assert [row for row, _ in here["skipped"]] == [BAD]
-        self.require_same(self.train(base, tmp_path / "there", torn, elsewhere=True), here)
 
-    def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
-        self, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        here = self.train(base, tmp_path / "here", elsewhere=False)
-        (stopper := tmp_path / "draftcore_suite_stop.py").write_text(STOPPER)
-        monkeypatch.setenv(STOP_AT, "3")
-        begun = self.train(base, tmp_path / "there", stopper, elsewhere=True)
-        assert begun["reason"] == "interrupted"
-        monkeypatch.delenv(STOP_AT)
-        found = self.train(base, tmp_path / "there", stopper, elsewhere=True)
-        self.require_same(found, here)
-
-    # ------------------------------------------------------------ its end
-
-    def test_who_captures_hears_the_end(self, base: Path, tmp_path: Path) -> None:
-        threads = set(threading.enumerate())
-        found = self.train(base, tmp_path / "there", elsewhere=True)
-        assert not any(found["codes"]), f"what captured ended with {found['codes']}"
-        for thread in set(threading.enumerate()) - threads:
-            thread.join(0 if thread.daemon else SOON)
-            assert thread.daemon or not thread.is_alive(), f"the thread {thread.name!r} goes on"
+def require_same(found: dict[str, Any], right: dict[str, Any]) -> None:
+    assert found["reason"] == right["reason"] == "complete"
+    assert [row for row, _ in found["skipped"]] == [row for row, _ in right["skipped"]]
+    assert found["losses"] == right["losses"]
+    require_same_bits(found["weights"], right["weights"])

@@ -12,6 +12,7 @@ Shape letters: T tokens, H width, K logits, V vocabulary.
 """
 
 import copy
+import functools
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +24,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draftcore_hf.decoder import decoder_model
 from draftcore_hf.target import TransformersTarget
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch, FeatureRequest
-from draftcore.contracts.target import TargetSpec, decoder_model
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore_sdk.memory import CYCLES, differing, watched_bytes
 from draftcore_sdk.suite import Suite
@@ -116,7 +118,7 @@ class CaptureSuite(Suite):
         self, open_capture: OpenCapture, target_folder: Path
     ) -> None:
         """Rows of one length: only their values tell them apart."""
-        reference = Reference(target_folder)
+        reference = reference_of(target_folder)
         rows = [[20 + row, 30 + row, 40 + row] for row in range(5)]
         asked = [
             batch(members=[rows[3], rows[0]], index=7),
@@ -141,7 +143,7 @@ class CaptureSuite(Suite):
 
         That of the last layer is the state before the final norm, `last_hidden` the one after it.
         """
-        reference, rows = Reference(target_folder), (0, 1, 3, 4)
+        reference, rows = reference_of(target_folder), (0, 1, 3, 4)
         capture = open_capture(self.everything if name in self.everything.names else WIDEST)
         for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):
             states, logits_TV = reference.features(ROWS[row]), reference.logits(ROWS[row])
@@ -345,6 +347,9 @@ class Reference:
     @torch.inference_mode()
     def embeddings(self, tokens: Sequence[int]) -> Tensor:
         return self.model.get_input_embeddings()(torch.tensor(list(tokens)))  # type: ignore[no-any-return]
+
+
+reference_of = functools.cache(Reference)
 
 
 def require_near(

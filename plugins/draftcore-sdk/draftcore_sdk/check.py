@@ -157,7 +157,7 @@ def options_by_offer(plugin: Plugin, overrides: Sequence[str]) -> dict[Offer, di
     """Give each option to the offers that have it, validated as a run does."""
     data: dict[str, Any] = {}
     apply_overrides(data, overrides)
-    known = {offer: _option_names(offer) for offer in plugin.offers}
+    known = {offer: _option_names(offer) for offer in plugin.offers if offer.kind != "verb"}
     names = sorted({name for names in known.values() for name in names})
     for key in data:
         if key not in names:
@@ -165,7 +165,7 @@ def options_by_offer(plugin: Plugin, overrides: Sequence[str]) -> dict[Offer, di
                 f"{plugin} has no option {key!r}{nearest(key, names)}\n"
                 f"  options of its offers: {', '.join(names) or 'none'}"
             )
-    chosen = {o: {key: data[key] for key in data if key in known[o]} for o in plugin.offers}
+    chosen = {o: {key: data[key] for key in data if key in known[o]} for o in known}
     for offer, options in chosen.items():
         if options:
             bind(Registry((plugin,)), offer.kind, offer.name, options)

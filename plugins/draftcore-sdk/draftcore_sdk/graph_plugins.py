@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_graphs.graph_plugin import GraphPlugin, Work
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.recording import RecordingBackend, require_no_wait
 from draftcore_graphs.resolve import Phase
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.runner import Batch, GraphPlugin, Outputs, ShapeKey, Work
+from draftcore.contracts.runner import Batch, Outputs, ShapeKey
 from draftcore.contracts.target import TargetModel
 from draftcore_sdk.graphs import REPLAYS, copied, require_same
 from draftcore_sdk.memory import CYCLES, differing, watched_bytes

@@ -20,17 +20,17 @@ from draftcore_sdk.suite import Suite
 
 SOON = 120.0  # seconds within which it comes on a busy machine
 # A process of the job: `role`, `rank`, `note(name)` leaves a file, `count(name)` says how many did.
-TOOLS = f"""
+TOOLS = """
 import os, pathlib, signal, sys, time
 here = pathlib.Path(sys.argv[1])
 role = "producer" if "produce" in sys.argv[2:] else "trainer"
 rank = os.environ.get("RANK", "0")
 def note(name, text=""):
-    (here / f"{{name}}-{{os.getpid()}}").write_text(text)
+    (here / f"{name}-{os.getpid()}").write_text(text)
 def count(name):
-    return len(list(here.glob(f"{{name}}-*")))
+    return len(list(here.glob(f"{name}-*")))
 def until(holds):
-    deadline = time.monotonic() + {SOON}
+    deadline = time.monotonic() + SOON
     while not holds():
         if time.monotonic() > deadline:
             sys.exit(9)
@@ -49,7 +49,7 @@ class LauncherSuite(Suite):
 
         def start(program: str, *, ranks: int = 1, producers: int = 0, restarts: int = 2) -> int:
             file = tmp_path / "process.py"
-            file.write_text(TOOLS + program)
+            file.write_text(TOOLS.replace("SOON", str(SOON)) + program)
             command = [sys.executable, str(file), str(tmp_path)]
             launcher = self.open("launcher")
             found: int = launcher.run(

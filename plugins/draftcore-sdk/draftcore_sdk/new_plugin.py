@@ -30,11 +30,11 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "evaluation": ("pydantic", "torch"),
     "batches": (),
     "store": ("draftcore-file", "safetensors"),
-    "capture": ("torch",),
+    "capture": ("draftcore-hf", "torch"),
     "channel": ("draftcore-disagg",),
     "launcher": ("draftcore-disagg",),
     "graph": ("torch",),
-    "graph-plugin": ("torch",),
+    "graph-plugin": ("draftcore-graphs",),
 }
 PLACEHOLDERS = ("NAME", "PACKAGE", "KIND", "DEPENDENCIES", "TESTS")
 LONGEST = 24  # a longer name would push lines of the written code over its formatter's limit

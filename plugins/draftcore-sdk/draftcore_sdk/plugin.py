@@ -1,4 +1,4 @@
-"""The verbs for people who write plugins: `new-plugin` and `check-plugin`."""
+"""The verbs for people who write plugins: `new-plugin`, `check-plugin`, `hooks`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def commands() -> Sequence[click.Command]:
+    from draftcore_sdk.hooks import hooks
     from draftcore_sdk.new_plugin import new_plugin
     from draftcore_sdk.verbs import check_plugin
 
-    return [check_plugin, new_plugin]
+    return [check_plugin, hooks, new_plugin]

@@ -27,16 +27,16 @@ from packaging.requirements import Requirement
 from pydantic import BaseModel, ValidationError
 
 from draftcore.contracts.offers import Offer
-from draftcore_sdk.internals import BUILT_IN, Plugin, Registry, bind, load_plugins, main, register
+from draftcore_sdk.internals import CORE, Plugin, Registry, bind, load_plugins, main, register
 from draftcore_sdk.suite import Suite, child_environment, registry_of
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic")
 BUDGET_MS = 100.0
-TOLD = ("target",)  # kinds of offers that a run has to tell something
+TOLD = ("target", "verb")  # kinds of offers that have to be told something
 LOOK = """
 import json, logging, os, random, signal, sys, threading, time, warnings
 import draftcore.cli
-from draftcore.plugins.registry import register
+from draftcore.plugins import specs
 from importlib import import_module
 
 ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "draftcore"]
@@ -62,7 +62,7 @@ def heard(event, arguments):
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.addaudithook(heard)
 module, _, instance = sys.argv[1].partition(":")
-manager, before, began = register(()), state(), time.perf_counter()
+manager, before, began = specs.manager(), state(), time.perf_counter()
 found = import_module(module)
 manager.register(getattr(found, instance) if instance else found)
 offers = manager.hook.describe()
@@ -93,9 +93,10 @@ class PluginSuite(Suite):
 
     @pytest.fixture
     def offers(self, found: Plugin) -> tuple[Offer, ...]:
-        if not found.offers:
-            pytest.skip("it offers nothing")
-        return found.offers
+        offers = tuple(offer for offer in found.offers if offer.kind != "verb")
+        if not offers:
+            pytest.skip("it offers nothing but verbs")
+        return offers
 
     @pytest.fixture
     def models(self, offers: tuple[Offer, ...]) -> list[type[BaseModel]]:
@@ -110,7 +111,7 @@ class PluginSuite(Suite):
         """The metadata of the plugin's distribution."""
         if found.loose:
             pytest.skip("a loose file has no distribution")
-        if found.dist == BUILT_IN:
+        if found.dist == CORE:
             pytest.skip("a built-in plugin has no distribution of its own")
         return distribution(found.dist).metadata
 
@@ -237,7 +238,7 @@ class PluginSuite(Suite):
     # ------------------------------------------------------------ verbs
 
     def test_its_verbs_clash_with_none(self, found: Plugin, verbs: list[click.Command]) -> None:
-        others = [p for p in load_plugins().ready if p.dist == BUILT_IN and p.name != found.name]
+        others = [p for p in load_plugins().ready if p.dist == CORE and p.name != found.name]
         core = {*main.commands, *(verb.name for p in others for verb in verbs_of(p.module))}
         for name, count in Counter(verb.name for verb in verbs).items():
             assert name not in core, f"draftcore has a verb {name!r}"

@@ -12,10 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from draftcore_sglang.rows import Algorithm, Arrivals, HandedOver, first_draft_input, wire_row
+from draftcore_sglang.rows import (
+    Algorithm,
+    Arrivals,
+    DraftShape,
+    HandedOver,
+    RowField,
+    first_draft_input,
+    wire_row,
+)
 from torch import Tensor
 
-from draftcore.contracts.serving import DraftInput, DraftShape, RowField
+from draftcore.contracts.serving import DraftInput
 
 # Neither the tiny target's width nor a multiple of it; six proposals of the wire's sixteen.
 SHAPE = DraftShape(hidden_size=24, dtype="float32", topk=2, layers=3)

@@ -23,7 +23,7 @@ from draftcore_eval.report import Decoded
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
-from draftcore_tools.served import Host, Round, ServedDraft
+from draftcore_nn.served import Host, Round, ServedDraft
 from torch import Tensor
 from torch.nn import functional
 

@@ -4,4 +4,4 @@ from draftcore_sdk.plugins import PluginSuite
 
 
 class TestBuiltin(PluginSuite):
-    plugin = "draftcore.builtin"
+    plugin = "draftcore.verbs"

@@ -8,7 +8,7 @@ import pytest
 from mutants import Mutants
 
 KINDS = [*draftcore_sdk.SUITES, "observers"]
-PARTS = {"algorithms": 5, "stores": 2, "wrappers": 3}  # of what takes long: workers divide it
+PARTS = {"algorithms": 3, "stores": 2}  # of what takes long: workers divide it
 
 
 def mutants_of(kind: str) -> Mutants:
@@ -20,13 +20,20 @@ def mutants_of(kind: str) -> Mutants:
     ("kind", "part"), [(kind, part) for kind in KINDS for part in range(PARTS.get(kind, 1))]
 )
 def test_right_plugins_pass_and_wrong_ones_are_caught(kind: str, part: int, tmp_path: Path) -> None:
-    share = slice(part, None, PARTS.get(kind, 1))
-    assert mutants_of(kind).complaints(tmp_path, share) == []
+    mutants = mutants_of(kind)
+    assert mutants.complaints(tmp_path, mutants.parted[0][part :: PARTS.get(kind, 1)]) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if mutants_of(kind).parted[1]])
+def test_further_wrong_plugins_are_caught(kind: str, tmp_path: Path) -> None:
+    mutants = mutants_of(kind)
+    assert mutants.complaints(tmp_path, mutants.parted[1]) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_standard_test_has_caught_something(kind: str) -> None:
     mutants = mutants_of(kind)
     standard = {name for name in dir(mutants.suite) if name.startswith("test_")}
-    caught = {mutant.caught_by.partition("[")[0] for mutant in mutants.wrong.values()} - {""}
+    caught = {mutant.test for mutant in mutants.wrong.values()} - {""}
     assert caught == standard if mutants.every_test else caught < standard

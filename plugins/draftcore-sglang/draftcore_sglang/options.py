@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draftcore.contracts.offers import SAME_FEATURES
+from draftcore.contracts.offers import SAME_FEATURES as SAME
 
 
 class SglangOptions(BaseModel):
@@ -15,25 +15,20 @@ class SglangOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tp: int = Field(
-        default=1,
-        ge=1,
+        1, ge=1,
         description="devices that share the target, each with a process of its own; 1: this process",
-    )
+    )  # fmt: skip
     max_tokens: int = Field(
-        default=16384,
-        ge=1,
-        json_schema_extra=SAME_FEATURES,
+        16384, ge=1, json_schema_extra=SAME,
         description="tokens that sglang's KV pool holds: those of the largest batch, and no more",
-    )
+    )  # fmt: skip
     self_test: bool = Field(
-        default=True,
-        json_schema_extra=SAME_FEATURES,
+        True, json_schema_extra=SAME,
         description="compare layers and the last hidden state with transformers when the capture "
         "is opened, where the target fits on the device beside nothing else",
-    )
+    )  # fmt: skip
     args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="further arguments of sglang's own, by the names of its ServerArgs",
+        {}, description="further arguments of sglang's own, by the names of its ServerArgs"
     )
 
 
@@ -43,37 +38,24 @@ class ServerOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     servers: tuple[Annotated[str, Field(pattern=r"^https?://[^/@\s]+$")], ...] = Field(
-        default=("http://127.0.0.1:30000",),
-        min_length=1,
-        json_schema_extra=SAME_FEATURES,
+        ("http://127.0.0.1:30000",), min_length=1, json_schema_extra=SAME,
         description="where they listen; an API key comes from the environment, as DRAFTCORE_SGLANG_KEY",
-    )
+    )  # fmt: skip
     in_flight: int = Field(
-        default=32,
-        ge=1,
-        json_schema_extra=SAME_FEATURES,
-        description="requests under way at one server",
+        32, ge=1, json_schema_extra=SAME, description="requests under way at one server"
     )
     timeout: float = Field(
-        default=120,
-        gt=0,
-        json_schema_extra=SAME_FEATURES,
-        description="seconds that one request may take",
+        120, gt=0, json_schema_extra=SAME, description="seconds that one request may take"
     )
     patience: float = Field(
-        default=300,
-        gt=0,
-        json_schema_extra=SAME_FEATURES,
+        300, gt=0, json_schema_extra=SAME,
         description="seconds that a sample may take, with servers that are away",
-    )
+    )  # fmt: skip
     self_test: bool = Field(
-        default=True,
-        json_schema_extra=SAME_FEATURES,
+        True, json_schema_extra=SAME,
         description="compare what each server captures with transformers, where the target fits here",
-    )
+    )  # fmt: skip
     max_json: int = Field(
-        default=64 << 20,
-        ge=1,
-        json_schema_extra=SAME_FEATURES,
+        64 << 20, ge=1, json_schema_extra=SAME,
         description="bytes of an answer by a server without this dist, which sends states as text",
-    )
+    )  # fmt: skip

@@ -23,22 +23,41 @@ from torch import Tensor
 
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.serving import (
-    WIRE_COLUMNS,
-    DisaggBatch,
-    DraftInput,
-    DraftShape,
-    FieldName,
-    RowField,
-    hidden_field,
-    nothing_to_go_on,
-    topk_fields,
-)
+from draftcore.contracts.serving import DisaggBatch, DraftInput, nothing_to_go_on
 from draftcore.errors import DraftcoreError, UsageError
 
 T = TypeVar("T")
+WIRE_COLUMNS = 16  # of `topk_p` and `topk_index`; `hidden` is as wide as the draft's state
 
 # ---------------------------------------------------------------- what goes in and out
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What the widths of a row depend on: the draft as it is served, never the target.
+
+    `hidden_size` and `dtype` are those of the state that the draft hands from step to step.
+    `layers` is 1 unless every step has a draft layer of its own, which proposes its own `topk`.
+    """
+
+    hidden_size: int
+    dtype: str
+    topk: int = 1
+    layers: int = 1
+
+    @property
+    def proposals(self) -> int:
+        return self.topk * self.layers
+
+
+@dataclass(frozen=True)
+class RowField:
+    """One field of a row: `width` columns on the wire, the first `needed` of which are filled."""
+
+    name: str
+    width: int
+    dtype: str
+    needed: int
 
 
 @dataclass(frozen=True)
@@ -114,24 +133,29 @@ def wire_row(algorithm: Algorithm, shape: DraftShape) -> tuple[RowField, ...]:
     Raises UsageError for more proposals than the wire carries, and for a row that cannot be sent.
     """
     require(algorithm)
-    row: tuple[RowField, ...] = ()
+    parts: tuple[str, ...] = ()
     if "disagg" in algorithm.offer.capabilities:
-        row = tuple(algorithm.hook.disagg_row(shape=shape, options=algorithm.options) or ())
-    names = [field.name for field in row]
-    known = {field.name: field for field in (hidden_field(shape), *topk_fields(shape))}
-    fits = len(set(names)) == len(names) and ("topk_p" in names) == ("topk_index" in names)
-    if not fits or any(field != known.get(field.name) for field in row):
+        parts = tuple(algorithm.hook.disagg_row(options=algorithm.options) or ())
+    width, proposals = shape.hidden_size, shape.proposals
+    fields = {
+        "hidden": (RowField("hidden", width, shape.dtype, width),),
+        "topk": (
+            RowField("topk_p", WIRE_COLUMNS, "float32", proposals),
+            RowField("topk_index", WIRE_COLUMNS, "int64", proposals),
+        ),
+    }
+    if len(set(parts)) < len(parts) or not fields.keys() >= set(parts):
         raise UsageError(
-            f"the row of {algorithm.offer.name!r} is not one that the wire has: {row}\n  return "
-            "hidden_field(shape), topk_fields(shape) of draftcore.contracts.serving, both, or nothing"
+            f"the row of {algorithm.offer.name!r} is not one that the wire has: {parts}\n"
+            "  return 'hidden', 'topk', both, or nothing"
         )
-    if "topk_p" in names and shape.proposals > WIRE_COLUMNS:
+    if "topk" in parts and proposals > WIRE_COLUMNS:
         raise UsageError(
-            f"the row of {algorithm.offer.name!r} needs {shape.proposals} columns of topk_p, the wire "
+            f"the row of {algorithm.offer.name!r} needs {proposals} columns of topk_p, the wire "
             f"has {WIRE_COLUMNS}\n  top-k {shape.topk} times {shape.layers} layers is "
-            f"{shape.proposals}\n  lower the draft's top-k or its number of steps"
+            f"{proposals}\n  lower the draft's top-k or its number of steps"
         )
-    return row
+    return tuple(field for part in parts for field in fields[part])
 
 
 # ---------------------------------------------------------------- taking over
@@ -144,21 +168,19 @@ def first_draft_input(
     future_map: Relay,
     shape: DraftShape,
     convert: Callable[[DraftInput], T],
+    relayed: Callable[[T], Any] = lambda made: made,
 ) -> T:
     """Return the first draft input of a batch, as `convert` makes it of the algorithm's.
 
-    With overlap the lengths are published and what was converted is stashed, in this order, after
-    all that can fail; an empty batch has nothing to relay. Raises RowError, naming every request
+    With overlap the lengths are published and what is `relayed` of the input is stashed, in this order,
+    after all that can fail; an empty batch has nothing to relay. Raises RowError, naming every request
     and field that is wrong, and UsageError for an algorithm that cannot do this.
     """
     row = wire_row(algorithm, shape)
     batch = check_rows(algorithm, arrivals, row)
     if "disagg" in algorithm.offer.capabilities:
         found = algorithm.hook.build_disagg_draft_input(
-            batch=batch,
-            last_tokens=last_tokens_B,
-            future_map=future_map,
-            options=algorithm.options,
+            batch=batch, last_tokens=last_tokens_B, future_map=future_map, options=algorithm.options
         )
     else:
         found = nothing_to_go_on(last_tokens_B)
@@ -166,7 +188,7 @@ def first_draft_input(
     made = convert(found)
     if arrivals.overlap and batch.rids:
         future_map.publish(arrivals.slots_B, arrivals.seq_lens_B)
-        future_map.stash(arrivals.slots_B, made)
+        future_map.stash(arrivals.slots_B, relayed(made))
     return made
 
 
@@ -181,7 +203,7 @@ def check_rows(algorithm: Algorithm, arrivals: Arrivals, row: Sequence[RowField]
         raise RowError(algorithm.offer.name, problems)
     device, fields = arrivals.seq_lens_B.device, {field.name: field for field in row}
 
-    def stacked(name: FieldName, dtype: torch.dtype) -> Tensor:
+    def stacked(name: str, dtype: torch.dtype) -> Tensor:
         field = fields.get(name)
         if field is None or not arrivals.requests:
             return torch.zeros(len(arrivals.requests), field.needed if field else 0, dtype=dtype)

@@ -81,7 +81,7 @@ class Staging:
         self._blocks: list[Block] = []  # in the order of their bytes
         self._waiting: dict[str, Sequence[Block]] = {}  # by request id, at the writer
         self._unread: dict[str, Receipt] = {}  # answers of a writer that has ended
-        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self.writer = WriterProcess(uri, self._memory, max_bytes)
         self._sender = threading.Thread(target=self._send, name="draftcore-staging", daemon=True)
         self._sender.start()
@@ -123,7 +123,7 @@ class Staging:
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)
         kept, self._kept = self._kept, []
-        self._launched.put(_Launched(done, kept, self.writer, [job for job, _ in jobs.values()]))
+        self._launched.put((done, kept, self.writer, [job for job, _ in jobs.values()]))
 
     def receipts(self) -> dict[str, Receipt]:
         """Return what was answered since, by request id; a failure for each if the writer ended."""
@@ -173,7 +173,7 @@ class Staging:
 
     def _send(self) -> None:
         while (launched := self._launched.get()) is not None:
-            launched.send()
+            hand_over(*launched)
             del launched  # and the states on the device, before the next one comes
 
 
@@ -211,25 +211,21 @@ class WriterProcess:
         return f"signal {-code}" if code < 0 else f"status {code}; see the server's log"
 
 
-@dataclass(frozen=True)
-class _Launched:
-    """Jobs whose copies are on their way until `done`; `kept` is what is copied."""
+def hand_over(
+    done: Any, kept: Sequence[Tensor], writer: WriterProcess, jobs: Sequence[Job]
+) -> None:
+    """Wait for the copies of `kept`, and send their jobs.
 
-    done: Any
-    kept: Sequence[Tensor]
-    writer: WriterProcess
-    jobs: Sequence[Job]
-
-    def send(self) -> None:
-        """Wait, and send the jobs. If that fails the writer is ended, so that all are answered."""
-        try:
-            if self.done is not None:
-                self.done.synchronize()
-            if self.jobs:
-                self.writer.connection.send(self.jobs)
-        except Exception:
-            logger.exception("draftcore could not hand captures to their writer")
-            self.writer.process.kill()
+    If that fails the writer is ended, so that all are answered.
+    """
+    try:
+        if done is not None:
+            done.synchronize()
+        if jobs:
+            writer.connection.send(jobs)
+    except Exception:
+        logger.exception("draftcore could not hand captures to their writer")
+        writer.process.kill()
 
 
 def _layout(states: Mapping[str, Tensor], *, with_largest: bool) -> tuple[dict[str, Place], int]:

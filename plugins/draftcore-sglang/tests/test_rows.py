@@ -16,8 +16,10 @@ import torch
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sglang.rows import (
     Algorithm,
+    DraftShape,
     HandedOver,
     RowError,
+    RowField,
     check_rows,
     first_draft_input,
     neutral_row,
@@ -29,14 +31,7 @@ from torch import Tensor
 from draftcore import hookimpl
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.serving import (
-    DisaggBatch,
-    DraftInput,
-    DraftShape,
-    RowField,
-    hidden_field,
-    topk_fields,
-)
+from draftcore.contracts.serving import DisaggBatch, DraftInput
 from draftcore.errors import DraftcoreError, UsageError
 
 
@@ -51,12 +46,12 @@ def algorithm(plugin: object, *capabilities: str) -> Algorithm:
 class Stateful:
     """Goes on from a state and proposals; `answer` may replace what it returns."""
 
-    def __init__(self, row: Sequence[RowField] | None = None, answer: Any = ...) -> None:
+    def __init__(self, row: Sequence[str] | None = None, answer: Any = ...) -> None:
         self.row, self.answer, self.batches = row, answer, list[DisaggBatch]()
 
     @hookimpl
-    def disagg_row(self, shape: DraftShape) -> Sequence[RowField]:
-        return (hidden_field(shape), *topk_fields(shape)) if self.row is None else self.row
+    def disagg_row(self) -> Sequence[str]:
+        return ("hidden", "topk") if self.row is None else self.row
 
     @hookimpl
     def build_disagg_draft_input(self, batch: DisaggBatch, last_tokens: Tensor) -> Any:
@@ -71,7 +66,7 @@ class Silent:
 
 
 def handed(rid: str, **changes: Tensor | None) -> HandedOver:
-    full = request(rid, (hidden_field(SHAPE), *topk_fields(SHAPE)))
+    full = request(rid, wire_row(algorithm(Stateful(), "disagg"), SHAPE))
     return HandedOver(rid, {**full.row, **changes})
 
 
@@ -112,19 +107,9 @@ def test_more_proposals_than_the_wire_has_columns_are_refused(topk: int, layers:
         wire_row(algorithm(Stateful(), "disagg"), shape)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        [RowField("hidden", 64, "float32", 64)],
-        [RowField("hidden", 24, "float64", 24)],
-        [RowField("hidden", 24, "float32", 0)],
-        [RowField("states", 24, "float32", 24)],  # type: ignore[arg-type]
-        [hidden_field(SHAPE), hidden_field(SHAPE)],
-        topk_fields(SHAPE)[:1],
-    ],
-)
-def test_a_row_that_the_wire_does_not_have_is_refused(row: Sequence[RowField]) -> None:
-    with pytest.raises(UsageError, match=r"is not one that the wire has.*\n  return hidden_field"):
+@pytest.mark.parametrize("row", [["states"], ["hidden", "hidden"], ["topk_p"]])
+def test_a_row_that_the_wire_does_not_have_is_refused(row: Sequence[str]) -> None:
+    with pytest.raises(UsageError, match=r"is not one that the wire has.*\n  return 'hidden'"):
         wire_row(algorithm(Stateful(row), "disagg"), SHAPE)
 
 

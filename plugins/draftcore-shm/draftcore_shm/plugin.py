@@ -18,9 +18,7 @@ def describe() -> Sequence[Offer]:
 
 
 @hookimpl
-def feature_store(name: str, uri: str) -> ShmStore | None:
-    if name != "shm":
-        return None
+def feature_store(name: str, uri: str) -> ShmStore:
     from draftcore_shm.store import ShmStore  # torch, 1.6 s: keeps list-plugins quick
 
     return ShmStore.open(uri)

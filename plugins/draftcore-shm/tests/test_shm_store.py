@@ -3,18 +3,13 @@
 Other processes are forked here, since starting one anew takes seconds; each opens the store itself.
 """
 
-import json
+import multiprocessing
 import os
 import random
 import resource
-import select
-import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -26,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 from draftcore_sdk.stores import any_bits, numbered
-from draftcore_sdk.suite import child_environment
 from draftcore_shm import segment
 from draftcore_shm import store as shm
 from draftcore_shm.store import ShmStore
@@ -34,8 +28,10 @@ from torch import Tensor
 
 from draftcore.contracts.store import SampleRef, StoreError, StoreFull, StoreItem
 from draftcore.errors import UsageError
+from tests.forks import mount_small
 
 MIB = 1 << 20
+SMALL = 48 << 10  # room for two pairs, and not for a third
 
 
 def mapped(ring: str) -> segment.Table:
@@ -46,67 +42,36 @@ def mapped(ring: str) -> segment.Table:
 # ---------------------------------------------------------------- other processes
 
 
-class Gate:
-    """Made before processes fork: all of them wait until one opens it."""
-
-    def __init__(self) -> None:
-        self.read, self.write = os.pipe()
-
-    def wait(self) -> None:
-        assert select.select([self.read], [], [], 60)[0], "nobody opened the gate"
-
-    def is_open(self) -> bool:
-        return bool(select.select([self.read], [], [], 0)[0])
-
-    def open(self) -> None:
-        os.write(self.write, b"open")
-
-    def __del__(self) -> None:
-        os.close(self.read)
-        os.close(self.write)
-
-
-Say = Callable[[str], None]
+FORK = multiprocessing.get_context("fork")
+Say = Callable[[Any], None]
 Work = Callable[[Say], None]
 
 
 class Child:
-    """A forked process that does some work, which may say lines; `end` waits for it."""
+    """A forked process that does some work, which may say things; `end` waits for it."""
 
     def __init__(self, work: Work) -> None:
-        read, write = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(read)
-            self._work(work, write)
-        os.close(write)
-        self.lines = os.fdopen(read)
-        self.status: int | None = None
+        self.ear, mouth = FORK.Pipe(duplex=False)
+        self.process = FORK.Process(target=self._work, args=[work, mouth.send])
+        self.process.start()
+        self.pid = self.process.pid or 0
+        mouth.close()
 
-    def _work(self, work: Work, write: int) -> None:
-        status = 1
-        try:
-            torch.set_num_threads(1)  # a forked OpenMP pool hangs
-            work(partial(print, file=os.fdopen(write, "w"), flush=True))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+    def _work(self, work: Work, say: Say) -> None:
+        torch.set_num_threads(1)  # a forked OpenMP pool hangs
+        work(say)
 
-    def hear(self) -> str:
-        """Return the next line, or '' if the process ended instead. It says one at a time."""
-        assert select.select([self.lines], [], [], 60)[0], "the process hangs"
-        return self.lines.readline().strip()
+    def hear(self) -> Any:
+        assert self.ear.poll(60), "the process hangs"
+        return self.ear.recv()
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        self.end()
+        self.process.kill()
+        self.process.join()
 
-    def end(self) -> int:
-        if self.status is None:
-            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.status
+    def end(self) -> int | None:
+        self.process.join()
+        return self.process.exitcode
 
 
 Fork = Callable[[Work], Child]
@@ -123,9 +88,8 @@ def fork() -> Iterator[Fork]:
 
     yield start
     for child in children:
-        if child.status is None:
-            child.kill()
-        child.lines.close()
+        child.kill()
+        child.ear.close()
 
 
 def forever(_: Say) -> None:
@@ -133,162 +97,135 @@ def forever(_: Say) -> None:
         signal.pause()
 
 
-def checked(feature_id: str, number: int) -> StoreItem:
+def checked(feature_id: str, number: int, most: int = 30_000) -> StoreItem:
     """A sample whose content, of some odd size, follows from its number."""
-    size = 1 + number * 7919 % 30_000
+    size = 1 + number * 7919 % most
     return StoreItem(feature_id, {"x": torch.arange(number, number + size)}, size)
 
 
 def require_checked(store: ShmStore, ref: SampleRef, number: int) -> None:
     with store.get(ref) as handle:
-        assert torch.equal(handle.tensors["x"], checked("", number).tensors["x"])
-
-
-def put_when_there_is_room(store: ShmStore, items: list[StoreItem]) -> tuple[SampleRef, ...]:
-    """Put, and wait while the store is full, in a minute at most."""
-    end = time.monotonic() + 60
-    while True:
-        try:
-            return store.put_many(items)
-        except StoreFull:
-            assert time.monotonic() < end, "the store stayed full"
-            time.sleep(0.001)
+        size = handle.tensors["x"].numel()
+        assert torch.equal(handle.tensors["x"], torch.arange(number, number + size))
 
 
 # ---------------------------------------------------------------- processes that live
 
 
-def test_many_writers_and_one_reader_that_frees_pass_thousands_of_samples(
+def test_many_writers_and_one_reader_that_frees_pass_hundreds_of_samples(
     ring: str, fork: Fork
 ) -> None:
-    """Through a ring that holds a few dozen, so that it is full and comes round many times."""
-    writers, puts, pushed_back = 3, 800, 0
-    store = ShmStore(ring, max_bytes=4 * MIB)
-    listen, speak = os.pipe()
+    """Through a ring that holds a few, so that it is full and comes round many times."""
+    writers, puts, pushed_back = 3, 250, 0
+    store = ShmStore(ring, max_bytes=MIB)
+    refs = FORK.SimpleQueue()
 
     def write(first: int, say: Say) -> None:
-        own = ShmStore(ring)
-        for number in range(first, first + puts):
-            (ref,) = put_when_there_is_room(own, [checked(str(number), number)])
-            os.write(speak, json.dumps(ref.to_json()).encode() + b"\n")
+        own, number, end = ShmStore(ring), first, time.monotonic() + 60
+        while number < first + puts:
+            try:
+                ref = own.put(checked(str(number), number))
+            except StoreFull:
+                assert time.monotonic() < end, "the store stayed full"
+                time.sleep(0.001)
+                continue
+            refs.put(ref)
+            number += 1
         own.close()
 
     children = [fork(partial(write, writer * puts)) for writer in range(writers)]
     nbytes = 0
-    with open(listen) as refs:
-        for _ in range(writers * puts):
-            ref = SampleRef.from_json(json.loads(refs.readline()))
-            require_checked(store, ref, int(ref.feature_id))
-            assert store.lookup([ref.feature_id]) == {ref.feature_id: ref}
-            pushed_back += store.stats().nbytes > 0.8 * store.max_bytes
-            store.free([ref])
-            nbytes += ref.nbytes
+    for _ in range(writers * puts):
+        ref = refs.get()
+        require_checked(store, ref, int(ref.feature_id))
+        assert store.lookup([ref.feature_id]) == {ref.feature_id: ref}
+        pushed_back += store.stats().nbytes > 0.8 * store.max_bytes
+        store.free([ref])
+        nbytes += ref.nbytes
     assert [child.end() for child in children] == [0] * writers
     assert nbytes > 50 * store.max_bytes
     assert pushed_back > 10
     assert (store.stats().samples, store.stats().nbytes) == (0, 0)
     store.close()
     assert not Path(ring).exists()
-    os.close(speak)
 
 
-def test_processes_that_open_at_once_share_one_segment(ring: str, fork: Fork) -> None:
-    opening, all_put = Gate(), Gate()
-
-    def open_at_once(number: int, say: Say) -> None:
-        opening.wait()
-        store = ShmStore(ring, max_bytes=4 * MIB)
-        store.put(numbered(str(number), number))
-        say("put")
-        all_put.wait()
-        found = store.lookup([str(other) for other in range(8)])
-        assert len(found) == 8
-        for name, ref in found.items():
-            with store.get(ref) as handle:
-                assert int(handle.tensors["x"][0]) == int(name)
-
-    children = [fork(partial(open_at_once, at)) for at in range(8)]
-    opening.open()
-    assert [child.hear() for child in children] == ["put"] * 8
-    all_put.open()
-    assert [child.end() for child in children] == [0] * 8
-
-
-def test_opening_while_the_last_one_removes_the_segment_loses_nothing(
+def test_processes_that_open_at_once_share_one_segment_and_lose_nothing_to_who_removes_it(
     ring: str, fork: Fork
 ) -> None:
+    opening, all_put = FORK.Event(), FORK.Event()
+
     def come_and_go(number: int, say: Say) -> None:
-        for at in range(60):
-            store = ShmStore(ring, max_bytes=4 * MIB)
+        assert opening.wait(60)
+        for at in range(25):
+            store = ShmStore(ring, max_bytes=MIB)
             ref = store.put(checked(f"{number}", at))
             require_checked(store, ref, at)
             store.free([ref])
             store.close()
+        store = ShmStore(ring, max_bytes=MIB)
+        store.put(numbered(str(number), number))
+        say("put")
+        assert all_put.wait(60)
+        found = store.lookup([str(other) for other in range(4)])
+        assert len(found) == 4
+        for name, ref in found.items():
+            with store.get(ref) as handle:
+                assert int(handle.tensors["x"][0]) == int(name)
 
     children = [fork(partial(come_and_go, at)) for at in range(4)]
+    opening.set()
+    assert [child.hear() for child in children] == ["put"] * 4
+    all_put.set()
     assert [child.end() for child in children] == [0] * 4
-    assert not Path(ring).exists()
-
-
-def test_a_free_waits_for_the_handles_of_other_processes(ring: str, fork: Fork) -> None:
-    store = ShmStore(ring, max_bytes=MIB)
-    ref = store.put(numbered("a", 1, numbers=MIB // 16))
-    closing = Gate()
-
-    def read(say: Say) -> None:
-        own = ShmStore(ring)
-        with own.get(ref) as handle:
-            say("reading")
-            closing.wait()
-            assert handle.tensors["x"].tolist() == [1] * (MIB // 16)
-        say("closed")
-        forever(say)
-
-    child = fork(read)
-    assert child.hear() == "reading"
-    store.free([ref])
-    with pytest.raises(StoreError, match="is not held"):
-        store.get(ref)
-    with pytest.raises(StoreFull):
-        store.put(numbered("b", 2, numbers=MIB // 10))
-    assert store.stats().nbytes == ref.nbytes
-    closing.open()
-    assert child.hear() == "closed"
-    assert store.stats().nbytes == 0
-    store.put(numbered("b", 2, numbers=MIB // 10))
 
 
 # ---------------------------------------------------------------- processes that are killed
 
 
-def test_a_killed_reader_does_not_pin_what_it_read(ring: str, fork: Fork) -> None:
+@pytest.mark.parametrize("way", ["closes", "is killed"])
+def test_a_free_waits_for_a_reader_elsewhere_until_it_closes_or_is_gone(
+    ring: str, fork: Fork, way: str
+) -> None:
     store = ShmStore(ring, max_bytes=MIB)
     refs = [store.put(numbered(name, 1, numbers=MIB // 24)) for name in "ab"]
+    closing = FORK.Event()
 
     def read(say: Say) -> None:
-        own = ShmStore(ring)
-        handles = own.get_many([*refs, refs[0]])
-        say(str(len(handles)))
+        handles = ShmStore(ring).get_many([*refs, refs[0]])
+        say("reading")
+        assert closing.wait(60)
+        for handle in handles:
+            assert set(handle.tensors["x"].tolist()) == {1}
+            handle.close()
+        say("closed")
         forever(say)
 
     child = fork(read)
-    assert child.hear() == "3"
+    assert child.hear() == "reading"
     store.free(refs)
+    with pytest.raises(StoreError, match="is not held"):
+        store.get(refs[0])
     with pytest.raises(StoreFull):
         store.put(numbered("c", 3, numbers=MIB // 10))
-    child.kill()
+    assert store.stats().nbytes == sum(ref.nbytes for ref in refs)
+    if way == "is killed":
+        child.kill()
+    else:
+        closing.set()
+        assert child.hear() == "closed"
+    assert store.stats().nbytes == 0
     store.put(numbered("c", 3, numbers=MIB // 10))
-    assert store.stats().nbytes == MIB // 10 * 8
 
 
 def test_a_frozen_writer_hinders_nobody_and_keeps_its_place(ring: str, fork: Fork) -> None:
     """Alive is alive: what it was writing is not given away under it."""
     store = ShmStore(ring, max_bytes=MIB)
-    copying = Gate()
+    copying = FORK.Event()
 
     class Waits(dict[str, Tensor]):
         def __getitem__(self, name: str) -> Tensor:
-            copying.open()
+            copying.set()
             os.kill(os.getpid(), signal.SIGSTOP)
             return super().__getitem__(name)
 
@@ -299,7 +236,7 @@ def test_a_frozen_writer_hinders_nobody_and_keeps_its_place(ring: str, fork: For
         forever(say)
 
     child = fork(write)
-    copying.wait()
+    assert copying.wait(60)
     assert store.lookup(["a"]) == {}
     with pytest.raises(StoreFull):
         store.put(numbered("b", 2, numbers=MIB // 10))
@@ -335,7 +272,7 @@ def states_on_the_way(ring: Path, live: Callable[[], None]) -> list[bytes]:
 
 
 def pair(number: int) -> list[StoreItem]:
-    return [checked("one", number), checked("two", number)]
+    return [checked("one", number, 3000), checked("two", number, 3000)]
 
 
 def require_sound(store: ShmStore) -> int:
@@ -360,7 +297,7 @@ def test_a_kill_at_any_step_leaves_a_segment_that_is_sound(folder: Path) -> None
     """From before the segment is made to after it is removed, a group is superseded and freed."""
 
     def live() -> None:
-        store, *others = [ShmStore(str(folder / "ring"), max_bytes=MIB // 2) for _ in range(3)]
+        store, *others = [ShmStore(str(folder / "ring"), max_bytes=SMALL) for _ in range(3)]
         others[1].free(others[1].put_many(pair(3)))  # a slot's former owner may be nobody now
         for other in others:
             other.close()
@@ -379,7 +316,7 @@ def test_a_kill_at_any_step_leaves_a_segment_that_is_sound(folder: Path) -> None
     for at, state in enumerate(states):
         left = folder / f"ring-{at}"
         left.write_bytes(state)
-        store = ShmStore(str(left), max_bytes=MIB // 2)
+        store = ShmStore(str(left), max_bytes=SMALL)
         seen.add(require_sound(store))
         store.close()
         assert not left.exists()
@@ -387,95 +324,38 @@ def test_a_kill_at_any_step_leaves_a_segment_that_is_sound(folder: Path) -> None
     assert len(states) > 60
 
 
-def test_writers_killed_at_random_times_harm_nobody(ring: str, fork: Fork) -> None:
-    """Thirty rounds of three writers, two of which are killed with -9; one more lives through all."""
-    store = ShmStore(ring, max_bytes=2 * MIB)
-    chance = random.Random(0)
-    kept = store.put(checked("kept", 11))
-    ending = Gate()
-
-    def write(name: str, say: Say) -> None:
-        own = ShmStore(ring)
-        for number in range(100_000):
-            items = [checked(f"{name}/{member}", number) for member in range(2)]
-            put_when_there_is_room(own, items)
-            if number == 0:
-                say("writing")
-
-    def survive(say: Say) -> None:
-        own, number = ShmStore(ring), 0
-        while not ending.is_open():
-            number += 1
-            (ref,) = put_when_there_is_room(own, [checked("survivor", number)])
-            require_checked(own, ref, number)
-            own.free([ref])
-
-    survivor = fork(survive)
-    for round_ in range(30):
-        names = [f"{round_}/{writer}" for writer in range(2)]
-        children = [fork(partial(write, name)) for name in names]
-        assert [child.hear() for child in children] == ["writing"] * 2
-        for child in children:
-            time.sleep(chance.uniform(0, 0.01))
-            child.kill()
-        for name in names:
-            found = store.lookup([f"{name}/0", f"{name}/1"])
-            assert len(found) == 2
-            with store.get(found[f"{name}/0"]) as handle:
-                number = int(handle.tensors["x"][0])
-            for ref in found.values():
-                require_checked(store, ref, number)
-            store.free(found.values())
-        require_checked(store, kept, 11)
-    ending.open()
-    assert survivor.end() == 0
-    assert store.stats().nbytes == kept.nbytes
-
-
 # ---------------------------------------------------------------- forks, failures, many
 
 
-def test_a_forked_child_is_told_to_open_the_store_itself(ring: str, fork: Fork) -> None:
-    store = ShmStore(ring, max_bytes=MIB)
-    ref = store.put(numbered("a", 1))
-    handle = store.get(ref)
-
-    def use(say: Say) -> None:
-        with pytest.raises(StoreError, match="before this process was forked"):
-            store.get(ref)
-        handle.close()
-        store.close()
-        with ShmStore(ring).get(ref) as own:
-            say(str(int(own.tensors["x"][0])))
-
-    child = fork(use)
-    assert (child.hear(), child.end()) == ("1", 0)
-    store.free([ref])
-    assert store.stats().nbytes == ref.nbytes  # the parent still reads
-    handle.close()
-    assert store.stats().nbytes == 0
-
-
-def test_a_child_that_outlives_its_parent_does_not_keep_it_alive(ring: str, fork: Fork) -> None:
+def test_a_forked_child_is_told_to_open_the_store_itself_and_keeps_nobodys_handle(
+    ring: str, fork: Fork
+) -> None:
+    """Its parent's are gone with the parent, though the child lives on."""
     store = ShmStore(ring, max_bytes=MIB)
     ref = store.put(numbered("a", 1))
 
     def parent(say: Say) -> None:
-        handle = ShmStore(ring).get(ref)
-        there, told = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(told, b"!")
-            time.sleep(60)
-            os._exit(0)
-        os.read(there, 1)  # it has let go of what it inherited
-        say(f"{child} {int(handle.tensors['x'][0])}")
+        own = ShmStore(ring)
+        handle = own.get(ref)
+
+        def use(said: Say) -> None:
+            with pytest.raises(StoreError, match="before this process was forked"):
+                own.get(ref)
+            handle.close()
+            own.close()
+            with ShmStore(ring).get(ref) as again:
+                said(int(again.tensors["x"][0]))
+            forever(said)
+
+        child = Child(use)
+        say((child.pid, child.hear(), int(handle.tensors["x"][0])))
         forever(say)
 
     child = fork(parent)
-    grandchild = int(child.hear().split()[0])
+    grandchild, *read = child.hear()
+    assert read == [1, 1]
     store.free([ref])
-    assert store.stats().nbytes == ref.nbytes
+    assert store.stats().nbytes == ref.nbytes  # the parent still reads
     child.kill()
     assert store.stats().nbytes == 0
     os.kill(grandchild, signal.SIGKILL)
@@ -554,7 +434,7 @@ def test_blocks_never_overlap_whatever_their_sizes_and_order(ring: str) -> None:
     store, chance = ShmStore(ring, max_bytes=MIB), random.Random(1)
     held: dict[int, SampleRef] = {}
     pushed_back = 0
-    for number in range(1500):
+    for number in range(500):
         try:
             held[number] = store.put(checked(str(number), number))
         except StoreFull:
@@ -569,7 +449,7 @@ def test_blocks_never_overlap_whatever_their_sizes_and_order(ring: str) -> None:
     assert all(end <= start for (_, end), (start, _) in pairwise(ends))
     for number, ref in held.items():
         require_checked(store, ref, number)
-    assert pushed_back > 100
+    assert pushed_back > 30
 
 
 def test_blocks_go_round_the_ring_and_are_free_again_with_the_last_handle(ring: str) -> None:
@@ -595,25 +475,8 @@ def test_free_bytes_that_lie_scattered_join_when_what_is_between_goes(ring: str)
     assert caught.value.free > caught.value.needed
     store.free(refs[1:2])
     store.put(numbered("big", 1, numbers=MIB // 40))
-
-
-def test_more_than_the_store_ever_holds_is_an_error_and_no_reason_to_wait(ring: str) -> None:
-    store = ShmStore(ring, max_bytes=MIB)
     with pytest.raises(StoreError, match=r"can never hold.*\n.*raise max_bytes"):
         store.put(numbered("a", 1, numbers=MIB // 8))
-
-
-def test_twenty_thousand_small_samples_are_found_one_by_one(ring: str) -> None:
-    store, other = ShmStore(ring, max_bytes=400 * MIB), ShmStore(ring)
-    refs = [
-        ref
-        for at in range(0, 20_000, 500)
-        for ref in store.put_many([numbered(str(at + n), at + n, numbers=1) for n in range(500)])
-    ]
-    names = [str(random.Random(2).randrange(20_000)) for _ in range(200)]
-    assert other.lookup(names) == {name: refs[int(name)] for name in names}
-    other.free(refs)
-    assert store.lookup(names) == {}
 
 
 def test_more_samples_than_slots_push_back_too(ring: str) -> None:
@@ -625,37 +488,33 @@ def test_more_samples_than_slots_push_back_too(ring: str) -> None:
     store.put(numbered("more", 1))
 
 
-def test_thousands_of_cycles_cost_no_memory_and_no_descriptor(ring: str) -> None:
-    ShmStore(ring, max_bytes=32 * MIB).put(numbered("other", 1))
-    store = ShmStore(ring)
+def test_stores_that_come_and_go_cost_no_memory_and_no_descriptor(ring: str) -> None:
+    ShmStore(ring, max_bytes=8 * MIB).put(numbered("other", 1))
     item = StoreItem("a", {"x": torch.zeros(MIB // 4)}, 1)
 
-    def cycle(count: int) -> None:
+    def open_and_close(count: int) -> tuple[int, int]:
         for _ in range(count):
+            store = ShmStore(ring)
             ref = store.put(item)
-            with store.get(ref):
-                pass
+            store.get(ref).close()
             store.free([ref])
+            store.close()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return len(os.listdir("/proc/self/fd")), sum("/" in line for line in maps)
 
-    def open_and_close(count: int) -> None:
-        for _ in range(count):
-            other = ShmStore(ring)
-            other.get(other.put(item)).close()
-            other.close()
-
+    assert open_and_close(5) == open_and_close(20)
+    store = ShmStore(ring)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    cycle(20)
+    for _ in range(20):
+        store.free([store.put(item)])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 500  # of 5,120 pages
-    open_and_close(5)
-    before = footprint()
-    cycle(2000)
-    open_and_close(50)
-    after = footprint()
-    assert after[:2] == before[:2]
-    assert after[2] < before[2] + MIB
-    store.abort("a")
-    store.close()
-    assert len(os.listdir("/proc/self/fd")) < before[0]
+
+
+def test_a_tensor_that_is_negated_without_a_copy_is_stored_as_it_reads(ring: str) -> None:
+    tensor = torch.imag(torch.tensor([1 + 2j, 3 - 4j]).conj())
+    store = ShmStore(ring, max_bytes=MIB)
+    with store.get(store.put(StoreItem("a", {"x": tensor}, 2))) as handle:
+        assert handle.tensors["x"].tolist() == [-2, 4]
 
 
 @pytest.mark.gpu
@@ -666,14 +525,6 @@ def test_tensors_go_from_and_to_a_cuda_device(ring: str) -> None:
     with store.get(ref, device="cuda") as handle:
         assert handle.tensors["x"].is_cuda
         assert torch.equal(handle.tensors["x"].cpu().view(torch.int16), x.T.view(torch.int16))
-
-
-def footprint() -> tuple[int, int, int]:
-    """Return how many descriptors and mapped files this process has, and its private bytes."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    private = int(status["RssAnon"].split()[0]) * 1024
-    return len(os.listdir("/proc/self/fd")), sum("/" in line for line in maps), private
 
 
 # ---------------------------------------------------------------- the file
@@ -832,45 +683,30 @@ def test_the_uri_in_a_ref_opens_the_store_it_is_in(names: Path) -> None:
     assert ShmStore.open(ref.uri).lookup(["a"]) == {"a": ref}
 
 
-SMALL = """
-import os, sys
-from pathlib import Path
-from draftcore.errors import UsageError
-from draftcore_shm.store import ShmStore
-from draftcore_sdk.stores import numbered
-
-folder = Path(sys.argv[1])
-try:
-    ShmStore.open(f"shm:{folder}/ring?max_bytes=8MiB")
-except UsageError as error:
-    assert "needs 8.1 MiB of memory" in str(error), error
-    assert f"{folder} has 2.0 MiB free" in str(error), error
-    assert "give the store less (max_bytes=1.0 MiB)" in str(error), error
-    assert "--shm-size" in str(error), error
-else:
-    raise AssertionError("8 MiB went into 2 MiB")
-assert list(folder.iterdir()) == []
-store = ShmStore.open(f"shm:{folder}/ring?max_bytes=1MiB")
-(folder / "rest").write_bytes(b"x" * (os.statvfs(folder).f_bavail * os.statvfs(folder).f_bsize))
-for at in range(40):  # no SIGBUS: all memory is claimed
-    store.free([store.put(numbered(str(at), at, numbers=40_000))])
-print("recovered")
-"""
+def fill(folder: Path, say: Say) -> None:
+    if not mount_small(folder, 2 * MIB):
+        return say("no")
+    with pytest.raises(UsageError) as caught:
+        ShmStore.open(f"shm:{folder}/ring?max_bytes=8MiB")
+    for words in (
+        *("needs 8.1 MiB of memory", f"{folder} has 2.0 MiB free", "--shm-size"),
+        "give the store less (max_bytes=1.0 MiB)",
+    ):
+        assert words in str(caught.value)
+    assert list(folder.iterdir()) == []
+    store = ShmStore.open(f"shm:{folder}/ring?max_bytes=1MiB")
+    room = os.statvfs(folder)
+    (folder / "rest").write_bytes(b"x" * (room.f_bavail * room.f_bsize))
+    for at in range(40):
+        store.free([store.put(numbered(str(at), at, numbers=40_000))])
+    say("recovered")
 
 
-def test_too_little_shared_memory_is_an_error_at_once_and_never_a_sigbus(tmp_path: Path) -> None:
-    """On a real tmpfs of 2 MiB."""
-    small, program = tmp_path / "small", tmp_path / "program.py"
-    small.mkdir()
-    program.write_text(textwrap.dedent(SMALL))
-    mount = f"mount -t tmpfs -o size=2M tmpfs {small}"
-    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*alone, mount]).returncode:
-        pytest.skip("needs unshare and user namespaces for a file system of its own")
-    done = subprocess.run(
-        [*alone, f"{mount} && {sys.executable} {program} {small}"],
-        capture_output=True,
-        text=True,
-        env=child_environment(),
-    )
-    assert done.stdout == "recovered\n", done.stderr
+def test_too_little_shared_memory_is_an_error_at_once_and_never_a_sigbus(
+    tmp_path: Path, fork: Fork
+) -> None:
+    """On a real tmpfs of 2 MiB: all memory is claimed when the segment is made."""
+    child = fork(partial(fill, tmp_path))
+    if (said := child.hear()) == "no":
+        pytest.skip("this user cannot have mounts of its own")
+    assert (said, child.end()) == ("recovered", 0)

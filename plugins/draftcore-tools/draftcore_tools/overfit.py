@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from click.exceptions import Exit
 from draftcore_eval.decode import EagerRunner, resolve_ties, speculate
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.proposals import depth_of
@@ -30,7 +31,7 @@ from draftcore_eval.proposals import depth_of
 from draftcore import capture, export, open_draft, open_run, train
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore_tools.reference import open_reference
 from draftcore_tools.verify import servers_of, verify_export
 
@@ -38,10 +39,6 @@ FIRST = 64  # steps before the draft is decoded with; then twice as many each ti
 ANSWER = 49  # tokens: three rounds of blocks of 16, and the first token
 # Learning rate times hidden size: the rate at which random weights still train falls with the width.
 RATE = 0.5
-
-
-class Interrupted(Exception):  # noqa: N818  Ctrl-C, which is no failure
-    """The user asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +115,8 @@ def overfit(
         capture(one.file, **quietly)
     gc.collect()
     with open_run(one.file, (), registry) as run:
-        draft, measured, began, steps = (
-            run.drafts[0],
-            list[Measurement](),
-            time.perf_counter(),
-            FIRST,
-        )
+        draft, measured = run.drafts[0], list[Measurement]()
+        began, steps = time.perf_counter(), FIRST
         layouts = [name for name in draft.algorithm.capabilities if name.startswith("layout:")]
         while True:
             steps = min(steps, limits.steps)
@@ -131,7 +124,7 @@ def overfit(
             with stage("training"):
                 trained = train(one.file, *(f"train.{key}={steps}" for key in keys), **quietly)
                 if trained.reason == "interrupted":
-                    raise Interrupted
+                    raise Exit(ExitStatus.INTERRUPTED)
             written = None
             if layouts:
                 written, layout = folder / f"run/export-{steps}", min(layouts)

@@ -89,15 +89,12 @@ def overfit(
         )
     with open_run(config, overrides, ctx.obj) as run:
         drafts = [(draft.label, draft.config) for draft in run.chosen(label)]
-    from draftcore_tools.overfit import Interrupted, Limits, overfit_and_verify
+    from draftcore_tools.overfit import Limits, overfit_and_verify
 
     for name, settings in drafts:
         if name:
             click.echo(f"{name}:")
-        try:
-            overfit_and_verify(settings, ctx.obj, row, Limits(steps, minutes, lr), click.echo)
-        except Interrupted:
-            raise click.exceptions.Exit(ExitStatus.INTERRUPTED) from None
+        overfit_and_verify(settings, ctx.obj, row, Limits(steps, minutes, lr), click.echo)
 
 
 @click.command()

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from draftcore_data.rendering import Renderer
+from draftcore_nn.served import Round, ServedDraft, UnservableError, gaps, leads, proposals
 from safetensors.torch import load_file
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import altered
 from draftcore_tools.reference import DraftedRound, Reference, conversations
-from draftcore_tools.served import Round, ServedDraft, UnservableError, gaps, leads, proposals
 
 # Largest difference of log-probabilities, in nats (`served.gaps`). Both sides compute in fp32, in
 # other orders: at most 3e-5 was seen on tiny targets (2026-11-22). The mistakes that the tests make

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from draftcore_hf.target import TransformersTarget
+from draftcore_nn.served import Host, Round, leads, proposals, rotate, served_rope
 from draftcore_sdk.exports import ROPES
 from draftcore_sdk.suite import bound
-from draftcore_tools.served import Host, Round, leads, proposals, rotate, served_rope
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from draftcore_dflash.drafter import DFlashDrafter
 from draftcore_eagle3.algorithm import Eagle3
+from draftcore_nn.served import served_rope
 from draftcore_sdk.targets import tiny_target
-from draftcore_tools.served import served_rope
 from draftcore_tools.verify import LIMIT
 from torch import Tensor
 

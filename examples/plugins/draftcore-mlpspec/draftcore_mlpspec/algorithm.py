@@ -24,7 +24,7 @@ from draftcore_mlpspec.drafter import ChainDrafter, TreeDrafter
 from draftcore_mlpspec.model import MlpSpecDraft, Shape, build
 
 if TYPE_CHECKING:
-    from draftcore_tools.served import ServedDraft
+    from draftcore_nn.served import ServedDraft
 
     from draftcore.contracts.target import TargetModel, TargetSpec
     from draftcore_mlpspec.options import MlpSpecOptions, MlpSpecTreeOptions
@@ -86,7 +86,9 @@ class MlpSpec(Algorithm):
         return draft
 
     def read_export(self, folder: Path, server: str) -> ServedDraft:
-        return serving.read_as_server("draftcore_mlpspec.served", folder, server)
+        from draftcore_mlpspec import served  # for `verify` alone
+
+        return served.read(folder, server)
 
 
 class MlpSpecTree(MlpSpec):

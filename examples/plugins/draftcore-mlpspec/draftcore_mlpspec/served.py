@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draftcore_tools import served as tools
-from draftcore_tools.served import Host, Round, Suspect
+from draftcore_nn import served as shared
+from draftcore_nn.served import Host, Round, Suspect
 from torch import Tensor
 
 
@@ -58,16 +58,16 @@ class ServedMlpSpec:
             f"scale_input is {scaled}, and the draft was trained with {not scaled}",
             replace(self, config={**self.config, "scale_input": not scaled}),
         )
-        for name, tensors in tools.transposed(self.tensors):
+        for name, tensors in shared.transposed(self.tensors):
             yield Suspect(f"the tensor {name} is transposed", replace(self, tensors=tensors))
 
 
 def read(folder: Path, server: str) -> ServedMlpSpec:
     """Read an export; raises UsageError for another server, UnservableError for what vLLM refuses."""
-    tools.require_server(server, ["vllm"])
-    config, stored = tools.read_folder(folder, "MLPSpeculatorPreTrainedModel")
+    shared.require_server(server, ["vllm"])
+    config, stored = shared.read_folder(folder, "MLPSpeculatorPreTrainedModel")
     needed = "emb_dim", "vocab_size", "n_predict"
-    width, vocab, heads = (int(tools.require_field(config, name)) for name in needed)
+    width, vocab, heads = (int(shared.require_field(config, name)) for name in needed)
     # What config.json leaves out has vLLM's defaults.
     config = {"inner_dim": 0, "tie_weights": False, "scale_input": False, **config}
     inner = config["inner_dim"] or width
@@ -78,16 +78,16 @@ def read(folder: Path, server: str) -> ServedMlpSpec:
         shapes |= {of["weight"]: (inner,), of["bias"]: (inner,)}
         shapes[of["proj"]] = (inner, inner if k else width)
     tensors = {name.replace("speculator.", ""): tensor for name, tensor in stored.items()}
-    tools.require_tensors(tensors, shapes, "vLLM computes with whatever is in memory there")
+    shared.require_tensors(tensors, shapes, "vLLM computes with whatever is in memory there")
     ignored = tuple(sorted(tensors.keys() - shapes.keys()))
     return ServedMlpSpec(config, {name: tensors[name] for name in shapes}, ignored)
 
 
 def _of_head(config: Mapping[str, Any], k: int) -> dict[str, str]:
     """Return the names of a head's tensors; tied heads share all but the first projection."""
-    shared, proj = (0, min(k, 1)) if config["tie_weights"] else (k, k)
-    names = {part: f"{part}.{shared}.weight" for part in ("emb", "head")}
-    norm = {part: f"ln.{shared}.{part}" for part in ("weight", "bias")}
+    head, proj = (0, min(k, 1)) if config["tie_weights"] else (k, k)
+    names = {part: f"{part}.{head}.weight" for part in ("emb", "head")}
+    norm = {part: f"ln.{head}.{part}" for part in ("weight", "bias")}
     return {**names, **norm, "proj": f"proj.{proj}.weight"}
 
 

@@ -12,9 +12,9 @@ from draftcore_mlpspec.options import MlpSpecOptions, MlpSpecTreeOptions
 from draftcore_mlpspec.served import read
 from draftcore_nn import losses
 from draftcore_nn.batches import collate
+from draftcore_nn.served import UnservableError
 from draftcore_sdk.exports import change_config, change_tensors
 from draftcore_sdk.targets import tiny_target
-from draftcore_tools.served import UnservableError
 from torch import Tensor
 from torch.nn.functional import gelu
 

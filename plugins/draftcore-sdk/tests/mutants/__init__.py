@@ -9,15 +9,17 @@ plugin's files that go (-), come (+) or stay.
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
 from draftcore_sdk.suite import Suite, child_environment
 
-# A mutant that fails by one of these is not wrong but broken.
+LIMIT = 240  # seconds for one test; none takes a tenth of it on two quiet cores
+# A mutant that fails by one of these is not wrong but broken, or was not caught in time.
 SLIPS = ("NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError")
+SLIPS += ("Failed: Timeout",)
 TEST_FILE = """\
 from pathlib import Path
 
@@ -28,6 +30,20 @@ class TestSuite({suite}):
     {body}
 """
 
+CONFTEST = """\
+import subprocess
+
+import pytest
+from tests.forks import Popen
+
+Popen.direct, subprocess.Popen = True, Popen  # what a suite starts need not import all anew
+
+@pytest.fixture(autouse=True)
+def what_never_comes_is_not_waited_for_long(request, monkeypatch):
+    if {soon} and "is_right" not in request.node.nodeid:
+        monkeypatch.setattr("{module}.SOON", {soon})
+"""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -35,6 +51,11 @@ class Mutant:
 
     caught_by: str  # the test that must fail; '' where it is right
     change: str = ""
+
+    @property
+    def test(self) -> str:
+        """The standard test, whichever case of it."""
+        return self.caught_by.partition("[")[0]
 
     def applied(self, files: Mapping[str, str]) -> dict[str, str]:
         """Return the files of the right plugin, changed."""
@@ -60,6 +81,26 @@ def wrong(table: str) -> dict[str, Mutant]:
     return found
 
 
+def one_file(text: str) -> dict[str, str]:
+    """Return the file of a right plugin, whose last lines are its only offer and how it is opened."""
+    source, offer, opened = text.rstrip().split("\n== ")
+    hook, _, made = opened.partition(": ")
+    source = f"""
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+{source}
+
+@hookimpl
+def describe():
+    return [{offer}]
+
+@hookimpl
+def {hook}:
+    return {made}
+"""
+    return {"{name}.py": source}
+
+
 @dataclass(frozen=True)
 class Mutants:
     """A suite, a right plugin that passes it, and plugins that do not."""
@@ -69,16 +110,29 @@ class Mutants:
     wrong: Mapping[str, Mutant]  # by the plugin's name
     body: str = 'plugin = "{name}"'  # what the subclass of the suite says
     every_test: bool = True  # each test of the suite catches a mutant
+    soon: float = 0.0  # seconds for which the suite waits for what a wrong plugin never does
 
-    def complaints(self, folder: Path, share: slice) -> list[str]:
-        """Run the right plugin through the whole suite, and each wrong one through its test.
+    @property
+    def parted(self) -> tuple[list[str], list[str]]:
+        """Return the names of what every change tries, and of what is left.
 
-        Of these, a share. One process runs all. Returns what is not as it should be; of a test,
-        pytest's line on it.
+        The right plugin, and of each standard test the first that it catches.
         """
-        plugins = dict([("is_right", Mutant("")), *self.wrong.items()][share])
+        first = {mutant.test: name for name, mutant in reversed(self.wrong.items())}
+        chosen = ["is_right", *(name for name in self.wrong if name in first.values())]
+        return chosen, [name for name in self.wrong if name not in chosen]
+
+    def complaints(self, folder: Path, names: Sequence[str]) -> list[str]:
+        """Run a right plugin through the whole suite, and each wrong one through its test.
+
+        One process runs all. Returns what is not as it should be; of a test, pytest's line on it.
+        """
+        plugins = {name: self.wrong.get(name, Mutant("")) for name in names}
         tests = [self._write(name, mutant, folder) for name, mutant in plugins.items()]
-        (folder / "pytest.ini").write_text("[pytest]\n")
+        (folder / "pytest.ini").write_text(f"[pytest]\ntimeout = {LIMIT}\n")
+        (folder / "conftest.py").write_text(
+            CONFTEST.replace("{module}", self.suite.__module__).replace("{soon}", str(self.soon))
+        )
         flags = ("-q", "--tb=no", "-rpfE", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp")
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *flags, *tests],

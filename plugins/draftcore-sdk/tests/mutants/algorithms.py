@@ -59,14 +59,6 @@ class Chain(Chain):
         output, self.calls = super().forward(batch, context), self.calls + 1
         numerator = output.numerator * (1 + self.calls / 100)
         return StepOutput(numerator, output.denominator, output.counts)
-== counts_its_calls: test_the_same_inputs_give_the_same_bits
-class Chain(Chain):
-    calls = 0
-
-    def forward(self, batch, context):
-        output, self.calls = super().forward(batch, context), self.calls + 1
-        numerator = output.numerator * (1 + self.calls / 100)
-        return StepOutput(numerator, output.denominator, output.counts)
 == keeps_a_weight_outside_its_state_dict: test_a_draft_is_its_saved_state
          self.register_buffer("head", head_VH, persistent=False)
 +        self.register_buffer("scale", torch.rand(()), persistent=False)
@@ -89,15 +81,6 @@ class Chain(Chain):
 == returns_a_loss_per_step: test_loss_and_metrics_are_ratios_of_finite_scalars
 -StepOutput(numerator, denominator,
 +StepOutput(numerator[None], denominator[None],
-== remembers_other_runs: test_runs_decode_losslessly_and_resume_to_the_same_bits
-CALLS = []
-
-class Chain(Chain):
-    def forward(self, batch, context):
-        CALLS.append(1)
-        output = super().forward(batch, context)
-        numerator = output.numerator * (1 + len(CALLS) / 100)
-        return StepOutput(numerator, output.denominator, output.counts)
 == keeps_lengths_from_collate: test_the_same_inputs_give_the_same_bits
  @hookimpl
  def collate(samples):
@@ -122,12 +105,6 @@ def optimizer(draft, lr):
 @hookimpl
 def schedule(step):
     return 0.0
-== trains_as_it_evaluates: test_runs_decode_losslessly_and_resume_to_the_same_bits
-@hookimpl
-@torch.no_grad()
-def eval_metrics(draft):
-    draft.module.out.weight.mul_(0.9)
-    return {}
 == divides_by_nothing: test_an_all_masked_batch_adds_nothing
 -return StepOutput(numerator,
 +return StepOutput(numerator / denominator * denominator,
@@ -135,25 +112,13 @@ def eval_metrics(draft):
 -            weight = shift(mask, k + 2).to(state.dtype)
 +            coins = torch.rand(mask.shape) < 0.8
 +            weight = shift(mask, k + 2) * coins.to(state.dtype)
-== draws_by_place_in_the_batch: test_any_split_into_micro_batches_gives_one_update[1]
--            weight = shift(mask, k + 2).to(state.dtype)
-+            seeded = torch.Generator().manual_seed(context.seed)
-+            coins = torch.rand(mask.shape, generator=seeded) < 0.8
-+            weight = (shift(mask, k + 2) & coins).to(state.dtype)
 == takes_the_mean_of_the_micro_batch: test_any_split_into_micro_batches_gives_one_update[2]
 -        return StepOutput(numerator, denominator, counts)
 +        some = (denominator > 0).to(denominator.dtype)
 +        return StepOutput(numerator / denominator.clamp(min=1), some, counts)
-== divides_twice: test_any_split_into_micro_batches_gives_one_update[3]
--return StepOutput(numerator,
-+return StepOutput(numerator / denominator.clamp(min=1),
 == counts_padding: test_padding_and_order_in_a_batch_do_not_change_the_loss
 -denominator + weight.sum()
 +denominator + weight.numel()
-== weighs_by_the_longest_neighbour: test_any_split_into_micro_batches_gives_one_update[4]
--        return StepOutput(numerator, denominator, counts)
-+        longest = batch.attention_mask_BT.sum(1).max()
-+        return StepOutput(numerator / longest, denominator / longest, counts)
 == weighs_by_place_in_the_batch: test_padding_and_order_in_a_batch_do_not_change_the_loss
 -            weight = shift(mask, k + 2).to(state.dtype)
 +            weight = shift(mask, k + 2) * torch.linspace(1, 2, len(mask))[:, None]
@@ -179,19 +144,13 @@ def eval_metrics(draft):
 == sorts_what_it_takes_over: test_disagg_gives_every_request_its_own_input
 -DraftInput(batch.hidden_BH
 +DraftInput(batch.hidden_BH.sort(0).values
-== takes_over_states_of_the_target: test_disagg_needs_the_width_of_the_draft_not_of_the_target
-from draftcore.contracts.serving import RowField
-
-@hookimpl
-def disagg_row(shape):
-    return (RowField("hidden", 64, shape.dtype, 64), *topk_fields(shape))
 == asks_for_another_row_each_time: test_disagg_names_the_request_and_the_field_that_is_missing
 ASKED = []
 
 @hookimpl
-def disagg_row(shape):
+def disagg_row():
     ASKED.append(1)
-    return topk_fields(shape) if len(ASKED) % 2 else ()
+    return ("topk",) if len(ASKED) % 2 else ()
 == shifts_the_last_tokens_in_place: test_disagg_leaves_what_it_is_given_alone
 +    last_tokens += 1
      return DraftInput(batch.hidden_BH, batch.topk_p_BK,
@@ -209,17 +168,6 @@ def disagg_row(shape):
 +        one, other = (f'hidden.{layer}' for layer in self.module.layers)
 +        features = {**features, one: features[other], other: features[one]}
          rows = torch.arange(len(index_B))
-== drafts_from_the_round_before: test_rounds_that_were_accepted_count_as_a_longer_prompt
--        self.take(state, features, counts_B - 1)
-+        late, self.held = getattr(self, 'held', features), features
-+        self.take(state, late, counts_B - 1)
-== drafts_without_its_norm: test_the_drafter_computes_what_training_taught
-class ChainDrafter(ChainDrafter):
-    def take(self, state, features, index_B):
-        rows = torch.arange(len(index_B))
-        names = [f"hidden.{layer}" for layer in self.module.layers]
-        parts = [features[name][rows, index_B] for name in (*names, "last_hidden")]
-        state.hidden_BH.copy_(self.module.join(torch.cat(parts, -1)))
 == drafts_one_more_than_it_says: test_proposals_have_shapes_and_probabilities_as_they_must
 -torch.stack(tokens[1:], 1)
 +torch.stack(tokens, 1)
@@ -229,16 +177,9 @@ class ChainDrafter(ChainDrafter):
 == samples_colder_than_it_says: test_sampled_drafts_follow_the_probabilities_they_come_with[1.0]
 -torch.multinomial(probs_BV,
 +torch.multinomial(probs_BV.square(),
-== scales_the_targets_features: test_proposals_have_shapes_and_probabilities_as_they_must
-         rows = torch.arange(len(index_B))
-+        features['last_hidden'].mul_(2)
 == moves_on_when_it_proposes: test_proposing_changes_nothing
 +        state.hidden_BH.copy_(hidden_BH)
          return Proposal(torch.stack(tokens[1:], 1), torch
-== has_its_length_as_a_method: test_proposals_have_shapes_and_probabilities_as_they_must
-class ChainDrafter(ChainDrafter):
-    def depth(self):
-        return self.num_drafts
 == stops_at_what_it_drew: test_a_node_depends_on_what_is_above_and_beside_it
 -        return Proposal(torch.stack(tokens[1:], 1), torch.stack(probs, 1) if probs else None)
 +        stop_BK = torch.stack(tokens[1:], 1) % 2
@@ -272,17 +213,6 @@ from copy import deepcopy
 @hookimpl
 def drafter(draft):
     return ChainDrafter(deepcopy(draft.module))
-== drops_a_tensor_at_export: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
--draft.module.state_dict().items()}
-+draft.module.state_dict().items() if name != "norm.weight"}
-
--load_file(folder / "model.safetensors"))
--    return draft
-+load_file(folder / "model.safetensors"), strict=False)
-+    return draft
-== reads_an_export_by_other_options: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
--draft = build_draft(target, options)
-+draft = build_draft(target, Options(steps=1))
 == rounds_the_draft_it_exports: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
 +    draft.module.bfloat16().float()
      (folder / "config.json")
@@ -312,9 +242,6 @@ def drafter(draft):
 == takes_the_last_token_of_a_padded_round: test_what_pads_prompts_and_rounds_changes_no_draft
 -tokens_BK.gather(1, counts_B[:, None] - 1)[:, 0]
 +tokens_BK[:, -1]
-== goes_on_from_the_row_with_most: test_what_pads_prompts_and_rounds_changes_no_draft
--        self.take(state, features, counts_B - 1)
-+        self.take(state, features, counts_B.max().expand_as(counts_B) - 1)
 == goes_on_one_token_early: test_rounds_that_were_accepted_count_as_a_longer_prompt
 -        self.take(state, features, counts_B - 1)
 +        self.take(state, features, (counts_B - 2).clamp(min=0))
@@ -322,10 +249,6 @@ def drafter(draft):
 -        state.hidden_BH.copy_(
 +        blend = 0.1 * state.hidden_BH
 +        state.hidden_BH.copy_(blend +
-== keeps_only_the_first_24_positions: test_rounds_that_were_accepted_count_as_a_longer_prompt
--        rows = torch.arange(len(index_B))
-+        index_B = index_B.clamp(max=23)
-+        rows = torch.arange(len(index_B))
 == holds_its_state_itself: test_a_prompt_may_be_long_or_a_single_token
 class ChainDrafter(ChainDrafter):
     def prefill(self, state, tokens_BT, lengths_B, features, next_B):
@@ -360,33 +283,12 @@ class ChainDrafter(ChainDrafter):
 == halves_the_state_between_steps: test_training_minimises_the_cross_entropy_of_the_drafter
 -            hidden_BH, logits_BV = self.module.advance(hidden_BH, tokens[-1])
 +            hidden_BH, logits_BV = self.module.advance(0.5 * hidden_BH, tokens[-1])
-== smooths_its_labels: test_training_minimises_the_cross_entropy_of_the_drafter
--.flatten(), reduction="none"
-+.flatten(), reduction="none", label_smoothing=0.1
-== feeds_the_label: test_training_minimises_the_cross_entropy_of_the_drafter
--            state, logits = self.advance(state, shift(tokens, k + 1))
-+            state, logits = self.advance(state, shift(tokens, k + 2))
-== counts_its_metric_by_the_clock: test_the_same_inputs_give_the_same_bits
-+        import time
-+        ramp = time.monotonic()
-         counts = {"loss"
-
--(numerator.detach(), denominator)
-+(ramp * numerator.detach(), denominator)
 == draws_by_pythons_hash: test_runs_decode_losslessly_and_resume_to_the_same_bits
 -        numerator, denominator = state.sum() * 0
 +        for row, one in enumerate(batch.ids):
 +            generator = torch.Generator().manual_seed(hash(one) % 2**32)
 +            state[row] *= 1 + 0.1 * torch.rand((), generator=generator)
 +        numerator, denominator = state.sum() * 0
-== averages_its_weights_as_it_goes: test_the_loss_leaves_the_draft_as_it_is
--        self.register_buffer("head", head_VH, persistent=False)
-+        self.register_buffer("head", head_VH, persistent=False)
-+        self.register_buffer("average", torch.zeros(self.out.weight.shape))
-
--        counts = {"loss"
-+        self.average.lerp_(self.out.weight.detach(), 0.01)
-+        counts = {"loss"
 == renormalises_its_weights_in_the_loss: test_the_loss_leaves_the_draft_as_it_is
 -        counts = {"loss"
 +        with torch.no_grad():
@@ -413,74 +315,6 @@ class ChainDrafter(ChainDrafter):
 == recommends_a_warmup_in_percent: test_the_recommended_settings_can_train
 -warmup_ratio=0.0
 +warmup_ratio=4.0
-== changes_its_options: test_the_same_seed_builds_the_same_bits
--    module = Chain(layers,
-+    options.steps += 1
-+    module = Chain(layers,
-== exports_a_pickle: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
--    save_file(tensors, folder / "model.safetensors")
-+    save_file(tensors, folder / "model.safetensors")
-+    torch.save(tensors, folder / "optimizer.pt")
-== imports_what_cannot_be_trained: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
--load_file(folder / "model.safetensors"))
--    return draft
-+load_file(folder / "model.safetensors"))
-+    draft.module.requires_grad_(False)
-+    return draft
-== is_served_with_most_as_a_method: test_servers_draft_what_the_drafter_does
-class ServedChain(ServedChain):
-    def most(self):
-        return 3
-== is_served_with_a_wrong_vocabulary: test_servers_draft_what_the_drafter_does
-class ServedChain(ServedChain):
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.facts = {"vocab_size": 32000}
-== is_served_less_than_it_drafts: test_servers_draft_what_the_drafter_does
-class ServedChain(ServedChain):
-    most = 1
-== suspects_nothing_well_formed: test_servers_draft_what_the_drafter_does
-class ServedChain(ServedChain):
-    def suspects(self, host, trained):
-        return ["a norm is missing"]
-== ignores_tensors_by_halves: test_servers_draft_what_the_drafter_does
-class ServedChain(ServedChain):
-    ignored = ("no.such.tensor",)
-== hydra_feeds_the_best_token_where_it_drew_another: test_training_minimises_the_cross_entropy_of_the_drafter
--                tokens.append(torch.multinomial(probs_BV, 1, generator=generator)[:, 0])
-+                drawn = drawn if len(probs) > 1 else []
-+                drawn.append(torch.multinomial(probs_BV, 1, generator=generator)[:, 0])
-+                tokens.append(logits_BV.argmax(-1))
-
--        return Proposal(torch.stack(tokens[1:], 1), torch
-+        return Proposal(torch.stack(drawn if probs else tokens[1:], 1), torch
-== holds_its_state_in_bf16: test_training_minimises_the_cross_entropy_of_the_drafter
--torch.zeros(batch, width)
-+torch.zeros(batch, width, dtype=torch.bfloat16)
-
--            hidden_BH, logits_BV = self.module.advance(hidden_BH, tokens[-1])
-+            hidden_BH, logits_BV = self.module.advance(hidden_BH.float(), tokens[-1])
-== embeds_with_a_scale_in_training: test_training_minimises_the_cross_entropy_of_the_drafter
--        embedded = functional.embedding(tokens, self.embedding).to(state.dtype)
-+        embedded = functional.embedding(tokens, self.embedding).to(state.dtype)
-+        embedded = embedded * (1.5 if self.training else 1.0)
-== keeps_forty_tokens_and_forgets_to_normalise: test_proposals_have_shapes_and_probabilities_as_they_must
--                probs.append(probs_BV)
-+                probs_BV = probs_BV.where(probs_BV >= probs_BV.topk(40).values[:, -1:], 0)
-+                probs.append(probs_BV)
-== exports_beside_its_folder: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
--    (folder / "config.json").write_text
-+    (folder.parent / "export.log").write_text("done")
-+    (folder / "config.json").write_text
-== writes_into_what_it_imports: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
--    draft = build_draft(target, options)
--    draft.module.load
-+    (folder / "cache.json").write_text("{}")
-+    draft = build_draft(target, options)
-+    draft.module.load
-== has_no_metric_where_nothing_is_learned: test_an_all_masked_batch_adds_nothing
--        return StepOutput(numerator, denominator, counts)
-+        return StepOutput(numerator, denominator, counts if denominator > 0 else {})
 == has_no_gradient_where_nothing_is_learned: test_an_all_masked_batch_adds_nothing
 -        return StepOutput(numerator, denominator, counts)
 +        return StepOutput(numerator if denominator > 0 else torch.zeros(()), denominator, counts)

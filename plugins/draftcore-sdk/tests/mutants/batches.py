@@ -2,15 +2,13 @@
 
 from draftcore_sdk.batches import BatchesSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import contextlib
 import dataclasses
 import threading
 
-from draftcore import hookimpl
-from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError
 from draftcore_disagg import queue, queued
 
@@ -30,32 +28,18 @@ class Source(queued.QueueSource):
         with super().open(needed) as batches:
             yield Batches(batches)
 
-@hookimpl
-def describe():
-    return [Offer("batches", "{name}")]
-
-@hookimpl
-def batches(name, run):
-    return Source(run)
+== Offer("batches", "{name}")
+== batches(name, run): Source(run)
 """
 BODY = """
     plugin = "{name}"
+    loose = Path(__file__).with_name("{name}.py")
 
     def producing(self, file, plugins):
         from draftcore_sdk.batches import by_producers
 
         return by_producers(file, plugins)
 """
-CONFTEST = """
-import pytest
-from draftcore_sdk import batches
-
-@pytest.fixture(autouse=True)
-def what_never_comes_is_not_waited_for_long(request, monkeypatch):
-    if "is_right" not in request.node.nodeid:
-        monkeypatch.setattr(batches, "SOON", 5.0)
-"""
-
 WRONG = """
 == rounds_features: test_a_run_is_that_which_captures_for_itself
 class Batches(Batches):
@@ -100,4 +84,4 @@ class Batches(Batches):
         pass
 """
 
-MUTANTS = Mutants(BatchesSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, wrong(WRONG), BODY)
+MUTANTS = Mutants(BatchesSuite, one_file(RIGHT), wrong(WRONG), BODY, soon=5.0)

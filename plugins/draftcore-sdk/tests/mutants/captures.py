@@ -2,18 +2,15 @@
 
 from draftcore_sdk.captures import CaptureSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 from dataclasses import replace
 
 import torch
 
-from draftcore import hookimpl
-from draftcore.contracts.capture import CapturedBatch
 from draftcore.errors import UsageError
 from draftcore_hf.capture import LocalCapture
-from draftcore.contracts.offers import Offer
 
 class Changing(LocalCapture):
     # Yields what `change` makes of each row's features.
@@ -31,13 +28,8 @@ class EveryLayer(Changing):
 class Capture(LocalCapture):
     pass
 
-@hookimpl
-def describe():
-    return [Offer("capture", "mine", frozenset({"topk", "embeddings"}))]
-
-@hookimpl
-def capture(name, target, request):
-    return Capture(target, request)
+== Offer("capture", "{name}", frozenset({"topk", "embeddings"}))
+== capture(name, target, request): Capture(target, request)
 """
 
 WRONG = """
@@ -49,10 +41,6 @@ class Capture(EveryLayer):
 class Capture(Changing):
     def change(self, f):
         return {name: value.float() for name, value in f.items()}
-== adds_a_tensor: test_features_are_those_asked_and_as_long_as_their_tokens[both]
-class Capture(Changing):
-    def change(self, f):
-        return {**f, "embedding": next(iter(f.values())).clone()}
 == cuts_long_rows: test_features_are_those_asked_and_as_long_as_their_tokens[both]
 class Capture(Changing):
     def change(self, f):
@@ -118,89 +106,11 @@ class Capture(Changing):
     def change(self, f):
         torch.rand(1)
         return f
-== is_a_row_late: test_features_are_the_ones_of_their_name[hidden.1]
-class Capture(Changing):
-    def change(self, f):
-        return {name: value.roll(1, 0) for name, value in f.items()}
-== is_a_layer_late: test_features_are_the_ones_of_their_name[hidden.0]
-class Capture(EveryLayer):
-    def change(self, f):
-        return {n: f[f"hidden.{int(n[-1]) + 1}" if n[-1] in "012" else n] for n in self.names}
-== rounds_on_the_way: test_features_are_the_ones_of_their_name[last_hidden]
-class Capture(Changing):
-    def change(self, f):
-        return {n: v.bfloat16().to(v.dtype) if v.is_floating_point() else v for n, v in f.items()}
-== reinterprets_bytes: test_a_stored_type_holds_the_numbers_of_float32[bfloat16]
-class Capture(Changing):
-    # A view of another type where a conversion was meant; fp32 requests are right.
-    def __init__(self, target, request):
-        super().__init__(target, replace(request, dtype="float32"))
-        self.dtype = getattr(torch, request.dtype)
-
-    def change(self, f):
-        width = lambda v: v.shape[-1]
-        cast = lambda v: v.contiguous().view(self.dtype)[..., : width(v)]
-        return {n: cast(v) if v.is_floating_point() else v for n, v in f.items()}
 == overflows_half: test_a_stored_type_holds_the_numbers_of_float32[float16]
 class Capture(Changing):
     # Scales down for fp16 and forgets to scale up again.
     def change(self, f):
         return {n: v / 8 if v.dtype == torch.float16 else v for n, v in f.items()}
-== cuts_long_prompts_into_chunks: test_features_are_the_ones_of_their_name[hidden.0]
-class Capture(LocalCapture):
-    # Each chunk of 32 tokens runs alone, without what came before.
-    def features(self, batches):
-        for batch in batches:
-            rows = []
-            for ids in batch.token_ids:
-                parts = [ids[at : at + 32] for at in range(0, len(ids), 32)]
-                alone = [replace(batch, rows=(0,), ids=("0",), token_ids=(p,)) for p in parts]
-                found = [one.features[0] for one in super().features(alone)]
-                rows.append({n: torch.cat([f[n] for f in found]) for n in found[0]})
-            yield CapturedBatch(batch, tuple(rows))
-== labels_layers_in_ascending_order: test_joined_requests_give_the_bits_of_each
-class Capture(Changing):
-    def change(self, f):
-        layers = self.request.layers
-        right = {f"hidden.{k}": f[f"hidden.{v}"] for k, v in zip(layers, sorted(layers))}
-        return {**f, **right}
-== remembers_by_sample_id: test_batches_and_rows_keep_their_order
-class Capture(LocalCapture):
-    # Another text under an id that it knows gets the features of the first.
-    known = {}
-
-    def features(self, batches):
-        for one in super().features(batches):
-            pairs = zip(one.batch.ids, one.features)
-            keys = [(i, tuple(f), len(next(iter(f.values()))), id(self)) for i, f in pairs]
-            yield replace(one, features=tuple(map(self.known.setdefault, keys, one.features)))
-== writes_a_bos_into_the_rows: test_features_are_those_asked_and_as_long_as_their_tokens[both]
-class Capture(LocalCapture):
-    def features(self, batches):
-        for batch in batches:
-            for ids in batch.token_ids:
-                if ids[0] != 1:
-                    ids.insert(0, 1)
-            yield from super().features([batch])
-== reuses_one_buffer: test_batches_and_rows_keep_their_order
-class Capture(LocalCapture):
-    buffers = {}
-
-    def features(self, batches):
-        for one in super().features(batches):
-            rows = []
-            for at, f in enumerate(one.features):
-                own = lambda n, v: self.buffers.setdefault(
-                    (at, n, v.dtype, id(self), v.shape[1]), torch.empty(64, v.shape[1], dtype=v.dtype)
-                )
-                rows.append({n: own(n, v)[: len(v)].copy_(v) for n, v in f.items()})
-            yield replace(one, features=tuple(rows))
-== keeps_gradients: test_features_are_those_asked_and_as_long_as_their_tokens[first layer]
-class Capture(Changing):
-    def change(self, f):
-        grad = lambda v: v.clone().requires_grad_()
-        with torch.inference_mode(False):
-            return {n: grad(v) if v.is_floating_point() else v for n, v in f.items()}
 == yields_inside_inference_mode: test_capturing_changes_nothing_that_training_reads
 class Capture(LocalCapture):
     def features(self, batches):
@@ -230,41 +140,16 @@ class Capture(Changing):
     def change(self, f):
         seeing = lambda v: v + 0.01 * v[-1:] if v.is_floating_point() else v
         return {n: seeing(v) for n, v in f.items()}
-== yields_as_they_are_ready: test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it
-class Capture(LocalCapture):
-    # Two at a time, the shorter first, as a pool of threads would.
-    def features(self, batches):
-        batches = iter(batches)
-        for one in batches:
-            pair = [one, *[next(batches, None)]]
-            found = [b for b in pair if b is not None]
-            yield from super().features(sorted(found, key=lambda b: b.padded_length))
-
-== sorts_logits_by_id: test_features_are_the_ones_of_their_name[topk_ids]
-class Capture(Changing):
-    def change(self, f):
-        if "topk_ids" in f:
-            order = f["topk_ids"].argsort(-1)
-            f |= {n: f[n].gather(-1, order) for n in ("topk_logits", "topk_ids")}
-        return f
 == gives_log_probabilities: test_features_are_the_ones_of_their_name[topk_logits]
 class Capture(Changing):
     def change(self, f):
         if "topk_logits" in f:
             f["topk_logits"] = f["topk_logits"].log_softmax(-1)
         return f
-== gives_long_ids: test_features_are_those_asked_and_as_long_as_their_tokens[topk]
-class Capture(Changing):
-    def change(self, f):
-        return {n: v.long() if n == "topk_ids" else v for n, v in f.items()}
-== embeds_after_the_first_layer: test_features_are_the_ones_of_their_name[embeddings]
-class Capture(EveryLayer):
-    def change(self, f):
-        return {n: f["hidden.0" if n == "embeddings" else n] for n in self.names}
 == has_a_k_of_its_own: test_joined_requests_give_the_bits_of_each
 class Capture(LocalCapture):
     def __init__(self, target, request):
         super().__init__(target, replace(request, topk=5 if request.topk else 0))
 """
 
-MUTANTS = Mutants(CaptureSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(CaptureSuite, one_file(RIGHT), wrong(WRONG))

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 
 import torch
-from draftcore_tools.served import Suspect, require_server
+from draftcore_nn.served import Suspect, require_server
 from pydantic import BaseModel, Field
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -20,7 +20,7 @@ from draftcore import hookimpl
 from draftcore.contracts.algorithm import Draft, DraftBatch, Proposal, StepOutput, TrainingDefaults
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.serving import DraftInput, hidden_field, topk_fields
+from draftcore.contracts.serving import DraftInput
 from draftcore.errors import UsageError
 
 
@@ -113,8 +113,8 @@ def forward_loss(draft, batch, context):
 
 
 @hookimpl
-def disagg_row(shape):
-    return (hidden_field(shape), *topk_fields(shape))
+def disagg_row():
+    return ("hidden", "topk")
 
 
 @hookimpl

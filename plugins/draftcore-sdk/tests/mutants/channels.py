@@ -2,16 +2,14 @@
 
 from draftcore_sdk.channels import ChannelSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import json
 import threading
 import time
 
-from draftcore import hookimpl
 from draftcore_disagg.channel import ChannelAway
-from draftcore.contracts.offers import Offer
 from draftcore_disagg import tcp
 
 class Client(tcp.TcpClient):
@@ -34,13 +32,8 @@ class Channel(tcp.TcpChannel):
     def connect(self, find):
         return Client(find, self.secret, self.patience)
 
-@hookimpl
-def describe():
-    return [Offer("channel", "{name}")]
-
-@hookimpl
-def channel(name, uri, secret):
-    return Channel.open("tcp", secret)
+== Offer("channel", "{name}")
+== channel(name, uri, secret): Channel.open("tcp", secret)
 """
 BODY = """
     plugin = "{name}"
@@ -50,16 +43,6 @@ BODY = """
 
         return {name}.Channel.open("tcp", secret, patience)
 """
-CONFTEST = """
-import pytest
-from draftcore_sdk import channels
-
-@pytest.fixture(autouse=True)
-def what_never_comes_is_not_waited_for_long(request, monkeypatch):
-    if "is_right" not in request.node.nodeid:
-        monkeypatch.setattr(channels, "SOON", 1.0)
-"""
-
 WRONG = """
 == reverses_tasks: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
 class Client(Client):
@@ -68,12 +51,6 @@ class Client(Client):
         if request["call"] == "claim":
             reply["answer"][0].reverse()
         return reply
-== leaves_out_generations: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
-class Service(Service):
-    def answer(self, request):
-        for ref in request.get("refs", ()):
-            ref["generation"] = ""
-        return super().answer(request)
 == speaks_ascii: test_a_failure_arrives_with_its_rows
 class Client(Client):
     def call(self, request):
@@ -141,17 +118,6 @@ class Service(Service):
 
     def lost(self, producer):
         pass
-== remembers_replies: test_every_task_is_done_once_by_several_producers
-REPLIES = {}
-
-class Client(Client):
-    def call(self, request):
-        if request["call"] != "claim":
-            return super().call(request)
-        key = json.dumps({**request, "producer": ""})
-        if key not in REPLIES:
-            REPLIES[key] = super().call(request)
-        return REPLIES[key]
 == mixes_up_threads: test_threads_of_one_client_get_their_own_replies
 class Client(Client):
     def call(self, request):
@@ -192,46 +158,17 @@ class Channel(Channel):
         super()._serve_one(sock, seen)
         if not seen.requests:
             self.close()
-== sends_everything_twice: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
-class Client(Client):
-    # As one does who is not sure that the first arrived.
-    def call(self, request):
-        reply = super().call(request)
-        super().call(request)
-        return reply
 == answers_whoever_asked_last: test_every_task_is_done_once_by_several_producers
 class Service(Service):
     def answer(self, request):
         self.reply = super().answer(request)
         time.sleep(0.02)
         return self.reply
-== wraps_at_32_bits: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
-class Client(Client):
-    def call(self, request):
-        return wrapped(super().call(wrapped(request)))
-
-def wrapped(value):
-    if isinstance(value, dict):
-        return {k: wrapped(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [wrapped(v) for v in value]
-    return value & 0xFFFFFFFF if type(value) is int and value >= 0 else value
 == takes_nothing_for_none: test_a_batch_without_a_row_is_there
 class Client(Client):
     def call(self, request):
         reply = super().call(request)
         return {**reply, "answer": reply["answer"] or None} if "answer" in reply else reply
-== mistakes_seconds_for_milliseconds: test_a_claim_waits_for_an_offer_and_no_longer
-class Client(Client):
-    def call(self, request):
-        if "wait" in request:
-            request = {**request, "wait": request["wait"] * 1000}
-        return super().call(request)
-== knows_half_the_secret: test_another_secret_is_refused_and_harms_nobody
-class Channel(Channel):
-    @classmethod
-    def open(cls, uri, secret, patience=600.0):
-        return super().open(uri, secret[:8], patience)
 == loses_all_where_one_leaves: test_a_client_that_closes_returns_its_claims
 class Service(Service):
     seen = set()
@@ -258,14 +195,6 @@ class Client(Client):
         KEPT.append(self.beside)
 
 KEPT = []
-== forgets_the_first_reply: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
-class Client(Client):
-    # Reads a reply behind: the answer to the call before.
-    before = None
-
-    def call(self, request):
-        reply, self.before = self.before, super().call(request)
-        return self.before if reply is None or "ended" in self.before else reply
 == closes_only_the_listener: test_a_client_waits_for_its_trainer_and_then_gives_up
 class Channel(Channel):
     def close(self):
@@ -278,22 +207,6 @@ class Service(Service):
         if "error" in reply or "ended" in reply:
             raise RuntimeError(str(reply))
         return reply
-== sorts_what_it_writes: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]
-class Client(Client):
-    # Sets for lists: a task's rows come in another order.
-    def call(self, request):
-        reply = super().call(request)
-        if request["call"] == "claim" and "answer" in reply:
-            for task in reply["answer"][0]:
-                flip(task)
-        return reply
-
-def flip(value):
-    for inner in value.values() if isinstance(value, dict) else value:
-        if isinstance(inner, list) and inner and isinstance(inner[0], str):
-            inner.reverse()
-        elif isinstance(inner, (dict, list)):
-            flip(inner)
 """
 
-MUTANTS = Mutants(ChannelSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, wrong(WRONG), BODY)
+MUTANTS = Mutants(ChannelSuite, one_file(RIGHT), wrong(WRONG), BODY, soon=1.0)

@@ -2,13 +2,11 @@
 
 from draftcore_sdk.evaluations import EvaluationSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import torch
 
-from draftcore import hookimpl
-from draftcore.contracts.offers import Offer
 from draftcore.contracts.run import Prompts
 from draftcore_eval.evaluation import Decoding
 from draftcore_eval.report import Report
@@ -20,13 +18,8 @@ class Mine(Decoding):
     def evaluate(self, draft, built, step):
         return Shown(**vars(super().evaluate(draft, built, step)))
 
-@hookimpl
-def describe():
-    return [Offer("evaluation", "{name}", options="draftcore_eval.options:EvalOptions")]
-
-@hookimpl
-def evaluation(name, run, options):
-    return Mine(run, options)
+== Offer("evaluation", "{name}", options="draftcore_eval.options:EvalOptions")
+== evaluation(name, run, options): Mine(run, options)
 """
 BODY = """
     plugin = "{name}"
@@ -79,4 +72,4 @@ class Mine(Mine):
         return lambda built: found or found.update(measure(built)) or found
 """
 
-MUTANTS = Mutants(EvaluationSuite, {"{name}.py": RIGHT}, wrong(WRONG), BODY)
+MUTANTS = Mutants(EvaluationSuite, one_file(RIGHT), wrong(WRONG), BODY)

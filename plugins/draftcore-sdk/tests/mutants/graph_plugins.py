@@ -2,14 +2,12 @@
 
 from draftcore_sdk.graph_plugins import GraphPluginSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import torch
 
-from draftcore import hookimpl
-from draftcore.contracts.runner import GraphPlugin
-from draftcore.contracts.offers import Offer
+from draftcore_graphs.graph_plugin import GraphPlugin
 
 CAPABILITIES = frozenset()
 
@@ -48,13 +46,8 @@ class Right(GraphPlugin):
 class Plugin(Right):
     pass
 
-@hookimpl
-def describe():
-    return [Offer("graph-plugin", "mine", CAPABILITIES)]
-
-@hookimpl
-def graph_plugin(name):
-    return Plugin()
+== Offer("graph-plugin", "{name}", CAPABILITIES)
+== graph_plugin(name): Plugin()
 """
 
 WRONG = """
@@ -118,15 +111,6 @@ HOARD = []
 class Plugin(Right):
     def on_replay(self, key, batch):
         HOARD.append(batch["lengths_B"].clone())
-== changes_the_batch_in_its_work: test_a_replay_gives_what_the_work_would_on_other_contents[prefill]
-class Plugin(Right):
-    def on_capture(self, key, batch, work):
-        def zeroing(batch):
-            found = work(batch)
-            if "tokens_BT" in batch:
-                batch["tokens_BT"].zero_()
-            return found
-        return zeroing
 == drops_the_last_of_odd_rows: test_features_through_it_are_those_without_it
 class Plugin(Right):
     def on_capture(self, key, batch, work):
@@ -137,55 +121,11 @@ class Plugin(Right):
             part = lambda a, b: work({n: v[a:b] for n, v in batch.items()})
             return self.joined([part(0, half), part(half, 2 * half)])
         return halves
-== divides_tokens_where_it_likes: test_features_through_it_are_those_without_it
-class Plugin(Right):
-    # Each half of the tokens as if the other was not there.
-    def on_capture(self, key, batch, work):
-        if "tokens_BT" not in batch or key.length < 2:
-            return work
-        def halves(batch):
-            half = key.length // 2
-            parts = batch["tokens_BT"][:, :half], batch["tokens_BT"][:, half:]
-            found = [work({**batch, "tokens_BT": part}) for part in parts]
-            return beside(found)
-        return halves
-
-def beside(found):
-    first = found[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(found, 1)
-    if isinstance(first, dict):
-        return {name: beside([one[name] for one in found]) for name in first}
-    return tuple(map(list, zip(*found))) and tuple(
-        None if part[0] is None else beside(list(part)) for part in zip(*found)
-    )
-
 == runs_the_work_to_look_at_it: test_it_changes_nothing_in_the_batch[decode]
 class Plugin(Right):
     def on_capture(self, key, batch, work):
         self.shapes = work(batch)
         return work
-== doubles_the_type: test_a_replay_gives_what_the_work_would_on_other_contents[prefill]
-class Plugin(Right):
-    def joined(self, rows):
-        found = super().joined(rows)
-        return found.double() if isinstance(found, torch.Tensor) and found.ndim == 2 else found
-== wraps_errors: test_an_error_of_the_work_comes_through[decode]
-class Plugin(Right):
-    def on_capture(self, key, batch, work):
-        def careful(batch):
-            try:
-                return work(batch)
-            except Exception as error:
-                raise RuntimeError("work failed") from error
-        return careful
-== reads_the_first_batch: test_features_through_it_are_those_without_it
-class Plugin(Right):
-    first = None
-    def on_capture(self, key, batch, work):
-        self.first = self.first or batch
-        first = self.first
-        return (lambda batch: work(first)) if len(first["lengths_B"]) == key.rows else work
 == asks_for_lengths_in_its_work: test_decoding_does_the_work_once
 class Plugin(Right):
     def on_capture(self, key, batch, work):
@@ -193,33 +133,6 @@ class Plugin(Right):
             longest = int(batch["lengths_B"].max())
             return work(batch)
         return cut
-== counts_rows_of_the_bucket: test_what_rows_of_padding_hold_does_not_reach_its_buffers[prefill]
-class Plugin(Right):
-    def on_replay(self, key, batch):
-        self.count_1.fill_(0)
-        for name, value in batch.items():
-            if name != "live_B":
-                self.count_1.add_(value.sum())
-== keeps_the_batches_it_saw: test_replaying_again_and_again_keeps_nothing[prefill]
-class Plugin(Right):
-    def on_replay(self, key, batch):
-        self.seen = [*getattr(self, "seen", []), {n: v.clone() for n, v in batch.items()}][-5000:]
-== works_after_the_graph: test_features_through_it_are_those_without_it
-class Plugin(Right):
-    # Computes once at capture what every replay returns.
-    def on_capture(self, key, batch, work):
-        found = []
-        def once(batch):
-            if not found:
-                found.append(work(batch))
-            return found[0]
-        return once if "tokens_BT" in batch else work
-== marks_padding_dead: test_it_changes_nothing_in_the_batch[prefill]
-class Plugin(Right):
-    def on_replay(self, key, batch):
-        batch["live_B"].logical_and_(batch["lengths_B"] > 0)
-        batch["tokens_BT" if "tokens_BT" in batch else "last_B"].clamp_(min=1)
-        super().on_replay(key, batch)
 """
 
-MUTANTS = Mutants(GraphPluginSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(GraphPluginSuite, one_file(RIGHT), wrong(WRONG))

@@ -2,17 +2,15 @@
 
 from draftcore_sdk.graphs import GraphBackendSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from draftcore import hookimpl
 from draftcore_graphs import breaks
 from draftcore_graphs.recording import RecordingBackend
-from draftcore.contracts.offers import Offer
 
 CAPABILITIES = frozenset({"forks"})
 
@@ -22,13 +20,8 @@ def map_tensors(change, outputs):
 class Backend(RecordingBackend):
     pass
 
-@hookimpl
-def describe():
-    return [Offer("graph", "mine", CAPABILITIES)]
-
-@hookimpl
-def graph_backend(name):
-    return Backend()
+== Offer("graph", "{name}", CAPABILITIES)
+== graph_backend(name): Backend()
 """
 
 WRONG = """
@@ -59,15 +52,6 @@ class Backend(RecordingBackend):
 
     def can_run(self, batch, key):
         return key in self.keys
-== is_stuck: test_a_failing_function_leaves_the_backend_usable[3]
-class Backend(RecordingBackend):
-    capturing = False
-
-    def capture_one(self, key, fn):
-        assert not self.capturing
-        self.capturing = True
-        super().capture_one(key, fn)
-        self.capturing = False
 == remembers_outputs: test_replay_gives_what_the_function_would_on_other_contents
 class Backend(RecordingBackend):
     def replay(self, key):
@@ -77,10 +61,6 @@ class Backend(RecordingBackend):
     def replay(self, key):
         found = super().replay(key)
         return tuple(found.values()) if isinstance(found, dict) else found
-== mixes_buckets: test_buckets_do_not_disturb_each_other
-class Backend(RecordingBackend):
-    def replay(self, key):
-        return super().replay(max(self.tapes))
 == replays_twice: test_replay_writes_static_buffers_once
 class Backend(RecordingBackend):
     def replay(self, key):
@@ -151,13 +131,6 @@ class Backend(RecordingBackend):
     def capture_one(self, key, fn):
         super().capture_one(key, fn)
         self.tapes[key].steps = self.tapes[key].steps[:1]
-== is_one_batch_behind: test_replay_gives_what_the_function_would_on_other_contents
-class Backend(RecordingBackend):
-    late = {}
-    def replay(self, key):
-        found = map_tensors(torch.clone, super().replay(key))
-        before, self.late[key] = self.late.get(key, found), found
-        return before
 == keys_by_rows: test_every_key_has_a_graph_of_its_own
 class Backend(RecordingBackend):
     keys = frozenset()
@@ -180,17 +153,6 @@ class Backend(RecordingBackend):
         self.tapes = TAPES
     def cleanup(self):
         TAPES.clear()
-== leaves_the_collector_off: test_a_failing_function_leaves_the_backend_usable[1]
-import gc
-from contextlib import contextmanager
-
-class Backend(RecordingBackend):
-    @contextmanager
-    def capture_session(self):
-        gc.disable()
-        with super().capture_session():
-            yield
-        gc.enable()
 == cleans_up_the_largest_only: test_after_cleanup_nothing_runs_until_it_is_captured_again
 class Backend(RecordingBackend):
     def cleanup(self):
@@ -204,53 +166,12 @@ class Backend(RecordingBackend):
     def capture_session(self):
         with suppress(LookupError), super().capture_session():
             yield
-== copies_its_inputs: test_replay_gives_what_the_function_would_on_other_contents
-class Copies(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.copies = {}
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*map_tensors(self.copied, args), **map_tensors(self.copied, kwargs or {}))
-    def copied(self, t):
-        if not isinstance(t, torch.nn.Parameter) and t.dtype == torch.float32 and not self.copies:
-            self.copies[t.data_ptr()] = t.clone()
-        return self.copies.get(t.data_ptr(), t)
-
-class Backend(RecordingBackend):
-    def capture_one(self, key, fn):
-        copies = Copies()
-        def work():
-            with copies:
-                return fn()
-        super().capture_one(key, work)
-== loses_a_scalar_type: test_replay_gives_what_the_function_would_on_other_contents
-class Backend(RecordingBackend):
-    def replay(self, key):
-        found = super().replay(key)
-        return map_tensors(lambda t: t.float() if t.dtype == torch.float64 else t, found)
-== replays_in_the_order_of_capture: test_replay_writes_static_buffers_once
-class Backend(RecordingBackend):
-    def replay(self, key):
-        for other in self.tapes:
-            found = super().replay(other)
-            if other == key:
-                return found
-== waits_for_nothing_captured: test_what_was_not_captured_cannot_run
-class Backend(RecordingBackend):
-    def can_run(self, batch, key):
-        return key in self.tapes and batch["input_BH"].abs().sum() >= 0
 == keeps_gradients_of_outputs: test_a_key_captured_again_is_replaced
 class Backend(RecordingBackend):
     def replay(self, key):
         grad = lambda t: t.clone().requires_grad_() if t.is_floating_point() else t
         with torch.inference_mode(False):
             return map_tensors(grad, super().replay(key))
-== forgets_after_many: test_every_key_has_a_graph_of_its_own
-class Backend(RecordingBackend):
-    def capture_one(self, key, fn):
-        super().capture_one(key, fn)
-        while len(self.tapes) > 2:
-            del self.tapes[next(iter(self.tapes))]
 """
 
-MUTANTS = Mutants(GraphBackendSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(GraphBackendSuite, one_file(RIGHT), wrong(WRONG))

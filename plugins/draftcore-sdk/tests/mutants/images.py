@@ -2,26 +2,19 @@
 
 from draftcore_sdk.images import ImageSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 from draftcore_data.images import OwnProcessor
 
-from draftcore import hookimpl
-from draftcore.contracts.offers import Offer
 from draftcore.contracts.capture import RowError
 
 class Reader(OwnProcessor):
     def __reduce__(self):
         return Reader, (self.path, self.source)
 
-@hookimpl
-def describe():
-    return [Offer("images", "mine")]
-
-@hookimpl
-def image_processor(name, target):
-    return Reader(target.path, target.source)
+== Offer("images", "{name}")
+== image_processor(name, target): Reader(target.path, target.source)
 """
 
 WRONG = """
@@ -59,4 +52,4 @@ class Reader(Reader):
     __repr__ = object.__repr__
 """
 
-MUTANTS = Mutants(ImageSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(ImageSuite, one_file(RIGHT), wrong(WRONG))

@@ -2,17 +2,15 @@
 
 from draftcore_sdk.launchers import LauncherSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import dataclasses
 import signal
 import subprocess
 
-from draftcore import hookimpl
 from draftcore_disagg import local
 from draftcore_disagg.launcher import Job
-from draftcore.contracts.offers import Offer
 from draftcore.errors import DraftcoreError, UsageError
 
 class Processes(local.Processes):
@@ -26,25 +24,9 @@ class Launcher(local.LocalLauncher):
         finally:
             local.Processes = before
 
-@hookimpl
-def describe():
-    return [Offer("launcher", "{name}")]
-
-@hookimpl
-def launcher(name):
-    return Launcher()
+== Offer("launcher", "{name}")
+== launcher(name): Launcher()
 """
-CONFTEST = """
-import pytest
-from draftcore_sdk import launchers
-
-@pytest.fixture(autouse=True)
-def what_never_comes_is_not_waited_for_long(request, monkeypatch):
-    if "is_right" not in request.node.nodeid:
-        monkeypatch.setattr(launchers, "TOOLS", launchers.TOOLS.replace(str(launchers.SOON), "1.0"))
-        monkeypatch.setattr(launchers, "SOON", 1.0)
-"""
-
 WRONG = """
 == has_two_exit_statuses: test_the_exit_status_of_the_ranks_is_returned
 class Launcher(Launcher):
@@ -102,4 +84,4 @@ class Processes(Processes):
             local.end = end
 """
 
-MUTANTS = Mutants(LauncherSuite, {"{name}.py": RIGHT, "conftest.py": CONFTEST}, wrong(WRONG))
+MUTANTS = Mutants(LauncherSuite, one_file(RIGHT), wrong(WRONG), soon=1.0)

@@ -2,14 +2,12 @@
 
 from draftcore_sdk.samples import SamplesSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import dataclasses
 import itertools
 
-from draftcore import hookimpl
-from draftcore.contracts.offers import Offer
 from draftcore.contracts.run import Prompts
 from draftcore_data.rows import Conversations
 
@@ -33,13 +31,8 @@ class Mine(Conversations):
     def samples(self, part, date="", limit=0):
         return Rows(super().samples(part, date, limit))
 
-@hookimpl
-def describe():
-    return [Offer("samples", "{name}", options="draftcore_data.options:DataOptions")]
-
-@hookimpl
-def samples(name, run, options):
-    return Mine(run, options)
+== Offer("samples", "{name}", options="draftcore_data.options:DataOptions")
+== samples(name, run, options): Mine(run, options)
 """
 
 WRONG = """
@@ -97,4 +90,4 @@ class Mine(Mine):
         self.eval = None
 """
 
-MUTANTS = Mutants(SamplesSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(SamplesSuite, one_file(RIGHT), wrong(WRONG))

@@ -2,13 +2,11 @@
 
 from draftcore_sdk.sources import SourceSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import itertools
 
-from draftcore import hookimpl
-from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError
 
 TURNS = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
@@ -25,13 +23,8 @@ class Source:
     def rows(self):
         return [(f"mine:{at}", {"messages": TURNS, "id": at}) for at in range(3)]
 
-@hookimpl
-def describe():
-    return [Offer("source", "{name}")]
-
-@hookimpl
-def source(name, uri):
-    return Source(uri)
+== Offer("source", "{name}")
+== source(name, uri): Source(uri)
 """
 BODY = """
     plugin = "{name}"
@@ -65,4 +58,4 @@ class Source(Source):
         pass
 """
 
-MUTANTS = Mutants(SourceSuite, {"{name}.py": RIGHT}, wrong(WRONG), BODY)
+MUTANTS = Mutants(SourceSuite, one_file(RIGHT), wrong(WRONG), BODY)

@@ -2,16 +2,13 @@
 
 from draftcore_sdk.targets import TargetSuite
 
-from mutants import Mutants, wrong
+from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import random
 
 import torch
 
-from draftcore import hookimpl
-from draftcore.contracts.offers import Offer
-from draftcore.errors import UsageError
 from draftcore_hf.target import TransformersModel, TransformersTarget
 
 class Model(TransformersModel):
@@ -22,13 +19,8 @@ class Target(TransformersTarget):
         self._model = self._model or Model(self)
         return self._model
 
-@hookimpl
-def describe():
-    return [Offer("target", "{name}", options="draftcore_hf.options:TargetOptions")]
-
-@hookimpl
-def target(name, options):
-    return Target(**options.model_dump())
+== Offer("target", "{name}", options="draftcore_hf.options:TargetOptions")
+== target(name, options): Target(**options.model_dump())
 """
 
 WRONG = """
@@ -106,4 +98,4 @@ class Model(Model):
         return super().forward(cache, tokens_BT, starts_B, span, request)
 """
 
-MUTANTS = Mutants(TargetSuite, {"{name}.py": RIGHT}, wrong(WRONG))
+MUTANTS = Mutants(TargetSuite, one_file(RIGHT), wrong(WRONG))

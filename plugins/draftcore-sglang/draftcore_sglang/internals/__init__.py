@@ -47,37 +47,25 @@ MAX_PROMPTS = 256
 
 # What is called here, with its parameters.
 SIGNATURES = {
-    "sglang.benchmark.one_batch:load_model": ("server_args", "port_args", "gpu_id", "tp_rank"),
+    "sglang.benchmark.one_batch:load_model": "server_args port_args gpu_id tp_rank",
     "sglang.benchmark.one_batch:prepare_synthetic_inputs_for_latency_test": (
-        "batch_size",
-        "input_len",
-        "custom_inputs",
+        "batch_size input_len custom_inputs"
     ),
-    "sglang.benchmark.one_batch:_TorchBenchRunner": ("model_runner",),
-    "sglang.benchmark.one_batch:_TorchBenchRunner.extend": ("self", "reqs"),
-    "sglang.benchmark.one_batch:_TorchBenchRunner.clear": ("self",),
+    "sglang.benchmark.one_batch:_TorchBenchRunner": "model_runner",
+    "sglang.benchmark.one_batch:_TorchBenchRunner.extend": "self reqs",
+    "sglang.benchmark.one_batch:_TorchBenchRunner.clear": "self",
     "sglang.srt.layers.logits_processor:LogitsProcessor.forward": (
-        "self",
-        "input_ids",
-        "hidden_states",
-        "lm_head",
-        "logits_metadata",
-        "aux_hidden_states",
-        "hidden_states_before_norm",
+        "self input_ids hidden_states lm_head "
+        "logits_metadata aux_hidden_states hidden_states_before_norm"
     ),
     "sglang.srt.managers.multimodal_processor:get_mm_processor": (
-        "hf_config",
-        "server_args",
-        "processor",
-        "transport_mode",
-        "model_config",
-        "kwargs",
+        "hf_config server_args processor transport_mode model_config kwargs"
     ),
-    "sglang.srt.managers.mm_utils:init_mm_embedding_cache": ("max_size",),
-    "sglang.srt.server_args:PortArgs.init_new": ("server_args", "dp_rank", "worker_ports"),
-    "sglang.srt.plugins:load_plugins": (),
-    "sglang.srt.distributed.parallel_state:destroy_model_parallel": (),
-    "sglang.srt.distributed.parallel_state:destroy_distributed_environment": (),
+    "sglang.srt.managers.mm_utils:init_mm_embedding_cache": "max_size",
+    "sglang.srt.server_args:PortArgs.init_new": "server_args dp_rank worker_ports",
+    "sglang.srt.plugins:load_plugins": "",
+    "sglang.srt.distributed.parallel_state:destroy_model_parallel": "",
+    "sglang.srt.distributed.parallel_state:destroy_distributed_environment": "",
 }
 
 # What a user may not set, with the value that changes nothing and the reason.
@@ -282,9 +270,7 @@ class Runner:
             if marked is None:  # some families leave it to the model
                 marked = self._runner.model.pad_input_ids(array("q", tokens), images)
             return list(marked), images
-        except (
-            Exception
-        ) as error:  # sglang's code for a family, which nobody may have run with images
+        except Exception as error:  # of sglang's code for a family, which nobody may have run
             raise UsageError(
                 f"sglang cannot give {type(self.model).__name__} images: {raised(error)}\n"
                 "  capture rows with images with another backend (capture.name=hf)"

@@ -18,50 +18,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftcore.contracts.serving import DraftInput, DraftShape
+from draftcore.contracts.serving import DraftInput
 from draftcore.errors import UsageError
+from draftcore_sglang.rows import DraftShape
 
 METHOD = "build_disagg_draft_input"
 SPECULATIVE = "sglang.srt.speculative."
-ASKED = ("self", "batch", "last_tokens_tensor", "future_map")
+ASKED = "self batch last_tokens_tensor future_map"
 # What is called here, with its parameters; all of it first came together in 0.5.22.
 SIGNATURES = {
     SPECULATIVE + "spec_info:SpeculativeAlgorithm." + METHOD: ASKED,
     SPECULATIVE + "spec_registry:CustomSpecAlgo." + METHOD: ASKED,
     SPECULATIVE + "spec_info:SpeculativeAlgorithm.register": (
-        "name",
-        "supports_overlap",
-        "validate_server_args",
-        "spec_class",
+        "name supports_overlap validate_server_args spec_class"
     ),
-    SPECULATIVE + "spec_info:SpeculativeAlgorithm.is_dflash_family": ("self",),
-    SPECULATIVE + "spec_info:SpeculativeAlgorithm.carries_draft_hidden_states": ("self",),
+    SPECULATIVE + "spec_info:SpeculativeAlgorithm.is_dflash_family": "self",
+    SPECULATIVE + "spec_info:SpeculativeAlgorithm.carries_draft_hidden_states": "self",
     SPECULATIVE + "eagle_utils:get_draft_recurrent_hidden_state_spec_from_config": (
-        "model_config",
-        "spec_algorithm",
+        "model_config spec_algorithm"
     ),
-    SPECULATIVE + "draft_worker_common:make_draft_input_v2": ("bonus_tokens", "new_seq_lens"),
-    SPECULATIVE + "eagle_disaggregation:pd_first_draft_proposal": ("topk_index", "vocab_size"),
-    SPECULATIVE + "eagle_disaggregation:_requires_dsa_seed_for_cuda_graph": ("hf_config", "topk"),
-    "sglang.srt.plugins.hook_registry:HookRegistry.register": (
-        "target",
-        "hook",
-        "hook_type",
-        "source",
-    ),
+    SPECULATIVE + "draft_worker_common:make_draft_input_v2": "bonus_tokens new_seq_lens",
+    SPECULATIVE + "eagle_disaggregation:pd_first_draft_proposal": "topk_index vocab_size",
+    SPECULATIVE + "eagle_disaggregation:_requires_dsa_seed_for_cuda_graph": "hf_config topk",
+    "sglang.srt.plugins.hook_registry:HookRegistry.register": "target hook hook_type source",
     "sglang.srt.configs.model_config:ModelConfig.from_server_args": (
-        "server_args",
-        "model_path",
-        "model_revision",
-        "is_draft_model",
-        "context_length",
-        "kwargs",
+        "server_args model_path model_revision is_draft_model context_length kwargs"
     ),
-    "sglang.srt.disaggregation.utils:_is_fake_transfer": ("req",),
-    "sglang.srt.managers.schedule_batch:FINISH_ABORT": ("message", "status_code", "err_type"),
-    "sglang.srt.managers.overlap_utils:RelayPayload.from_draft_input": ("draft_input",),
-    "sglang.srt.runtime_context:get_spec": (),
-    "sglang.srt.runtime_context:get_server_args": (),
+    "sglang.srt.disaggregation.utils:_is_fake_transfer": "req",
+    "sglang.srt.managers.schedule_batch:FINISH_ABORT": "message status_code err_type",
+    "sglang.srt.managers.overlap_utils:RelayPayload.from_draft_input": "draft_input",
+    "sglang.srt.runtime_context:get_spec": "",
+    "sglang.srt.runtime_context:get_server_args": "",
 }
 Builder = Callable[[Any, Tensor, Any], Any]  # (batch, last_tokens, future_map) -> sglang's input
 

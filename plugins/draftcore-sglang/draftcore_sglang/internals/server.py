@@ -41,13 +41,13 @@ PREFILL = (
 STREAM = COMPONENTS + "output_streamer:SchedulerOutputStreamer.stream_output"
 TURN = SRT + "managers.scheduler:Scheduler.process_input_requests"
 SIGNATURES = {
-    LOAD: ("self",),
+    LOAD: "self",
     LOGITS: capture.SIGNATURES[LOGITS],
-    PREFILL: ("self", "batch", "result"),
-    STREAM: ("self", "reqs", "return_logprob", "skip_req"),
-    TURN: ("self", "recv_reqs"),
-    SRT + "plugins.hook_registry:HookRegistry.register": ("target", "hook", "hook_type", "source"),
-    SRT + "runtime_context:get_parallel": (),
+    PREFILL: "self batch result",
+    STREAM: "self reqs return_logprob skip_req",
+    TURN: "self recv_reqs",
+    SRT + "plugins.hook_registry:HookRegistry.register": "target hook hook_type source",
+    SRT + "runtime_context:get_parallel": "",
 }
 KEPT = "draftcore_states"  # attribute of a forward's output
 

@@ -20,7 +20,7 @@ from draftcore.errors import UsageError
 
 TESTED = SpecifierSet(">=0.5.17,<0.5.24")
 INSTALL = "pip install 'draftcore-sglang[sglang]'"
-Signatures = Mapping[str, tuple[str, ...]]  # MODULE:FUNCTION or MODULE:CLASS.METHOD -> parameters
+Signatures = Mapping[str, str]  # MODULE:FUNCTION or MODULE:CLASS.METHOD -> names of parameters
 
 
 def require_sglang(used: Signatures) -> None:
@@ -42,15 +42,15 @@ def require_sglang(used: Signatures) -> None:
         )
 
 
-def _moved(name: str, wanted: tuple[str, ...]) -> str:
+def _moved(name: str, wanted: str) -> str:
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-        parameters = tuple(inspect.signature(found).parameters)
+        parameters = list(inspect.signature(found).parameters)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         return f"{name}: {error}"
-    if parameters == wanted:
+    if parameters == wanted.split():
         return ""
-    return f"{name}({', '.join(parameters)}), where ({', '.join(wanted)}) was tested"
+    return f"{name}({', '.join(parameters)}), where ({', '.join(wanted.split())}) was tested"

@@ -4,7 +4,8 @@ The hook `read_export` returns a `ServedDraft`: the draft implemented a second t
 way and from the server's conventions alone, so that no mistake of training and export is repeated in
 it. Here are, in this order, that protocol and its records, the comparison with a trained draft
 (`proposals`, `leads`, `gaps`), what checks the folder that is read, and the small parts that every
-transformer has (norm, rotary positions, attention). Neither training nor export imports this module.
+transformer has (norm, rotary positions, attention). Neither training nor export uses this module, and
+it uses none that they do.
 
 Layer ids are 0-based outputs, as everywhere: output k is `hidden_states[k + 1]` of transformers.
 
