@@ -7,7 +7,6 @@ returns what came of it. The command line calls these functions. What is heavy i
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +63,7 @@ def train(
     producers that are started elsewhere. Raises DraftcoreError where a draft failed or a process gave up.
     """
     from draftcore.config import load_config
+    from draftcore.files import STEPS
 
     settings = load_config(Path(config), overrides)
     topology = settings.topology
@@ -81,8 +81,6 @@ def train(
             arguments=[str(config), *overrides],
             bind=bind_offer,
         )
-        if reason == "complete":
-            require_done(settings)
     else:
         role: Role = "trainer" if trainer or topology.producers else "both"
         with open_run(settings, (), registry, role=role) as run:
@@ -90,8 +88,9 @@ def train(
 
             reason = train_run(run, role, say)
             run.report_runners(say)
-    whole = {label: folder for label, folder in newest(settings).items() if folder}
-    return Trained(reason, whole)
+    places = {label: settings.run / label / "checkpoints" for label in settings.drafts or [""]}
+    whole = {label: sorted(place.glob(f"{STEPS}/COMPLETE")) for label, place in places.items()}
+    return Trained(reason, {label: found[-1].parent for label, found in whole.items() if found})
 
 
 def export(
@@ -145,26 +144,3 @@ def open_run(
                 if error.code:
                     raise
                 raise DraftcoreError(f"{raised(error)} ended the run before its work") from error
-
-
-def newest(settings: RunConfig) -> dict[str, Path | None]:
-    """Return the newest whole checkpoint of each draft by its label, '' for a single one."""
-    from draftcore.files import STEPS
-
-    whole = f"checkpoints/{STEPS}/COMPLETE"
-    return {
-        label: max((m.parent for m in (settings.run / label).glob(whole)), default=None)
-        for label in settings.drafts or [""]
-    }
-
-
-def require_done(settings: RunConfig) -> None:
-    """Raise DraftcoreError where a draft was not stopped and lacks its last checkpoint."""
-    for label, folder in newest(settings).items():
-        state = json.loads((folder / "state.json").read_text()) if folder else {"step": 0}
-        if state["step"] != state.get("total_steps") and not state.get("stopped"):
-            raise DraftcoreError(
-                f"the ranks ended without an error, and {settings.run / label} has no checkpoint of "
-                "the last step\n"
-                "  start the same command again: the run goes on from its last checkpoint"
-            )

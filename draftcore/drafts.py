@@ -48,26 +48,20 @@ def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> No
     something else.
     """
     theirs, choice, target = origin["algorithm"], draft.choice, draft.run.target
-    if theirs["name"] != choice.name:
+    changed = [f"algorithm.name: {theirs['name']!r} then, {choice.name!r} now"]
+    if theirs["name"] == choice.name:
+        bind = functools.partial(draft.run.bind, "algorithm", choice.name, plugin=choice.plugin)
+        then = bind(theirs["options"]).options.model_dump(mode="json")
+        draft.algorithm = bind({**theirs["options"], **choice.options})
+        draft.options = draft.algorithm.options
+        changed = list(changes(draft.options, then, "algorithm.options."))
+    if (now := target.fingerprint()) != (fingerprint := origin["target_fingerprint"]):
+        changed.append(f"target {origin['target']!r}: weights {fingerprint} then, {now} now")
+    if changed:
         raise UsageError(
-            f"{folder} holds a draft of algorithm {theirs['name']!r}, the configuration says "
-            f"{choice.name!r}\n  set algorithm.name and its options as in the run that wrote it"
-        )
-    bind = functools.partial(draft.run.bind, "algorithm", choice.name, plugin=choice.plugin)
-    then = bind(theirs["options"]).options.model_dump(mode="json")
-    draft.algorithm = bind({**theirs["options"], **choice.options})
-    draft.options = draft.algorithm.options
-    if changed := list(changes(draft.options, then, "algorithm.options.")):
-        raise UsageError(
-            f"{folder} was trained with other options\n  "
+            f"{folder} holds a draft that was trained otherwise\n  "
             + "\n  ".join(changed)
-            + "\n  leave them out: a trained draft brings its own"
-        )
-    if origin["target_fingerprint"] != target.fingerprint():
-        raise UsageError(
-            f"{folder} was trained for another target than {target.path!r}\n"
-            f"  fingerprint {origin['target_fingerprint']} then, {target.fingerprint()} now\n"
-            f"  it was {origin['target']!r}: set target.path to that model"
+            + "\n  undo the change; options can be left out, as a trained draft brings its own"
         )
 
 

@@ -466,8 +466,7 @@ class Trainer:
             with self.ranks.raise_on_all():
                 raise DraftcoreError(
                     "the rows of the first step teach nothing: loss and gradient are 0\n"
-                    "  `draftcore data show` marks what is learned of them; a row's last token, and those "
-                    "without a loss mask, teach nothing"
+                    "  `draftcore data show` marks what is learned of rows; their last tokens teach nothing"
                 )
         epoch = self.metrics["epoch"] = (self.step - 1) // self.plan.steps_per_epoch + 1
         self.metrics["tokens_per_second"] = timing["tokens"] / timing["seconds"]

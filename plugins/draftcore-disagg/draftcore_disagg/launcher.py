@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from draftcore.errors import DraftcoreError, ExitStatus
+from draftcore.files import STEPS
 
 QUEUE = "queue.json"  # in a run's folder: where the trainer's queue is reached, while it is
 SCALE = "scale.json"  # in a run's folder: {"producers": N}, written while the run goes on
@@ -99,4 +100,17 @@ def launch(config: Any, command: Sequence[str], arguments: Sequence[str], bind: 
         failed = DraftcoreError(f"the trainer ended with exit status {code}, for the reason above")
         failed.exit_status = code
         raise failed
+    for folder in [config.run / label for label in config.drafts or [""]]:
+        require_done(folder)
     return "complete"
+
+
+def require_done(folder: Path) -> None:
+    """Raise DraftcoreError where a draft's folder has no checkpoint of the last step or of its stop."""
+    whole = max(folder.glob(f"checkpoints/{STEPS}/COMPLETE"), default=None)
+    state = json.loads(whole.with_name("state.json").read_text()) if whole else {"step": 0}
+    if state["step"] != state.get("total_steps") and not state.get("stopped"):
+        raise DraftcoreError(
+            f"the ranks ended without an error, and {folder} has no checkpoint of the last step\n"
+            "  start the same command again: the run goes on from its last checkpoint"
+        )
