@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -94,16 +94,12 @@ class TrainConfig(TuningConfig):
     epochs: Free[Count] = 1
     max_steps: Free[Count | None] = Field(None, description="stop after this many steps")
     batch: Count = Field(8, description="rows captured and trained together")
-    accumulate: Free[Count | None] = Field(
-        None, description="batches per step, over all ranks; unset: ranks of the first start"
-    )
+    accumulate: Free[Count | None] = Field(None, description="batches a step; unset: one a rank")
     prefetch: Free[Count | None] = Field(
         None, description="batches ready ahead, per rank; unset: 2, or two per producer"
     )
     shard: Free[bool] = Field(False, description="shard drafts over ranks, by FSDP2")
-    compile: Free[Literal["auto"] | bool] = Field(
-        "auto", description="on, off, or auto: compile drafts on CUDA where it repays"
-    )
+    compile: Free[Literal["auto"] | bool] = Field("auto", description="auto: on CUDA if it repays")
     device: Free[str] = Field("auto", description="as target.device")
     seed: Seed = 0
     log_every: Free[Count] = Field(10, description="steps per line of metrics.jsonl")
@@ -161,13 +157,9 @@ class RunConfig(Section):
             raise ValueError(f"no draft can be labelled {taken.pop()!r}: the run's folder has it")
         if not self.run.name:
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
-        topology = self.topology
-        others = topology.launcher != catalog.default("launcher")
-        if others and topology.ranks == 1 and not topology.producers:
-            raise ValueError(
-                f"topology.launcher {topology.launcher!r} would have a single process to start, which "
-                "is this one: set topology.ranks or topology.producers"
-            )
+        others = self.topology.ranks > 1 or self.topology.producers > 0
+        if self.topology.launcher != catalog.default("launcher") and not others:
+            raise ValueError("topology.launcher starts nothing: set topology.ranks or .producers")
         for key, uri in (("store", self.store), ("channel", self.channel)):
             require_no_secret(key, uri)
         return self
@@ -181,5 +173,4 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     data = read_yaml(path)
     apply_overrides(data, overrides)
-    config: RunConfig = validate_as(RunConfig, data, str(path))
-    return config
+    return cast(RunConfig, validate_as(RunConfig, data, str(path)))

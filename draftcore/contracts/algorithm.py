@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
 
 
-@dataclass(frozen=True)
-class SampleId:
+class SampleId(NamedTuple):
     """One training use of captured features; `epoch` counts from 1."""
 
     feature_id: str

@@ -90,8 +90,7 @@ def _implementation(offer: Offer, where: str) -> Any:
     algorithm = imported(offer.implementation, where)
     if not (inspect.isclass(algorithm) and issubclass(algorithm, Algorithm)):
         raise UsageError(
-            f"{where}: {offer.implementation} is no subclass of Algorithm\n"
-            "  derive it from draftcore.contracts.algorithm.Algorithm"
+            f"{where}: {offer.implementation} is no subclass of Algorithm\n  derive it"
         )
     if inspect.isabstract(algorithm):
         missing = ", ".join(sorted(algorithm.__abstractmethods__))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import digest, sync, write_atomic
-from draftcore.plugins.dists import Plugin, install
+from draftcore.plugins.dists import install
 from draftcore.plugins.registry import Registry
 from draftcore.training.optimizer import full, shard_like
 from draftcore.training.ranks import SINGLE_RANK
@@ -216,12 +216,6 @@ def _require_whole(file: Path) -> None:
 
 
 # ---------------------------------------------------------------- plugins that took part
-
-
-def manifest(plugins: Iterable[Plugin]) -> list[dict[str, str]]:
-    """Describe the plugins of a run, for its checkpoints and exports."""
-    keys = ("name", "dist", "version", "origin")
-    return [{key: getattr(plugin, key) for key in keys} for plugin in plugins]
 
 
 def missing(described: Sequence[Mapping[str, str]], registry: Registry) -> str:

@@ -110,7 +110,7 @@ class ServerCapture:
         Raises BadRows for rows with a feature that is not finite, DraftcoreError where no server
         answers.
         """
-        pending: deque[tuple[CaptureBatch, list[Future[dict[str, Tensor]]]]] = deque()
+        pending: deque[tuple[CaptureBatch, list[Future[Any]]]] = deque()
 
         def first() -> CapturedBatch:
             batch, jobs = pending.popleft()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.serving import DisaggBatch, DraftInput, nothing_to_go_on
+from draftcore.contracts.serving import DisaggBatch, DraftInput
 from draftcore.errors import DraftcoreError, UsageError
 
 T = TypeVar("T")
@@ -183,7 +183,8 @@ def first_draft_input(
             batch=batch, last_tokens=last_tokens_B, future_map=future_map, options=algorithm.options
         )
     else:
-        found = nothing_to_go_on(last_tokens_B)
+        none = last_tokens_B.new_zeros(len(last_tokens_B), 0)
+        found = DraftInput(none.float(), none.float(), none.long(), last_tokens_B)
     _check_answer(found, len(batch.rids), algorithm.offer.name)
     made = convert(found)
     if arrivals.overlap and batch.rids:
