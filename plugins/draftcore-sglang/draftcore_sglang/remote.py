@@ -114,7 +114,8 @@ class ServerCapture:
 
         def first() -> CapturedBatch:
             batch, jobs = pending.popleft()
-            return CapturedBatch(batch, tuple(self._wait(jobs)))
+            found = self._wait(jobs)
+            return CapturedBatch(batch, tuple(found))
 
         for batch in batches:
             jobs = [self._threads.submit(self._fetch, batch, at) for at in range(len(batch.rows))]
