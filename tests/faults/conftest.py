@@ -78,15 +78,17 @@ class Run:
 
     # ------------------------------------------------------------ processes
 
-    def start(self, *arguments: str, verb: str = "train") -> subprocess.Popen[str]:
-        """Start a verb: `train` launches the run's other processes."""
+    def line(self, *arguments: str, verb: str = "train") -> list[str]:
+        """Return the command of a verb: `train` launches the run's other processes."""
         files = [HERE / "usecount.py", HERE / "fault_points.py"]
-        loose = [part for file in files for part in ("--plugin", file)]
-        command = [sys.executable, "-m", "draftcore", *loose, verb, self.yaml, *arguments]
+        loose = [part for file in files for part in ("--plugin", str(file))]
+        return [sys.executable, "-m", "draftcore", *loose, verb, str(self.yaml), *arguments]
+
+    def start(self, *arguments: str, verb: str = "train") -> subprocess.Popen[str]:
         env = {"OMP_NUM_THREADS": "1", "FAULTS": self.faults, "FAULT_MARKS": str(self.marks)}
         with (self.folder / "output.log").open("a") as output:
             return subprocess.Popen(
-                list(map(str, command)),
+                self.line(*arguments, verb=verb),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -102,12 +104,11 @@ class Run:
             process.wait()
             pytest.fail(f"it hangs; alive: {states}\n{self.output()}")
 
-    def finish(self, *arguments: str, verb: str = "train", code: int | None = 0) -> str:
-        """Run the command to its end; return what it wrote. `code` is None for any error's."""
+    def finish(self, *arguments: str, verb: str = "train", code: int = 0) -> str:
+        """Run the command to its end; return what it wrote."""
         log = self.folder / "output.log"
         before = log.stat().st_size if log.exists() else 0
-        found = self.wait(self.start(*arguments, verb=verb))
-        assert found == code or (code is None and found), self.output()
+        assert self.wait(self.start(*arguments, verb=verb)) == code, self.output()
         return log.read_bytes()[before:].decode(errors="replace")
 
     def output(self) -> str:

@@ -28,7 +28,7 @@ YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
         (f"train.seed={'9' * 5000}", f"cannot read the value '{'9' * 79}: Exceeds the limit"),
         ("train.epochs=1000000000000", "train.epochs: Input should be less than or equal to 10"),
         ("train.betas=[0.9,1]", "train.betas.1: Input should be less than 1"),
-        ("topology.launcher=mine", "'mine' would have a single process to start"),
+        ("topology.launcher=mine", "topology.launcher starts nothing: set topology.ranks"),
         ('run=""', "run: '.' names no folder of its own"),
     ],
 )

@@ -21,6 +21,7 @@ import sys
 from draftcore.cli import main
 
 main(["train", sys.argv[1], "train.max_steps=1"], standalone_mode=False)
+main(["eval", sys.argv[1]], standalone_mode=False)
 for verb in ("capture", "train", "eval", "export"):
     main([verb, "--help"], standalone_mode=False)
 print("modules", *sys.modules)
@@ -58,6 +59,7 @@ def test_only_the_listing_imports_a_plugin_that_nobody_selected(
     assert done.returncode == 0, done.stderr
     trained, _, modules = done.stdout.partition("modules ")
     assert "complete: step 1 of 1" in trained
+    assert "acceptance length" in trained
     assert "warning" not in done.stderr.lower()
     packages = {name.partition(".")[0] for name in modules.split() if "draftcore_" in name}
     sections = {"draftcore_data", "draftcore_eval", "draftcore_hf"}
@@ -159,3 +161,37 @@ def test_no_plugin_ends_a_run_as_if_it_were_done(
     assert ENDS[name][1] in done.stderr
     assert done.exit_code == (name != "observer")
     assert ("complete: step 2 of 2" in done.stdout) == (name == "observer")
+
+
+WRAPS = """
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+from draftcore.errors import UsageError
+
+@hookimpl
+def describe():
+    return [Offer("capture", "wrapped")]  # so that it wraps nothing unless a run names it
+
+@hookimpl
+def capture():
+    return None
+
+@hookimpl(wrapper=True)
+def launch():
+    try:
+        yield
+    except UsageError:
+        return "interrupted"
+"""
+
+
+def test_the_plugins_of_a_run_wrap_the_launch_of_its_processes(
+    project: Project, tmp_path: Path
+) -> None:
+    """None is started here: there is no such launcher, and the wrapper answers for it."""
+    file = tmp_path / "wraps.py"
+    file.write_text(WRAPS)
+    asked = ("train", "topology.producers=1", "topology.launcher=nosuch")
+    refused = project.cli(*asked, plugin=file, ok=False)
+    assert (refused.exit_code, "no launcher 'nosuch'" in refused.output) == (2, True)
+    assert project.cli(*asked, "plugins=[wraps]", plugin=file, ok=False).exit_code == 130

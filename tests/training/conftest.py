@@ -127,7 +127,8 @@ class Observer:
 def registry_of(*plugins: object) -> Registry:
     """These objects as plugins that every run has, each named like its class."""
     made = [
-        Plugin(type(one).__name__.lower(), "", "", "", loose=True, instance=one) for one in plugins
+        Plugin(type(one).__name__.lower(), "", "", "", loose=True, state="ready", instance=one)
+        for one in plugins
     ]
     return Registry(made)
 

@@ -120,7 +120,7 @@ class Evaluation:
 class Setting:
     """A run with held-out rows, and a draft of it in training."""
 
-    eval = "eval.jsonl"
+    eval, target = "eval.jsonl", None
 
     def __init__(self, folder: Path, **train: Any) -> None:
         self.config = RunConfig(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -32,19 +31,13 @@ class Asking:
         self.failed = Path(f"{self.out}.failed.jsonl")
         self.source = write_rows(folder / "rows.jsonl", *(chat(one, "old") for one in QUESTIONS))
 
-    def arguments(self, *servers: Server) -> tuple[str, ...]:
-        urls = [part for server in servers for part in ("--endpoint", server.url)]
-        return (*VERB, str(self.source), "--out", str(self.out), *urls)
+    def arguments(self, server: Server) -> tuple[str, ...]:
+        return (*VERB, str(self.source), "--out", str(self.out), "--endpoint", server.url)
 
     def __call__(self, server: Server, *more: Any, rows: Any = (), status: int = 0) -> Result:
         if rows:
             write_rows(self.source, *rows)
         return self.cli(*self.arguments(server), *more, status=status)
-
-    def begin(self, server: Server) -> subprocess.Popen[str]:
-        """Run it in a process of its own."""
-        command = [sys.executable, "-m", "draftcore", *self.arguments(server), "--concurrency", "2"]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
     @property
     def answered(self) -> list[str]:
@@ -164,22 +157,6 @@ def test_it_gives_up_where_no_server_ever_answers(ask: Asking, serve: Serve) -> 
     assert "cannot be asked" in wrong.stderr or "models" in wrong.stderr
 
 
-# ------------------------------------------------------------ processes that end
-
-
-class Stalling:
-    """Answers so many questions; others wait until `go_on`, when their connection breaks."""
-
-    def __init__(self, answers: int) -> None:
-        self.answers, self.go_on = threading.Semaphore(answers), threading.Event()
-
-    def __call__(self, asked: Json) -> Any:
-        if self.answers.acquire(blocking=False):
-            return echo(asked)
-        self.go_on.wait(300)
-        return None
-
-
 def test_killed_in_the_middle_it_goes_on_and_loses_and_doubles_no_row(
     ask: Asking, serve: Serve
 ) -> None:
@@ -187,13 +164,22 @@ def test_killed_in_the_middle_it_goes_on_and_loses_and_doubles_no_row(
 
     Until then no other process writes to its file.
     """
-    server = serve(stalling := Stalling(7))
-    child = ask.begin(server)
+    answers, go_on = threading.Semaphore(7), threading.Event()
+
+    def stall(asked: Json) -> Any:
+        if answers.acquire(blocking=False):
+            return echo(asked)
+        go_on.wait(300)
+        return None
+
+    server = serve(stall)
+    command = [sys.executable, "-m", "draftcore", *ask.arguments(server), "--concurrency", "2"]
+    child = subprocess.Popen(command)
     server.wait_for(9)  # seven answers, and two questions under way
     assert f"process {child.pid}" in ask(server, status=1).stderr
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    stalling.go_on.set()
+    child.kill()
+    child.wait()
+    go_on.set()
     there = len(rows_of(ask.out))
     assert 6 <= there <= 7, "a killed process loses what it had not been told"
     ask.out.write_bytes(ask.out.read_bytes()[:-9])
@@ -205,17 +191,6 @@ def test_killed_in_the_middle_it_goes_on_and_loses_and_doubles_no_row(
     ask(server)
     ask.require_each_once()
     assert len(server.asked) == 9 + 12 - (there - 1)
-
-
-def test_stopped_by_ctrl_c_it_says_so_and_keeps_what_it_has(ask: Asking, serve: Serve) -> None:
-    server = serve(stalling := Stalling(1))
-    child = ask.begin(server)
-    server.wait_for(3)
-    child.send_signal(signal.SIGINT)
-    _, errors = child.communicate()
-    stalling.go_on.set()
-    assert (child.returncode, "interrupted" in errors) == (130, True)
-    assert len(rows_of(ask.out)) == 1
 
 
 # ------------------------------------------------------------ what is asked and kept

@@ -15,95 +15,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
-from draftcore_sdk.targets import conversations, tiny_target
-from safetensors.torch import load_file
+from draftcore_sdk.targets import tiny_target
+
+from tests.faults.conftest import Run
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for the address that others see
-OPTIONS = {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3}
 LONG = 500.0  # seconds on a busy machine
-ROWS, EPOCHS = 24, 10
-STEPS = 6 * EPOCHS
-PACE = Path(__file__).with_name("pace.py")
+EPOCHS = 10
+TRAIN = {"epochs": EPOCHS, "accumulate": 2, "rank_timeout": 60}
 
 
-class Run:
-    """A small run in a folder, and its command."""
+class OnRay(Run):
+    """A run whose command goes to the cluster; what it prints is in `output()`."""
 
-    total = STEPS
-
-    def __init__(self, folder: Path, **topology: Any) -> None:
-        folder.mkdir(parents=True)
-        self.folder, self.run, self.log = folder, folder / "run", folder / "log.txt"
-        self.yaml = folder / "run.yaml"
-        tiny_target(folder / "target")
-        train = conversations(folder / "train.jsonl", ROWS)
-        config = {
-            "run": str(self.run),
-            "target": {"path": str(folder / "target"), "device": "cpu", "dtype": "float32"},
-            "data": {"train": str(train), "max_length": 256},
-            "algorithm": {"name": "eagle3", "options": OPTIONS},
-            "topology": topology,
-            "train": {
-                "batch": 2, "lr": 3e-3, "log_every": 1, "checkpoint_every": 8, "epochs": EPOCHS,
-                "device": "cpu", "accumulate": 2,
-            },
-        }  # fmt: skip
-        self.yaml.write_text(yaml.safe_dump(config))
-
-    def command(self, *overrides: str) -> list[str]:
-        """Return the command; with `plugins=[pace]` each step takes a quarter of a second more."""
-        loose = ["-m", "draftcore", "--plugin", str(PACE), "train", str(self.yaml)]
-        return [sys.executable, *loose, *overrides]
-
-    def start(self, *overrides: str) -> subprocess.Popen[str]:
-        with self.log.open("a") as log:
-            return subprocess.Popen(self.command(*overrides), stdout=log, stderr=log, text=True)
-
-    def finish(self, *overrides: str) -> None:
-        assert self.start(*overrides).wait(LONG) == 0, self.log.read_text()
-
-    def until(self, holds: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> None:
-        deadline = time.monotonic() + LONG
-        while not holds():
-            assert process is None or process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
-
-    def steps(self) -> int:
-        file = self.run / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return int(json.loads(lines[-1])["step"]) if lines else 0
+    def heard(self) -> set[str]:
+        """Return the producers of which something was shown."""
+        return {line.split("]")[0] for line in self.output().splitlines() if "[producer " in line}
 
     def checkpoint(self) -> int:
         """Return the step of the newest whole checkpoint, 0 if there is none."""
         marks = self.run.glob("checkpoints/step-*/COMPLETE")
         return max((int(mark.parent.name[5:]) for mark in marks), default=0)
 
-    def heard(self) -> set[str]:
-        """Return the producers of which something was shown."""
-        lines = self.log.read_text().splitlines()
-        return {line.split("]")[0] for line in lines if line.startswith("[producer ")}
-
-    def weights(self) -> dict[str, Any]:
-        assert self.checkpoint() == STEPS
-        return load_file(self.run / f"checkpoints/step-{STEPS:08d}" / "draft.safetensors")
-
-    def processes(self) -> list[int]:
-        """Return the processes of this run, the command among them."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if str(self.yaml).encode() in (folder / "cmdline").read_bytes():
-                    found.append(int(folder.name))
-        return found
+    def require_calm(self, losses: dict[int, float]) -> None:
+        """Every sample was used once per epoch, and these are the losses, to the bit."""
+        assert set(self.uses().values()) == {EPOCHS}
+        assert self.losses() == losses
 
 
 class Machines:
-    """The machines of a cluster beside its head: added, lost, frozen and thawed."""
+    """The machines of a cluster beside its head: added, lost, frozen and thawed.
+
+    The environment of who adds one is that of the processes there, so FAULTS may slow steps down.
+    """
 
     unshare = ("unshare", "--user", "--map-root-user", "--mount")
 
@@ -191,7 +138,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def machines(cluster: Cluster) -> Iterator[Machines]:
+def machines(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    monkeypatch.setenv("FAULTS", "pace:0.25")
     made = Machines(cluster)
     yield made
     for node in list(made.there):
@@ -203,22 +151,28 @@ def machines(cluster: Cluster) -> Iterator[Machines]:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
+def make_run(tmp_path: Path, target_folder: Path) -> Iterator[Callable[..., OnRay]]:
+    made: list[OnRay] = []
 
-    def make(**topology: Any) -> Run:
-        made.append(Run(tmp_path / f"run-{len(made)}", **topology))
+    def make(**topology: Any) -> OnRay:
+        folder = tmp_path / f"run-{len(made)}"
+        made.append(OnRay(folder, target_folder, topology=topology, train=TRAIN))
         return made[-1]
 
     yield make
-    for pid in [pid for run in made for pid in run.processes()]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for run in made:
+        run.kill(*run.processes(), *run.descendants())
 
 
 @pytest.fixture(scope="session")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The weights of a run of two ranks that nothing befell."""
-    run = Run(tmp_path_factory.mktemp("calm") / "run", ranks=2)
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> dict[int, float]:
+    """The losses of a run of two ranks that nothing befell."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    run = OnRay(folder, target_folder, topology={"ranks": 2}, train=TRAIN)
     run.finish()
-    return run.weights()
+    return run.losses()

@@ -15,7 +15,7 @@ ip address add 10.77.0.1/24 dev head
 ip link set head up
 start 10.77.0.1 --head --port 6399 --include-dashboard false >head.log 2>&1 &
 mkfifo plugged
-PACE=1 unshare --net bash -c "$(declare -f start); python=$python
+FAULTS=pace:1 unshare --net bash -c "$(declare -f start); python=$python
     read < plugged
     ip link set lo up
     ip address add 10.77.0.2/24 dev node
@@ -26,7 +26,7 @@ sleep 1
 ip link set node netns $!
 echo >plugged
 until (echo >/dev/tcp/10.77.0.1/6399) 2>/dev/null; do sleep 0.2; done
-"$@" >log.txt 2>&1 &
+"$@" >output.log 2>&1 &
 run=$!
 until [ -e cut ]; do sleep 0.1; done
 start 10.77.0.1 --address 10.77.0.1:6399 --resources "$room" >spare.log 2>&1 &

@@ -37,9 +37,9 @@ def test_what_a_cluster_cannot_give_is_refused_with_what_there_is(
     options = {"address": cluster.address, "patience": 2, "rank": {"resources": {"moon": 1}}}
     run = make_run(launcher="ray", ranks=2, options=options)
     assert run.start().wait(LONG) == 2
-    assert "no machine of the cluster has room for a rank" in run.log.read_text()
+    assert "no machine of the cluster has room for a rank" in run.output()
     assert run.start("topology.options.address=127.0.0.1:1").wait(LONG) == 2
-    assert "there is no Ray cluster at 127.0.0.1:1" in run.log.read_text()
+    assert "there is no Ray cluster at 127.0.0.1:1" in run.output()
 
 
 def test_a_folder_that_a_machine_with_room_for_a_rank_does_not_see_is_refused(
@@ -52,8 +52,8 @@ def test_a_folder_that_a_machine_with_room_for_a_rank_does_not_see_is_refused(
     run.run.mkdir()
     machines.add(train=1)
     machines.add_blind(run.run, "train")
-    assert run.start().wait(LONG) == 2, run.log.read_text()
-    assert f"the run's folder {run.run} is not seen by" in run.log.read_text()
+    assert run.start().wait(LONG) == 2, run.output()
+    assert f"the run's folder {run.run} is not seen by" in run.output()
 
 
 def test_producers_on_machines_of_their_own_are_heard_in_the_one_terminal_and_ctrl_c_saves(
@@ -66,15 +66,15 @@ def test_producers_on_machines_of_their_own_are_heard_in_the_one_terminal_and_ct
     )
     machines.add(capture=1)
     process = run.start("train.epochs=4000")
-    run.until(lambda: "waits for a machine with room: cpus=0.5" in run.log.read_text(), process)
+    run.until(lambda: "waits for a machine with room: cpus=0.5" in run.output(), process)
     machines.add(capture=1)
     run.until(lambda: run.steps() >= 2, process)
     run.until(lambda: run.heard() == {"[producer 0", "[producer 1"}, process)
     status = [sys.executable, "-m", "draftcore", "status", str(run.yaml), "--seconds", "0.5"]
     run.until(lambda: "2, capturing" in subprocess.check_output(status, text=True), process)
     process.send_signal(signal.SIGINT)
-    assert process.wait(LONG) == 130, run.log.read_text()
-    assert "interrupted: step" in run.log.read_text()
+    assert process.wait(LONG) == 130, run.output()
+    assert "interrupted: step" in run.output()
     assert run.checkpoint()
 
 

@@ -37,9 +37,8 @@ class Naive:
         return self.w[f"{name}.weight"] @ x
 
     def rms(self, x: Tensor, name: str) -> Tensor:
-        scale = (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt()
-        normed: Tensor = x * scale * self.w[f"{name}.weight"]
-        return normed
+        scale: Tensor = (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt()
+        return x * scale * self.w[f"{name}.weight"]
 
     def rope(self, head: Tensor, position: int) -> Tensor:
         turned = int(len(head) * self.config.rope.get("partial_rotary_factor", 1.0))
@@ -94,8 +93,12 @@ def require_attention(
         torch.testing.assert_close(one, right.to(one), rtol=tolerance, atol=tolerance)
 
 
+@torch.inference_mode()
 def require_recordable(drafter: Drafter) -> None:
-    """Require that a round waits for nothing, and that a recorded one drafts what others do."""
+    """Require that a round waits for nothing, and that a recorded one drafts what others do.
+
+    Of a drafter that changes its state in place.
+    """
     state, generator = drafter.allocate(3, 50), torch.Generator().manual_seed(5)
     tokens_BT, lengths_B = torch.randint(40, (3, 9), generator=generator), torch.tensor([9, 1, 4])
     features = {
