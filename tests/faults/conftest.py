@@ -104,12 +104,11 @@ class Run:
             process.wait()
             pytest.fail(f"it hangs; alive: {states}\n{self.output()}")
 
-    def finish(self, *arguments: str, verb: str = "train", code: int | None = 0) -> str:
-        """Run the command to its end; return what it wrote. `code` is None for any error's."""
+    def finish(self, *arguments: str, verb: str = "train", code: int = 0) -> str:
+        """Run the command to its end; return what it wrote."""
         log = self.folder / "output.log"
         before = log.stat().st_size if log.exists() else 0
-        found = self.wait(self.start(*arguments, verb=verb))
-        assert found == code or (code is None and found), self.output()
+        assert self.wait(self.start(*arguments, verb=verb)) == code, self.output()
         return log.read_bytes()[before:].decode(errors="replace")
 
     def output(self) -> str:

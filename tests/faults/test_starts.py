@@ -74,7 +74,7 @@ def test_a_capture_without_its_server_ends_the_run_with_that_error(
 
 
 def test_weights_that_are_not_finite_are_no_draft(make_run: MakeRun) -> None:
-    """The rate is finite, and twice it is not."""
     run = make_run()
-    run.finish("train.lr=3e38", code=None)
+    diverges = ("train.lr=100", "train.weight_decay=100", "train.checkpoint_every=500")
+    assert "the weights have diverged" in run.finish(*diverges, code=1)
     run.require_nothing_trained()
