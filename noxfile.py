@@ -46,6 +46,8 @@ SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
 UNMARKED = "not gpu and not long and not sglang"
+BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}  # keep it, whatever this machine's habit is
+IMPORTED = "pytest, torch, torch.distributed, transformers.models.qwen3.modeling_qwen3"
 GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
 TIMES = ROOT / ".nox" / "times"
@@ -155,6 +157,8 @@ def base_python(session: nox.Session) -> str:
             session.run_install(sys.executable, "-m", "venv", str(BASE))
             quick = ("--no-compile", "-c", "constraints.txt")  # most modules are never imported
             session.run_install(*pip(python), *quick, *wanted)
+            # Else each process that a test starts compiles these anew where no bytecode is written.
+            session.run_install(str(python), "-c", f"import {IMPORTED}", env=BYTECODE)
             mark.write_text(key)
     return str(python)
 
@@ -451,6 +455,7 @@ def sglang(session: nox.Session) -> None:
     over = packages(session, f"sglang-{pins}", f"--no-deps --no-compile -r {needs}")  # 1.4 GB
     python = environment(session, "sglang", *PLUGINS, under=(over, BASE))
     session.run_install(*pip(python), "--no-deps", "--no-build-isolation", str(platform))
+    session.env.update(BYTECODE)  # each of a server's processes would compile sglang anew
     # In one process, as each further one would import sglang anew; one by one, as it has globals.
     for name in (SGLANG.name, "draftcore-tools", "draftcore-data"):
         tests = (f"plugins/{name}/tests", "-n", "0")

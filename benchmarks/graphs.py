@@ -36,6 +36,7 @@ from billion import LAYERS, QUICKSTART, random_llama
 from draftcore_eval.decode import Clock, speculate
 from draftcore_eval.evaluation import Decoding
 from draftcore_graphs.decode import DecodeGraphRunner
+from draftcore_graphs.graph_plugin import GraphPlugin
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.resolve import Phase
 from draftcore_hf.target import TransformersModel, TransformersTarget
@@ -48,7 +49,7 @@ from draftcore import bind, load_plugins, open_draft, open_run, train
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import OpenRun
-from draftcore.contracts.runner import GraphBackend, GraphPlugin, ShapeKey
+from draftcore.contracts.runner import GraphBackend, ShapeKey
 from draftcore.contracts.target import PrefillRunner, TargetModel
 
 COMPILED = "piecewise"

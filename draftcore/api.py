@@ -73,7 +73,8 @@ def train(
         from draftcore.plugins.binding import bind
 
         registry = registry or load_plugins()
-        files = [part for file in registry.files for part in ("--plugin", file)]
+        loose = (plugin.dist for plugin in registry.installed if plugin.loose)
+        files = [part for file in loose for part in ("--plugin", file)]
         bind_offer = functools.partial(bind, registry, extras=settings.plugins)
         reason = bind_offer("ranks", catalog.default("ranks")).hook.launch(
             config=settings,

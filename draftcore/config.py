@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -81,9 +81,7 @@ class CaptureConfig(Choice):
 class TuningConfig(Section):
     """How one draft is optimised: what drafts of one run may set differently."""
 
-    lr: float | None = Field(
-        None, gt=0, le=100, description="peak rate; the algorithm's default if unset"
-    )
+    lr: float | None = Field(None, gt=0, le=100, description="peak rate; or the algorithm's")
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_ratio: Share | None = Field(None, description="algorithm's default if unset")
     clip: float | None = Field(None, gt=0, le=1e9, description="gradient norm; or the algorithm's")
@@ -96,16 +94,12 @@ class TrainConfig(TuningConfig):
     epochs: Free[Count] = 1
     max_steps: Free[Count | None] = Field(None, description="stop after this many steps")
     batch: Count = Field(8, description="rows captured and trained together")
-    accumulate: Free[Count | None] = Field(
-        None, description="batches per step, over all ranks; unset: ranks of the first start"
-    )
+    accumulate: Free[Count | None] = Field(None, description="batches a step; unset: one a rank")
     prefetch: Free[Count | None] = Field(
         None, description="batches ready ahead, per rank; unset: 2, or two per producer"
     )
     shard: Free[bool] = Field(False, description="shard drafts over ranks, by FSDP2")
-    compile: Free[Literal["auto"] | bool] = Field(
-        "auto", description="on, off, or auto: compile drafts on CUDA where it repays"
-    )
+    compile: Free[Literal["auto"] | bool] = Field("auto", description="auto: on CUDA if it repays")
     device: Free[str] = Field("auto", description="as target.device")
     seed: Seed = 0
     log_every: Free[Count] = Field(10, description="steps per line of metrics.jsonl")
@@ -146,15 +140,11 @@ class RunConfig(Section):
     algorithm: Choice | None = Field(None, description="the draft to train")
     drafts: Free[dict[Label, DraftConfig]] = Field({}, description="or several, from one capture")
     capture: CaptureConfig = CaptureConfig()
-    store: Free[str] = Field(
-        "auto", description="URI, e.g. file:FOLDER; auto: only where needed, shared"
-    )
+    store: Free[str] = Field("auto", description="URI, as file:FOLDER; auto: where needed, shared")
     batches: Free[str] = selected("batches", "how batches come from processes that capture")
     channel: Free[str] = selected("channel", "URI; tcp://HOST:PORT for producers on other machines")
     topology: Free[TopologyConfig] = TopologyConfig()
-    plugins: Free[tuple[str, ...]] = Field(
-        (), description="wrappers and observers to select, by name"
-    )
+    plugins: Free[tuple[str, ...]] = Field((), description="wrappers and observers, by name")
     train: TrainConfig = TrainConfig()
     eval: Free[EvalConfig] = EvalConfig()
     runner: RunnerConfig = RunnerConfig()
@@ -167,13 +157,9 @@ class RunConfig(Section):
             raise ValueError(f"no draft can be labelled {taken.pop()!r}: the run's folder has it")
         if not self.run.name:
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
-        topology = self.topology
-        others = topology.launcher != catalog.default("launcher")
-        if others and topology.ranks == 1 and not topology.producers:
-            raise ValueError(
-                f"topology.launcher {topology.launcher!r} would have a single process to start, which "
-                "is this one: set topology.ranks or topology.producers"
-            )
+        others = self.topology.ranks > 1 or self.topology.producers > 0
+        if self.topology.launcher != catalog.default("launcher") and not others:
+            raise ValueError("topology.launcher starts nothing: set topology.ranks or .producers")
         for key, uri in (("store", self.store), ("channel", self.channel)):
             require_no_secret(key, uri)
         return self
@@ -187,5 +173,4 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     data = read_yaml(path)
     apply_overrides(data, overrides)
-    config: RunConfig = validate_as(RunConfig, data, str(path))
-    return config
+    return cast(RunConfig, validate_as(RunConfig, data, str(path)))

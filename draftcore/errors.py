@@ -44,8 +44,6 @@ def one_line(value: object, max_length: int = 500) -> str:
     if len(text) > max_length:
         text = f"{text[:max_length]} ... ({len(text)} characters)"
     text = " ".join(map(str.strip, text.splitlines()))
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

@@ -1,7 +1,4 @@
-"""What the core asks of tensors and devices: is a feature finite, which device is meant.
-
-Apart from `target`, so that a process which only writes features loads no transformers.
-"""
+"""What the core asks of tensors and devices: is a feature finite, which device is meant."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from urllib.parse import parse_qsl, unquote
 
 from draftcore.errors import UsageError, nearest
 
-NUMBER = r"\d{1,15}(?:\.\d{1,15})?"
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SECRET = re.compile(r"^[^:]*://[^/].*@|[?&][^=&]*(pass|pwd|secret|auth|token|user)", re.IGNORECASE)
@@ -33,14 +32,6 @@ class Uri:
     def size(self, option: str) -> int | None:
         """Return an option in bytes, or None where the URI has no such option."""
         return parse_size(self.options[option]) if option in self.options else None
-
-    def number(self, option: str, default: float) -> float:
-        """Return an option as a number above zero, or the default."""
-        text = self.options.get(option, str(default))
-        if re.fullmatch(NUMBER, text) is None or float(text) == 0:
-            problem = f"{option}={text} in {self.text!r} is not a number above zero"
-            raise UsageError(f"{problem}\n  for example {option}={default:g}")
-        return float(text)
 
 
 def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> Uri:
@@ -97,7 +88,7 @@ def require_no_secret(key: str, uri: str) -> None:
 
 def parse_size(text: str) -> int:
     """Return the bytes that `10GiB`, `1.5 GB` or `4096` stand for."""
-    match = re.fullmatch(rf"({NUMBER})\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2] not in UNITS:
         raise UsageError(f"{text!r} is not a size\n  write it like 500MiB, 10GiB or 4096")
     return int(float(match[1]) * UNITS[match[2]])

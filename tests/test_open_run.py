@@ -11,6 +11,7 @@ import yaml
 from draftcore_sdk.targets import conversations
 
 from draftcore import open_run
+from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import (
     Evaluation,
     Needed,
@@ -73,3 +74,8 @@ def test_a_run_its_drafts_and_what_they_open_have_all_that_plugins_are_promised(
         assert [len(mask) for mask in masks] == [len(ids) for ids in batch.token_ids]
         assert needed.token_bytes == needed.request.token_bytes(run.width) + TEXT_BYTES
         assert "refs of other samples" in str(needed.ref_error(batch, ()))
+
+
+def test_a_manifest_of_features_of_before_there_were_others_is_read() -> None:
+    held = {"layers": [1, 3], "last_hidden": True, "dtype": "float32"}
+    assert FeatureRequest.from_json(held) == FeatureRequest((1, 3), True, "float32")

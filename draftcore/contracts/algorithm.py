@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
 
 
-@dataclass(frozen=True)
-class SampleId:
+class SampleId(NamedTuple):
     """One training use of captured features; `epoch` counts from 1."""
 
     feature_id: str
@@ -126,13 +125,10 @@ class StepOutput:
     counts: Mapping[str, tuple[Tensor, Tensor]]
 
     def __init__(
-        self,
-        numerator: Tensor | None = None,
-        denominator: Tensor | None = None,
+        self, numerator: Tensor | None = None, denominator: Tensor | None = None,
         counts: Mapping[str, tuple[Tensor, Tensor]] | None = None,
-        *,
-        terms: Iterable[tuple[Tensor, Tensor, float]] = (),
-    ) -> None:
+        *, terms: Iterable[tuple[Tensor, Tensor, float]] = (),
+    ) -> None:  # fmt: skip
         self.terms, self.counts = tuple(terms), {} if counts is None else counts
         if numerator is not None and denominator is not None and not self.terms:
             self.terms = ((numerator, denominator, 1.0),)
@@ -267,13 +263,9 @@ class Drafter(Protocol):
         """Return a state with KV for `batch` rows of up to `max_len` positions."""
 
     def prefill(
-        self,
-        state: Any,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        features: Mapping[str, Tensor],
+        self, state: Any, tokens_BT: Tensor, lengths_B: Tensor, features: Mapping[str, Tensor],
         next_B: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Read right-padded prompts of `lengths_B` tokens, with their features, [B, T, H] each.
 
         `next_B` is the token that the target generated first; the next proposal goes on from it.

@@ -68,19 +68,13 @@ class FeatureRequest:
             for name, (_, dtype) in self.feature_specs(0).items()
         }
 
-    def serves(self, other: FeatureRequest) -> bool:
-        """Say whether what this request captures holds all that another asks for."""
-        alike = self.dtype == other.dtype and self.topk >= other.topk
-        return alike and set(other.names) <= set(self.names)
-
     def union(self, other: FeatureRequest) -> FeatureRequest:
         """Join two requests of one dtype, storing nothing twice."""
         if self.dtype != other.dtype:
             raise ValueError(f"cannot join features of {self.dtype} with features of {other.dtype}")
         layers = tuple(sorted({*self.layers, *other.layers}))
         last, topk = self.last_hidden or other.last_hidden, max(self.topk, other.topk)
-        embeddings = self.embeddings or other.embeddings
-        return FeatureRequest(layers, last, self.dtype, topk, embeddings)
+        return FeatureRequest(layers, last, self.dtype, topk, self.embeddings or other.embeddings)
 
 
 class Image(NamedTuple):
@@ -130,22 +124,15 @@ class CaptureBatch:
     token_ids: tuple[Sequence[int], ...]
     images: tuple[tuple[Image, ...], ...] = ()
 
-    @property
-    def padded_length(self) -> int:
-        """The tokens of the longest row."""
-        return max(map(len, self.token_ids))
-
     def image_inputs(self, processor: ImageProcessor | None) -> dict[int, Any]:
         """Return what the target's forward is given of each row with images, by its number in the batch.
 
         Raises BadRows for rows whose images cannot be read, or are others than when they were rendered.
         """
-        inputs: dict[int, Any] = {}
-        bad: dict[int, str] = {}
+        inputs, bad = dict[int, Any](), dict[int, str]()
         for number, images in enumerate(self.images):
-            assert processor is not None  # or no row would have any
             try:
-                if images:
+                if images and processor:  # or no row would have any
                     inputs[number] = processor.inputs(self.token_ids[number], images)
             except RowError as error:
                 bad[number] = f"dataset row {self.rows[number]}: {error}"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from draftcore.errors import DraftcoreError, ExitStatus, UsageError
+from draftcore.errors import DraftcoreError, UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,16 +36,9 @@ LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it tr
 class Samples(Protocol):
     """Rows of a run: rendered, or described by the manifest of a store that holds their features."""
 
-    @property
-    def feature_ids(self) -> tuple[str, ...]:
-        """What a store keeps each row's features under."""
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row."""
-
-    @property
-    def summary(self) -> DataSummary: ...
+    feature_ids: tuple[str, ...]  # what a store keeps each row's features under
+    lengths: NDArray[np.int64]  # tokens of each row
+    summary: DataSummary
 
     def tokens(self, row: int) -> NDArray[np.int64]:
         """Return a row's token ids, [T]."""
@@ -108,25 +101,16 @@ class Ranks:
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
         """Raise a DraftcoreError of any rank on all, where the block ends."""
-        mine = None
         try:
             yield
         except DraftcoreError as error:
-            mine = error
-        errors = self.all_gather((str(mine), mine.exit_status) if mine else None)
-        for rank, raised in enumerate(errors):
-            if raised is not None:
-                kind = UsageError if raised[1] == ExitStatus.REFUSED else DraftcoreError
-                self.last_common_error = mine if mine and rank == self.rank else kind(raised[0])
-                raise self.last_common_error
+            self.last_common_error = error
+            raise
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Let rank 0 do something and give its result, small data, to all."""
-        value: T | None = None
         with self.raise_on_all():
-            if self.rank == 0:
-                value = work()
-        return cast(T, self.all_gather(value)[0])
+            return work()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give a tensor of rank 0, on the CPU, to all, in place."""

@@ -38,16 +38,10 @@ class DraftInput:
 
     hidden_BH: floating point, the *draft's* state; topk_p_BK float32 and topk_index_BK int64: the
     first proposals, best first; last_tokens_B int64: the token each request continues from. What
-    an algorithm does not need has no columns. An empty batch has B = 0.
+    an algorithm does not need has no columns, and its type all the same. An empty batch has B = 0.
     """
 
     hidden_BH: Tensor
     topk_p_BK: Tensor
     topk_index_BK: Tensor
     last_tokens_B: Tensor
-
-
-def nothing_to_go_on(last_tokens_B: Tensor) -> DraftInput:
-    """The input of an algorithm that starts from the last token alone: typed, without columns."""
-    none = last_tokens_B.new_zeros(len(last_tokens_B), 0)
-    return DraftInput(none.float(), none.float(), none.long(), last_tokens_B)

@@ -7,13 +7,11 @@ slots, H hidden, D head width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
-
-from draftcore.errors import UsageError
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from draftcore.contracts.capture import FeatureRequest, ImageProcessor
 
@@ -108,14 +106,9 @@ class TargetModel(PrefillRunner, Protocol):
         """Return an empty cache for `batch` rows of up to `max_len` tokens."""
 
     def forward(
-        self,
-        cache: TargetCache,
-        tokens_BT: Tensor,
-        starts_B: Tensor,
-        span: int,
-        request: FeatureRequest,
-        seen_BTT: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+        self, cache: TargetCache, tokens_BT: Tensor, starts_B: Tensor, span: int,
+        request: FeatureRequest, seen_BTT: Tensor | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Read tokens from a position of each row on, keeping what the next are read with.
 
         Returns what is requested, and `last_hidden`, [B, T, H]; states are in the model's dtype, logits in
@@ -136,37 +129,3 @@ class TargetModel(PrefillRunner, Protocol):
 
     def check(self) -> None:
         """Raise unless last hidden x head gives the model's own log-probabilities on some tokens."""
-
-
-@runtime_checkable
-class DecoderModel(TargetModel, Protocol):
-    """A running target of transformers', for runners and captures that reach into its layers.
-
-    `model` is the whole transformers model; `decoder` its stack of `layers` with the final norm.
-    """
-
-    model: Any
-    decoder: nn.Module
-    layers: nn.ModuleList
-
-    def run(self, request: FeatureRequest, **inputs: Any) -> dict[str, Tensor]:
-        """Run `decoder` on its inputs; return as `forward` does."""
-
-    def forward_images(self, inputs: Any, request: FeatureRequest) -> dict[str, Tensor]:
-        """Run the full multimodal model on one row; returns the same features as `features()`.
-
-        `inputs` are a BatchFeature of the target's processor. Of a layer it takes what the next is given.
-        """
-
-    def masks(self, positions_BT: Tensor, span: int, seen_BTT: Tensor | None = None) -> Any:
-        """Return additive masks [B, 1, T, S]: the slots that `forward` says, within the window."""
-
-
-def decoder_model(model: TargetModel, wanted: str) -> DecoderModel:
-    """Return a target as a DecoderModel; raises UsageError where it is none, naming who wanted it."""
-    if not isinstance(model, DecoderModel):
-        raise UsageError(
-            f"{wanted} reaches into the layers of transformers' models, and target {model.spec.path!r} "
-            "is none\n  choose another, or leave it out"
-        )
-    return model

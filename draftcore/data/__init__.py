@@ -1,6 +1,1 @@
-"""From conversations to token ids and loss masks.
-
-`sources` opens what a run names, `conversations` reads its rows, `rendering` applies the chat template
-and finds what the assistant itself produced, `parallel` does that on all cores, `dataset` keeps the
-result in mapped files.
-"""
+"""From rows to a plan: which rows make a batch, what each step trains on, and what is left out."""

@@ -1,1 +1,1 @@
-"""Features of the target: the built-in capture and the built-in stores."""
+"""Features of the target: how they are checked, and how they reach the device that trains."""

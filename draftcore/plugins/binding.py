@@ -45,14 +45,9 @@ class Binding(Bound):
 
 
 def bind(
-    registry: Registry,
-    kind: Kind,
-    name: str,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    extras: Sequence[str] = (),
-    plugin: str = "",
-    beside: Iterable[str] = (),
-) -> Binding:
+    registry: Registry, kind: Kind, name: str, options: Mapping[str, Any] = MappingProxyType({}),
+    extras: Sequence[str] = (), plugin: str = "", beside: Iterable[str] = (),
+) -> Binding:  # fmt: skip
     """Bind the owner of (kind, name) with the plugins named in `extras` and the loose files.
 
     `plugin` chooses where several offer this name; keys `beside` the options are the core's, for errors. A
@@ -95,8 +90,7 @@ def _implementation(offer: Offer, where: str) -> Any:
     algorithm = imported(offer.implementation, where)
     if not (inspect.isclass(algorithm) and issubclass(algorithm, Algorithm)):
         raise UsageError(
-            f"{where}: {offer.implementation} is no subclass of Algorithm\n"
-            "  derive it from draftcore.contracts.algorithm.Algorithm"
+            f"{where}: {offer.implementation} is no subclass of Algorithm\n  derive it"
         )
     if inspect.isabstract(algorithm):
         missing = ", ".join(sorted(algorithm.__abstractmethods__))

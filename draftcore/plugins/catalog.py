@@ -32,5 +32,4 @@ def defaults() -> set[str]:
 
 def dists() -> set[str]:
     """Return our dists, which own their names."""
-    kinds = (names for kind, names in _catalog().items() if kind != "defaults")
-    return {CORE, *(dist for names in kinds for dist in names.values())}
+    return {dist for kind in _catalog().keys() - {"defaults"} for dist in owners(kind).values()}

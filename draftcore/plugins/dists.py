@@ -44,7 +44,7 @@ class Plugin:
     loose: bool = False
     requires: tuple[str, ...] = field(default=(), repr=False)
     kinds: Mapping[str, str] = field(default_factory=dict, repr=False)  # modules of hooks, by kind
-    state: Literal["found", "ready", "broken", "conflict", "incompatible", "disabled"] = "ready"
+    state: Literal["found", "ready", "broken", "conflict", "incompatible", "disabled"] = "found"
     problem: str = ""
     fix: str = ""
     offers: tuple[Offer, ...] = ()
@@ -99,10 +99,7 @@ def _plugins(dist: Distribution, name: str, entries: str) -> Iterator[Plugin]:
             groups.setdefault(section, {})[one_line(key or line, 60)] = module if key else ""
     kinds = groups.get("[draftcore.hooks]", {})
     for listed, module in groups.get("[draftcore]", {}).items():
-        yield Plugin(
-            listed, name, version, module, origin,
-            requires=requires, kinds=kinds, state="found",
-        )  # fmt: skip
+        yield Plugin(listed, name, version, module, origin, requires=requires, kinds=kinds)
 
 
 def _origin(dist: Distribution) -> str:
@@ -131,7 +128,7 @@ def loose(file: Path) -> Plugin:
     import hashlib  # 4 ms, for loose files only
 
     digest = f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
-    return Plugin(file.stem, str(file), digest, file.stem, loose=True, state="found")
+    return Plugin(file.stem, str(file), digest, file.stem, loose=True)
 
 
 @functools.cache
@@ -170,8 +167,7 @@ def _met(line: str, version_of: Callable[[str], str]) -> bool:
 
 
 def _release(version: str) -> list[int]:
-    parts = [int(part) for part in re.findall(r"\d+", version)]
-    return parts + [0] * (8 - len(parts))
+    return [*map(int, re.findall(r"\d+", version)), *[0] * 8][:8]
 
 
 def remedy(error: BaseException, plugin: Plugin, module: str) -> str:
@@ -192,8 +188,7 @@ def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
     hint = f" (did you mean {near!r}?)" if near not in ("", name) else ""
     if near in here or near not in known:
         return hint, "choose one that is there, or install the plugin that offers it"
-    by_default = known[near] in defaults()
-    remedy = install("draftcore[standard]" if by_default else known[near])
+    remedy = install("draftcore[standard]" if known[near] in defaults() else known[near])
     return hint, remedy + f"   # for {near!r}" * bool(hint)
 
 

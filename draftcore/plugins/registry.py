@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from draftcore.plugins.catalog import CORE
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.specs import NEEDED, bring, hooks, trial
 
-DISAGG = ("build_disagg_draft_input",)  # needed also for the capability `disagg`
 DISABLE = "DRAFTCORE_DISABLE"
 SEE_HOOKS = "draftcore hooks   # every hook and its arguments"
 
@@ -49,17 +48,20 @@ class Registry:
         for plugin in (plugin for plugin in chosen if plugin.state == "found"):
             if self.verbose:
                 print(f"importing {plugin}", file=sys.stderr, flush=True)
-            _judge(plugin, self)
+            with _setting_aside(plugin, plugin.module):
+                _check_metadata(plugin, self.installed)
+            started = time.perf_counter()
+            if not plugin.problem:
+                with _setting_aside(plugin, plugin.module):
+                    _check_code(plugin, self)
+                plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
+            if not plugin.problem:
+                plugin.state = "ready"
         return chosen
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:
         return self.judged()
-
-    @property
-    def files(self) -> list[str]:
-        """The one-file plugins, which processes that a run starts have to be given again."""
-        return [plugin.dist for plugin in self.installed if plugin.loose]
 
     @property
     def ready(self) -> tuple[Plugin, ...]:
@@ -92,13 +94,9 @@ class Registry:
             offers = ", ".join(map(str, owner.offers)) or "nothing"
             raise UsageError(f"{owner} offers no {kind} {name!r}\n  it offers: {offers}")
         ours = catalog.owners(kind).get(name)
-        stages: tuple[Callable[[Plugin], bool], ...] = (
-            lambda p: p.loose,
-            lambda p: p.name == name,
-            lambda p: True,
-        )
-        if ours is not None:
-            stages = (lambda p: p.dist == ours,)
+        stages: list[Callable[[Plugin], bool]] = [lambda p: p.dist == ours]
+        if ours is None:
+            stages = [lambda p: p.loose, lambda p: p.name == name, lambda p: True]
         for stage in stages:
             if usable := [p for p in self.judged(stage) if not p.problem and p.offer(kind, name)]:
                 break
@@ -173,23 +171,6 @@ class Registry:
             lines = [f"there is no {what} {name!r}{hint}", here, *bad, f"  {install}"]
         return UsageError("\n".join(lines))
 
-    def manifest(self, plugins: Iterable[Plugin]) -> list[dict[str, str]]:
-        """Describe the plugins of a run, for its checkpoints and exports."""
-        keys = ("name", "dist", "version", "origin")
-        return [{key: getattr(plugin, key) for key in keys} for plugin in plugins]
-
-    def missing(self, manifest: Sequence[Mapping[str, str]]) -> str:
-        """Say what brings back the plugins of a manifest that are here in no version, '' for none."""
-        names = {entry["name"] for entry in manifest}
-        here = {p.name for p in self.judged(lambda p: p.name in names) if not p.problem}
-        lines = ["this was made with plugins that are not here:"]
-        for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in manifest):
-            if name not in here:
-                file = version.startswith("sha256:")
-                get = f"--plugin {dist}" if file else dists.install(f"{dist}=={version}")
-                lines.append(f"  {name} {version}: {get}")
-        return "\n".join(lines) if lines[1:] else ""
-
 
 def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) -> Registry:
     """Find the plugins installed on `path` (default: `sys.path`) and the one-file plugins `files`.
@@ -220,19 +201,6 @@ class _UnusableError(Exception):
 
     def __init__(self, problem: str, fix: str = SEE_HOOKS, state: str = "broken") -> None:
         super().__init__(problem, fix, state)
-
-
-def _judge(plugin: Plugin, registry: Registry) -> None:
-    """Check a plugin's metadata, import it and check its hooks and offers."""
-    with _setting_aside(plugin, plugin.module):
-        _check_metadata(plugin, registry.installed)
-        started = time.perf_counter()
-        try:
-            _check_code(plugin, registry)
-        finally:
-            plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
-        if not plugin.problem:  # of the hooks that its dist brings
-            plugin.state = "ready"
 
 
 @contextlib.contextmanager
@@ -269,9 +237,8 @@ def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
         names = [re.sub(r"[^\w.-].*", "", need) for need in needs]
         here = ", ".join(f"{name} {version_of(name) or 'none'}" for name in names)
         state = "incompatible" if CORE in names else "broken"
-        raise _UnusableError(
-            f"requires {', '.join(needs)}; here: {here}", dists.install(*needs), state
-        )
+        problem = f"requires {', '.join(needs)}; here: {here}"
+        raise _UnusableError(problem, dists.install(*needs), state)
 
 
 def _check_code(plugin: Plugin, registry: Registry) -> None:
@@ -325,10 +292,8 @@ def _answers(plugin: Plugin, hook: str, kind: type, registry: Registry) -> tuple
     listed = answer if isinstance(answer, Sequence) else ()
     if {offer.kind for offer in listed if isinstance(offer, Offer)} - NEEDED.keys():
         registry.bring()
-    if isinstance(answer, Sequence) and all(
-        isinstance(item, kind) and _can_be_listed(item) for item in answer
-    ):
-        return tuple(answer)
+    if listed is answer and all(isinstance(one, kind) and _can_be_listed(one) for one in listed):
+        return tuple(listed)
     fix = f"return a list of {kind.__name__}s; kinds of Offers: {', '.join(NEEDED)}"
     raise _UnusableError(f"{hook}() returned {one_line(answer)}", fix)
 
@@ -343,7 +308,7 @@ def _can_be_listed(item: Any) -> bool:
 
 def missing_hooks(offer: Offer, hook: Any) -> list[str]:
     """Name the hooks that an offer of this kind and these capabilities needs, and nobody answers."""
-    needed = NEEDED[offer.kind] + DISAGG * ("disagg" in offer.capabilities)
+    needed = NEEDED[offer.kind] + ("build_disagg_draft_input",) * ("disagg" in offer.capabilities)
     return [name for name in needed if not owners(getattr(hook, name))]
 
 

@@ -33,7 +33,7 @@ from draftcore.files import require_exported
 from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
-from draftcore.training.checkpoint import Checkpoint, latest, open_checkpoint
+from draftcore.training.checkpoint import Checkpoint, latest, missing, open_checkpoint
 from draftcore.training.ranks import SINGLE_RANK
 
 Role = Literal["both", "trainer"]
@@ -242,9 +242,9 @@ class Run(OpenRun):
     def manifest(self, drafts: Iterable[DraftRun], *shared: Any) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""
         bound = (*(draft.algorithm for draft in drafts), self.target_kind, *shared)
-        plugins = [owner.plugin for owner in bound]
-        plugins += self.registry.extras(self.config.plugins)
-        return self.registry.manifest({plugin.name: plugin for plugin in plugins}.values())
+        plugins = [*(b.plugin for b in bound), *self.registry.extras(self.config.plugins)]
+        by_name, keys = {p.name: p for p in plugins}, ("name", "dist", "version", "origin")
+        return [{key: getattr(plugin, key) for key in keys} for plugin in by_name.values()]
 
 
 class DraftRun(OpenDraft):
@@ -285,8 +285,8 @@ class DraftRun(OpenDraft):
         root = self.folder / "checkpoints"
         opened = open_checkpoint(folder) if folder else ranks.on_rank0(lambda: latest(root))
         with ranks.raise_on_all():
-            if opened and (missing := self.run.registry.missing(opened.state["plugins"])):
-                raise UsageError(f"{opened.folder}: {missing}")
+            if opened and (lacking := missing(opened.state["plugins"], self.run.registry)):
+                raise UsageError(f"{opened.folder}: {lacking}")
         return opened
 
     def request(self) -> FeatureRequest:

@@ -78,7 +78,8 @@ def open_features(run: Run, role: Role | Literal["capture"] = "both") -> Feature
     if features.manifest is None:
         return features
     stored = FeatureRequest.from_json(features.manifest["request"])
-    if stored.serves(request):
+    alike = stored.dtype == request.dtype and stored.topk >= request.topk
+    if alike and {*request.names} <= {*stored.names}:  # it holds all that is asked for
         features.request, features.provenance = stored, run.provenance(stored)
     ours, theirs = features.provenance, features.manifest["provenance"]
     wanted, there = json.loads(ours), json.loads(theirs)

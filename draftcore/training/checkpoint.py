@@ -26,6 +26,8 @@ from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import digest, sync, write_atomic
+from draftcore.plugins.dists import install
+from draftcore.plugins.registry import Registry
 from draftcore.training.optimizer import full, shard_like
 from draftcore.training.ranks import SINGLE_RANK
 
@@ -211,3 +213,19 @@ def _require_whole(file: Path) -> None:
             f"cannot read {damaged}: {error}\n"
             "  the file is damaged; delete its folder to go on from the checkpoint before"
         ) from None
+
+
+# ---------------------------------------------------------------- plugins that took part
+
+
+def missing(described: Sequence[Mapping[str, str]], registry: Registry) -> str:
+    """Say what brings back the plugins of a manifest that are here in no version, '' for none."""
+    names = {entry["name"] for entry in described}
+    here = {p.name for p in registry.judged(lambda p: p.name in names) if not p.problem}
+    lines = ["this was made with plugins that are not here:"]
+    for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in described):
+        if name not in here:
+            file = version.startswith("sha256:")
+            get = f"--plugin {dist}" if file else install(f"{dist}=={version}")
+            lines.append(f"  {name} {version}: {get}")
+    return "\n".join(lines) if lines[1:] else ""

@@ -71,7 +71,7 @@ class Mixing:
             if wrong:
                 raise BadRows(wrong)
             self.captured.append(batch.index)
-            scale = batch.padded_length + 0.1 * len(batch.rows)
+            scale = max(map(len, batch.token_ids)) + 0.1 * len(batch.rows)
             rows = [torch.tensor(ids).float() * scale for ids in batch.token_ids]
             yield CapturedBatch(
                 batch, tuple({NAMES[0]: torch.stack([row, -row], dim=1)} for row in rows)

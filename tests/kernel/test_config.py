@@ -28,7 +28,7 @@ YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
         (f"train.seed={'9' * 5000}", f"cannot read the value '{'9' * 79}: Exceeds the limit"),
         ("train.epochs=1000000000000", "train.epochs: Input should be less than or equal to 10"),
         ("train.betas=[0.9,1]", "train.betas.1: Input should be less than 1"),
-        ("topology.launcher=mine", "'mine' would have a single process to start"),
+        ("topology.launcher=mine", "topology.launcher starts nothing: set topology.ranks"),
         ('run=""', "run: '.' names no folder of its own"),
     ],
 )
@@ -53,9 +53,30 @@ def test_overrides_are_read_as_yaml_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (None, ["cannot read", "YAML files", "other.yaml"]),
+        ("", ["run.yaml is empty", "at least run"]),
+        ("- a\n- b\n", ["holds a list", "at least run"]),
+        ("run: x\n  y: [\n", ["is not YAML", 'run.yaml", line 2', "correct it"]),
+        ("run: \xff", ["cannot read", "UTF-8"]),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_named(
+    tmp_path: Path, text: str | None, says: list[str]
+) -> None:
+    name = "other.yaml" if text is None else "run.yaml"
+    (tmp_path / name).write_bytes((text or "").encode("latin-1"))
+    with pytest.raises(UsageError) as caught:
+        load_config(tmp_path / "run.yaml")
+    for one in says:
+        assert one in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
         ("run: there", "the key 'run' is given twice"),
         ("train: {lr: !far 3}", "could not determine a constructor for the tag '!far'"),
-        ("train: " + "[" * 100_000, "recursion"),
+        ("train: " + "[" * 1500, "recursion"),
         ("a: &a [*a]", "Circular reference"),
     ],
 )

@@ -140,7 +140,8 @@ def private_names(file: Path, reached: bool) -> set[str]:
     names = set()
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Attribute):
-            of_others = ast.unparse(node.value) not in ("self", "cls")
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            of_others = owner not in ("self", "cls")
             if (reached and of_others) or (not reached and isinstance(node.ctx, ast.Store)):
                 names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):

@@ -54,7 +54,7 @@ def test_a_hook_is_shown_with_the_fields_of_its_records(site: Site) -> None:
     for record, field in (("DraftBatch", "loss_mask_BT: Tensor"), ("StepContext", "seed: int")):
         assert f"\n{record}: " in text
         assert f"    {field}\n" in text
-    assert "serves(other: FeatureRequest) -> bool" in shown(site, "feature_request").output
+    assert "union(other: FeatureRequest) -> FeatureRequest" in shown(site, "feature_request").output
     assert "\nProposal: The drafts of a round" in shown(site, "drafter").output
     assert "(did you mean 'forward_loss'?)" in str(shown(site, "forwrd_loss").exception)
 

@@ -43,32 +43,15 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
 
 
 def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(
-    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, new_project: NewProject, original: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch._inductor.config as inductor
 
-    eager, broken = (new_project(tmp_path / name) for name in ("eager", "broken"))
-    eager.cli("train")
+    broken = new_project(tmp_path / "broken")
     monkeypatch.setattr(inductor.cpp, "cxx", ("/bin/false",))
+    monkeypatch.setattr(inductor, "compile_threads", 1)  # else each of many imports torch
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     torch.compiler.reset()
     output = broken.cli("train", "train.compile=on").output
     assert output.count("warning: torch.compile failed") == 1
-    assert broken.losses() == eager.losses()
-
-
-def test_compiling_what_does_not_compile_is_refused(project: Project, tmp_path: Path) -> None:
-    plugin = tmp_path / "plain.py"
-    plugin.write_text(
-        "import dataclasses\n"
-        "from draftcore import hookimpl\n"
-        "import draftcore_eagle3.plugin as theirs\n"
-        "@hookimpl\n"
-        "def describe():\n"
-        "    return [dataclasses.replace(theirs.describe()[0], name='plain', capabilities=frozenset())]\n"
-    )
-    given = ("algorithm.name=plain", "train.compile=on")
-    result = project.cli("train", *given, plugin=plugin, ok=False)
-    assert "the algorithm 'plain' has no capability compile" in result.output
-    result = project.cli("train", "train.compile=on", "train.shard=true", ok=False)
-    assert "or train.shard is on" in result.output
+    assert broken.losses() == original.losses()

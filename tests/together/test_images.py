@@ -204,21 +204,36 @@ def test_a_producer_in_another_process_sees_the_same(
 
 @pytest.fixture
 def qwen(tmp_path: Path) -> TransformersTarget:
-    (tmp_path / "train.jsonl").write_text(json.dumps(rows_about(tmp_path)[1]) + "\n")
+    """A target that sees, beside a row about an image and one of text."""
+    rows = (rows_about(tmp_path)[1], asking("just text", "fine" * 30))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return opened(seeing_target(tmp_path / "target", "qwen2_5_vl"))
 
 
-def test_an_image_that_changes_is_another_row(tmp_path: Path, qwen: TransformersTarget) -> None:
-    before = dataset_of(tmp_path, qwen)
+def test_an_image_that_changes_is_another_row_and_one_that_is_gone_or_too_long_is_none(
+    tmp_path: Path, qwen: TransformersTarget
+) -> None:
+    """Until it is there again; and it is never cut."""
+    before, image = dataset_of(tmp_path, qwen), tmp_path / "1.png"
     assert dataset_of(tmp_path, qwen).feature_ids == before.feature_ids
-    picture(tmp_path / "1.png", 99, 84)
+    picture(image, 99, 84)
     after = dataset_of(tmp_path, qwen)
     assert after.tokens(0).tolist() == before.tokens(0).tolist()
-    assert after.feature_ids != before.feature_ids
+    assert after.feature_ids[0] != before.feature_ids[0]
     old = batch_of(0, (0,), before)
     capture = LocalCapture(qwen, FeatureRequest((0,), True, "float32"))
     with pytest.raises(BadRows, match=r"was changed since its row was rendered: .*1\.png"):
         next(capture.features([old]))
+    image.rename(tmp_path / "away")
+    gone = dataset_of(tmp_path, qwen)
+    bad = BadRow("train.jsonl:1", "an image cannot be read", str(image))
+    assert (gone.report.kept, gone.report.skipped) == (1, [bad])
+    (tmp_path / "away").rename(image)
+    assert dataset_of(tmp_path, qwen).report.kept == 2
+    short = dataset_of(tmp_path, qwen, max_length=80, overlong="truncate")
+    assert (short.report.kept, short.report.truncated) == (1, 1)
+    (bad,) = short.report.skipped
+    assert str(bad).startswith("train.jsonl:1: longer than 80 tokens")
 
 
 def test_devices_that_share_a_target_see_what_one_does(
@@ -233,40 +248,10 @@ def test_devices_that_share_a_target_see_what_one_does(
     torch.testing.assert_close(found.features, wanted.features, rtol=0, atol=1e-4)
 
 
-def test_a_missing_image_leaves_its_row_out_until_it_is_there(
-    tmp_path: Path, qwen: TransformersTarget
-) -> None:
-    text = json.dumps(asking("just text", "fine"))
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write(text + "\n")
-    (tmp_path / "1.png").rename(tmp_path / "away")
-    dataset = dataset_of(tmp_path, qwen)
-    bad = BadRow("train.jsonl:1", "an image cannot be read", str(tmp_path / "1.png"))
-    assert (dataset.report.kept, dataset.report.skipped) == (1, [bad])
-    (tmp_path / "away").rename(tmp_path / "1.png")
-    assert dataset_of(tmp_path, qwen).report.kept == 2
-
-
-def test_a_row_with_images_is_left_out_and_never_cut_where_it_is_too_long(
-    tmp_path: Path, qwen: TransformersTarget
-) -> None:
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write(json.dumps(asking("just text", "fine" * 99)) + "\n")
-    dataset = dataset_of(tmp_path, qwen, max_length=80, overlong="truncate")
-    assert (dataset.report.kept, dataset.report.truncated) == (1, 1)
-    (bad,) = dataset.report.skipped
-    assert str(bad).startswith("train.jsonl:1: longer than 80 tokens")
-
-
 def test_a_target_of_text_and_one_without_processor_leave_images_out_and_say_so(
     tmp_path: Path, qwen: TransformersTarget
 ) -> None:
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write(json.dumps(asking("just text", "fine")) + "\n")
-    for gone, processor in (
-        ("", None),
-        ("processor_config.json", qwen.images),
-    ):
+    for gone, processor in (("", None), ("processor_config.json", qwen.images)):
         (tmp_path / "target" / gone).unlink() if gone else None
         given = str(tmp_path / "train.jsonl"), qwen.load_tokenizer(), DataOptions()
         dataset = build_dataset(*given, tmp_path / f"data{gone}", processor=processor)

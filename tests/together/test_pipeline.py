@@ -1,106 +1,157 @@
-"""From conversations to an export, through the command line, with a real plugin and a real target."""
+"""From conversations to an export, by the command line and from Python, and what people read of it."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from draftcore_sdk.targets import tiny_target
-from safetensors.torch import load_file
+from draftcore_eval.verb import evaluate
 
+import draftcore
 from draftcore.config import load_config
 from draftcore.contracts.algorithm import Sample, SampleId
 from draftcore.drafts import open_draft
+from draftcore.errors import UsageError
 from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
 from draftcore.training.loop import collate
+from tests.together.conftest import BLOCKS, OPTIONS
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
 
+NOTEBOOK = Path(__file__).parents[2] / "examples/quickstart/notebook.ipynb"
 
-def test_capture_train_eval_export(project: Project) -> None:
-    """Features are captured once, and the export is the draft that was trained, to the bit."""
-    assert "captured 24 samples" in project.cli("capture").output
-    features = project.folder / "features"
-    shards = {file: file.stat().st_mtime_ns for file in features.glob("shard-*")}
-    assert "complete: step 6 of 6, 24 samples" in project.cli("train").output
-    assert {file: file.stat().st_mtime_ns for file in features.glob("shard-*")} == shards
-    assert "already trained" in project.cli("train").output
-    report = json.loads(project.cli("eval", "--json").stdout)
+
+def test_what_was_trained_is_evaluated_and_exported_to_the_bit(trained: Project) -> None:
+    """The fixture captured and trained it."""
+    assert "already trained" in trained.cli("train").output
+    report = json.loads(trained.cli("eval", "--json").stdout)
     assert report["lossless"] is True
-    assert report["prompts"] == 3
-    assert (project.run / "eval" / "acceptance.png").exists()
-    shared = project.cli("eval", "target.tensor_parallel=2", ok=False).output
+    assert (trained.run / "eval" / "acceptance.png").exists()
+    shared = trained.cli("eval", "target.tensor_parallel=2", ok=False).output
     assert "set target.tensor_parallel=1 to decode" in shared
     before = os.umask(0o027)
-    project.cli("export", ok=False)
+    trained.cli("export", ok=False)
     os.umask(before)
-    origin = json.loads((project.run / "export" / "draftcore.json").read_text())
+    export = trained.run / "export"
+    origin = json.loads((export / "draftcore.json").read_text())
     assert origin["samples_seen"] == 24
     assert {plugin["name"] for plugin in origin["plugins"]} >= {"eagle3", "hf", "file"}
-    for file in (project.run / "export").iterdir():
+    for file in export.iterdir():
         assert file.stat().st_mode & 0o777 == 0o640, "as the umask says, weights and all"
-        assert str(project.folder.parent).encode() not in file.read_bytes(), "no path of ours"
-    assert origin["target"] == Path(project.config["target"]["path"]).name
-    again = json.loads(project.cli("eval", "--export", project.run / "export", "--json").stdout)
+        assert str(trained.folder.parent).encode() not in file.read_bytes(), "no path of ours"
+    assert origin["target"] == Path(trained.config["target"]["path"]).name
+    again = json.loads(trained.cli("eval", "--export", export, "--json").stdout)
     assert again["acceptance_length"] == report["acceptance_length"]
-    (draft,) = Run(load_config(project.yaml), load_plugins()).drafts
-    trained = open_draft(draft, None, None)[0].module.state_dict()
-    exported = open_draft(draft, None, project.run / "export")[0].module.state_dict()
-    assert trained.keys() == exported.keys()
-    for name, tensor in trained.items():
-        assert torch.equal(tensor, exported[name]), name
+    (draft,) = Run(load_config(trained.yaml), load_plugins()).drafts
+    kept = open_draft(draft, None, None)[0].module.state_dict()
+    exported = open_draft(draft, None, export)[0].module.state_dict()
+    assert kept.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in kept.items())
 
 
-def test_offline_colocated_and_captured_elsewhere_give_the_same_bits(
+def test_a_report_says_what_it_is_about_and_lists_its_prompts(trained: Project) -> None:
+    """And has the figures that plugins add."""
+    file = trained.folder / "gain.py"
+    file.write_text(
+        "from draftcore import hookimpl\n"
+        "@hookimpl\n"
+        "def eval_metrics(draft, report):\n"
+        "    weights = sum(p.numel() for p in draft.module.parameters())\n"
+        "    return {'tokens_per_weight': report['tokens'] / weights}\n"
+    )
+    output = trained.cli("eval", plugin=file).output
+    assert "decoding 2/3" in output
+    assert "tokens_per_weight  " in output
+    report = json.loads((trained.run / "eval" / "report.json").read_text())
+    assert 0 < report["tokens_per_weight"] < report["tokens"]
+    about = report["about"]
+    assert (about["algorithm"], about["step"], about["dtype"]) == ("eagle3", 6, "float32")
+    assert about["data"] == trained.config["data"]["eval"]
+    assert about["eval"]["max_new_tokens"] == 16
+    assert {"draftcore", "torch", "transformers"} <= about["versions"].keys()
+    assert {plugin["name"] for plugin in about["plugins"]} >= {"eagle3"}
+    assert len(report["rows"]) == report["prompts"] == 3
+    assert sum(row["rounds"] for row in report["rows"]) == report["rounds"]
+    with Path(about["data"]).open("a") as rows:
+        rows.write("{}\n")
+    other = json.loads(trained.cli("eval", "--json").stdout)["about"]
+    assert other["data_digest"] != about["data_digest"]
+    assert about["left_out"] == {}
+    assert sum(other["left_out"].values()) == 1
+
+
+def test_several_drafts_are_evaluated_and_exported_all_or_by_label(
     tmp_path: Path, new_project: NewProject
 ) -> None:
-    """Three runs in processes of their own that share nothing but what each names."""
-    offline = new_project(tmp_path / "offline")
-    offline.finish("capture")
-    offline.finish("train")
-    colocated = new_project(tmp_path / "colocated", store="auto")
-    colocated.finish("train")
-    elsewhere = new_project(tmp_path / "elsewhere")
-    shutil.copytree(tmp_path / "offline" / "features", tmp_path / "elsewhere" / "features")
-    (tmp_path / "elsewhere" / "train.jsonl").unlink()
-    elsewhere.finish("train", "data.train=null")
-    assert len(offline.losses()) == 6
-    assert offline.losses() == colocated.losses() == elsewhere.losses()
-    weights = [
-        load_file(p.run / "checkpoints/step-00000006/draft.safetensors")
-        for p in (offline, colocated)
-    ]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    """And shown side by side."""
+    drafts = {
+        "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}},
+        "domino": {"algorithm": {"name": "domino", "options": OPTIONS["domino"]}},
+    }
+    project = new_project(tmp_path / "several", algorithm=None, drafts=drafts)
+    project.cli("train", "train.max_steps=2", "train.eval_every=1", "train.eval_prompts=1")
+    reports = json.loads(project.cli("eval", "--json").stdout)
+    assert list(reports) == ["blocks", "domino"]
+    assert all(report["lossless"] for report in reports.values())
+    output = project.cli("eval").output
+    assert "draft                         domino" in output
+    table = output[output.index("draft   acceptance length") :].splitlines()
+    assert [line.split()[0] for line in table[1:3]] == ["blocks", "domino"]
+    assert (project.run / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert (project.run / "domino" / "eval" / "report.json").exists()
+    one = json.loads(project.cli("eval", "--draft", "domino", "--json").stdout)
+    assert list(one) == ["domino"]
+    project.cli("export", "--draft", "blocks")
+    assert not (project.run / "domino" / "export").exists()
+    project.cli("export", "--draft", "domino", "--out", tmp_path / "served")
+    assert (tmp_path / "served" / "config.json").exists()
 
 
-def test_two_epochs_use_every_sample_once_each_and_recapture_to_the_same_bits(
-    tmp_path: Path, new_project: NewProject
-) -> None:
-    kept = new_project(tmp_path / "kept")
-    kept.cli("train", "train.epochs=2")
-    recaptured = new_project(tmp_path / "recaptured", store="auto")
-    recaptured.cli("train", "train.epochs=2")
-    assert len(kept.losses()) == 12
-    assert kept.losses() == recaptured.losses()
+def test_a_program_captures_trains_evaluates_and_exports(project: Project) -> None:
+    assert draftcore.capture(project.yaml).startswith("captured 24 samples")
+    done = draftcore.train(str(project.yaml), "train.max_steps=2")
+    assert (done.reason, done.checkpoints[""].name) == ("complete", "step-00000002")
+    (report,) = evaluate(project.yaml, "train.max_steps=2", "eval.prompts=2")
+    assert (report.prompts, report.lossless) == (2, True)
+    (folder,) = draftcore.export(project.yaml)
+    assert (folder / "config.json").exists()
+    with pytest.raises(UsageError, match="--force replaces an export"):
+        draftcore.export(project.yaml)
+    draftcore.export(project.yaml, force=True)
+    (folder / "draftcore.json").unlink()
+    with pytest.raises(UsageError, match="is not empty"):
+        draftcore.export(project.yaml, force=True)
 
 
-def test_the_split_of_a_step_into_batches_does_not_change_the_update(
-    tmp_path: Path, new_project: NewProject
-) -> None:
-    whole = new_project(tmp_path / "whole")
-    whole.cli("train", "train.batch=24", "train.epochs=3")
-    split = new_project(tmp_path / "split")
-    split.cli("train", "train.batch=8", "train.accumulate=3", "train.epochs=3")
-    assert len(whole.losses()) == 3
-    for step, loss in whole.losses().items():
-        assert split.losses()[step] == pytest.approx(loss, rel=1e-5)
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells, one after the other, from the repository's root, into another folder, on fewer rows."""
+    monkeypatch.chdir(NOTEBOOK.parents[2])
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    names = {"display": print}
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        text = "".join(cell["source"]).replace("runs/notebook", str(tmp_path / "run"))
+        exec(compile(text.replace("limit=60", "limit=16"), str(NOTEBOOK), "exec"), names)
+    assert (tmp_path / "run" / "export" / "config.json").exists()
+
+
+def test_a_run_without_a_terminal_prints_lines_as_it_goes(trained: Project) -> None:
+    again = (f"run={trained.folder}/again", "train.log_every=2", "train.eval_every=3")
+    output = trained.cli("train", *again).output
+    for step in (2, 4, 6):
+        assert f"training {step}/6  loss " in output
+    assert "training 3/6" not in output
+    assert "tokens/s" in output
+    assert "step 3: " in output
+    assert "acceptance_length " in output
+    first, *_ = trained.lines()
+    assert {"time", "epoch", "tokens", "tokens_per_second", "seconds"} <= first.keys()
+    assert first["tokens_per_second"] == pytest.approx(first["tokens"] / first["seconds"])
 
 
 def test_features_are_moved_to_the_device_before_they_are_padded(
@@ -127,44 +178,3 @@ def test_features_are_moved_to_the_device_before_they_are_padded(
     batch = collate(draft, draft.request(), samples, torch.device("meta"))
     assert set(padded) == {"meta"}
     assert batch.token_ids_BT.device.type == "meta"
-
-
-def test_a_draft_learns_a_few_answers_of_the_real_target(
-    tmp_path: Path, new_project: NewProject
-) -> None:
-    """The quickstart's target: thirty times over eight of its answers, the loss falls by half."""
-    quickstart = Path(__file__).parents[2] / "examples" / "quickstart"
-    project = new_project(
-        tmp_path / "overfit",
-        target={"path": str(quickstart / "target")},
-        data={"train": str(quickstart / "data" / "train.jsonl"), "limit": 8},
-        algorithm={"name": "eagle3", "options": {"ttt_length": 2}},
-        train={"checkpoint_every": 500},
-    )
-    project.cli("train", "train.epochs=30")
-    losses = list(project.losses().values())
-    assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
-
-
-def test_a_hub_id_is_all_that_changes_for_another_target(project: Project, tmp_path: Path) -> None:
-    """A target in another folder, with another shape, trains by the same YAML."""
-    other = tiny_target(tmp_path / "other", seed=3, hidden_size=32, num_hidden_layers=8)
-    for verb in ("train", "eval"):
-        project.cli(verb, f"target.path={other}", "train.max_steps=1")
-
-
-def test_a_wrapper_from_a_loose_file_sees_every_step(project: Project, tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    plugin = tmp_path / "watcher.py"
-    plugin.write_text(
-        "from pathlib import Path\n"
-        "from draftcore import hookimpl\n"
-        "@hookimpl(wrapper=True)\n"
-        "def forward_loss(draft, batch, context):\n"
-        "    output = yield\n"
-        f"    with Path({str(seen)!r}).open('a') as stream:\n"
-        "        print(context.step, len(batch.ids), file=stream)\n"
-        "    return output\n"
-    )
-    project.cli("train", "train.max_steps=3", plugin=plugin)
-    assert Path(seen).read_text().splitlines() == ["1 4", "2 4", "3 4"]

@@ -6,12 +6,12 @@ that does not.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.together.conftest import WAIT
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject, Project
@@ -59,73 +59,72 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scaled(tmp_path: Path, new_project: NewProject) -> Project:
+def scaled(tmp_path: Path, new_project: NewProject, plugin: Path) -> Project:
     options = {"name": "scaled", "options": {"scale": 2.0}}
-    return new_project(tmp_path / "project", capture=options)
+    return new_project(tmp_path / "project", capture=options, plugins=[plugin])
 
 
-def test_features_of_another_option_are_refused_and_named(
-    scaled: Project, plugin: Path, tmp_path: Path
+def test_features_made_with_other_settings_are_refused_and_what_differs_is_named(
+    scaled: Project, tmp_path: Path
 ) -> None:
-    scaled.cli("capture", plugin=plugin)
-    other = (f"run={tmp_path / 'other'}", "train.max_steps=1")
-    refused = scaled.cli("train", *other, "capture.options.scale=3", plugin=plugin, ok=False)
-    assert refused.exit_code == 2
-    assert 'capture.options: {"scale": 3.0} here, {"scale": 2.0} in the store' in refused.output
-    assert "target:" not in refused.output
-    refused = scaled.cli("train", *other, "capture.options={}", plugin=plugin, ok=False)
-    assert 'capture.options: as by default here, {"scale": 2.0} in the store' in refused.output
-    scaled.cli("train", *other, "capture.options.patience=9", plugin=plugin)
+    """Also where they were stored alike. Several devices add up in another order than one.
 
-
-def test_features_computed_in_another_type_are_refused_though_stored_alike(
-    scaled: Project, plugin: Path
-) -> None:
-    scaled.cli("capture", "capture.dtype=bfloat16", plugin=plugin)
-    other = ("capture.dtype=bfloat16", "target.dtype=bfloat16")
-    refused = scaled.cli("train", *other, plugin=plugin, ok=False)
-    assert 'target.dtype: "bfloat16" here, "float32" in the store' in refused.output
-
-
-def test_features_of_a_target_on_other_devices_are_refused(scaled: Project, plugin: Path) -> None:
-    """Several add up in another order than one; and a capture that cannot share a target says so."""
-    refused = scaled.cli("train", "target.tensor_parallel=2", plugin=plugin, ok=False)
-    shares = "the capture 'scaled' does not share a target over devices as target.tensor_parallel"
-    assert shares in refused.output
-    assert "or capture.name=hf" in refused.output
+    A capture that cannot share a target says so; an option that changes no feature is no obstacle.
+    """
     own = ("capture.name=hf", "capture.options={}")
-    scaled.cli("capture", *own)
-    refused = scaled.cli("train", *own, "target.tensor_parallel=2", ok=False)
-    assert "target.tensor_parallel: 2 here, as by default in the store" in refused.output
+    half = ("capture.dtype=bfloat16", f"store=file:{tmp_path}/half")
+    stores = {"scaled": (), "half": half, "own": (*own, f"store=file:{tmp_path}/own")}
+    for given in stores.values():
+        scaled.cli("capture", *given)
+    shared = "target.tensor_parallel=2"
+    for store, more, says in (
+        ("scaled", "capture.options.scale=3", '{"scale": 3.0} here, {"scale": 2.0} in the store'),
+        ("scaled", "capture.options={}", 'as by default here, {"scale": 2.0} in the store'),
+        ("scaled", shared, "does not share a target over devices as target.tensor_parallel"),
+        ("scaled", shared, "or capture.name=hf"),
+        ("half", "target.dtype=bfloat16", 'target.dtype: "bfloat16" here, "float32" in the store'),
+        ("own", shared, "target.tensor_parallel: 2 here, as by default in the store"),
+    ):
+        refused = scaled.cli("train", *stores[store], more, ok=False)
+        assert refused.exit_code == 2
+        assert says in refused.output
+        assert "target:" not in refused.output
+    scaled.cli("train", "capture.options.patience=9", "train.max_steps=1")
 
 
-def test_a_run_goes_on_with_options_that_change_no_feature_alone(
-    scaled: Project, plugin: Path
-) -> None:
+def test_a_run_goes_on_with_options_that_change_no_feature_alone(scaled: Project) -> None:
     """Where the features lie in the run's memory there is no store to refuse them."""
-    scaled.cli("train", "store=auto", "train.max_steps=2", plugin=plugin)
+    scaled.cli("train", "store=auto", "train.max_steps=2")
     more = ("store=auto", "train.max_steps=4")
-    refused = scaled.cli("train", *more, "capture.options.scale=3", plugin=plugin, ok=False)
+    refused = scaled.cli("train", *more, "capture.options.scale=3", ok=False)
     assert 'capture.options: {"scale": 3.0} here, {"scale": 2.0} then' in refused.output
-    scaled.cli("train", *more, "capture.options.patience=9", plugin=plugin)
+    scaled.cli("train", *more, "capture.options.patience=9")
     assert list(scaled.losses()) == [1, 2, 3, 4]
 
 
-def test_a_producer_with_another_option_is_refused(
-    scaled: Project, plugin: Path, tmp_path: Path
-) -> None:
+def test_a_producer_with_another_option_is_refused(scaled: Project) -> None:
     """It ends with what differs, and the trainer, who needs one, is told."""
-    loose = [sys.executable, "-m", "draftcore", "--plugin", str(plugin)]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*loose, "train", str(scaled.yaml), "--trainer"], **pipes) as trainer:
-        produce = [*loose, "produce", str(scaled.yaml)]
-        other = subprocess.run([*produce, "capture.options.scale=3"], **pipes, timeout=300)
-        alike = subprocess.run([*produce, "capture.options.patience=9"], **pipes, timeout=300)
-        output, _ = trainer.communicate(timeout=300)
+    trainer = scaled.start("train", "--trainer")
+    other = scaled.start("produce", "capture.options.scale=3")
+    said, _ = other.communicate(timeout=WAIT)
+    scaled.finish("produce", "capture.options.patience=9")
+    output, _ = trainer.communicate(timeout=WAIT)
     assert other.returncode == 2
     differ = 'capture.options: {"scale": 3.0} here, {"scale": 2.0} for the trainer'
-    assert differ in other.stdout
+    assert differ in said
     assert "a producer stopped" in output
     assert differ in output
-    assert alike.returncode == 0, alike.stdout
     assert trainer.returncode == 0, output
+
+
+def test_a_producer_waits_for_its_trainer_until_it_is_asked_to_stop(scaled: Project) -> None:
+    process = scaled.start("produce", "store=auto")
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    while not (scaled.run / "secret").exists():
+        assert process.poll() is None
+    process.terminate()
+    output, _ = process.communicate(timeout=WAIT)
+    assert process.returncode == 130, output
+    assert f"waiting for the trainer of {scaled.run}" in said
+    assert (scaled.run / "secret").stat().st_mode & 0o777 == 0o600

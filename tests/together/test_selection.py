@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,23 +21,34 @@ import sys
 from draftcore.cli import main
 
 main(["train", sys.argv[1], "train.max_steps=1"], standalone_mode=False)
+main(["eval", sys.argv[1]], standalone_mode=False)
 for verb in ("capture", "train", "eval", "export"):
     main([verb, "--help"], standalone_mode=False)
 print("modules", *sys.modules)
 """
 
 
+def install(site: Path, name: str, entry_points: str, code: str) -> Path:
+    """Install the dist draftcore-NAME of one module; returns that."""
+    info, module = site / f"draftcore_{name}-0.1.dist-info", site / f"draftcore_{name}.py"
+    info.mkdir(parents=True)
+    text = f"Metadata-Version: 2.1\nName: draftcore-{name}\nVersion: 0.1\n"
+    (info / "METADATA").write_text(text)
+    (info / "entry_points.txt").write_text(entry_points)
+    module.write_text(code)
+    return module
+
+
 def test_only_the_listing_imports_a_plugin_that_nobody_selected(
     project: Project, tmp_path: Path
 ) -> None:
     """Beside all our own dists lies one that kills the process; it is named, and left out by hand."""
-    info = tmp_path / "site" / "draftcore_killer-0.1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftcore-killer\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[draftcore]\nkiller = draftcore_killer\n")
-    killer = info.parent / "draftcore_killer.py"
-    killer.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    path = os.pathsep.join([str(info.parent), os.environ.get("PYTHONPATH", "")])
+    points, code = (
+        "[draftcore]\nkiller = draftcore_killer\n",
+        "os.kill(os.getpid(), signal.SIGSEGV)\n",
+    )
+    killer = install(tmp_path / "site", "killer", points, f"import os, signal\n{code}")
+    path = os.pathsep.join([str(killer.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +59,7 @@ def test_only_the_listing_imports_a_plugin_that_nobody_selected(
     assert done.returncode == 0, done.stderr
     trained, _, modules = done.stdout.partition("modules ")
     assert "complete: step 1 of 1" in trained
+    assert "acceptance length" in trained
     assert "warning" not in done.stderr.lower()
     packages = {name.partition(".")[0] for name in modules.split() if "draftcore_" in name}
     sections = {"draftcore_data", "draftcore_eval", "draftcore_hf"}
@@ -86,40 +98,40 @@ PRINT = "print(1 / 0)\n"
 
 
 def test_what_offers_our_names_or_fails_at_import_changes_no_bit(
-    tmp_path: Path, new_project: NewProject
+    tmp_path: Path, new_project: NewProject, trained: Project
 ) -> None:
     """Installed beside a run are a plugin whose modules raise, and one with `eval`, `hf` and `file`."""
-    site, ways = tmp_path / "site", dict[str, Any]()
+    site, beside = tmp_path / "site", new_project(tmp_path / "beside")
     for name, code in (("broken", PRINT), ("taker", TAKER)):
-        info = site / f"draftcore_{name}-0.1.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
         points = f"[draftcore]\n{name} = draftcore_{name}\n"
         points += f"[draftcore.hooks]\nkind-of-{name} = broken_hooks\n"
-        (info / "entry_points.txt").write_text(points)
-        (site / f"draftcore_{name}.py").write_text(code)
+        install(site, name, points, code)
     (site / "broken_hooks.py").write_text(PRINT)
-    for way, path in (("alone", ""), ("beside", str(site))):
-        project = new_project(tmp_path / way)
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
-        def run(*command: str, env: dict[str, str] = env) -> str:
-            line = [sys.executable, "-m", "draftcore", *command]
-            done = subprocess.run(line, env=env, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            assert "warning" not in done.stderr
-            return done.stdout
+    def run(*command: str) -> str:
+        line, env = (
+            [sys.executable, "-m", "draftcore", *command],
+            {**os.environ, "PYTHONPATH": str(site)},
+        )
+        done = subprocess.run(line, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "warning" not in done.stderr
+        return done.stdout
 
-        for verb in ("capture", "train"):
-            run(verb, str(project.yaml))
-        report = json.loads(run("eval", str(project.yaml), "--json"))
-        last = project.run / "checkpoints" / "step-00000006"
-        files = ("draft.safetensors", "optimizer.safetensors")
-        told = report["rows"], report["acceptance_by_position"], report["about"]["plugins"]
-        ways[way] = project.losses(), [(last / file).read_bytes() for file in files], told
-        state = json.loads((last / "state.json").read_text())
-        ways[way] += (state["plugins"], state["features"])
-    assert ways["alone"] == ways["beside"]
+    run("capture", str(beside.yaml))
+    run("train", str(beside.yaml))
+    found = json.loads(run("eval", str(beside.yaml), "--json"))
+    right = json.loads(trained.cli("eval", "--json").stdout)
+    for key in ("rows", "acceptance_by_position"):
+        assert found[key] == right[key]
+    assert found["about"]["plugins"] == right["about"]["plugins"]
+    assert beside.losses() == trained.losses()
+    ours, theirs = (one.run / "checkpoints" / "step-00000006" for one in (beside, trained))
+    for file in ("draft.safetensors", "optimizer.safetensors"):
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes()
+    states = [json.loads((folder / "state.json").read_text()) for folder in (ours, theirs)]
+    for key in ("plugins", "features"):
+        assert states[0][key] == states[1][key]
     listed = {p["name"]: p for p in json.loads(run("list-plugins", "--json"))["plugins"]}
     assert "ZeroDivisionError" in listed["broken"]["problem"]
     assert "taker" in listed
@@ -149,3 +161,37 @@ def test_no_plugin_ends_a_run_as_if_it_were_done(
     assert ENDS[name][1] in done.stderr
     assert done.exit_code == (name != "observer")
     assert ("complete: step 2 of 2" in done.stdout) == (name == "observer")
+
+
+WRAPS = """
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+from draftcore.errors import UsageError
+
+@hookimpl
+def describe():
+    return [Offer("capture", "wrapped")]  # so that it wraps nothing unless a run names it
+
+@hookimpl
+def capture():
+    return None
+
+@hookimpl(wrapper=True)
+def launch():
+    try:
+        yield
+    except UsageError:
+        return "interrupted"
+"""
+
+
+def test_the_plugins_of_a_run_wrap_the_launch_of_its_processes(
+    project: Project, tmp_path: Path
+) -> None:
+    """None is started here: there is no such launcher, and the wrapper answers for it."""
+    file = tmp_path / "wraps.py"
+    file.write_text(WRAPS)
+    asked = ("train", "topology.producers=1", "topology.launcher=nosuch")
+    refused = project.cli(*asked, plugin=file, ok=False)
+    assert (refused.exit_code, "no launcher 'nosuch'" in refused.output) == (2, True)
+    assert project.cli(*asked, "plugins=[wraps]", plugin=file, ok=False).exit_code == 130

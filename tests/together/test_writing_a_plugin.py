@@ -18,13 +18,14 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import Proposal
 from tests.forks import ENVIRONMENT
+from tests.together.conftest import BLOCKS
 
 if TYPE_CHECKING:
     from tests.together.conftest import NewProject
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "writing-a-plugin.md").read_text(encoding="utf-8")
-DFLASH = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
+DFLASH = {"name": "dflash", "options": BLOCKS}
 
 
 def blocks(language: str) -> list[str]:
@@ -50,7 +51,9 @@ class Author:
             alone = ["--no-deps", "--no-build-isolation"] if "install" in arguments else []
             arguments += ["-q", "--disable-pip-version-check", *alone]
         command, env = [str(self.python), *start], {"PYTHONDONTWRITEBYTECODE": "1"}
-        if program == "draftcore" and {"train", "eval", "export"} & {*arguments}:
+        if {"train", "eval", "export", "check-plugin", "pytest"} & {
+            *arguments
+        }:  # they import torch
             command, env = [sys.executable, *start], {ENVIRONMENT: str(self.folder / "venv")}
         done = subprocess.run(
             [*command, *arguments], cwd=self.folder, capture_output=True, text=True,
@@ -75,7 +78,7 @@ def squeeze(line: str) -> str:
 
 
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path, new_project: NewProject) -> None:
-    project = new_project(tmp_path, algorithm={"name": "dflash", "options": DFLASH})
+    project = new_project(tmp_path, algorithm=DFLASH)
     project.yaml.write_text(yaml.safe_dump({**project.config, "run": "run", "store": "auto"}))
     author = Author(tmp_path)
     idea, watch, suite, excused = blocks("python")
@@ -85,9 +88,9 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path, new_project: NewProjec
         for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             line, _, shown = command.partition("\n")
             require_match(shown, author.run(line))
-    for name, text in (("suite", suite), ("excused", excused)):
-        (tmp_path / f"test_{name}.py").write_text(text)
-        author.run(f"python -m pytest -q -k order_in_a_batch test_{name}.py")
+    (tmp_path / "test_suite.py").write_text(suite)
+    (tmp_path / "test_excused.py").write_text(excused)
+    author.run("python -m pytest -q -k order_in_a_batch test_suite.py test_excused.py")
 
 
 def test_the_loss_of_the_first_page_changes_what_is_trained(
@@ -98,7 +101,8 @@ def test_the_loss_of_the_first_page_changes_what_is_trained(
     (tmp_path / "my_loss.py").write_text(idea)
     losses = []
     for name, plugin in (("plain", None), ("decayed", tmp_path / "my_loss.py")):
-        project = new_project(tmp_path / name, algorithm={"name": "dflash", "options": DFLASH})
+        kept = {"store": f"file:{tmp_path / 'features'}"}
+        project = new_project(tmp_path / name, algorithm=DFLASH, **kept)
         project.cli("train", "train.max_steps=2", plugin=plugin)
         losses.append(project.losses())
     assert all(losses[1][step] > losses[0][step] for step in losses[0])

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from draftcore_sdk.internals import register
 from torch import Tensor, nn
 
 from draftcore import hookimpl
@@ -32,7 +33,7 @@ from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.plugins.binding import observers
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry, register
+from draftcore.plugins.registry import Registry
 from draftcore.training.checkpoint import Checkpoint, latest
 from draftcore.training.loop import Trainer, train
 from draftcore.training.ranks import SINGLE_RANK
@@ -126,7 +127,8 @@ class Observer:
 def registry_of(*plugins: object) -> Registry:
     """These objects as plugins that every run has, each named like its class."""
     made = [
-        Plugin(type(one).__name__.lower(), "", "", "", loose=True, instance=one) for one in plugins
+        Plugin(type(one).__name__.lower(), "", "", "", loose=True, state="ready", instance=one)
+        for one in plugins
     ]
     return Registry(made)
 

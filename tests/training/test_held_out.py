@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from draftcore_sdk.internals import register
 from torch import nn
 
 from draftcore import hookimpl
@@ -24,34 +24,19 @@ from draftcore.contracts.algorithm import (
     StepOutput,
     TrainingDefaults,
 )
-from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest, Image
+from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import register
 from draftcore.run import DraftRun, Run
 from draftcore.run.features import Features
 from draftcore.run.held_out import HeldOut
 from draftcore.training.ranks import SINGLE_RANK
+from tests.features.world import Rows
 from tests.training.conftest import NAME, padded
 
 ROWS = 7
-
-
-class Data:
-    """Held-out rows of 2 to 6 tokens."""
-
-    feature_ids = tuple(f"s{row}" for row in range(ROWS))
-    lengths = np.array([2 + 3 * row % 5 for row in range(ROWS)])
-
-    def tokens(self, row: int) -> NDArray[np.int64]:
-        return np.arange(self.lengths[row]) + row
-
-    def loss_mask(self, row: int) -> NDArray[np.bool_]:
-        return np.array([at != 1 for at in range(self.lengths[row])])
-
-    def images(self, row: int) -> tuple[Image, ...]:
-        return ()
+DATA = Rows(ROWS)
 
 
 class Capture:
@@ -135,7 +120,7 @@ class Evaluation:
 class Setting:
     """A run with held-out rows, and a draft of it in training."""
 
-    eval = "eval.jsonl"
+    eval, target = "eval.jsonl", None
 
     def __init__(self, folder: Path, **train: Any) -> None:
         self.config = RunConfig(
@@ -159,14 +144,14 @@ class Setting:
     def data(self) -> Setting:
         return self
 
-    def samples(self, part: str, date: str, limit: int) -> Data:
+    def samples(self, part: str, date: str, limit: int) -> Rows:
         self.asked.append((part, date, limit))
-        return Data()
+        return DATA
 
     def bind(self, *choice: Any) -> Any:
         return self.bound
 
-    def open_capture(self, request: FeatureRequest, samples: Data) -> Capture:
+    def open_capture(self, request: FeatureRequest, samples: Rows) -> Capture:
         assert request == self.features.request
         return self.capture.open()
 
@@ -204,8 +189,7 @@ def at(step: int) -> StepContext:
 
 def by_hand() -> tuple[float, float]:
     """The mean token and the share of odd ones, over all supervised tokens."""
-    data = Data()
-    tokens = np.concatenate([data.tokens(row)[data.loss_mask(row)] for row in range(ROWS)])
+    tokens = np.concatenate([DATA.tokens(row)[DATA.loss_mask(row)] for row in range(ROWS)])
     return float(tokens.mean()), float((tokens % 2).mean())
 
 
@@ -223,9 +207,9 @@ def test_the_loss_is_one_ratio_over_all_held_out_rows(tmp_path: Path, batch: int
 @pytest.mark.parametrize("batch", [1, 2, 50])
 def test_a_loss_of_several_terms_is_the_sum_of_their_ratios(tmp_path: Path, batch: int) -> None:
     """Each over all held-out rows; one that has nothing there adds nothing."""
-    setting, data = Setting(tmp_path, batch=batch), Data()
+    setting = Setting(tmp_path, batch=batch)
     setting.algorithm.terms = 3
-    tokens = np.concatenate([data.tokens(row)[data.loss_mask(row)] for row in range(ROWS)])
+    tokens = np.concatenate([DATA.tokens(row)[DATA.loss_mask(row)] for row in range(ROWS)])
     wanted = 2 * tokens.mean() + 0.5 * 2 * tokens[tokens % 2 == 1].mean()
     report = setting.measure(setting.open(), 1)
     assert report["loss"] == pytest.approx(wanted)
@@ -272,12 +256,12 @@ def test_held_out_rows_are_captured_once_for_all_drafts_and_steps_and_stay_whole
     assert (setting.capture.opened, setting.capture.closed) == (1, 1)
     assert sorted(row for rows in setting.capture.batches for row in rows) == list(range(ROWS))
     assert {len(rows) for rows in setting.capture.batches} == {1, 2}
-    data, samples = Data(), held_out.samples
-    assert [one.id for one in samples] == [SampleId(name, 1) for name in data.feature_ids]
+    samples = held_out.samples
+    assert [one.id for one in samples] == [SampleId(name, 1) for name in DATA.feature_ids]
     for row, one in enumerate(samples):
-        tokens = data.tokens(row).tolist()
+        tokens = DATA.tokens(row).tolist()
         assert (one.token_ids_T.tolist(), one.features[NAME].flatten().tolist()) == (tokens, tokens)
-        assert one.loss_mask_T.tolist() == data.loss_mask(row).tolist()
+        assert one.loss_mask_T.tolist() == DATA.loss_mask(row).tolist()
 
 
 def test_a_held_out_feature_that_is_not_finite_is_refused_and_its_row_named(

@@ -151,25 +151,21 @@ def test_a_loss_is_one_ratio_or_several_terms_and_says_so() -> None:
             StepOutput(**wrong)
 
 
-def test_steps_and_epochs_count_from_one_for_whoever_is_told_of_them(new_run: NewRun) -> None:
-    """In losses, of training and held out, in samples, and in what observers are told."""
+def test_all_steps_are_trained_in_the_plans_order_counted_from_one_and_batches_are_let_go(
+    new_run: NewRun,
+) -> None:
+    """Steps and epochs in losses, of training and held out, in samples, and in what observers hear."""
     run = new_run(epochs=2, accumulate=3).build()  # three steps an epoch, of a batch to three each
-    run.train()
+    assert run.train() == ("complete", {})
     told = {(c.step, c.epoch, c.total_steps, c.training) for c in run.algorithms[""].contexts}
     assert told == {(step, 1 if step < 4 else 2, 6, True) for step in range(1, 7)}
     assert {planned.epoch for planned in run.plan.uses(0)} == {1, 2}
     assert [at for kind, _, at in run.observers.said if kind == "step"] == list(range(1, 7))
-
-
-def test_all_steps_are_trained_in_the_plans_order_and_each_batch_is_let_go(new_run: NewRun) -> None:
-    run = new_run(epochs=2)
-    assert run.train() == ("complete", {})
-    total = run.plan.total_steps
-    assert [line["step"] for line in run.lines()] == list(range(1, total + 1))
-    assert run.finished == [run.plan.step(at)[-1].position + 1 for at in range(total)]
-    assert run.released == total
+    assert [line["step"] for line in run.lines()] == list(range(1, 7))
+    assert run.finished == [run.plan.step(at)[-1].position + 1 for at in range(6)]
+    assert run.released == 6
     assert run.losses()[-1] < run.losses()[0]
-    assert ("saved", "", total) in run.observers.said
+    assert ("saved", "", 6) in run.observers.said
     assert next(run.uses, None) is None
 
 
@@ -297,14 +293,10 @@ def test_a_stop_leaves_the_checkpoint_that_a_run_of_so_many_steps_ends_with(
     """To the bit, random numbers too: of the step that was begun after it nothing is in there."""
     settings: dict[str, Any] = {"dropout": 0.5, "schedule": "constant"}
     found = []
-    for run in (
-        new_run("stopped", plugins=[Stopper(2)], **settings),
-        new_run("short", max_steps=2, **settings),
-    ):
+    for name, more in (("stopped", {"plugins": [Stopper(2)]}), ("short", {"max_steps": 2})):
+        run = new_run(name, **settings, **more)
         run.train()
-        last = run.found()
-        assert last is not None
-        files = sorted(last.folder.glob("*.safetensors"))
+        files = sorted((run.folder / "checkpoints/step-00000002").glob("*.safetensors"))
         found.append({f"{f.stem}/{n}": t for f in files for n, t in load_file(f).items()})
     assert any(name.endswith("rng.cpu") for name in found[0])
     assert same(*found)
@@ -535,12 +527,25 @@ def test_a_first_signal_is_noted_also_twice_at_once_and_a_later_one_acts(
 # ---------------------------------------------------------------- reporting, saving, evaluating
 
 
-def test_checkpoints_and_lines_are_written_as_often_as_is_asked(new_run: NewRun) -> None:
-    run = new_run(rows=20, accumulate=1, checkpoint_every=3, log_every=4)
+def test_checkpoints_lines_and_evaluations_are_written_as_often_as_is_asked(
+    new_run: NewRun,
+) -> None:
+    def evaluate(built: Draft, context: StepContext) -> dict[str, Any]:
+        assert not context.training
+        return {"loss": context.step / context.total_steps, "epoch": context.epoch}
+
+    often = {"checkpoint_every": 3, "log_every": 4, "eval_every": 5}
+    run = new_run(rows=20, accumulate=1, evaluate=evaluate, **often)
     run.train()
-    saved = [at for kind, _, at in run.observers.said if kind == "saved"]
-    assert saved == [3, 6, 9, 10]
-    assert [line["step"] for line in run.lines()] == [1, 4, 8]
+    told = {
+        kind: [at for one, _, at in run.observers.said if one == kind]
+        for kind in ("saved", "evaluated")
+    }
+    assert told == {"saved": [3, 6, 9, 10], "evaluated": [5, 10]}
+    assert [line["step"] for line in run.lines() if "loss" in line] == [1, 4, 8]
+    found = {line["step"]: line["evaluation"] for line in run.lines() if "evaluation" in line}
+    assert list(found) == [5, 10]
+    assert found[5] == {"loss": 0.5, "epoch": 1}
 
 
 def test_absurd_weights_do_not_replace_those_of_good_checkpoints(new_run: NewRun) -> None:
@@ -556,22 +561,6 @@ def test_absurd_weights_do_not_replace_those_of_good_checkpoints(new_run: NewRun
     found = again.found()
     assert found is not None
     assert found.step == 2
-
-
-def test_an_evaluation_is_written_beside_the_steps(new_run: NewRun) -> None:
-    def evaluate(built: Draft, context: StepContext) -> dict[str, Any]:
-        assert not context.training
-        return {"loss": context.step / context.total_steps, "epoch": context.epoch}
-
-    run = new_run(eval_every=2, evaluate=evaluate)
-    run.train()
-    found = {line["step"]: line["evaluation"] for line in run.lines() if "evaluation" in line}
-    assert list(found) == [2, 4]
-    assert found[2]["loss"] == 2 / run.plan.total_steps
-    assert [one for one in run.observers.said if one[0] == "evaluated"] == [
-        ("evaluated", "", 2),
-        ("evaluated", "", 4),
-    ]
 
 
 def test_metrics_that_cannot_be_written_say_that_the_run_goes_on(new_run: NewRun) -> None:

@@ -76,15 +76,7 @@ class Verdict:
         return "own" if self.data.within(OWN) else "near" if self.data.within(NEAR) else "foreign"
 
     def lines(self) -> list[str]:
-        head = (
-            "",
-            "log-likelihood",
-            "if sampled",
-            "argmax",
-            "below 1/1000",
-            "if sampled",
-            "tokens",
-        )
+        head = "", "log-likelihood", "if sampled", "argmax", "below 1/1000", "if sampled", "tokens"
         cells = [
             (
                 name, f"{m.likelihood:.3f}", f"{m.expected_likelihood:.3f}", f"{m.argmax:.1%}",

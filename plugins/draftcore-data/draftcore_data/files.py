@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from draftcore.errors import UsageError
+from draftcore.errors import UsageError, raised
 from draftcore.uris import parse_options
 from draftcore_data.source import Source
 from draftcore_data.sources import TABLE_SUFFIXES, content_key, lines_of, require_lines
@@ -40,8 +40,8 @@ class FarLines:
                     for place, line in lines_of(file.path, above, lines):
                         yield place, line
             except Exception as error:  # of compression, or of a file system: others wrote them
-                what = f"{type(error).__name__}: {error}"
-                raise UsageError(f"{file.path} cannot be read after {place}\n  {what}") from error
+                what = f"{file.path} cannot be read after {place}"
+                raise UsageError(f"{what}\n  {raised(error)}") from error
 
 
 def open_files(uri: str) -> Source:
@@ -66,8 +66,7 @@ def open_files(uri: str) -> Source:
     except UsageError:
         raise
     except Exception as error:  # of a file system, which others wrote
-        what = f"{type(error).__name__}: {error}"
-        raise UsageError(f"cannot open {source}\n  {what}") from error
+        raise UsageError(f"cannot open {source}\n  {raised(error)}") from error
     if not files:
         raise UsageError(f"no such data: {source}\n  give a file, a glob, or a folder of *.jsonl")
     return FarLines(files)

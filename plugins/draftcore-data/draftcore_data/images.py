@@ -12,6 +12,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from draftcore.contracts.capture import Image, RowError
+from draftcore.errors import raised
 from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR
 
 
@@ -37,7 +38,7 @@ class OwnProcessor:
             except Exception as error:  # of a library that it lacks, or of the model's own code
                 lacks = [name for name in ("PIL", "torchvision") if find_spec(name) is None]
                 hint = f"not installed is {' and '.join(lacks)}; " if lacks else ""
-                self._loaded.append((None, hint + shown(error)))
+                self._loaded.append((None, hint + raised(error)))
         return self._loaded[0]
 
     def identity(self) -> str:
@@ -99,9 +100,5 @@ class OwnProcessor:
         try:
             given = own(text=[text], images=pictures, add_special_tokens=False, **options)
         except Exception as error:  # its code is others', and what it raises is about this row
-            raise RowError("the target's processor refuses it", shown(error)) from error
+            raise RowError("the target's processor refuses it", raised(error)) from error
         return tuple(images), given
-
-
-def shown(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

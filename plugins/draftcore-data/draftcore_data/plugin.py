@@ -86,13 +86,13 @@ def regenerate(
 
     questions = Questions.read(source, overrides, rows, given, ctx.obj)
     if in_process:
-        tally = from_target(questions, out, concurrency)
+        job = from_target(questions, out, concurrency)
     else:
         servers = Endpoints(endpoints, timeout, patience)
-        tally = from_servers(questions, out, concurrency, servers, model)
-    for line in tally.summary(out):
+        job = from_servers(questions, out, concurrency, servers, model)
+    for line in job.summary(out):
         click.echo(line)
-    if tally.failed:
+    if job.failed:
         ctx.exit(ExitStatus.FAILED)
 
 

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -118,19 +118,50 @@ def read_ids(path: Path, stream: BinaryIO) -> set[str]:
     return ids
 
 
-@dataclass
-class Tally:
-    """What became of the rows so far, and what it took."""
+class Job:
+    """The rows that lack an answer, what is done with each answer and each end, and their numbers."""
 
-    total: int
-    before: int  # rows whose answers were there
-    bad: int  # rows that the source cannot give
-    done: int = 0
-    failed: int = 0
-    cut: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    began: float = field(default_factory=time.monotonic)
+    def __init__(self, rows: Rows, out: AnswersFile) -> None:
+        self.out, self._rows = out, rows
+        self.bad = self.done = self.failed = self.cut = 0
+        self.prompt_tokens = self.completion_tokens = 0
+        self.began = self._told = time.monotonic()
+        ids = set[str]()  # a source's weight may give a row twice, which is answered once
+        for row in rows():
+            if isinstance(row, Rendered):
+                row = BadRow(row.where, "a row of tokens asks nothing that could be asked anew")
+            elif isinstance(row, Conversation) and row.images:
+                row = BadRow(row.where, "it asks about images, and here text alone is asked")
+            if isinstance(row, BadRow):
+                self.bad += 1
+                out.add_failure(row)
+            else:
+                ids.add(row_id(row))
+        self.total, self.before = len(ids), len(ids & out.ids)
+        self.progress = Progress(self.total, self.before, "answering", status_line=self.text)
+
+    def rows(self) -> Iterator[Conversation]:
+        begun = set(self.out.ids)
+        for row in self._rows():
+            if not isinstance(row, Conversation) or row.images:
+                continue
+            if (one := row_id(row)) not in begun:
+                begun.add(one)
+                yield row
+
+    def ended(self, row: Conversation, how: Ended) -> None:
+        """Write a row's new conversation, or why there is none, and show how far the work is."""
+        if isinstance(how, RowError):
+            self.failed += 1
+            self.out.add_failure(BadRow(row.where, *how.args))
+        else:
+            self.out.add(row, how)
+            self.done += 1
+        at = self.before + self.done + self.failed
+        self.progress.update(self.progress.task, completed=at)
+        if not self.progress.console.is_terminal and time.monotonic() - self._told > EVERY:
+            self.progress.tell(f"answering {at}/{self.total}  {self.text()}")
+            self._told = time.monotonic()
 
     def count(self, answer: Answer) -> None:
         self.cut += answer.finish == "length"
@@ -171,53 +202,6 @@ class Tally:
         return lines
 
 
-class Job:
-    """The rows that lack an answer, and what is done with each answer and each end."""
-
-    def __init__(self, rows: Rows, out: AnswersFile) -> None:
-        self.out, self._rows = out, rows
-        self.tally = Tally(total=0, before=0, bad=0)
-        ids = set[str]()  # a source's weight may give a row twice, which is answered once
-        for row in rows():
-            if isinstance(row, Rendered):
-                row = BadRow(row.where, "a row of tokens asks nothing that could be asked anew")
-            elif isinstance(row, Conversation) and row.images:
-                row = BadRow(row.where, "it asks about images, and here text alone is asked")
-            if isinstance(row, BadRow):
-                self.tally.bad += 1
-                out.add_failure(row)
-            else:
-                ids.add(row_id(row))
-        self.tally.total, self.tally.before = len(ids), len(ids & out.ids)
-        self.progress = Progress(
-            self.tally.total, self.tally.before, "answering", status_line=self.tally.text
-        )
-        self._told = time.monotonic()
-
-    def rows(self) -> Iterator[Conversation]:
-        begun = set(self.out.ids)
-        for row in self._rows():
-            if not isinstance(row, Conversation) or row.images:
-                continue
-            if (one := row_id(row)) not in begun:
-                begun.add(one)
-                yield row
-
-    def ended(self, row: Conversation, how: Ended) -> None:
-        """Write a row's new conversation, or why there is none, and show how far the work is."""
-        if isinstance(how, RowError):
-            self.tally.failed += 1
-            self.out.add_failure(BadRow(row.where, *how.args))
-        else:
-            self.out.add(row, how)
-            self.tally.done += 1
-        at = self.tally.before + self.tally.done + self.tally.failed
-        self.progress.update(self.progress.task, completed=at)
-        if not self.progress.console.is_terminal and time.monotonic() - self._told > EVERY:
-            self.progress.tell(f"answering {at}/{self.tally.total}  {self.tally.text()}")
-            self._told = time.monotonic()
-
-
 async def ask_servers(job: Job, endpoints: Endpoints, concurrency: int) -> None:
     """Take the rows through their conversations, so many at a time."""
     rows = job.rows()
@@ -229,7 +213,7 @@ async def ask_servers(job: Job, endpoints: Endpoints, concurrency: int) -> None:
                 asked = next(talk)
                 while True:
                     answer = await endpoints.answer(asked, row.tools)
-                    job.tally.count(answer)
+                    job.count(answer)
                     asked = talk.send(answer)
             except StopIteration as end:
                 job.ended(row, end.value)
@@ -287,7 +271,7 @@ class Questions:
         about = {**settings, **self.sampling, "template_options": told}
         with open_answers(out, about) as answers:
             job = Job(lambda: read_conversations(self.source, self.limit, self.find), answers)
-            if not job.tally.total:
+            if not job.total:
                 raise UsageError(
                     f"no row of {named(self.source)} can be answered\n"
                     f"  they are listed in {failures_of(out)}"
@@ -298,10 +282,10 @@ class Questions:
 
 def from_servers(
     questions: Questions, out: Path, concurrency: int, endpoints: Endpoints, model: str | None
-) -> Tally:
+) -> Job:
     """Have servers answer with the model of this name, or the only one that they have."""
 
-    async def ask() -> Tally:
+    async def ask() -> Job:
         async with endpoints:
             name = model or await endpoints.find_model()
             endpoints.body |= {"model": name, **questions.sampling}
@@ -309,12 +293,12 @@ def from_servers(
                 endpoints.body["chat_template_kwargs"] = told
             with questions.open(out, {"model": name}) as job:
                 await ask_servers(job, endpoints, concurrency)
-            return job.tally
+            return job
 
     return asyncio.run(ask())
 
 
-def from_target(questions: Questions, out: Path, batch: int) -> Tally:
+def from_target(questions: Questions, out: Path, batch: int) -> Job:
     """Have the run's target answer in this process."""
     from draftcore_data.local import answer_here
     from draftcore_data.rendering import Renderer
@@ -328,5 +312,5 @@ def from_target(questions: Questions, out: Path, batch: int) -> Tally:
     renderer = Renderer(target.load_tokenizer(), questions.options)
     with questions.open(out, {"model": target.path, "in_process": True}) as job:
         given = target.load_model(), renderer, batch, questions.sampling["max_tokens"]
-        answer_here(*given, job.rows(), job.tally.count, job.ended)
-    return job.tally
+        answer_here(*given, job.rows(), job.count, job.ended)
+    return job

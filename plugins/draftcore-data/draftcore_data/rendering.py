@@ -60,9 +60,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = (
-    7  # of rendered datasets: raise it when what is rendered, or what their files hold, changes
-)
+# Of rendered datasets: raise it when what is rendered, or what their files hold, changes.
+FORMAT = 7
 
 Span = tuple[int, int]
 Tools = Sequence[Mapping[str, Any]]

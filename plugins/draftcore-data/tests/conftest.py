@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from draftcore.cli import main
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from talking import Behaviour, Server, echo
+from talking import Behaviour, Server, echo, write_rows
 
 SPECIAL = (
     "<|im_start|> <|im_end|> <|endoftext|> <s> </s> [INST] [/INST] <|begin_of_text|> <|user|> <|end|>"
@@ -101,10 +100,4 @@ def chatml(make_tokenizer: MakeTokenizer) -> PreTrainedTokenizerFast:
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., str]:
     """Writes rows as JSON lines (a string stands for a raw line) and returns the path."""
-
-    def write(*rows: Any, name: str = "train.jsonl") -> str:
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        (tmp_path / name).write_text("".join(line + "\n" for line in lines))
-        return str(tmp_path / name)
-
-    return write
+    return lambda *rows, name="train.jsonl": str(write_rows(tmp_path / name, *rows))

@@ -9,6 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from draftcore_data.conversations import Conversation
+from draftcore_data.rendering import Renderer
+from draftcore_hf.target import TransformersTarget
+
 Json = dict[str, Any]
 # Returns a message, a whole body with its status, or None to break the connection.
 Behaviour = Callable[[Json], Json | tuple[int, Json] | None]
@@ -78,8 +82,10 @@ def rows_of(file: Path) -> list[Json]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def write_rows(file: Path, *rows: Json) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(file: Path, *rows: Any) -> Path:
+    """Write rows as JSON lines; a string stands for a raw line."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    file.write_text("".join(line + "\n" for line in lines))
     return file
 
 
@@ -87,3 +93,16 @@ def chat(*turns: str, **more: Any) -> Json:
     """A conversation of user and assistant in turn."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)], **more}
+
+
+def require_generated(answers: Path, target_folder: Path, tokens: int) -> int:
+    """Require of every answer in a file what the target generates; return how many rows there are."""
+    target = TransformersTarget(str(target_folder), device="cpu")
+    model, tokenizer, rows = target.load_model(), target.load_tokenizer(), rows_of(answers)
+    renderer = Renderer(tokenizer)
+    for messages in [row["messages"] for row in rows]:
+        for at in range(1, len(messages), 2):
+            prompt = renderer.prompt_ids(Conversation("x", tuple(messages[: at + 1])))
+            (generated,) = model.generate([prompt], tokens)
+            assert messages[at]["content"] == tokenizer.decode(generated, skip_special_tokens=True)
+    return len(rows)

@@ -17,6 +17,7 @@ from draftcore_data import parallel
 from draftcore_data.dataset import Dataset, build_dataset, read_prompts
 from draftcore_data.options import DataOptions
 from draftcore_data.rendering import Renderer
+from talking import chat
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from draftcore.contracts.algorithm import DataSummary
@@ -24,11 +25,6 @@ from draftcore.errors import DraftcoreError, UsageError
 
 Jsonl = Callable[..., str]
 Build = Callable[..., Dataset]
-
-
-def chat(*said: str) -> dict[str, Any]:
-    roles = ("user", "assistant") * len(said)
-    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]}
 
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
@@ -49,15 +45,6 @@ def build(tmp_path: Path, make_tokenizer: Callable[..., Tokenizer]) -> Build:
         return build_dataset(source, make_tokenizer(*template), config, tmp_path / name)
 
     return build
-
-
-def test_rows_past_a_chunk_stay_in_order(chatml: Tokenizer, jsonl: Jsonl, build: Build) -> None:
-    """More rows than are tokenized in one call, with some that cannot be read or rendered."""
-    others = {3: NO_ANSWER, 5: chat("Hi", "\ud800")}
-    dataset = build(jsonl(*[others.get(i % 7, chat("Hi", str(i))) for i in range(600)]))
-    rows = range(len(dataset.lengths))
-    answers = [chatml.decode(dataset.tokens(i)[dataset.loss_mask(i)]) for i in rows]
-    assert answers == [f"{i}<|im_end|>" for i in range(600) if i % 7 not in others]
 
 
 def test_what_checkpoints_hold_of_a_dataset_never_changes(tmp_path: Path, jsonl: Jsonl) -> None:
@@ -257,12 +244,21 @@ def test_prompts_drop_the_last_answer_and_those_that_are_too_long_and_say_how_ma
 # ---------------------------------------------------------------- many rows
 
 
-def test_many_rows_are_rendered_by_other_processes_to_the_same_bytes(
-    tmp_path: Path, jsonl: Jsonl, build: Build, monkeypatch: pytest.MonkeyPatch
+def test_many_rows_stay_in_order_and_are_rendered_by_other_processes_to_the_same_bytes(
+    tmp_path: Path,
+    chatml: Tokenizer,
+    jsonl: Jsonl,
+    build: Build,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """More than are tokenized in one call, with some that cannot be read or rendered."""
     others: dict[int, Any] = {3: NO_ANSWER, 5: chat("Hi", "\ud800"), 6: "{", 2: LONG}
-    source = jsonl(*[others.get(i % 9, chat("Hi", str(i), "And?", "b")) for i in range(400)])
+    source = jsonl(*[others.get(i % 9, chat("Hi", str(i), "And?", "b")) for i in range(600)])
     alone, here = build(source, name="alone"), list[str]()
+    rows = range(len(alone.lengths))
+    answers = [chatml.decode(alone.tokens(i)[alone.loss_mask(i)]) for i in rows]
+    kept = [i for i in range(600) if i % 9 not in others]
+    assert answers == [f"{i}<|im_end|>b<|im_end|>" for i in kept]
     render = Renderer.render
 
     def counted(renderer: Renderer, rows: Any) -> Any:
@@ -280,17 +276,14 @@ def test_many_rows_are_rendered_by_other_processes_to_the_same_bytes(
         ).read_bytes()
 
 
-def test_a_renderer_that_dies_ends_the_build_with_an_error_and_a_refused_row_with_its_line(
+def test_a_renderer_that_dies_ends_the_build_with_an_error(
     jsonl: Jsonl, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel, "ROWS_RENDERED_HERE", 5)
-    monkeypatch.setattr(parallel, "ROWS_PER_TASK", 5)
-    source = jsonl(*[chat("Hi", "a")] * 60, "{")
-    with pytest.raises(UsageError, match=r"train\.jsonl:61: not valid JSON"):
-        build(source, bad_rows="refuse")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
     monkeypatch.setattr(Renderer, "__reduce__", lambda renderer: (os._exit, (3,)))
     with pytest.raises(DraftcoreError, match=r"rendered rows ended(.|\n)*EXIT\(3\)"):
-        build(source)
+        build(jsonl(*[chat("Hi", "a")] * 9))
 
 
 def test_what_is_rendered_is_told_while_it_takes_long(

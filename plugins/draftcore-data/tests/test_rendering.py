@@ -1,19 +1,26 @@
-"""The loss mask, compared as text with what a person says the assistant wrote.
+"""What is learned of conversations: the mask, compared as text with what a person says was written.
 
 Every template here is written by hand after a family of real ones, and every expectation is a
-literal: the assistant's words and its end-of-turn token, nothing else.
+literal: the assistant's words and its end-of-turn token, nothing else. Where a template writes an
+answer otherwise in history than when the model gives it, it is what the model said, as it was served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
-from draftcore_data.conversations import BadRow, Conversation, Rendered
+from draftcore_data.conversations import BadRow, Rendered, parse_row
 from draftcore_data.options import DataOptions
-from draftcore_data.rendering import Renderer
+from draftcore_data.rendering import CALLS_LOST, FORMAT, REASONING_LOST, SPLIT, Renderer
+from draftcore_sdk.targets import byte_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -96,15 +103,17 @@ def talk(*said: str, **fields: Any) -> list[dict[str, Any]]:
 
 
 TWO_TURNS = talk("What is 2+2?", "Four.", "Why?", "It is the sum.")
-CALL = {"tool_calls": [{"name": "add"}]}
+NAMED = {"tool_calls": [{"name": "add"}]}
 
 
-def render(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Any], *tools: Any, **options: Any
-) -> Any:
-    row = Conversation("train.jsonl:1", tuple(messages), tools)
-    (result,) = Renderer(tokenizer, DataOptions(**options)).render([row])
-    return result
+def parsed(messages: Any, **more: Any) -> Any:
+    return parse_row("train.jsonl:1", {"messages": messages, **more})
+
+
+def render(tokenizer: PreTrainedTokenizerFast, row: Any, **options: Any) -> list[Any]:
+    """The rows of a conversation, of its messages or parsed."""
+    row = parsed(row) if isinstance(row, list) else row
+    return list(Renderer(tokenizer, DataOptions(**options)).render([row]))
 
 
 def learned(tokenizer: PreTrainedTokenizerFast, rendered: Any) -> list[str]:
@@ -182,7 +191,7 @@ LEARNED: dict[str, tuple[str, list[Any], list[str]]] = {
     ),
     "tool-calls-belong-to-the-answer": (
         TOOLS,
-        [*talk("2+2?", "Well.", **CALL), TOOL, *talk("", "Four.")[1:]],
+        [*talk("2+2?", "Well.", **NAMED), TOOL, *talk("", "Four.")[1:]],
         ending("<|end|>", "Well.<tool_call>add</tool_call>", "Four."),
     ),
 }
@@ -195,7 +204,7 @@ def test_what_is_learned_is_what_the_assistant_wrote(
     tokenizer = make_tokenizer(template, bos_token="<s>", eos_token="</s>")
     theirs = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     for last_turn_only, wanted in ((False, expected), (True, expected[-1:])):
-        rendered = render(tokenizer, messages, last_turn_only=last_turn_only)
+        (rendered,) = render(tokenizer, messages, last_turn_only=last_turn_only)
         assert learned(tokenizer, rendered) == wanted
         assert rendered.token_ids.tolist() == theirs
 
@@ -212,7 +221,8 @@ def test_offsets_survive_normalizers_and_metaspace() -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", eos_token="</s>", chat_template=template
     )
-    (kept,) = learned(tokenizer, render(tokenizer, talk("Hi", "Four.", "Hi")))
+    (rendered,) = render(tokenizer, talk("Hi", "Four.", "Hi"))
+    (kept,) = learned(tokenizer, rendered)
     assert "Four." in kept
     assert kept.endswith("</s>")
     assert "Hi" not in kept
@@ -222,7 +232,7 @@ REASONING_FIELD = replaced("{{ m.content", "<think>{{ m.reasoning_content }}</th
 CLOSED_THINK_BLOCK = replaced("assistant\n", "assistant\n<think></think>", REASONING_FIELD)
 REWRITES, NO_PROMPT = "rewrites its content", "not the generation prompt"
 LONGER_THAN_PROBE = talk("a", "longer than eight", "b", "c")
-TWO_ANSWERS = [*talk("a", "b", **CALL), *talk("", "c")[1:]]
+TWO_ANSWERS = [*talk("a", "b", **NAMED), *talk("", "c")[1:]]
 REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "refused": (MISTRAL, [*talk("a"), *talk("b", "c")], "alternate"),
     "half-a-surrogate": (CHATML, talk("a", "\ud800"), "Unicode"),
@@ -248,7 +258,7 @@ REFUSED: dict[str, tuple[str, list[Any], str]] = {
 def test_a_turn_that_cannot_be_placed_is_a_bad_row_not_a_guess(
     make_tokenizer: MakeTokenizer, template: str, messages: list[Any], reason: str
 ) -> None:
-    bad = render(make_tokenizer(template, bos_token="<s>", eos_token="</s>"), messages)
+    (bad,) = render(make_tokenizer(template, bos_token="<s>", eos_token="</s>"), messages)
     assert isinstance(bad, BadRow)
     assert str(bad).startswith("train.jsonl:1: ")
     assert reason in str(bad)
@@ -273,13 +283,13 @@ def test_a_prompt_ends_where_the_last_answer_would_begin(
     make_tokenizer: MakeTokenizer, template: str, expected: str
 ) -> None:
     tokenizer = make_tokenizer(template, bos_token="<s>", eos_token="</s>")
-    ids = Renderer(tokenizer).prompt_ids(Conversation("x", (*TWO_TURNS, *talk("never seen"))))
+    ids = Renderer(tokenizer).prompt_ids(parsed([*TWO_TURNS, *talk("never seen")]))
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
 def test_tools_of_a_row_reach_the_template(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(TOOLS)
-    rendered = render(tokenizer, talk("Hi", "Four."), {"name": "add"})
+    (rendered,) = render(tokenizer, parsed(talk("Hi", "Four."), tools=[{"name": "add"}]))
     assert tokenizer.decode(rendered.token_ids).startswith("TOOL add\n<|user|>Hi<|end|>\n")
 
 
@@ -297,3 +307,280 @@ def test_a_tokenizer_that_cannot_render_is_refused_when_made(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         Renderer(make_tokenizer(template))
+
+
+# ---------------------------------------------------------------- as it was served
+
+LAST_QUESTION = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+)
+# Reasoning is dropped once the next question comes; an answer without it has an empty block.
+QWEN3_FIELD = (
+    LAST_QUESTION + "{% for m in messages %}{% if m.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# No token ends a turn: the next turn's header does.
+GLM = (
+    LAST_QUESTION + "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"
+    "<think>{% if loop.index0 > ns.last %}{{ m.reasoning_content }}{% endif %}</think>"
+    "{% if m.content %}{{ '\n' + m.content }}{% endif %}{% for call in m.tool_calls or [] %}"
+    "{{ '\n<tool_call>' + call.function.name }}"
+    "{% for key, value in call.function.arguments.items() %}{{ '\n' + key }}={{ value }}{% endfor %}"
+    "{{ '\n</tool_call>' }}{% endfor %}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# The last answer's thinking and end differ from those in history; what was thought before a call is
+# written until an answer follows. It takes arguments as text alone.
+GPT_OSS = (
+    "{% set ns = namespace(final=-1) %}{% for m in messages %}"
+    "{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.final = loop.index0 %}{% endif %}"
+    "{% endfor %}<s>Current date: {{ strftime_now('%Y-%m-%d') }}"
+    "{% for m in messages %}<|start|>{{ m.role }}"
+    "{% if m.role != 'assistant' %}<|message|>{{ m.content }}<|end|>"
+    "{% elif m.tool_calls %}{% if m.thinking and loop.index0 > ns.final %}<|analysis|>"
+    "{{ m.thinking }}<|end|><|start|>assistant{% endif %} to="
+    "{{ m.tool_calls[0].function.name + m.tool_calls[0].function.arguments }}<|call|>"
+    "{% elif loop.last and not add_generation_prompt %}{% if m.thinking %}<|analysis|>"
+    "{{ m.thinking }}<|end|><|start|>assistant{% endif %}<|final|>{{ m.content }}</s>"
+    "{% else %}<|final|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+CALL = {"function": {"name": "add", "arguments": '{"a": 2}'}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str | None, thought: str = "", *calls: Any, **more: Any) -> dict[str, Any]:
+    turn = {"role": "assistant", "content": text, "reasoning": thought, "tool_calls": [*calls]}
+    return {**{key: value for key, value in turn.items() if value or key == "content"}, **more}
+
+
+TWICE = [user("2+2?"), said("Four.", "hm"), user("Why?"), said("It is.", "so")]
+CALLING = [user("2+2?"), said(None, "", CALL), TOOL, said("Four.")]
+THINKING = [user("2+2?"), said(None, "use it", CALL), TOOL, said("Four.", "ah")]
+QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+SHORT = {"template_options": {"enable_thinking": False}}
+SERVED: dict[str, tuple[str, list[Any], dict[str, Any], list[list[str]]]] = {
+    "qwen3-thinks-before-each-answer": (
+        QWEN3_FIELD,
+        TWICE,
+        {},
+        [[f"<think>\nhm\n</think>\n\nFour.{END}"], [f"<think>\nso\n</think>\n\nIt is.{END}"]],
+    ),
+    "qwen3-without-thinking-is-one-row": (
+        QWEN3_FIELD,
+        [user("2+2?"), said("Four."), user("Why?"), said("It is.")],
+        SHORT,
+        [["Four." + END, "It is." + END]],
+    ),
+    "qwen3-calls-a-tool": (QWEN3_FIELD, CALLING, SHORT, [[QWEN_CALL], ["Four." + END]]),
+    "qwen3-thinks-and-calls-a-tool": (
+        QWEN3_FIELD,
+        THINKING,
+        {},
+        [[f"<think>\nuse it\n</think>\n\n{QWEN_CALL}", f"<think>\nah\n</think>\n\nFour.{END}"]],
+    ),
+    "qwen3-rows-are-as-few-as-can-be": (
+        QWEN3_FIELD,
+        [*THINKING, user("Why?"), said("It is.", "so")],
+        {},
+        [
+            [f"<think>\nuse it\n</think>\n\n{QWEN_CALL}", f"<think>\nah\n</think>\n\nFour.{END}"],
+            [f"<think>\nso\n</think>\n\nIt is.{END}"],
+        ],
+    ),
+    "qwen3-learns-the-last-turn-only": (
+        QWEN3_FIELD,
+        TWICE,
+        {"last_turn_only": True},
+        [[f"<think>\nso\n</think>\n\nIt is.{END}"]],
+    ),
+    "glm-calls-a-tool": (
+        GLM,
+        CALLING,
+        {},
+        [["\n<think></think>\n<tool_call>add\na=2\n</tool_call>", "\n<think></think>\nFour."]],
+    ),
+    "glm-thinks-before-each-answer": (
+        GLM,
+        TWICE,
+        {},
+        [["\n<think>hm</think>\nFour."], ["\n<think>so</think>\nIt is."]],
+    ),
+    "gpt-oss-thinks-before-each-answer": (
+        GPT_OSS,
+        TWICE,
+        {},
+        [
+            ["<|analysis|>hm<|end|><|start|>assistant<|final|>Four.</s>"],
+            ["<|analysis|>so<|end|><|start|>assistant<|final|>It is.</s>"],
+        ],
+    ),
+    "gpt-oss-thinks-and-calls-a-tool": (
+        GPT_OSS,
+        [*THINKING, user("Why?"), said("It is.", "so")],
+        {},
+        [
+            [
+                '<|analysis|>use it<|end|><|start|>assistant to=add{"a": 2}<|call|>',
+                "<|analysis|>ah<|end|><|start|>assistant<|final|>Four.</s>",
+            ],
+            ["<|analysis|>so<|end|><|start|>assistant<|final|>It is.</s>"],
+        ],
+    ),
+    "a-turn-of-weight-0-and-one-not-to-train-are-not-learned": (
+        CHATML,
+        [user("a"), said("b", weight=0), user("c"), said("d"), user("e"), said("f", train=False)],
+        {},
+        [["d" + END]],
+    ),
+    "markers-leave-out-turns-of-weight-0-too": (
+        MARKED,
+        [{**user("a"), "role": "assistant"}, user("c"), said("d"), user("e"), said("", weight=0)],
+        {},
+        [["a" + END, "d" + END]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "options", "expected"), SERVED.values(), ids=SERVED
+)
+def test_each_answer_is_learned_as_it_was_served(
+    make_tokenizer: MakeTokenizer,
+    template: str,
+    messages: list[Any],
+    options: dict[str, Any],
+    expected: list[list[str]],
+) -> None:
+    """After the prompt that a server would have made, letter for letter."""
+    tokenizer = make_tokenizer(template)
+    rows = render(tokenizer, messages, **options)
+    assert [learned(tokenizer, row) for row in rows] == expected
+    prompt = Renderer(tokenizer, DataOptions(**options)).prompt_ids(parsed(messages))
+    whole = tokenizer.decode(rows[-1].token_ids)
+    assert whole.startswith(tokenizer.decode(prompt))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "notes"),
+    [
+        (QWEN3_FIELD, TWICE, {SPLIT: 1}),
+        (QWEN3_FIELD, TWICE[:2], {}),
+        (R1, [user("?"), said("<think>\nhm\n</think>\n\nFour."), *TWICE], {REASONING_LOST: 3}),
+        (CHATML, TWICE, {REASONING_LOST: 2}),
+        (CHATML, [user("?"), said("Well.", "", CALL), TOOL, said("Four.")], {CALLS_LOST: 1}),
+    ],
+)
+def test_what_a_template_drops_is_counted(
+    make_tokenizer: MakeTokenizer,
+    template: str,
+    messages: list[Any],
+    notes: dict[str, int],
+) -> None:
+    found: Counter[str] = Counter()
+    for row in render(make_tokenizer(template), messages):
+        found.update(row.notes)
+    assert found == notes
+
+
+@pytest.mark.parametrize("messages", [CALLING, [user("a"), said(""), user("b"), said("c")]])
+def test_an_answer_of_which_nothing_is_written_is_refused(
+    chatml: PreTrainedTokenizerFast, messages: list[Any]
+) -> None:
+    (bad,) = render(chatml, messages)
+    assert bad == BadRow("train.jsonl:1", "an answer is empty in the rendered text", "message 2")
+
+
+def test_a_template_is_told_the_date_it_is_given_and_today_without_one(
+    make_tokenizer: MakeTokenizer,
+) -> None:
+    tokenizer, row = make_tokenizer(GPT_OSS), parsed(TWICE[:2])
+    for date, text in (("2024-07-26T10:00:00", "2024-07-26"), ("", f"{datetime.now():%Y-}")):
+        (rendered,) = Renderer(tokenizer, date=date).render([row])
+        assert isinstance(rendered, Rendered)
+        assert tokenizer.decode(rendered.token_ids).startswith(f"<s>Current date: {text}")
+    assert Renderer(make_tokenizer(CHATML), date="2024-07-26").date == "", "it does not ask"
+
+
+def test_a_file_takes_the_place_of_the_targets_template(
+    tmp_path: Path, chatml: PreTrainedTokenizerFast
+) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text(GLM)
+    (row,) = render(chatml, TWICE[:2], chat_template=str(file))
+    assert learned(chatml, row) == ["\n<think>hm</think>\nFour."]
+    with pytest.raises(UsageError, match=r"data\.chat_template: .*none\.jinja cannot be read"):
+        render(chatml, TWICE, chat_template=str(tmp_path / "none.jinja"))
+
+
+@pytest.mark.parametrize(
+    "masked", [{"loss_mask": [0, 1, 0, 1, 1]}, {"labels": [-100, 9, -100, 9, 9]}]
+)
+def test_rows_of_tokens_are_taken_as_they_are(
+    chatml: PreTrainedTokenizerFast, masked: dict[str, Any]
+) -> None:
+    row = parse_row("x", {"input_ids": [5, 6, 7, 8, 9], **masked})
+    for last_turn_only, expected in ((False, [1, 3, 4]), (True, [3, 4])):
+        config = DataOptions(last_turn_only=last_turn_only)
+        (rendered,) = Renderer(chatml, config).render([row])
+        assert isinstance(rendered, Rendered)
+        assert rendered.token_ids.tolist() == [5, 6, 7, 8, 9]
+        assert rendered.loss_mask.nonzero()[0].tolist() == expected
+    (bad,) = Renderer(chatml).render([parse_row("x", {"input_ids": [9999], "labels": [1]})])
+    assert "not below 313" in str(bad)
+
+
+# ---------------------------------------------------------------- the format's number
+
+GOLDEN = Path(__file__).with_name("rendering_golden.json")
+SPECIALS = ["</s>", "<|user|>", "<|assistant|>", "<|end|>", "<|call|>"]
+TOKENS = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
+WAYS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    **{way: (template, messages, {}) for way, (template, messages, _) in LEARNED.items()},
+    **{way: case[:3] for way, case in SERVED.items()},
+    "last turn only": (CHATML, TWO_TURNS, {"last_turn_only": True}),
+    "rows of tokens": (CHATML, TOKENS, {}),
+}
+
+
+def digest(template: str, row: Any, options: dict[str, Any]) -> str:
+    """Return a digest of the tokens, masks and notes of a conversation's rows, and of its prompt."""
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_tokens(SPECIALS, special_tokens=True)
+    renderer = Renderer(tokenizer, DataOptions(**options), "2026-01-02T03:04:05")
+    given = parse_row("x", row) if row is TOKENS else parsed(row)
+    rows = [one for one in renderer.render([given]) if isinstance(one, Rendered)]
+    assert rows
+    assert all(one.loss_mask.any() for one in rows)
+    data: list[Any] = [(one.token_ids.tolist(), one.loss_mask.tolist(), one.notes) for one in rows]
+    if row is not TOKENS:
+        data.append(renderer.prompt_ids(given))
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_rendered_changes_with_the_format_number_alone(way: str) -> None:
+    """A rendered dataset is reused while its key is the same, and `FORMAT` stands in it for the code.
+
+    So where a digest changes, everyone's rendered rows are old.
+    """
+    golden = json.loads(GOLDEN.read_text())
+    rendered = {"format": FORMAT, way: digest(*WAYS[way])}
+    assert rendered == {"format": golden["format"], way: golden["rows"].get(way)}, (
+        f"{way}: rendering changed: raise FORMAT in draftcore_data/rendering.py and renew this golden, "
+        f"{GOLDEN.name}, with\n"
+        + json.dumps(
+            {"format": FORMAT, "rows": {way: digest(*WAYS[way]) for way in WAYS}}, indent=2
+        )
+    )

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,27 +130,36 @@ def test_the_targets_own_answers_are_told_from_those_of_others(
     """A target that was trained: its own are made by `regenerate`, and then given to other questions."""
     tiny = f"target.path={QUICKSTART / 'target'}", "target.dtype=float32"
     source, out = f"data.train={QUICKSTART / 'data' / 'eval.jsonl'}", tmp_path / "own.jsonl"
-    made = ("--in-process", "--max-tokens", 64, "--rows", 12)
-    cli("data", "regenerate", config(), *tiny, source, "--out", out, *made)
+    asked = ("--max-tokens", 48)
+    cli(
+        "data",
+        "regenerate",
+        config(),
+        *tiny,
+        source,
+        "--out",
+        out,
+        "--in-process",
+        "--rows",
+        8,
+        *asked,
+    )
     own = [row["messages"] for row in rows_of(out)]
 
-    def judged(*answers: str, status: int = 0) -> Json:
+    def check(answers: Sequence[str], *more: str, status: int = 0) -> str:
         pairs = zip((messages[0]["content"] for messages in own), answers, strict=True)
         file = config(*(chat(*pair) for pair in pairs))
-        asked = cli("data", "check", file, *tiny, "--json", "--max-tokens", 64, status=status)
-        return dict(json.loads(asked.stdout))
+        return cli("data", "check", file, *tiny, *asked, *more, status=status).stdout
 
     answers = [messages[1]["content"] for messages in own]
-    found = judged(*answers)
-    assert (found["rows"], found["verdict"]) == (12, "own")
+    found = json.loads(check(answers, "--json"))
+    assert (found["rows"], found["verdict"]) == (8, "own")
     assert found["data"]["argmax"] > 0.95, "but for the ends of answers that were cut"
     assert found["own"]["argmax"] == 1.0
-    people = ["We would rather not write this one, since a library has it already."] * 12
-    for others in ([*answers[1:], answers[0]], people):
-        foreign = judged(*others, status=1)
-        assert foreign["verdict"] == "foreign"
-        assert foreign["data"]["likelihood"] < foreign["data"]["expected_likelihood"] - 0.5
-        assert foreign["data"]["argmax"] < 0.8
-        assert foreign["own"] == found["own"], "it answers the same prompts alike"
-    said = cli("data", "check", tmp_path / "run.yaml", *tiny, status=1).stdout
-    assert "the answers are not the target's own" in said
+    foreign = json.loads(check([*answers[1:], answers[0]], "--json", status=1))
+    assert foreign["verdict"] == "foreign"
+    assert foreign["data"]["likelihood"] < foreign["data"]["expected_likelihood"] - 0.5
+    assert foreign["data"]["argmax"] < 0.8
+    assert foreign["own"] == found["own"], "it answers the same prompts alike"
+    people = ["We would rather not write this one, since a library has it already."] * 8
+    assert "the answers are not the target's own" in check(people, status=1)

@@ -26,7 +26,7 @@ from draftcore.contracts.algorithm import (
     TrainingDefaults,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.serving import DraftInput, nothing_to_go_on
+from draftcore.contracts.serving import DraftInput
 from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore_dflash import served, serving
 from draftcore_dflash.config import DraftConfig, captured_layers
@@ -90,7 +90,8 @@ class DFlash(Algorithm):
 
     def build_disagg_draft_input(self, last_tokens: Tensor) -> DraftInput:
         """Start from the last token alone: the draft's states travel with the KV cache."""
-        return nothing_to_go_on(last_tokens)
+        none = last_tokens.new_zeros(len(last_tokens), 0)
+        return DraftInput(none.float(), none.float(), none.long(), last_tokens)
 
     def drafter(self, draft: Draft, target: TargetModel) -> Drafter:
         assert isinstance(draft.module, Backbone)

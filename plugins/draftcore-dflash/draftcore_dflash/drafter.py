@@ -92,11 +92,7 @@ class DFlashDrafter:
 
     @torch.inference_mode()
     def accept(
-        self,
-        state: DraftState,
-        tokens_BK: Tensor,
-        features: Mapping[str, Tensor],
-        counts_B: Tensor,
+        self, state: DraftState, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
     ) -> None:
         """Add the verified round to the context; its last token is the next anchor."""
         offsets_K = torch.arange(tokens_BK.shape[1], device=tokens_BK.device)

@@ -76,10 +76,8 @@ class DecoderLayer(nn.Module):
         mask: AttentionMask,
     ) -> Tensor:  # fmt: skip
         attn, x_MSH = self.self_attn, self.input_layernorm(hidden_MSH)
-        own, context = (
-            attn.keys_values(x_MSH, angles),
-            attn.keys_values(context_BTH, context_angles),
-        )
+        own = attn.keys_values(x_MSH, angles)
+        context = attn.keys_values(context_BTH, context_angles)
         attended_MSAD = attend(attn.queries(x_MSH, angles), own, context, mask)
         return self.finish(hidden_MSH, attended_MSAD)
 
@@ -122,9 +120,8 @@ class Backbone(TargetVocabulary):
 
     def masked_block(self, first_M: Tensor) -> Tensor:
         """Return the tokens of blocks that start with a known one: [token, mask, ...], [M, S]."""
-        rest = first_M.new_full(
-            (len(first_M), self.config.block_size - 1), self.config.mask_token_id
-        )
+        size = len(first_M), self.config.block_size - 1
+        rest = first_M.new_full(size, self.config.mask_token_id)
         return torch.cat([first_M[:, None], rest], 1)
 
     def tiles(self, batch: DraftBatch, blocks: Blocks) -> dict[str, Tiles]:

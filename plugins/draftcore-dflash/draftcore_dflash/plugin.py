@@ -5,16 +5,11 @@ from collections.abc import Sequence
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
-CAPABILITIES = frozenset(
-    {
-        *("compile", "cross_entropy", "disagg", "layout:serving"),
-        *("served:sglang", "served:vllm", "sglang:DFLASH"),
-    }
-)
+CAPABILITIES = "compile cross_entropy disagg layout:serving served:sglang served:vllm sglang:DFLASH"
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
     options = "draftcore_dflash.options:DFlashOptions"
     implementation = "draftcore_dflash.algorithm:DFlash"
-    return [Offer("algorithm", "dflash", CAPABILITIES, options, implementation)]
+    return [Offer("algorithm", "dflash", frozenset(CAPABILITIES.split()), options, implementation)]

@@ -11,9 +11,9 @@ import torch
 from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.attention import AttentionMask, Tiles, attend
 from draftcore_dflash.blocks import Blocks, draw_anchors
-from draftcore_dflash.config import DraftConfig
-from draftcore_dflash.model import Backbone, DFlashDraft
+from draftcore_dflash.model import DFlashDraft
 from draftcore_dflash.options import DFlashOptions
+from draftcore_sdk import algorithm_reference
 from draftcore_sdk.algorithm_checks import check_bf16
 from draftcore_sdk.algorithm_fixtures import (
     MakeDraft,
@@ -22,8 +22,8 @@ from draftcore_sdk.algorithm_fixtures import (
     accumulate,
     use_exact_frequencies,
 )
+from draftcore_sdk.algorithm_reference import Heads, require_attention, require_naive
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from draftcore.contracts.algorithm import Sample, SampleId, StepContext
@@ -46,34 +46,18 @@ def anchors_of(sample: Sample, count: int) -> Tensor:
 # ------------------------------------------------------------ a naive draft
 
 
-class Naive:
+class Naive(algorithm_reference.Naive):
     """The algorithm straight from its description: one block, one row, one head at a time."""
 
-    def __init__(self, module: Backbone, theta: float = 10000.0) -> None:
-        self.config: DraftConfig = module.config
-        self.w: dict[str, Tensor] = dict(module.named_parameters())
+    def __init__(self, module: DFlashDraft, theta: float = 10000.0) -> None:
+        super().__init__(module, theta)
         self.embedding = module.embed_tokens.double()
         head = module.target_head
         self.head = self.embedding if head is None else head.double()
-        self.theta = theta
 
-    def rms(self, x: Tensor, name: str) -> Tensor:
-        scale = (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt()
-        return x * scale * self.w[f"{name}.weight"]
-
-    def rope(self, head: Tensor, position: int) -> Tensor:
-        turned = int(len(head) * self.config.rope.get("partial_rotary_factor", 1.0))
-        half, out = turned // 2, list(head)
-        for i in range(half):
-            angle = position * self.theta ** (-2 * i / turned)
-            cos, sin = math.cos(angle), math.sin(angle)
-            out[i] = head[i] * cos - head[i + half] * sin
-            out[i + half] = head[i + half] * cos + head[i] * sin
-        return torch.stack(out)
-
-    def heads(self, layer: int, name: str, x: Tensor, position: int) -> list[Tensor]:
-        weight = self.w[f"layers.{layer}.self_attn.{name}_proj.weight"]
-        heads = list((weight @ x).view(-1, self.config.head_dim))
+    def heads(self, layer: int, name: str, x: Tensor, position: int) -> Heads:
+        projected = self.linear(f"layers.{layer}.self_attn.{name}_proj", x)
+        heads = list(projected.view(-1, self.config.head_dim))
         if name == "v":
             return heads
         norm = f"layers.{layer}.self_attn.{name}_norm"
@@ -81,7 +65,7 @@ class Naive:
 
     def context(self, features: Mapping[str, Tensor], position: int) -> Tensor:
         parts = [features[f"hidden.{layer}"][position] for layer in self.config.layers]
-        return self.rms(self.w["fc.weight"] @ torch.cat(parts), "hidden_norm")
+        return self.rms(self.linear("fc", torch.cat(parts)), "hidden_norm")
 
     def sees(self, kind: str, query: int, key: int, anchor: int) -> bool:
         """Whether the row at position `query` of the block at `anchor` sees the key at `key`."""
@@ -92,12 +76,10 @@ class Naive:
 
     def block(self, token: int, anchor: int, features: Mapping[str, Tensor]) -> list[Tensor]:
         """Normed states of the block that starts with `token` at `anchor`, row by row."""
-        config = self.config
-        size, group = config.block_size, config.num_attention_heads // config.num_key_value_heads
-        tokens = [token] + [config.mask_token_id] * (size - 1)
-        states = [self.embedding[token] for token in tokens]
+        size, mask = self.config.block_size, self.config.mask_token_id
+        states = [self.embedding[token] for token in [token] + [mask] * (size - 1)]
         context = [self.context(features, j) for j in range(anchor)]
-        for index, kind in enumerate(config.layer_types):
+        for index, kind in enumerate(self.config.layer_types):
             name = f"layers.{index}"
             normed = [self.rms(x, f"{name}.input_layernorm") for x in states]
             read = [*context, *normed]  # at positions 0, 1, ..., anchor + size - 1
@@ -106,20 +88,12 @@ class Naive:
             for row in range(size):
                 query = anchor + row
                 seen = [p for p in range(len(read)) if self.sees(kind, query, p, anchor)]
-                heads = []
-                for index_q, q in enumerate(self.heads(index, "q", normed[row], query)):
-                    scores = torch.stack([q @ keys[p][index_q // group] for p in seen])
-                    shares = (scores / math.sqrt(config.head_dim)).softmax(0)
-                    heads.append(shares @ torch.stack([values[p][index_q // group] for p in seen]))
-                x = states[row] + self.w[f"{name}.self_attn.o_proj.weight"] @ torch.cat(heads)
-                states[row] = x + self.mlp(name, self.rms(x, f"{name}.post_attention_layernorm"))
+                queries = self.heads(index, "q", normed[row], query)
+                heads = self.attention(queries, [keys[p] for p in seen], [values[p] for p in seen])
+                x = states[row] + self.linear(f"{name}.self_attn.o_proj", heads)
+                after = self.rms(x, f"{name}.post_attention_layernorm")
+                states[row] = x + self.mlp(f"{name}.mlp", after)
         return [self.rms(x, "norm") for x in states]
-
-    def mlp(self, name: str, x: Tensor) -> Tensor:
-        gate, up, down = (
-            self.w[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")
-        )
-        return down @ (functional.silu(gate @ x) * (up @ x))
 
     def loss(self, samples: Sequence[Sample], options: DFlashOptions) -> Tensor:
         """The loss as one ratio over all blocks of all samples, with the anchors of a run."""
@@ -206,14 +180,7 @@ def test_loss_and_gradients_equal_a_naive_draft(
     use_exact_frequencies(module, theta)
     settings = DFlashOptions(**{"block_size": 4, "num_anchors": 5, **options})
     output = DFlash(OPTIONS).forward_loss(draft, DFlash(settings).collate(samples), CONTEXT)
-    ours = output.numerator / output.denominator
-    theirs = Naive(module, theta).loss(samples, settings)
-    check_close(ours, theirs)
-    names, parameters = zip(*module.named_parameters(), strict=True)
-    gradients = [torch.autograd.grad(loss, parameters) for loss in (ours, theirs)]
-    for name, found, expected in zip(names, *gradients, strict=True):
-        assert expected.abs().max() > 0, name
-        check_close(found, expected)
+    require_naive(draft, output, Naive(module, theta).loss(samples, settings), rtol=1e-9)
 
 
 # ------------------------------------------------------------ anchors
@@ -308,15 +275,14 @@ def test_metrics_count_leading_hits(make_draft: MakeDraft, make_samples: MakeSam
 # ------------------------------------------------------------ the attention
 
 
-def attention_inputs(dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor, Blocks]:
+def attention_inputs(dtype: torch.dtype, device: str) -> tuple[list[Tensor], Blocks]:
     torch.manual_seed(0)
     anchors = torch.tensor([[0, 5, 9, 30], [2, 0, 17, 0]])
     keep = torch.tensor([[True, True, True, True], [True, False, True, False]])
     blocks, heads, length, size, width = Blocks.of(anchors, keep), 4, 33, 5, 16
     shapes = [(6, size, heads, width)] * 3 + [(2, heads, length, width)] * 2
     tensors = [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
-    grad = torch.randn(shapes[0], dtype=torch.float64).to(device, dtype)
-    return [t.requires_grad_() for t in tensors], grad, blocks.to(torch.device(device))
+    return [t.requires_grad_() for t in tensors], blocks.to(torch.device(device))
 
 
 def plain_attention(
@@ -354,19 +320,16 @@ def test_joined_attention_equals_one_softmax(
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    tensors, grad, blocks = attention_inputs(dtype, device)
+    given, blocks = attention_inputs(dtype, device)
     mask = AttentionMask.of(blocks, (2, 33), 5, window=window, causal=causal, dtype=dtype)
-    query, key, value, context_key, context_value = tensors
-    context = (context_key.transpose(1, 2), context_value.transpose(1, 2))
-    found = attend(query, (key, value), context, mask)
-    found_gradients = torch.autograd.grad(found, tensors, grad)
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    expected = plain_attention(exact, blocks, window, causal)
-    expected_gradients = torch.autograd.grad(expected, exact, grad.double())
-    for ours, theirs in zip(
-        (found, *found_gradients), (expected, *expected_gradients), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs.to(dtype), rtol=tolerance, atol=tolerance)
+
+    def attended(tensors: Sequence[Tensor]) -> Tensor:
+        query, key, value, *context_BATD = tensors
+        context_key, context_value = (x.transpose(1, 2) for x in context_BATD)
+        return attend(query, (key, value), (context_key, context_value), mask)
+
+    plain = functools.partial(plain_attention, blocks=blocks, window=window, causal=causal)
+    require_attention(given, attended, plain, tolerance)
 
 
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (4, True)])
@@ -374,7 +337,7 @@ def test_joined_attention_equals_one_softmax(
 def test_compiled_blocks_attend_by_flex_attention_as_by_one_softmax(
     window: int | None, causal: bool, device: str
 ) -> None:
-    tensors, _, blocks = attention_inputs(torch.float32, device)
+    tensors, blocks = attention_inputs(torch.float32, device)
     shape, size = (2, tensors[3].shape[2]), tensors[0].shape[1]
     tiles = Tiles.of(blocks.to(torch.device("cpu")), shape, size, window)
 

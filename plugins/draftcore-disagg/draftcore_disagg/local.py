@@ -148,9 +148,8 @@ class Processes:
         """Return the trainer's exit status once it ended for good; restart ranks that were killed."""
         code = verdict([child.code for child in self.ranks], self.asked)
         if code:
-            end(
-                self.ranks, 1.0 if code == ExitStatus.RANK_LOST else STOP_TIMEOUT
-            )  # others hear of it
+            # The others hear of it.
+            end(self.ranks, 1.0 if code == ExitStatus.RANK_LOST else STOP_TIMEOUT)
         if code != ExitStatus.RANK_LOST:
             return code
         self._count(self.ranks[0], "the trainer was killed")

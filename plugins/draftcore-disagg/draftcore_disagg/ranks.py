@@ -21,7 +21,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -94,6 +95,27 @@ class Group(Ranks):
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values
+
+    @contextmanager
+    def raise_on_all(self) -> Iterator[None]:
+        mine = None
+        try:
+            yield
+        except DraftcoreError as error:
+            mine = error
+        errors = self.all_gather((str(mine), mine.exit_status) if mine else None)
+        for rank, raised in enumerate(errors):
+            if raised is not None:
+                kind = UsageError if raised[1] == ExitStatus.REFUSED else DraftcoreError
+                self.last_common_error = mine if mine and rank == self.rank else kind(raised[0])
+                raise self.last_common_error
+
+    def on_rank0(self, work: Callable[[], T]) -> T:
+        value: T | None = None
+        with self.raise_on_all():
+            if self.rank == 0:
+                value = work()
+        return cast(T, self.all_gather(value)[0])
 
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0, group=self.cpu_group)

@@ -32,10 +32,8 @@ def lines(run: OpenRun, seconds: float) -> Iterator[tuple[str, str]]:
         last, spent = steps[-1], sum(one["seconds"] for one in steps)
         waits = sum(one["fetch_seconds"] for one in steps) / spent
         tokens = sum(one["tokens"] for one in steps) / spent
-        yield (
-            f"{draft.prefix}step",
-            f"{last['step']}, loss {last['loss']:.4g}, {tokens:,.0f} tokens/s",
-        )
+        stands = f"{last['step']}, loss {last['loss']:.4g}, {tokens:,.0f} tokens/s"
+        yield f"{draft.prefix}step", stands
         yield f"{draft.prefix}waits for features", f"{waits:.0%} of its time"
     if not queue_file(run).exists():
         yield "queue", "none: the trainer captures for itself, or is not at work"

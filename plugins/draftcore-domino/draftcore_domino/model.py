@@ -56,9 +56,8 @@ class DominoDraft(Backbone):
 
     def loss(self, batch: DraftBatch, context: StepContext) -> StepOutput:
         share = base_share(self.options, context)
-        return self.loss_of(
-            batch, draw_blocks(batch, self.options.num_anchors, context.seed), share
-        )
+        blocks = draw_blocks(batch, self.options.num_anchors, context.seed)
+        return self.loss_of(batch, blocks, share)
 
     def loss_of(self, batch: DraftBatch, blocks: Blocks, base_share: float) -> StepOutput:
         """Return the loss of given blocks, which lie on the CPU, see `forward`.

@@ -10,16 +10,16 @@ from pydantic import Field
 class DominoOptions(BackboneOptions):
     """Options of the algorithm `domino`: the backbone's, the head's and the schedule's."""
 
-    gru_hidden_dim: Size = Field(default=1024, description="width of the GRU's state")
-    emb_dim: Size = Field(default=256, description="rank of the correction")
+    gru_hidden_dim: Size = Field(1024, description="width of the GRU's state")
+    emb_dim: Size = Field(256, description="rank of the correction")
     shift_label: bool = Field(
-        default=True,
+        True,
         description="row k of a block predicts the token after its position, so that the "
         "anchor's own row is of use; else the token at its position",
     )
     lambda_start: float = Field(
-        default=1.0, ge=0, le=1, description="weight of the base loss at the first step"
+        1.0, ge=0, le=1, description="weight of the base loss at the first step"
     )
     lambda_ratio: float = Field(
-        default=0.5, ge=0, le=1, description="part of the run over which that weight falls to 0"
+        0.5, ge=0, le=1, description="part of the run over which that weight falls to 0"
     )

@@ -1,4 +1,4 @@
-"""The blended loss against a naive head in fp64, the schedule, slices and bf16.
+"""The blended loss against a naive head in fp64, the schedule, slices and bf16; the decoder against it.
 
 The backbone's own naive reference is in draftcore-dflash's tests; here its states are given.
 """
@@ -16,12 +16,14 @@ from draftcore_domino.loss import base_share
 from draftcore_domino.model import DominoDraft
 from draftcore_domino.options import DominoOptions
 from draftcore_nn import losses
-from draftcore_sdk.algorithm_checks import check_bf16
-from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples, accumulate
+from draftcore_sdk.algorithm_checks import check_bf16, ragged_rounds
+from draftcore_sdk.algorithm_fixtures import WIDTH, MakeDraft, MakeSamples, accumulate
+from draftcore_sdk.algorithm_reference import require_naive, require_recordable
 from torch import Tensor
 from torch.nn import functional
 
-from draftcore.contracts.algorithm import DraftBatch, StepContext
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, SampleId, StepContext
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 
 SEED = 11
@@ -98,15 +100,9 @@ def test_loss_and_gradients_equal_a_naive_head(
     assert isinstance(module, DominoDraft)
     batch = Domino(OPTIONS).collate(samples)
     output = Domino(OPTIONS).forward_loss(draft, batch, CONTEXT)
-    ours = output.numerator / output.denominator
     blocks, gamma = draw_blocks(batch, 5, SEED), options.get("loss_decay_gamma", 7.0)
     theirs = Naive(module).loss(batch, blocks, share=0.7, gamma=gamma)
-    check_close(ours, theirs)
-    names, parameters = zip(*module.named_parameters(), strict=True)
-    gradients = [torch.autograd.grad(loss, parameters) for loss in (ours, theirs)]
-    for name, found, expected in zip(names, *gradients, strict=True):
-        assert expected.abs().max() > 0, name
-        check_close(found, expected)
+    require_naive(draft, output, theirs, rtol=1e-9)
 
 
 # ------------------------------------------------------------ the schedule
@@ -173,3 +169,41 @@ def test_bf16_compute_keeps_the_loss_and_the_gru_in_fp32(
     with torch.autocast("cpu", dtype=torch.bfloat16):
         states, _ = module.read(batch.token_ids_BT)
     assert states.dtype == torch.float32
+
+
+# ------------------------------------------------------------ decoding
+
+
+def teacher_forced(
+    draft: Draft, tokens_T: Tensor, features: dict[str, Tensor], drafts_K: Tensor
+) -> Tensor:
+    """Logits of all proposals [K, V] by training's forward, with the drafts as true tokens."""
+    module, anchor = draft.module, len(tokens_T) - 1
+    assert isinstance(module, DominoDraft)
+    known = torch.cat([tokens_T, drafts_K])
+    unseen = torch.zeros(len(known) - anchor, WIDTH)
+    named = {name: torch.cat([x, unseen]) for name, x in features.items()}
+    sample = Sample(SampleId("", 1), known, torch.ones(len(known), dtype=torch.bool), named)
+    batch = Domino(DominoOptions()).collate([sample])
+    blocks = Blocks.of(torch.tensor([[anchor]]), torch.tensor([[True]]))
+    with torch.no_grad():
+        hidden = module.block_hidden(batch, blocks)
+        correction = module.up(module.low_rank(hidden, module.prefix_states(batch, blocks)))
+        correction[:, : module.config.first_corrected_row] = 0.0
+        first = module.config.first_row
+        return (hidden @ module.head.T + correction)[0, first : first + len(drafts_K)]
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_proposals_equal_one_teacher_forced_pass_over_ragged_rounds(
+    shift: bool, make_draft: MakeDraft, target: TargetSpec
+) -> None:
+    draft = make_draft(shift_label=shift)
+    drafter = Domino(DominoOptions(block_size=4)).drafter(draft, target.load_model())
+    assert drafter.num_drafts == 3
+    for tokens_T, features, greedy_K, drawn_K, probs_KV in ragged_rounds(drafter, 250, 0.5):
+        logits_KV = teacher_forced(draft, tokens_T, features, greedy_K)
+        assert greedy_K.tolist() == logits_KV.argmax(-1).tolist()
+        expected_KV = (teacher_forced(draft, tokens_T, features, drawn_K) / 0.5).softmax(-1)
+        torch.testing.assert_close(probs_KV, expected_KV, rtol=1e-9, atol=1e-12)
+    require_recordable(drafter)

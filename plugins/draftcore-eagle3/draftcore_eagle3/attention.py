@@ -42,17 +42,13 @@ class _JointAttention(torch.autograd.Function):
             output, logsumexp, saved = fused.attend(_pad(query_NAD, key, rows_N), key, value)
             output_NAD, logsumexp_NA = _take(output, rows_N), _take(logsumexp, rows_N)
             # The step-0 keys count as one key with their log-sum-exp for a score.
-            extra_NAX = fused.further_scores(_grouped(query_NAD, extra_key), extra_key).flatten(
-                1, 2
-            )
-            scores = torch.cat([logsumexp_NA[..., None], extra_NAX], -1)
+            extra_NGRX = fused.further_scores(_grouped(query_NAD, extra_key), extra_key)
+            scores = torch.cat([logsumexp_NA[..., None], extra_NGRX.flatten(1, 2)], -1)
             log_parts = scores.log_softmax(-1)
             joint_NA = logsumexp_NA - log_parts[..., 0]
             part_NGRX = _grouped(log_parts[..., 1:].exp(), extra_key)
-            output_NAD = output_NAD * log_parts[..., :1].exp()
-            output_NAD = output_NAD + fused.few(part_NGRX, extra_value.to(part_NGRX.dtype)).flatten(
-                1, 2
-            )
+            extra_NGRD = fused.few(part_NGRX, extra_value.to(part_NGRX.dtype))
+            output_NAD = output_NAD * log_parts[..., :1].exp() + extra_NGRD.flatten(1, 2)
             output_NAD = output_NAD.to(query_NAD.dtype)
         ctx.save_for_backward(query_NAD, key, value, *rest, output_NAD, joint_NA, *saved)
         return output_NAD

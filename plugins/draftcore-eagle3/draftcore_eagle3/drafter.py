@@ -110,11 +110,7 @@ class Eagle3Drafter:
 
     @torch.inference_mode()
     def accept(
-        self,
-        state: DraftState,
-        tokens_BK: Tensor,
-        features: Mapping[str, Tensor],
-        counts_B: Tensor,
+        self, state: DraftState, tokens_BK: Tensor, features: Mapping[str, Tensor], counts_B: Tensor
     ) -> None:
         """Make the verified round pending, in place of the last."""
         state.start_B.add_(state.counts_B)

@@ -33,12 +33,7 @@ from draftcore_nn.target import target_tensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from draftcore.contracts.algorithm import (
-    Draft,
-    DraftBatch,
-    StepOutput,
-    TrainingDefaults,
-)
+from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
 from draftcore_eagle3.attention import attend
 from draftcore_eagle3.config import DraftConfig
 from draftcore_eagle3.loss import Rows, distill, teach

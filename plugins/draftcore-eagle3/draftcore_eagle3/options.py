@@ -12,44 +12,36 @@ class Eagle3Options(DecoderOptions):
     """Options of the algorithm `eagle3`. What is left out is taken from the target."""
 
     layers: tuple[int, int, int] | None = Field(
-        default=None,
-        description="the three captured layers, 0-based outputs; by default 1, L/2-1 and L-4",
+        None, description="the three captured layers, 0-based outputs; by default 1, L/2-1 and L-4"
     )
-    ttt_length: int = Field(default=7, ge=1, le=99, description="steps K of the training-time test")
-    step_decay: float = Field(default=0.8, gt=0, le=1, description="step k weighs step_decay^k")
+    ttt_length: int = Field(7, ge=1, le=99, description="steps K of the training-time test")
+    step_decay: float = Field(0.8, gt=0, le=1, description="step k weighs step_decay^k")
     draft_vocab_size: Size | None = Field(
-        default=None, description="most frequent tokens the draft may propose; all if unset"
+        None, description="most frequent tokens the draft may propose; all if unset"
     )
     loss: Literal["kl", "lk_alpha", "lk_lambda"] = Field(
-        default="kl",
+        "kl",
         description="kl: cross entropy with the teacher; lk_alpha: -log acceptance; "
         "lk_lambda: a blend of cross entropy and acceptance (arXiv 2602.23881)",
     )
     kl_scale: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="lk_lambda: weight of cross entropy at acceptance 0",
+        1.0, ge=0, le=1, description="lk_lambda: weight of cross entropy at acceptance 0"
     )
     kl_decay: float = Field(
-        default=3.0,
-        ge=0,
-        le=1e6,
-        description="lk_lambda: how fast that weight falls with acceptance",
+        3.0, ge=0, le=1e6, description="lk_lambda: how fast that weight falls with acceptance"
     )
     supervise: Literal["reference", "predicted"] = Field(
-        default="reference",
+        "reference",
         description="reference: row t counts if token t is to be learned, as published; "
         "predicted: if token t+2 is, the one that row t predicts",
     )
-    fc_norm: bool = Field(default=False, description="an RMSNorm per captured layer (EAGLE-3.1)")
+    fc_norm: bool = Field(False, description="an RMSNorm per captured layer (EAGLE-3.1)")
     norm_output: bool = Field(
-        default=False,
-        description="feed back the state after the final norm (EAGLE-3.1)",
+        False, description="feed back the state after the final norm (EAGLE-3.1)"
     )
     warm_start: str | None = Field(
-        default=None,
+        None,
         description="folder of an exported or published draft to start from; its shape, captured "
         "layers and vocabulary mapping are taken over",
     )
-    num_drafts: Size = Field(default=7, description="tokens proposed per round when decoding")
+    num_drafts: Size = Field(7, description="tokens proposed per round when decoding")

@@ -102,9 +102,10 @@ def test_golden_evaluation_over_single_samples(golden: Golden) -> None:
     assert accuracy == pytest.approx(expected["eval/per_position_acc"])
     loss = sum(float(output.numerator.detach()) for output in outputs) / rows
     golden.check(loss, expected["eval/avg_loss"])
-    found = Eagle3(Eagle3Options(ttt_length=len(steps))).eval_metrics(metrics)
-    length = found["simulated_acceptance_length"]
+    trained = Eagle3(Eagle3Options(ttt_length=len(steps)))
+    length = trained.eval_metrics(metrics)["simulated_acceptance_length"]
     assert length - 1 == pytest.approx(expected["eval/simulated_acc_len"])
+    assert trained.eval_metrics({"acceptance_length": 2.0}) == {}  # of `draftcore eval`
 
 
 def test_golden_alternatives_on_the_same_inputs(golden: Golden) -> None:

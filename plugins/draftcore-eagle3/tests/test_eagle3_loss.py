@@ -1,7 +1,6 @@
 """The training-time test against a naive one in fp64, and what is promised of odd batches."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.attention import attend
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_sdk import algorithm_reference
 from draftcore_sdk.algorithm_checks import check_bf16
 from draftcore_sdk.algorithm_fixtures import (
     MakeDraft,
@@ -20,8 +20,8 @@ from draftcore_sdk.algorithm_fixtures import (
     accumulate,
     use_exact_frequencies,
 )
+from draftcore_sdk.algorithm_reference import Heads, require_attention, require_naive
 from torch import Tensor
-from torch.nn import functional
 
 from draftcore.contracts.algorithm import Draft, Sample, StepContext, StepOutput
 
@@ -29,76 +29,44 @@ CONTEXT = StepContext(step=1, total_steps=1, seed=0)
 OPTIONS = Eagle3Options()
 Logits = tuple[float, float | None]  # scale and soft cap
 PLAIN: Logits = (1.0, None)
-# fp64 sums of some hundred terms in another order.
-check_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
-# ------------------------------------------------------------ a naive draft, row by row
-
-
-class Naive:
+class Naive(algorithm_reference.Naive):
     """The algorithm straight from its description: one row and one step at a time."""
 
     def __init__(self, draft: Draft, theta: float, target_logits: Logits) -> None:
         assert isinstance(draft.module, Eagle3Draft)
-        self.module, self.config, self.theta = draft.module, draft.module.config, theta
-        self.scale, self.cap = target_logits
-        self.w: dict[str, Tensor] = dict(draft.module.named_parameters())
+        super().__init__(draft.module, theta)
+        self.module, (self.scale, self.cap) = draft.module, target_logits
 
-    def rms(self, x: Tensor, name: str) -> Tensor:
-        scale = (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt()
-        return x * scale * self.w[f"{name}.weight"]
-
-    def rope(self, head: Tensor, position: int) -> Tensor:
-        turned = int(len(head) * self.config.rope.get("partial_rotary_factor", 1.0))
-        half, out = turned // 2, list(head)
-        for i in range(half):
-            angle = position * self.theta ** (-2 * i / turned)
-            cos, sin = math.cos(angle), math.sin(angle)
-            out[i] = head[i] * cos - head[i + half] * sin
-            out[i + half] = head[i + half] * cos + head[i] * sin
-        return torch.stack(out)
-
-    def qkv(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, ...]:
+    def qkv(self, token: int, hidden: Tensor, position: int) -> tuple[Heads, Heads, Heads]:
         embedding = self.module.embed_tokens[token].to(hidden.dtype)
         normed = self.rms(hidden, "midlayer.hidden_norm")
         x = torch.cat([self.rms(embedding, "midlayer.input_layernorm"), normed])
         q, k, v = (
-            (self.w[f"midlayer.self_attn.{n}_proj.weight"] @ x).view(-1, self.config.head_dim)
+            list(self.linear(f"midlayer.self_attn.{n}_proj", x).view(-1, self.config.head_dim))
             for n in "qkv"
         )
-        q, k = (torch.stack([self.rope(head, position) for head in heads]) for heads in (q, k))
-        return q, k, v
-
-    def attention(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
-        heads = []
-        for head, query in enumerate(q):
-            scores = torch.stack([query @ k[head // group] for k in keys]) / math.sqrt(len(query))
-            heads.append(scores.softmax(0) @ torch.stack([v[head // group] for v in values]))
-        return torch.cat(heads)
+        return [self.rope(head, position) for head in q], [self.rope(h, position) for h in k], v
 
     def layer(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        mid, w = "midlayer", self.w
-        hidden = hidden + w[f"{mid}.self_attn.o_proj.weight"] @ attended
-        x = self.rms(hidden, f"{mid}.post_attention_layernorm")
-        gate = functional.silu(w[f"{mid}.mlp.gate_proj.weight"] @ x)
-        up = w[f"{mid}.mlp.up_proj.weight"] @ x
-        return hidden + w[f"{mid}.mlp.down_proj.weight"] @ (gate * up)
+        hidden = hidden + self.linear("midlayer.self_attn.o_proj", attended)
+        x = self.rms(hidden, "midlayer.post_attention_layernorm")
+        return hidden + self.mlp("midlayer.mlp", x)
 
     def start(self, sample: Sample, t: int) -> Tensor:
         parts = [sample.features[f"hidden.{layer}"][t] for layer in self.config.layers]
         if self.config.fc_norm:
             parts = [self.rms(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
-        return self.w["fc.weight"] @ torch.cat(parts)
+        return self.linear("fc", torch.cat(parts))
 
     def logits(self, sample: Sample, steps: int) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (step, row, draft logits)."""
         tokens = [*sample.token_ids_T.tolist(), *[0] * (steps + 1)]
         length = len(sample.token_ids_T)
         hidden = [self.start(sample, t) for t in range(length)]
-        keys: list[list[Tensor]] = [[] for _ in range(length)]
-        values: list[list[Tensor]] = [[] for _ in range(length)]
+        keys: list[list[Heads]] = [[] for _ in range(length)]
+        values: list[list[Heads]] = [[] for _ in range(length)]
         for k in range(steps):
             queries = []
             for t in range(length):
@@ -113,7 +81,7 @@ class Naive:
                 output = self.layer(hidden[t], attended)
                 normed = self.rms(output, "norm")
                 hidden[t] = normed if self.config.norm_output else output
-                yield k, t, self.w["lm_head.weight"] @ normed
+                yield k, t, self.linear("lm_head", normed)
 
     def loss(self, samples: Sequence[Sample], options: Eagle3Options) -> Tensor:
         """Return the loss as `numerator / denominator`, over all samples as one batch."""
@@ -193,14 +161,7 @@ def test_loss_and_gradients_equal_a_naive_draft(
     use_exact_frequencies(draft.module, theta)
     settings = Eagle3Options(**{"ttt_length": 3, **options})
     output = Eagle3(OPTIONS).forward_loss(draft, Eagle3(settings).collate(samples), CONTEXT)
-    ours = output.numerator / output.denominator
-    theirs = Naive(draft, theta, logits).loss(samples, settings)
-    check_close(ours, theirs)
-    names, parameters = zip(*draft.module.named_parameters(), strict=True)
-    gradients = [torch.autograd.grad(loss, parameters) for loss in (ours, theirs)]
-    for name, found, expected in zip(names, *gradients, strict=True):
-        assert expected.abs().max() > 0, name
-        check_close(found, expected)
+    require_naive(draft, output, Naive(draft, theta, logits).loss(samples, settings), rtol=1e-10)
 
 
 # ------------------------------------------------------------ batches
@@ -225,7 +186,7 @@ def test_what_meets_no_supervised_row_adds_nothing(
     assert all(p.grad is None or not p.grad.any() for p in draft.module.parameters())
     (_, one), (_, three) = measure(1, first=True), measure(3, first=True)
     assert one.numerator > 0
-    check_close(one.numerator, three.numerator)
+    torch.testing.assert_close(one.numerator, three.numerator, rtol=1e-10, atol=1e-12)
 
 
 def test_a_teacher_who_knows_no_draft_token_is_finite(
@@ -251,58 +212,21 @@ def test_bf16_compute_keeps_the_loss_in_fp32(
     check_bf16(Eagle3(OPTIONS), draft, Eagle3(OPTIONS).collate(make_samples(30, 20)), CONTEXT)
 
 
-# ------------------------------------------------------------ collate and metrics
-
-
-@pytest.mark.parametrize(
-    ("supervise", "rows"), [("reference", [0, 0, 1, 1, 0, 0]), ("predicted", [1, 1, 0, 1, 0, 0])]
-)
-def test_supervised_rows_follow_the_mask_as_published_or_as_predicted(
-    supervise: str, rows: list[int], make_draft: MakeDraft, make_samples: MakeSamples
+@pytest.mark.parametrize("supervise", ["reference", "predicted"])
+def test_a_sample_too_short_to_predict_anything_is_no_error(
+    supervise: str, make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
-    """A sample that is too short to predict anything has none, and is no error."""
-    options, (sample,) = Eagle3Options(supervise=supervise), make_samples(6)
-    mask = torch.tensor([False, False, True, True, False, True])
-    sample = dataclasses.replace(sample, loss_mask_T=mask)
-    assert Eagle3(options).collate([sample]).loss_mask_BT[0].long().tolist() == rows
     for length in (1, 2):
-        batch = Eagle3(options).collate(make_samples(length))
+        batch = Eagle3(Eagle3Options(supervise=supervise)).collate(make_samples(length))
         assert Eagle3(OPTIONS).forward_loss(make_draft(), batch, CONTEXT).numerator.isfinite()
-
-
-def test_metrics_count_what_their_names_say(
-    make_draft: MakeDraft, make_samples: MakeSamples
-) -> None:
-    batch = Eagle3(OPTIONS).collate(make_samples(9, 5))
-    output = Eagle3(OPTIONS).forward_loss(make_draft(ttt_length=2), batch, CONTEXT)
-    for step in range(2):
-        supervised = int(batch.loss_mask_BT[:, step:].sum())
-        assert float(output.counts[f"accuracy_{step}"][1]) == supervised
-        assert float(output.counts[f"acceptance_rate_{step}"][1]) == supervised
-        assert float(output.counts[f"loss_{step}"][1]) == 14
-    found = Eagle3(OPTIONS).eval_metrics({"accuracy_0": 0.5, "accuracy_1": 0.5})
-    assert found == {"simulated_acceptance_length": 1.75}
-    assert Eagle3(OPTIONS).eval_metrics({"acceptance_length": 2.0}) == {}  # of `draftcore eval`
 
 
 # ------------------------------------------------------------ the fused attention
 
 
-def attention_inputs(dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor, Tensor]:
-    torch.manual_seed(0)
-    batch, heads, groups, length, width, extra = 2, 4, 2, 33, 16, 3
-    rows = torch.tensor([t for t in range(batch * length) if t % 5])
-    shapes = [(len(rows), heads, width), *[(batch, heads, length, width)] * 2]
-    shapes += [(len(rows), groups, extra, width)] * 2
-    tensors = [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
-    grad = torch.randn(shapes[0], dtype=torch.float64).to(device, dtype)
-    return [t.requires_grad_() for t in tensors], rows.to(device), grad
-
-
-def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, extra_key: Tensor, extra_value: Tensor, rows: Tensor
-) -> Tensor:
+def plain_attention(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
     """The same as one softmax over a score matrix."""
+    query, key, value, extra_key, extra_value = tensors
     length, share = key.shape[2], query.shape[1] // extra_key.shape[1]
     sample, time = rows // length, rows % length
     scores = torch.einsum("nad,natd->nat", query, key[sample])
@@ -314,29 +238,30 @@ def plain_attention(
     return torch.einsum("nas,nasd->nad", scores.softmax(-1), values)
 
 
-def compare_attention(dtype: torch.dtype, device: str, rtol: float, atol: float) -> None:
-    tensors, rows, grad = attention_inputs(dtype, device)
-    found = attend(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], rows)
-    found_gradients = torch.autograd.grad(found, tensors, grad)
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    expected = plain_attention(exact[0], exact[1], exact[2], exact[3], exact[4], rows)
-    expected_gradients = torch.autograd.grad(expected, exact, grad.double())
-    for ours, theirs in zip(
-        (found, *found_gradients), (expected, *expected_gradients), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs.to(dtype), rtol=rtol, atol=atol)
-
-
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
+    ("device", "dtype", "tolerance"),
+    [
+        ("cpu", torch.float64, 1e-12),
+        ("cpu", torch.float32, 1e-5),
+        ("cpu", torch.bfloat16, 0.05),
+        pytest.param("cuda", torch.float32, 1e-5, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, 0.05, marks=pytest.mark.gpu),
+    ],
 )
-def test_fused_attention_equals_one_softmax(dtype: torch.dtype, tolerance: float) -> None:
-    compare_attention(dtype, "cpu", tolerance, tolerance)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_fused_attention_on_a_gpu_equals_one_softmax(dtype: torch.dtype, tolerance: float) -> None:
-    if not torch.cuda.is_available():
+def test_fused_attention_equals_one_softmax(
+    device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    compare_attention(dtype, "cuda", tolerance, tolerance)
+    torch.manual_seed(0)
+    batch, heads, groups, length, width, extra = 2, 4, 2, 33, 16, 3
+    rows = torch.tensor([t for t in range(batch * length) if t % 5], device=device)
+    shapes = [(len(rows), heads, width), *[(batch, heads, length, width)] * 2]
+    shapes += [(len(rows), groups, extra, width)] * 2
+    made = [torch.randn(shape, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    require_attention(
+        [tensor.requires_grad_() for tensor in made],
+        lambda t: attend(t[0], t[1], t[2], t[3], t[4], rows),
+        lambda tensors: plain_attention(tensors, rows),
+        tolerance,
+    )

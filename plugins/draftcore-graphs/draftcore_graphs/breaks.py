@@ -20,7 +20,6 @@ class Recorder(Protocol):
 
     def eager(self, fn: Callable[..., Outputs], args: tuple[Any, ...]) -> Outputs:
         """End the graph, call the function once, and record the next graph from its outputs on."""
-        ...
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import torch
 from draftcore_eval.decode import Eager
+from draftcore_hf.decoder import DecoderModel, decoder_model
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.target import DecoderModel, PrefillRunner, TargetModel, decoder_model
+from draftcore.contracts.target import PrefillRunner, TargetModel
 
 
 class Compiled(Eager):

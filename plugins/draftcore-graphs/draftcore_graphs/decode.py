@@ -21,11 +21,12 @@ import torch
 from draftcore_eval.decode import EagerRunner, right_padded
 from draftcore_eval.proposals import checked_proposal, verify
 from draftcore_eval.runner import Prompts, Rows
+from draftcore_hf.decoder import decoder_model
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import Drafter, Proposal
 from draftcore.contracts.runner import Batch, GraphBackend, Outputs, ShapeKey
-from draftcore.contracts.target import TargetCache, TargetModel, decoder_model
+from draftcore.contracts.target import TargetCache, TargetModel
 from draftcore.errors import DraftcoreError
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Slot, StaticBuffers

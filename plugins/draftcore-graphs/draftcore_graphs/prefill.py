@@ -13,11 +13,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from draftcore_hf.decoder import DecoderModel, decoder_model
 from torch import Tensor, nn
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Batch, GraphBackend, Outputs, ShapeKey
-from draftcore.contracts.target import DecoderModel, TargetModel, decoder_model
+from draftcore.contracts.target import TargetModel
 from draftcore_graphs.breaks import run_eager
 from draftcore_graphs.buckets import pad_to
 from draftcore_graphs.buffers import Slot, StaticBuffers
@@ -89,9 +90,8 @@ class PrefillGraphRunner(GraphRunner):
         super().__init__(phase, backend, plugins)
         self.target, self.breaks = decoder_model(target, "a graph of the target"), breaks
         self.requests: dict[str, FeatureRequest] = {}
-        self.masks_differ: bool | None = (
-            None  # from those of the model; None before the first batch
-        )
+        # From those of the model; None before the first batch.
+        self.masks_differ: bool | None = None
         largest = ShapeKey(phase.rows[-1], phase.lengths[-1])
         self.buffers = StaticBuffers(SLOTS, [largest], target.device)
 

@@ -33,30 +33,24 @@ class Segments(Protocol):
 
     def isolated(self) -> AbstractContextManager[None]:
         """Wrap warm-up and recording: nothing else runs on their stream."""
-        ...
 
     def recording(self) -> AbstractContextManager[None]:
         """Wrap the recording of one function; a segment that an error left open is dropped."""
-        ...
 
     def begin(self) -> None:
         """Record from here on, without running what is recorded."""
-        ...
 
     def end(self) -> Step:
         """Return a function that runs the segment that was recorded since `begin`."""
-        ...
 
     def pin(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that returns a tensor at this one's address while the recording is kept.
 
         The steps that follow may use memory of the recordings' own again.
         """
-        ...
 
     def closing(self) -> AbstractContextManager[None]:
         """Wrap the dropping of all recordings, and free their memory."""
-        ...
 
 
 @dataclass

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from draftcore_graphs.backend import SegmentBackend
+from draftcore_graphs.recording import Tape
 from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.runners import RepeatingDrafter
 from draftcore_sdk.targets import tiny_target
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.target import TargetModel
@@ -68,56 +67,8 @@ def prompts() -> list[list[int]]:
 # ---------------------------------------------------------------- segments
 
 
-class Tape(TorchDispatchMode):
-    """Operations at fixed addresses: a replay reads and writes the memory of the recording.
-
-    Recording fills outputs with nan, as a capture computes nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[Callable[[], None]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero"):
-            raise RuntimeError("operation not permitted when stream is capturing")
-        given = {
-            leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-        }
-        writes = func._schema.is_mutable
-        kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) and writes else x, args)
-        result = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        fresh = [tensor for tensor in made if tensor.data_ptr() not in given and not func.is_view]
-
-        def step() -> None:
-            again = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
-            for place, value in zip(made, again, strict=True):
-                if place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
-
-        if "empty" not in func.overloadpacket.__name__:  # an allocation is no kernel
-            self.steps.append(step)
-        for tensor in fresh:
-            if tensor.is_floating_point():
-                tensor.fill_(float("nan"))
-        if writes:  # nothing was written yet
-            for argument, before in zip(args, kept, strict=True):
-                if isinstance(argument, Tensor):
-                    argument.copy_(before)
-        return result
-
-    def run(self) -> None:
-        with torch.inference_mode():
-            for step in self.steps:
-                step()
-
-
 class CpuSegments:
-    """Does what CUDA's capture does, with operations for kernels; `ended` counts the segments."""
+    """Segments as `recording` tapes them; `ended` counts them."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.tape: Tape | None = None
@@ -139,12 +90,26 @@ class CpuSegments:
         self.tape = Tape()
         self.tape.__enter__()
 
-    def end(self) -> Callable[[], None]:
+    def end(self) -> Callable[[], object]:
+        """Every tensor of a segment keeps its place; what is computed is there when it runs."""
         assert self.tape is not None, "no segment was begun"
         tape, self.tape = self.tape, None
         tape.__exit__(None, None, None)
         self.ended += 1
-        return tape.run
+        # An allocation is no kernel.
+        tape.steps = [step for step in tape.steps if "empty" not in str(step[0])]
+        outside = {value.untyped_storage().data_ptr() for value, _ in tape.read.values()}
+        computed = [
+            tensor
+            for func, *_, made in tape.steps
+            for tensor in made
+            if not (func.is_view or tensor.untyped_storage().data_ptr() in outside)
+        ]
+        for tensor in computed:
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+        tape.outputs = computed
+        return tape.replay
 
     def pin(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor

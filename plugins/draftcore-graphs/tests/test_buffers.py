@@ -69,21 +69,13 @@ def test_what_a_bucket_does_not_hold_is_refused_by_the_slots_name(
 
 
 def test_a_batch_goes_to_the_smallest_bucket_that_holds_it_or_without_padding_to_its_own() -> None:
+    """Default tables reach the largest batch and no further; the largest is captured first."""
     sizes, table = (1, 2, 3, 8, 9), (2, 4, 8)
     assert [pad_to(size, table) for size in sizes] == [2, 2, 4, 8, None]
     assert [pad_to(size, table, padding=False) for size in sizes] == [None, 2, None, 8, None]
-
-
-def test_default_tables_reach_the_largest_batch_and_no_further() -> None:
-    assert doubling(1) == (1,)
-    assert doubling(6) == (1, 2, 4, 6)
-    assert doubling(8) == (1, 2, 4, 8)
-    assert multiples(256, 512) == (256, 512)
-    assert multiples(256, 513) == (256, 512, 768)
-    assert multiples(256, 1) == (256,)
-
-
-def test_the_largest_bucket_is_captured_first() -> None:
+    assert [doubling(most) for most in (1, 6, 8)] == [(1,), (1, 2, 4, 6), (1, 2, 4, 8)]
+    steps = [multiples(256, most) for most in (1, 512, 513)]
+    assert steps == [(256,), (256, 512), (256, 512, 768)]
     keys = [ShapeKey(1, 8), ShapeKey(4, 8), ShapeKey(2, 16), ShapeKey(1, 8)]
     assert largest_first(keys) == [ShapeKey(4, 8), ShapeKey(2, 16), ShapeKey(1, 8)]
 

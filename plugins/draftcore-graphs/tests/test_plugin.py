@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from draftcore.contracts.runner import GraphBackend
 from draftcore.errors import UsageError
 
 PLUGIN = "draftcore_graphs.plugin"
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 
 
@@ -72,10 +74,23 @@ def test_an_unknown_compiler_is_refused() -> None:
         open_backend("piecewise", compiler="inducktor")
 
 
-def test_the_readme_names_every_backend_rule_and_option() -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("head", "names"),
+    [
+        ("backend", [offer.name for offer in plugin.describe() if offer.kind == "graph"]),
+        ("rule", [rule.name for rule in (*RULES, *PLUGIN_RULES)]),
+        ("option", list(GraphsOptions.model_fields)),
+    ],
+)
+def test_the_readmes_tables_have_every_backend_rule_and_option_and_no_other(
+    head: str, names: list[str]
+) -> None:
+    table = README.split(f"| {head} |")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == sorted(names)
+
+
+def test_the_readme_names_every_offer_and_option() -> None:
     names = [offer.name for offer in plugin.describe()]
-    names += [rule.name for rule in (*RULES, *PLUGIN_RULES)]
-    for model in (GraphsOptions, BreakableOptions, PiecewiseOptions, OverlapOptions):
+    for model in (BreakableOptions, PiecewiseOptions, OverlapOptions):
         names += model.model_fields
-    assert [name for name in names if f"`{name}`" not in text] == []
+    assert [name for name in names if f"`{name}`" not in README] == []

@@ -37,35 +37,26 @@ def make(target: TargetModel, **changes: Any) -> PrefillGraphRunner:
     return PrefillGraphRunner(target, phase(**changes), RecordingBackend())
 
 
-def require_near(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], lengths_B: Tensor
-) -> None:
-    for name, value_BTH in expected.items():
+def require_near(runner: Any, target: TargetModel, rows: list[list[int]]) -> Mapping[str, Tensor]:
+    """Return a runner's features of some rows, which are the target's own within rounding."""
+    given = right_padded(rows, "cpu")
+    found, eager = (one.features(*given, REQUEST) for one in (runner, target))
+    assert tuple(found) == REQUEST.names
+    for name, value_BTH in eager.items():
         assert found[name].shape == value_BTH.shape
-        for row, length in enumerate(lengths_B.tolist()):
+        for row, length in enumerate(given[1].tolist()):
             gap = (found[name][row, :length] - value_BTH[row, :length]).abs().max()
             assert gap <= ROUNDING, name
+    return found
 
 
-def test_features_are_those_of_the_eager_runner(
+def test_every_bucket_replays_to_the_bits_of_eager_on_the_same_padded_batch(
     target: TargetModel, prompts: list[list[int]]
 ) -> None:
     runner = make(target)
-    for batch in (prompts, prompts[2:], prompts[:1], prompts[1:3]):
-        given = right_padded(batch, "cpu")
-        found = runner.features(*given, REQUEST)
-        assert tuple(found) == REQUEST.names
-        require_near(found, target.features(*given, REQUEST), given[1])
-    assert runner.counts == {"replayed": 4}
-
-
-def test_every_bucket_replays_to_the_bits_of_eager(
-    target: TargetModel, prompts: list[list[int]]
-) -> None:
-    runner = make(target)
-    for batch in (prompts, prompts[:2], prompts[2:], [prompts[0]] * 4):
-        runner.features(*right_padded(batch, "cpu"), REQUEST)
-    assert len(runner.captured) == 4
+    for batch in (prompts, prompts[:2], prompts[2:], [prompts[0]] * 4, prompts[1:3], prompts[:1]):
+        require_near(runner, target, batch)
+    assert (runner.counts, len(runner.captured)) == ({"replayed": 6}, 4)
     for key in sorted(runner.captured):
         assert largest_gap(runner, key) == 0, key
 
@@ -99,9 +90,7 @@ def test_what_the_backend_refuses_runs_as_it_is(
             return False
 
     runner = PrefillGraphRunner(target, phase(), Refusing())
-    given = right_padded(prompts, "cpu")
-    found = runner.features(*given, REQUEST)
-    require_near(found, target.features(*given, REQUEST), given[1])
+    require_near(runner, target, prompts)
     assert runner.counts == {"refused": 1}
 
 
@@ -122,25 +111,21 @@ def test_weights_that_move_are_captured_anew_and_those_in_place_are_not(
     target_folder: Path, prompts: list[list[int]]
 ) -> None:
     target = TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
-    runner, given = make(target), right_padded(prompts, "cpu")
-    runner.features(*given, REQUEST)
-    weight = target.layers[0].mlp.up_proj.weight
+    runner, weight = make(target), target.layers[0].mlp.up_proj.weight
+    before = require_near(runner, target, prompts)
     weight.data.mul_(1.5)
-    found = runner.features(*given, REQUEST)
+    assert not torch.equal(require_near(runner, target, prompts)["hidden.1"], before["hidden.1"])
     assert runner.captures == 4
-    require_near(found, target.features(*given, REQUEST), given[1])
     weight.data = weight.data * 0.5
-    found = runner.features(*given, REQUEST)
+    require_near(runner, target, prompts)
     assert runner.captures == 8
-    require_near(found, target.features(*given, REQUEST), given[1])
 
 
 def test_a_sliding_window_target_keeps_its_window(
     windowed: TargetModel, prompts: list[list[int]]
 ) -> None:
-    runner, given = make(windowed), right_padded(prompts, "cpu")
-    found = runner.features(*given, REQUEST)
-    require_near(found, windowed.features(*given, REQUEST), given[1])
+    runner = make(windowed)
+    require_near(runner, windowed, prompts)
     assert not runner.masks_differ
 
 
@@ -252,9 +237,7 @@ def test_attention_is_a_break_for_backends_that_can(
 ) -> None:
     """One per layer; a replay has the bits of eager, and the model is left as it was."""
     runner = PrefillGraphRunner(target, phase(rows=(4,)), backend, breaks=True)
-    given = right_padded(prompts, "cpu")
-    found = runner.features(*given, REQUEST)
+    require_near(runner, target, prompts)
     assert segments.ended == len(runner.captured) * (len(target.layers) + 1)
-    require_near(found, target.features(*given, REQUEST), given[1])
     assert [largest_gap(runner, key) for key in runner.captured] == [0, 0]
     assert all("forward" not in vars(layer.self_attn) for layer in target.layers)

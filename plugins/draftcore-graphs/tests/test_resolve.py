@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -41,20 +42,15 @@ def test_nothing_set_is_auto_and_needs_no_backend() -> None:
 
 
 def test_defaults_follow_from_the_run() -> None:
-    prefill, decode = (
-        resolve(name, GraphsOptions(backend="any"), FACTS) for name in ("prefill", "decode")
-    )
-    assert prefill.rows == (6,)
-    assert decode.rows == (1, 2, 4, 6)
+    """Long runs have no more buckets than short ones."""
+    given = GraphsOptions(backend="any")
+    prefill, decode = (resolve(name, given, FACTS) for name in ("prefill", "decode"))
+    assert (prefill.rows, decode.rows) == ((6,), (1, 2, 4, 6))
     assert prefill.lengths == decode.lengths == (256, 512, 768)
     every = resolve("decode", GraphsOptions(backend="any", padding=False), FACTS)
     assert every.rows == (1, 2, 3, 4, 5, 6)
-
-
-def test_long_runs_have_no_more_buckets_than_short_ones() -> None:
-    phase = resolve("prefill", GraphsOptions(backend="any"), replace(FACTS, longest=32_768))
-    assert len(phase.lengths) == MOST
-    assert phase.lengths[-1] == 32_768
+    lengths = resolve("prefill", given, replace(FACTS, longest=32_768)).lengths
+    assert (len(lengths), lengths[-1]) == (MOST, 32_768)
 
 
 def test_what_the_user_sets_stays_and_the_plan_says_so() -> None:
@@ -82,37 +78,26 @@ def test_the_plan_names_rules_that_judge_only_when_a_phase_runs() -> None:
 
 
 @pytest.mark.parametrize(("rule", "phase"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_a_rule_refuses_a_locked_backend_by_its_name(rule: Rule, phase: PhaseName) -> None:
+def test_a_rule_refuses_a_locked_backend_and_turns_auto_into_eager(
+    rule: Rule, phase: PhaseName
+) -> None:
+    """Both say its name and reason. A rule of one phase leaves the other alone."""
     changes, backend = REFUSED[rule.name]
-    with pytest.raises(UsageError) as refused:
-        resolve(phase, GraphsOptions(backend=backend), replace(FACTS, **changes))
-    text = str(refused.value)
-    assert (
-        f"runner.{phase}.options.backend={backend} was set, and the rule {rule.name!r} refuses"
-        in text
-    )
-    assert rule.reason in text
-    assert text.splitlines()[-1].startswith(f"  set runner.{phase}.name=eager")
-
-
-@pytest.mark.parametrize(("rule", "phase"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_a_rule_turns_auto_into_eager_and_is_noted(rule: Rule, phase: PhaseName) -> None:
-    changes, _ = REFUSED[rule.name]
+    facts = replace(FACTS, **changes)
+    locked = f"runner.{phase}.options.backend={backend} was set, and the rule {rule.name!r} refuses"
+    with pytest.raises(UsageError, match=re.escape(locked)) as refused:
+        resolve(phase, GraphsOptions(backend=backend), facts)
+    assert rule.reason in str(refused.value)
+    assert str(refused.value).splitlines()[-1].startswith(f"  set runner.{phase}.name=eager")
     able = frozenset({"auto:cpu"} | ({"device:cuda"} if rule.name == "device" else set()))
-    facts = replace(FACTS, backends={"chosen": able}, **changes)
-    resolved = resolve(phase, GraphsOptions(backend="auto"), facts)
+    chosen = replace(facts, backends={"chosen": able})
+    resolved = resolve(phase, GraphsOptions(backend="auto"), chosen)
     assert resolved.backend == "eager"
     ((_, _, by),) = resolved.lines()
     assert by.startswith(f"rule {rule.name}: {rule.reason}")
-
-
-@pytest.mark.parametrize("rule", [r for r in RULES if len(r.phases) == 1], ids=lambda r: r.name)
-def test_a_rule_of_one_phase_leaves_the_other_alone(rule: Rule) -> None:
-    other = "decode" if rule.phases == ("prefill",) else "prefill"
-    changes, backend = REFUSED[rule.name]
-    assert (
-        resolve(other, GraphsOptions(backend=backend), replace(FACTS, **changes)).backend == "any"
-    )
+    if len(rule.phases) == 1:
+        other: PhaseName = "decode" if phase == "prefill" else "prefill"
+        assert resolve(other, GraphsOptions(backend=backend), facts).backend == backend
 
 
 def test_rules_are_not_asked_where_nothing_is_to_be_captured() -> None:
@@ -161,12 +146,9 @@ def test_a_plugin_is_refused_by_the_name_of_the_rule(rule: Rule) -> None:
     assert remedy.endswith(hint[rule.name])
 
 
-def test_a_plugin_that_no_rule_refuses_is_kept_with_its_options() -> None:
+def test_a_plugin_that_no_rule_refuses_is_kept_and_none_is_left_out_silently() -> None:
     given = GraphsOptions(backend="forking", plugins={"forks": {"of": 2}, "phase": {}})
     assert resolve("prefill", given, PLUGINS).plugins == {"forks": {"of": 2}, "phase": {}}
-
-
-def test_auto_that_comes_to_eager_leaves_out_no_plugin_silently() -> None:
-    given = GraphsOptions(backend="auto", plugins={"forks": {}})
+    eager = GraphsOptions(backend="auto", plugins={"forks": {}})
     with pytest.raises(UsageError, match="the rule 'nothing-captured' refuses it"):
-        resolve("prefill", given, PLUGINS)
+        resolve("prefill", eager, PLUGINS)

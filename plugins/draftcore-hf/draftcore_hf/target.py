@@ -38,12 +38,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftcore.contracts.capture import FeatureRequest, ImageProcessor
-from draftcore.contracts.target import (
-    PrefillRunner,
-    TargetCache,
-    TargetModel,
-    TargetSpec,
-)
+from draftcore.contracts.target import PrefillRunner, TargetCache, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import write_atomic
 from draftcore.tensors import resolve_device
@@ -400,9 +395,8 @@ class TransformersModel:
         token_1T = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         output = self.decoder(input_ids=token_1T, use_cache=True)
         layers: list[Any] = getattr(getattr(output, "past_key_values", None), "layers", [output])
-        known = [
-            getattr(cache_utils, f"{kind}Layer", None) for kind in CACHE_LAYERS
-        ]  # some are new
+        # Some are new.
+        known = [getattr(cache_utils, f"{kind}Layer", None) for kind in CACHE_LAYERS]
         unread = {x for x in layers if isinstance(x, cache_utils.DynamicLayer) and x.keys is None}
         strange = [x for x in layers if type(x) not in known or x in unread]
         # The first kind of Mamba begins anew where it reads several tokens; ALiBi takes no such masks.

@@ -1,6 +1,10 @@
-"""The target as features and as a cached model, against transformers itself."""
+"""The target passes its suites; its features and weights against transformers; by what it is known."""
 
+from __future__ import annotations
+
+import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_hf.target import TransformersModel, TransformersTarget
-from draftcore_sdk.targets import tiny_target
+from draftcore_hf.target import TransformersModel, TransformersTarget, file_digest
+from draftcore_sdk.plugins import PluginSuite
+from draftcore_sdk.targets import TargetSuite, tiny_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import UsageError
+
+
+class TestPlugin(PluginSuite):
+    plugin = "draftcore_hf.plugin"
+
+
+class TestTarget(TargetSuite):
+    plugin = "draftcore_hf.plugin"
 
 
 def opened(folder: Path) -> TransformersModel:
@@ -26,25 +39,6 @@ def say(file: Path, part: str | None = None, **values: object) -> None:
     said = json.loads(file.read_text())
     (said[part] if part else said).update(values)
     file.write_text(json.dumps(said))
-
-
-@pytest.fixture(scope="module")
-def target(target_folder: Path) -> TransformersModel:
-    return opened(target_folder)
-
-
-def test_layer_ids_are_outputs_and_the_last_hidden_state_is_normed(
-    target: TransformersModel,
-) -> None:
-    tokens_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
-    request = FeatureRequest((0, 2, 5), True, "float32")
-    ours = target.features(tokens_BT, torch.tensor([9, 9]), request)
-    theirs = target.model(input_ids=tokens_BT, output_hidden_states=True).hidden_states
-    for layer in (0, 2):
-        torch.testing.assert_close(ours[f"hidden.{layer}"], theirs[layer + 1], rtol=0, atol=0)
-    torch.testing.assert_close(ours["last_hidden"], theirs[-1], rtol=0, atol=0)
-    normed = target.decoder.get_submodule("norm")(ours["hidden.5"])
-    torch.testing.assert_close(normed, ours["last_hidden"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("slices", [1, 4])
@@ -70,41 +64,15 @@ def test_the_largest_logits_are_the_models_own(
         assert torch.equal(half["topk_logits"], found["topk_logits"].half())
 
 
-def test_embeddings_are_what_the_first_layer_is_given(
-    target: TransformersModel, tmp_path: Path
+def test_embeddings_are_what_the_first_layer_is_given_of_a_model_that_scales_them_too(
+    tmp_path: Path,
 ) -> None:
-    """Of a model that scales its embeddings too."""
     tokens_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
     request, lengths_B = FeatureRequest((), False, "float32", embeddings=True), torch.tensor([9, 9])
-    found = target.features(tokens_BT, lengths_B, request)["embeddings"]
-    assert torch.equal(found, target.model.get_input_embeddings()(tokens_BT))
     scaled = opened(tiny_target(tmp_path, "gemma2"))
     found = scaled.features(tokens_BT, lengths_B, request)["embeddings"]
     plain = scaled.spec.embedding()[tokens_BT]
     torch.testing.assert_close(found, plain * 48**0.5, rtol=1e-6, atol=0)
-
-
-def test_more_logits_than_there_are_tokens_are_refused(target: TransformersModel) -> None:
-    request = FeatureRequest((), False, "float32", topk=target.spec.vocab_size + 1)
-    with pytest.raises(UsageError, match=r"the 260 largest logits were asked for.*has 259 tokens"):
-        target.spec.require_layers(request)
-
-
-def test_cached_rows_of_different_lengths_equal_one_forward(target: TransformersModel) -> None:
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 256, (length,), generator=generator) for length in (5, 12, 8)]
-    cache, request = target.allocate(3, 32), FeatureRequest((3,), True, "float32")
-    prompts_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    target.forward(cache, prompts_BT, torch.zeros(3, dtype=torch.long), 12, request)
-    lengths_B = torch.tensor([len(row) for row in rows])
-    rejected_BT, taken_BT = torch.randint(0, 256, (2, 3, 4), generator=generator)
-    for window_BT in (rejected_BT, taken_BT):  # the second overwrites the first
-        cached = target.forward(cache, window_BT, lengths_B, 16, request)
-    for i, row in enumerate(rows):
-        whole = torch.cat([row, taken_BT[i]])[None]
-        alone = target.features(whole, torch.tensor([len(row) + 4]), request)
-        for name in request.names:
-            torch.testing.assert_close(cached[name][i], alone[name][0, -4:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -240,30 +208,10 @@ def test_quantised_weights_give_the_features_of_what_they_stand_for(
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_that_is_not_the_models_prediction_is_refused(
-    target: TransformersModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = target.model.forward
-
-    def capped(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        output.logits = 2.0 * torch.tanh(output.logits / 2.0)
-        return output
-
-    monkeypatch.setattr(target.model, "forward", capped)
-    with pytest.raises(DraftcoreError, match="not the model's own"):
-        target.check()
-
-
 def test_a_tie_is_judged_in_a_wider_type_by_experts_too(tmp_path: Path) -> None:
     target, tokens = opened(tiny_target(tmp_path, "mixtral")), [5, 9, 7]
     best, second = target.model(input_ids=torch.tensor([tokens])).logits[0, -1].topk(2).values
     assert target.top2_gap(tokens) == pytest.approx(float(best - second), abs=1e-5)
-
-
-def test_a_layer_that_is_not_there_is_refused(target: TransformersModel) -> None:
-    with pytest.raises(UsageError, match=r"layers \[6\] were asked for, .* has layers 0\.\.5"):
-        target.spec.require_layers(FeatureRequest((1, 6), True, "float32"))
 
 
 @pytest.mark.parametrize("config", [None, "{}"])
@@ -303,3 +251,57 @@ def test_an_absent_device_is_refused(target_folder: Path) -> None:
         pytest.skip("this machine has the device")
     with pytest.raises(UsageError, match="sees 0 CUDA devices"):
         _ = TransformersTarget(str(target_folder), device="cuda").load_model()
+
+
+def fingerprint(folder: Path) -> str:
+    return TransformersTarget(str(folder)).fingerprint()
+
+
+def test_a_copy_is_the_same_target_and_a_change_in_any_file_another(tmp_path: Path) -> None:
+    """Be it a norm, a token, or the last bit of one weight, as in a fine-tune."""
+    base = tiny_target(tmp_path / "base")
+
+    def change_weight(file: Path) -> None:
+        weights = load_file(file)
+        name = next(name for name in weights if name.endswith("3.mlp.up_proj.weight"))
+        last = weights[name].view(-1)[-1:]
+        last.copy_(torch.nextafter(last, torch.tensor(9.0)))
+        save_file(weights, file, metadata={"format": "pt"})
+
+    def change_text(file: Path, old: str, new: str) -> None:
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+
+    seen = [fingerprint(base), fingerprint(shutil.copytree(base, tmp_path / "copied"))]
+    assert seen[0] == seen[1]
+    changes: dict[str, Callable[[Path], None]] = {
+        "weight": lambda folder: change_weight(folder / "model.safetensors"),
+        "norm": lambda folder: change_text(folder / "config.json", "1e-06", "2e-06"),
+        "token": lambda folder: change_text(folder / "tokenizer.json", '"!"', '"!!"'),
+    }
+    for name, change in changes.items():
+        change(other := shutil.copytree(base, tmp_path / name))
+        assert fingerprint(other) not in seen, name
+
+
+def test_a_hub_caches_file_is_known_by_its_blobs_name(tmp_path: Path) -> None:
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    name = hashlib.sha256(b"not what the file holds").hexdigest()
+    (blobs / name).write_bytes(b"weights")
+    (tmp_path / "model.safetensors").symlink_to(blobs / name)
+    assert file_digest(tmp_path / "model.safetensors") == name
+
+
+def test_a_large_file_is_read_once_as_long_as_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("draftcore_hf.target.SLOW_DIGEST_BYTES", 4)
+    file = tmp_path / "weights"
+    file.write_bytes(b"weights")
+    digests = [file_digest(file), file_digest(file)]
+    assert digests == [hashlib.sha256(b"weights").hexdigest()] * 2
+    assert capsys.readouterr().err.count("once for its digest") == 1
+    file.write_bytes(b"others!")
+    assert file_digest(file) == hashlib.sha256(b"others!").hexdigest()

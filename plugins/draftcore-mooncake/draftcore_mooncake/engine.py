@@ -47,6 +47,7 @@ ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "10000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "2000",
 }
+PEER_TO_PEER = "P2PHANDSHAKE"  # in the place of a metadata server
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 FLOOR = "0.3.13"  # the first whose TCP port refuses addresses outside the lent memory
 NEEDED = ("batch_remove", "batch_put_from_multi_buffers", "batch_upsert_from", "get_into_ranges")
@@ -180,14 +181,14 @@ class Engine:
         _first_process = os.getpid()
         host = settings.host or local
         code = self._store.setup(
-            host, settings.metadata, settings.segment_bytes, 0, settings.protocol, settings.devices,
+            host, PEER_TO_PEER, settings.segment_bytes, 0, settings.protocol, settings.devices,
             self.address,
         )  # fmt: skip
         if code:
             raise StoreError(
                 f"Mooncake refuses to connect to {self.address}: {explain(code)}\n"
                 f"  check that it is a master's rpc address, that host={host} is "
-                f"this machine's, and metadata={settings.metadata}"
+                "this machine's"
             )
         self.in_place = settings.protocol == "tcp"
         own = self._store.get_hostname() if settings.segment_bytes else ""

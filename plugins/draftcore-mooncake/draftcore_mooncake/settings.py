@@ -11,6 +11,7 @@ may have begun again, with another master.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -18,7 +19,6 @@ from urllib.parse import quote, urlencode
 from draftcore.errors import UsageError
 from draftcore.uris import Uri, parse_uri
 
-PEER_TO_PEER = "P2PHANDSHAKE"
 OWN_MASTER_BYTES = 2 << 30
 SEGMENT_UNIT = 16 << 20  # the engine refuses a segment below this
 PROTOCOLS = ("tcp", "rdma")
@@ -37,7 +37,6 @@ class Settings:
     protocol: str = "tcp"
     devices: str = ""
     host: str = ""  # this machine's, as others reach it; '' finds it out
-    metadata: str = PEER_TO_PEER
     segment: str = ""  # the segment that takes what is put here; '' leaves it to the master
     patience: float = 60.0  # seconds that a master may be away
 
@@ -54,9 +53,8 @@ class Settings:
             protocol=options.get("protocol", cls.protocol),
             devices=options.get("devices", ""),
             host=options.get("host", ""),
-            metadata=options.get("metadata", PEER_TO_PEER),
             segment=options.get("segment", ""),
-            patience=uri.number("patience", cls.patience),
+            patience=_number(uri, "patience", cls.patience),
         )
         found._check(text)
         return found if address else replace(found, max_bytes=found.max_bytes or OWN_MASTER_BYTES)
@@ -103,5 +101,16 @@ def _address(uri: Uri) -> str:
     return uri.host
 
 
+def _number(uri: Uri, option: str, default: float) -> float:
+    """Return an option as a number above zero, or the default."""
+    text = uri.options.get(option, str(default))
+    if re.fullmatch(r"\d{1,15}(\.\d{1,15})?", text) is None or float(text) == 0:
+        raise UsageError(
+            f"{option}={text} in {uri.text!r} is not a number above zero\n"
+            f"  for example {option}={default:g}"
+        )
+    return float(text)
+
+
 OPTIONS = tuple(name for name in Settings.__dataclass_fields__ if name not in ("address", "name"))
-PASSED_ON = ("protocol", "devices", "metadata", "segment", "patience")
+PASSED_ON = ("protocol", "devices", "segment", "patience")

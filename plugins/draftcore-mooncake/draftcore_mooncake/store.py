@@ -23,13 +23,7 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from draftcore_file.base import (
-    Key,
-    describe_items,
-    new_generation,
-    require_room,
-    select_names,
-)
+from draftcore_file.base import Key, describe_items, new_generation, require_room, select_names
 from torch import Tensor
 
 from draftcore.contracts.store import (

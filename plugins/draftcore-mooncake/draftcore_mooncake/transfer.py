@@ -384,15 +384,14 @@ def _pairs(codes: Sequence[int]) -> list[tuple[int, int]]:
 
 def _latest(table: Tensor, row: int, feature_id: str, codes: tuple[int, int]) -> Record | None:
     """Return the later one of an id's records in a table; None if neither can be read."""
-    found = []
-    for start, code in zip(
-        (2 * RECORD_BYTES * row, (2 * row + 1) * RECORD_BYTES), codes, strict=True
-    ):
-        if code > 0 and (
-            record := Record.unpack(feature_id, bytes_of(table[start : start + code]))
-        ):
-            found.append(record)
-    return max(found, key=lambda record: record.turn, default=None)
+    start = 2 * RECORD_BYTES * row
+    texts = [
+        table[at : at + code]
+        for at, code in zip((start, start + RECORD_BYTES), codes, strict=True)
+        if code > 0
+    ]
+    found = (Record.unpack(feature_id, bytes_of(text)) for text in texts)
+    return max(filter(None, found), key=lambda record: record.turn, default=None)
 
 
 def _unreadable(ref: SampleRef, why: str) -> StoreError:

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from draftcore_mooncake.engine import load, package_folder
+from draftcore_mooncake.engine import PEER_TO_PEER, load, package_folder
 from draftcore_mooncake.master import Master
-from draftcore_mooncake.settings import PEER_TO_PEER
 from draftcore_mooncake.store import MooncakeStore
 from draftcore_sdk.loopback import only_loopback
 

@@ -11,7 +11,8 @@ from draftcore.errors import UsageError
 def test_a_uri_names_master_name_and_memory() -> None:
     found = Settings.parse("mooncake://10.0.0.5:50051/run%207?max_bytes=1GiB&buffers=64MiB")
     assert (found.address, found.name) == ("10.0.0.5:50051", "run 7")
-    assert (found.max_bytes, found.buffers) == (1 << 30, 64 << 20)
+    assert (found.max_bytes, found.buffers, found.patience) == (1 << 30, 64 << 20, 60)
+    assert Settings.parse("mooncake://h:1?patience=7.5").patience == 7.5
 
 
 @pytest.mark.parametrize("text", ["mooncake:", "mooncake", "mooncake://"])
@@ -21,11 +22,11 @@ def test_without_an_address_there_is_a_master_and_memory_of_our_own(text: str) -
 
 
 def test_another_process_joins_without_lending() -> None:
-    text = "mooncake://10.0.0.5:50051/run%207?max_bytes=1GiB&metadata=http://10.0.0.5:8080/metadata"
+    text = "mooncake://10.0.0.5:50051/run%207?max_bytes=1GiB&segment=10.0.0.5:12345"
     joining = Settings.parse(Settings.parse(text).joining())
     assert joining.max_bytes is None
     assert joining.segment_bytes == 0
-    assert (joining.name, joining.metadata) == ("run 7", "http://10.0.0.5:8080/metadata")
+    assert (joining.name, joining.segment) == ("run 7", "10.0.0.5:12345")
     assert Settings.parse(joining.joining()) == joining
 
 
@@ -45,6 +46,10 @@ def test_the_segment_has_room_for_more_than_the_samples() -> None:
         ("mooncake://h:1?protocol=udp", "there are tcp and rdma"),
         ("mooncake://h:1?protocol=rdma", "no RDMA device"),
         ("mooncake://h:1?devices=mlx5_0", "add protocol=rdma"),
+        *(
+            (f"mooncake://h:1?patience={text}", "number above zero")
+            for text in ("", "0", "-1", "9" * 400)
+        ),
     ],
 )
 def test_what_a_uri_cannot_say_is_refused(

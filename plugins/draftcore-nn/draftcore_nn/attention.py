@@ -39,11 +39,7 @@ def attend(
             query_BAQD, key_BGTD, value_BGTD, None, True, 0.0, True
         )
         return output, logsumexp.squeeze(-1), tuple(philox)
-    tensors = (
-        query_BAQD,
-        _over_queries(key_BGTD, query_BAQD),
-        _over_queries(value_BGTD, query_BAQD),
-    )
+    tensors = (query_BAQD, *(_over_queries(x, query_BAQD) for x in (key_BGTD, value_BGTD)))
     if query_BAQD.device.type == "cpu":
         output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
             *tensors, 0.0, causal, attn_mask=bias_B1QT

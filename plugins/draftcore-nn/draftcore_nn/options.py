@@ -14,10 +14,10 @@ class DecoderOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_attention_heads: Size | None = Field(default=None, description="query heads")
-    num_key_value_heads: Size | None = Field(default=None, description="key and value heads")
-    head_dim: Size | None = Field(default=None, ge=2, description="width of a head")
-    intermediate_size: Size | None = Field(default=None, description="width of the MLP")
+    num_attention_heads: Size | None = Field(None, description="query heads")
+    num_key_value_heads: Size | None = Field(None, description="key and value heads")
+    head_dim: Size | None = Field(None, ge=2, description="width of a head")
+    intermediate_size: Size | None = Field(None, description="width of the MLP")
     rope_theta: float | None = Field(
-        default=None, gt=1, le=1e12, description="base of plain rotary positions of the draft's own"
+        None, gt=1, le=1e12, description="base of plain rotary positions of the draft's own"
     )

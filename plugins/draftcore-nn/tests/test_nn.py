@@ -288,9 +288,18 @@ def test_a_target_of_another_kind_says_what_it_has_and_options_say_the_rest() ->
         shape(DecoderOptions(**heads))
 
 
+def test_a_shape_that_cannot_be_is_refused() -> None:
+    for options, message in (({"num_key_value_heads": 3}, "multiple"), ({"head_dim": 7}, "even")):
+        with pytest.raises(UsageError, match=message):
+            DecoderShape(**shape_of_target(a_target(), DecoderOptions(**options)))
+
+
 def test_layers_that_servers_cannot_capture_are_refused() -> None:
     assert capturable((3, 0), 5) == (3, 0)
-    for layers, message in (((0, 4), "layer 4 is the last"), ((2, 2), "distinct"), ((9,), "range")):
+    for layers, message in {
+        (0, 4): "layer 4 is the last", (2, 2): "distinct", (-1, 3): "range",
+        (9,): r"range(.|\n)*ids 0 to 3(.|\n)*for example \[0\]",
+    }.items():  # fmt: skip
         with pytest.raises(UsageError, match=message):
             capturable(layers, 5)
     with pytest.raises(UsageError, match="the default captured layers collide"):

@@ -81,11 +81,7 @@ class Driver:
 
     def __init__(self, job: Job, options: RayOptions, stack: contextlib.ExitStack) -> None:
         self.job, self.options = job, options
-        self.ranks, self.producers, self.stopping = (
-            list[Process](),
-            list[Process](),
-            list[Process](),
-        )
+        self.ranks, self.producers, self.stopping = (list[Process]() for _ in range(3))
         self.group: Any = None
         self.restarts = 0  # of the ranks
         self.queue = ""  # where producers find it, HOST:PORT
@@ -165,9 +161,7 @@ class Driver:
 
     def place(self, size: int) -> bool:
         """Reserve room for so many ranks, near each other. Returns whether there is any in time."""
-        request = self.options.rank
-        bundle = {"CPU": request.cpus, "GPU": request.gpus, **request.resources}
-        bundle = {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
+        bundle = self.options.rank.amounts() or {"CPU": 0.001}
         self.group = placement_group([bundle] * size, strategy="PACK")
         deadline = time.monotonic() + self.options.patience
         while not self.group.wait(1):
@@ -181,13 +175,9 @@ class Driver:
 
     def room(self) -> dict[str, int]:
         """Return how many ranks each machine of the cluster has room for, if nothing else runs there."""
-        request = self.options.rank
-        asked = {"CPU": request.cpus, "GPU": request.gpus, **request.resources}
-        found = {}
+        asked, found = self.options.rank.amounts(), {}
         for node in ray.nodes():  # type: ignore[no-untyped-call]
-            there = [
-                node["Resources"].get(name, 0) // amount for name, amount in asked.items() if amount
-            ]
+            there = [node["Resources"].get(name, 0) // amount for name, amount in asked.items()]
             if node["Alive"] and (most := int(min([self.job.ranks, *there]))):
                 found[str(node["NodeID"])] = most
         return found

@@ -10,11 +10,16 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    cpus: float = Field(default=1, ge=0, le=4096, description="CPUs")
-    gpus: float = Field(default=0, ge=0, le=64, description="GPUs, which no other process is given")
+    cpus: float = Field(1, ge=0, le=4096, description="CPUs")
+    gpus: float = Field(0, ge=0, le=64, description="GPUs, which no other process is given")
     resources: dict[str, float] = Field(
-        default={}, description="the cluster's own, e.g. {h100: 1}, to choose a kind of machine"
+        {}, description="the cluster's own, e.g. {h100: 1}, to choose a kind of machine"
     )
+
+    def amounts(self) -> dict[str, float]:
+        """Return what is asked for, by Ray's names."""
+        asked = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: amount for name, amount in asked.items() if amount}
 
 
 class RayOptions(BaseModel):
@@ -23,14 +28,14 @@ class RayOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str = Field(
-        default="",
+        "",
         description="of a running cluster; where neither this nor RAY_ADDRESS is set, one is started "
         "on this machine for the run",
     )
-    rank: Request = Field(default=Request(), description="what each rank asks for")
-    producer: Request = Field(default=Request(), description="what each producer asks for")
+    rank: Request = Field(Request(), description="what each rank asks for")
+    producer: Request = Field(Request(), description="what each producer asks for")
     patience: float = Field(
-        default=60, gt=0, le=1e6,
+        60, gt=0, le=1e6,
         description="seconds that a process may be silent, and that is waited for machines with room; "
         "then a silent process counts as lost, and the run goes on with fewer ranks",
     )  # fmt: skip

@@ -10,7 +10,8 @@ There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each 
 `stores.StoreSuite`, `evaluations.EvaluationSuite`, `batches.BatchesSuite`, `channels.ChannelSuite`,
 `launchers.LauncherSuite`, `sources.SourceSuite`, `images.ImageSuite`, `runners.RunnerSuite`,
 `graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what goes around an
-algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`.
+algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`. For an algorithm's own tests there is
+`algorithm_exports.ExportSuite`: what reading an export refuses, and how servers read it.
 `draftcore check-plugin NAME` runs all that apply, `draftcore new-plugin NAME` writes a plugin that
 passes them. A suite opens everything through the plugin's hooks, as a run does.
 """
@@ -35,7 +36,9 @@ SUITES = (
     "targets",
     "wrappers",
 )
-PARTS = ("algorithm_fixtures", "algorithm_training", "drafting")
+PARTS = (
+    "algorithm_exports", "algorithm_fixtures", "algorithm_reference", "algorithm_training", "drafting",
+)  # fmt: skip
 
 if "pytest" in sys.modules:  # asserts in a suite explain themselves as those of a test file do
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{n}" for n in (*SUITES, *PARTS)))

@@ -1,4 +1,4 @@
-"""Fixtures for an algorithm's own tests: a tiny target, drafts for it, samples, what exports refuse.
+"""Fixtures for an algorithm's own tests: a tiny target, drafts for it, samples.
 
 A conftest imports the fixtures and adds one, `algorithm`, that says what they are made for:
 
@@ -11,7 +11,6 @@ A conftest imports the fixtures and adds one, `algorithm`, that says what they a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ from draftcore.contracts.algorithm import (
     StepOutput,
 )
 from draftcore.contracts.target import TargetSpec
-from draftcore.errors import DraftcoreError, UsageError
 from draftcore_sdk.targets import tiny_target
 
 MakeTarget = Callable[..., TargetSpec]
@@ -188,33 +186,3 @@ def drop(name: str) -> Callable[[dict[str, Tensor]], Any]:
 def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
     """Return an edit of an export's tensors that sets one."""
     return lambda tensors: tensors.update({name: tensor})
-
-
-class Refusals:
-    """What import and export refuse, whatever the algorithm; for drafts with `fc.weight`."""
-
-    def test_pickles_are_not_read(
-        self, algorithm: Tiny, make_draft: MakeDraft, folder: Path, target: TargetSpec
-    ) -> None:
-        algorithm.plain.export_draft(make_draft(dtype=torch.float32), folder, "serving")
-        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-        with pytest.raises(UsageError, match=r"pytorch_model.bin is a pickle.*safetensors"):
-            algorithm.plain.import_draft(folder, target)
-
-    def test_an_absent_folder_and_an_unknown_layout_are_explained(
-        self, algorithm: Tiny, make_draft: MakeDraft, folder: Path, target: TargetSpec
-    ) -> None:
-        with pytest.raises(UsageError, match=re.escape("no config.json")):
-            algorithm.plain.import_draft(folder, target)
-        with pytest.raises(UsageError, match=r"did you mean 'serving'\?"):
-            algorithm.plain.export_draft(make_draft(), folder, "servin")
-        assert not folder.exists()
-
-    def test_a_diverged_draft_is_not_exported(
-        self, algorithm: Tiny, make_draft: MakeDraft, folder: Path
-    ) -> None:
-        draft = make_draft()
-        draft.module.get_parameter("fc.weight").data[3, 3] = float("nan")
-        with pytest.raises(DraftcoreError, match=r"fc.weight is not finite"):
-            algorithm.plain.export_draft(draft, folder, "serving")
-        assert not folder.exists()

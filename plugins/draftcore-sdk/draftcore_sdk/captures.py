@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draftcore_hf.decoder import decoder_model
 from draftcore_hf.target import TransformersTarget
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch, FeatureRequest
-from draftcore.contracts.target import TargetSpec, decoder_model
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore_sdk.memory import CYCLES, differing, watched_bytes
 from draftcore_sdk.suite import Suite

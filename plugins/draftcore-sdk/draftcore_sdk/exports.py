@@ -1,26 +1,15 @@
-"""What tests of an algorithm's export share: to read one, to harm one, to ask its reader.
-
-The suite of algorithms asks a reader (`read_export`) about one target. Which RoPEs targets have, and
-whether the reader stands on legs of its own, is asked here.
-"""
+"""What tests of an algorithm's export share: to read one, to harm one, and the RoPEs that targets have."""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from draftcore_hf.target import TransformersTarget
-from draftcore_nn.served import Host, Round, gaps
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-from draftcore.contracts.algorithm import DataSummary
-from draftcore_sdk.suite import bound
-from draftcore_sdk.targets import tiny_target
 
 GONE = "gone"  # in place of a value: without the field
 THETA = {"rope_theta": 7e5}
@@ -53,7 +42,6 @@ ROPES: dict[str, dict[str, Any]] = {
     "two mscales": yarn(10000.0, 40, mscale=1.0, mscale_all_dim=0.5, attn_factor=3.0),
     "attention_factor": yarn(10000.0, 40, attention_factor=0.9),
 }
-LENGTH = 40  # of a prompt, beyond the lengths that these are scaled from
 
 # ---------------------------------------------------------------- a folder
 
@@ -89,44 +77,6 @@ def change_config(folder: Path, section: str = "", /, **fields: Any) -> None:
 def change_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
     """Edit the tensors of an export in place."""
     change(folder, lambda _, tensors: edit(tensors))
-
-
-# ---------------------------------------------------------------- a reader
-
-
-def largest_gap(
-    plugin: str, options: Mapping[str, Any], rope: str, server: str, folder: Path
-) -> float:
-    """How far a served draft is from the drafter's own log-probabilities, in nats.
-
-    The draft has random weights and is for a target with this RoPE; both are written into `folder`.
-    """
-    own = bound(plugin, "algorithm", "", options)
-    hooks, checked = own.hook, own.options
-    path = tiny_target(folder / "target", num_hidden_layers=8, rope_parameters=ROPES[rope])
-    target = TransformersTarget(str(path), device="cpu")
-    nothing = DataSummary("", 0, 0, 0, 0, {})
-    draft = hooks.build_draft(target=target, data=nothing, options=checked)
-    torch.manual_seed(4)
-    for parameter in draft.module.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.3)
-    export = folder / "export"
-    hooks.export_draft(draft=draft, folder=export, layout="serving", options=checked)
-    served = hooks.read_export(folder=export, server=server, options=checked)
-
-    host, generator = Host.of(target), torch.Generator().manual_seed(1)
-    tokens_T = torch.randint(250, (LENGTH,), generator=generator)
-    layers, last = served.captured(host), 99
-    hidden = [torch.randn(LENGTH, host.hidden_size, generator=generator) for _ in layers]
-    drafter = hooks.drafter(draft=draft, target=target.load_model(), options=checked)
-    state = drafter.allocate(1, LENGTH + 4)
-    features = {f"hidden.{k}": x[None] for k, x in zip(layers, hidden, strict=True)}
-    lengths_1, last_1 = torch.tensor([LENGTH]), torch.tensor([last])
-    drafter.prefill(state, tokens_T[None], lengths_1, features, last_1)
-    drawn = drafter.propose(state, 1.0, generator)
-    assert drawn.probs_BKV is not None
-    at = Round(host, tokens_T, last, tuple(hidden), hidden[-1])
-    return float(gaps(served, at, drawn.tokens_BK[0], drawn.probs_BKV[0]).max())
 
 
 def imports_of_ours(module: Path) -> set[str]:

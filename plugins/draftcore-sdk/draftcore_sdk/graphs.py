@@ -256,13 +256,14 @@ class GraphBackendSuite(Suite):
     def test_capturing_and_cleaning_up_again_and_again_keeps_nothing(self, bench: Bench) -> None:
         counts: list[int] = []
         with watched_bytes(bench.device) as held:
-            for _ in range(CYCLES):
+            for cycle in range(CYCLES):
                 bench.capture({key: bench.work.of(key) for key in (LARGE, SMALL)})
                 bench.replay()
                 bench.backend.cleanup()
-                counts.append(held())
+                if cycle in (2, CYCLES - 1):  # a look at all that a process holds takes a second
+                    counts.append(held())
         # The first cycles may fill caches; one output kept per cycle would be many times this.
-        assert counts[-1] - counts[2] <= bench.work.input_BH.nbytes, counts
+        assert counts[1] - counts[0] <= bench.work.input_BH.nbytes, counts
 
     def test_replaying_again_and_again_keeps_nothing(self, bench: Bench) -> None:
         with watched_bytes(bench.device) as held:

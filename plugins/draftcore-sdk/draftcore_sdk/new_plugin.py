@@ -30,7 +30,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "evaluation": ("pydantic", "torch"),
     "batches": (),
     "store": ("draftcore-file", "safetensors"),
-    "capture": ("torch",),
+    "capture": ("draftcore-hf", "torch"),
     "channel": ("draftcore-disagg",),
     "launcher": ("draftcore-disagg",),
     "graph": ("torch",),

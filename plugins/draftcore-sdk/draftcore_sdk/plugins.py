@@ -36,7 +36,7 @@ TOLD = ("target", "verb")  # kinds of offers that have to be told something
 LOOK = """
 import json, logging, os, random, signal, sys, threading, time, warnings
 import draftcore.cli
-from draftcore.plugins.registry import register
+from draftcore.plugins import specs
 from importlib import import_module
 
 ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "draftcore"]
@@ -62,7 +62,7 @@ def heard(event, arguments):
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.addaudithook(heard)
 module, _, instance = sys.argv[1].partition(":")
-manager, before, began = register(()), state(), time.perf_counter()
+manager, before, began = specs.manager(), state(), time.perf_counter()
 found = import_module(module)
 manager.register(getattr(found, instance) if instance else found)
 offers = manager.hook.describe()

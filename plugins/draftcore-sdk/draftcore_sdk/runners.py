@@ -16,6 +16,7 @@ import pytest
 import torch
 from draftcore_eval.decode import EagerRunner, right_padded, speculate
 from draftcore_eval.options import EvalOptions
+from draftcore_hf.decoder import DecoderModel
 from draftcore_hf.target import TransformersModel, TransformersTarget
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,7 +24,7 @@ from torch.nn import functional
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
-from draftcore.contracts.target import DecoderModel, TargetModel
+from draftcore.contracts.target import TargetModel
 from draftcore.errors import UsageError
 from draftcore_sdk.captures import ROWS, capture_target, require_near
 from draftcore_sdk.internals import bind, load_plugins

@@ -54,7 +54,7 @@ ODD_IDS = [
     *("x" * 3000, "x" * 2999 + "y"),
 ]
 BIG = 8192  # numbers of 8 bytes in a sample that a limit notices
-KILLS = 24  # at lines of the store's code, spread over all of them
+KILLS = 16  # at lines of the store's code, spread over all of them
 PATIENCE = 60  # seconds that another process is given
 
 
@@ -838,6 +838,7 @@ def put_and_die(plugin: str, uri: str, moment: str) -> list[bool]:
                 import_module(module)
     returned = [True, True]
     for last in moments[:: math.ceil(len(moments) / KILLS)]:
+        signal.alarm(PATIENCE)  # for each kill
         found = in_fork("put_until", plugin, uri, len(returned), moment, last)
         kills = len(returned) - 2
         assert found.keys() != {"failed"}, f"a put after {kills} kills: {found['failed']}"

@@ -78,7 +78,9 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "the name 'sdk' is taken here by the plugin " in result.output
     assert not list(tmp_path.iterdir())
-    fast = Plugin("fast", "draftcore-tiny", "1.0", "x", offers=(Offer("store", "ram"),))
+    fast = Plugin(
+        "fast", "draftcore-tiny", "1.0", "x", state="ready", offers=(Offer("store", "ram"),)
+    )
     broken = Plugin("half_done", "half-done", "1.0", "x", state="broken", problem="ImportError")
     registry = Registry((fast, broken))
     for name in ("fast", "tiny", "ram", "half-done"):

@@ -25,10 +25,10 @@ def test_right_plugins_pass_and_wrong_ones_are_caught(kind: str, part: int, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if mutants_of(kind).parted[1]])
+@pytest.mark.parametrize("kind", KINDS)
 def test_further_wrong_plugins_are_caught(kind: str, tmp_path: Path) -> None:
     mutants = mutants_of(kind)
-    assert mutants.complaints(tmp_path, mutants.parted[1]) == []
+    assert not mutants.parted[1] or mutants.complaints(tmp_path, mutants.parted[1]) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -115,9 +115,10 @@ def take_over(algorithm: Algorithm, batch: Any, last_tokens_tensor: Tensor, futu
             algorithm,
             arrivals(batch, row, aborted),
             last_tokens_tensor,
-            _Relay(future_map),
+            future_map,
             shape,
             lambda found: internals.draft_input(found, batch),
+            internals.relayed,
         )
 
     try:
@@ -144,19 +145,3 @@ def arrivals(batch: Any, row: tuple[RowField, ...], aborted: Collection[str] = (
 
     requests = [handed(request) for request in batch.reqs]
     return Arrivals(requests, batch.req_pool_indices, batch.seq_lens, batch.enable_overlap)
-
-
-class _Relay:
-    """sglang's FutureMap, which is given what it keeps of a draft input instead of the input."""
-
-    def __init__(self, future_map: Any) -> None:
-        self._map = future_map
-
-    def publish(self, slots_B: Tensor, seq_lens_B: Tensor) -> None:
-        self._map.publish(slots_B, seq_lens_B)
-
-    def stash(self, slots_B: Tensor, made: Any) -> None:
-        self._map.stash(slots_B, internals.relayed(made))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._map, name)

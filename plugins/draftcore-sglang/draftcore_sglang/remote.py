@@ -94,7 +94,7 @@ class ServerCapture:
         self._lock = threading.Lock()
         self._warned = False
         self._examples: dict[bool, tuple[Prompt, dict[str, Tensor]]] = {}  # that servers passed on
-        self._first_about: dict[str, Any] = {}  # of the first server; the others must be like it
+        self._sink: str | None = None  # of the first server, where the others must store as well
         self.servers = Servers(options.servers, options.in_flight, options.patience, self._look)
         self._capacity = options.in_flight * len(self.servers.all)
         self._threads = ThreadPoolExecutor(self._capacity, "sglang-server")
@@ -110,7 +110,7 @@ class ServerCapture:
         Raises BadRows for rows with a feature that is not finite, DraftcoreError where no server
         answers.
         """
-        pending: deque[tuple[CaptureBatch, list[Future[dict[str, Tensor]]]]] = deque()
+        pending: deque[tuple[CaptureBatch, list[Future[Any]]]] = deque()
 
         def first() -> CapturedBatch:
             batch, jobs = pending.popleft()
@@ -127,9 +127,9 @@ class ServerCapture:
 
     def reaches(self, store: FeatureStore) -> bool:
         """Say whether the servers put into this very store."""
-        sink = self._first_about.get("sink")
-        reached = sink is not None and place(sink) == place(store.uri)
-        if sink is not None and not reached and not self._warned:
+        sink = self._sink
+        reached = bool(sink) and place(str(sink)) == place(store.uri)
+        if sink and not reached and not self._warned:
             self._warned = True
             logger.warning(
                 "features pass through this process: the servers' store is %s, the run's %s",
@@ -159,7 +159,7 @@ class ServerCapture:
                 to.free(ref for ref in found if isinstance(ref, SampleRef))
             raise
         raise UsageError(
-            f"the servers say that they stored samples in {self._first_about.get('sink')}, and "
+            f"the servers say that they stored samples in {self._sink}, and "
             f"{to.uri} does not have them\n"
             "  set DRAFTCORE_SINK of the servers to the run's store, as seen from their machine"
         )
@@ -291,7 +291,7 @@ class ServerCapture:
         row = f"dataset row {batch.rows[at]} (sample {batch.ids[at]})"
         if refusal.kind == FULL:
             return StoreFull(
-                self._first_about.get("sink", ""),
+                self._sink or "",
                 needed=len(batch.token_ids[at])
                 * self.request.token_bytes(int(self.target.text_config.hidden_size)),
                 samples=1,
@@ -332,7 +332,7 @@ class ServerCapture:
     def _look_plain(self, server: Server) -> dict[str, Any]:
         layers = plain.layers_of(server, self.options.timeout)
         plain.require_served(server, self.request, layers)
-        self._require_alike(server, {PLAIN: layers})
+        self._require_alike(server, "")
         logger.warning(
             "sglang server %s does not run draftcore-sglang: it sends states as text, slowly and up to "
             "max_json=%d bytes\n  install draftcore-sglang beside it",
@@ -369,15 +369,13 @@ class ServerCapture:
                 f"sglang server {server.url} does not capture {', '.join(lacking)}, only "
                 f"{one_line(', '.join(about['names']))}\n  start it with DRAFTCORE_LAYERS={layers}"
             )
-        self._require_alike(server, about)
+        self._require_alike(server, about["sink"])
 
-    def _require_alike(self, server: Server, about: Mapping[str, Any]) -> None:
-        """Refuse a server that stores elsewhere than the others."""
+    def _require_alike(self, server: Server, sink: str) -> None:
+        """Refuse a server that stores elsewhere than the others; '' for nowhere."""
         with self._lock:
-            self._first_about = self._first_about or dict(about)
-        here, there = (
-            place(one["sink"]) if PLAIN not in one else "" for one in (about, self._first_about)
-        )
+            self._sink = sink if self._sink is None else self._sink
+        here, there = place(sink), place(self._sink)
         if here != there:
             raise UsageError(
                 f"sglang server {server.url} stores into {one_line(here or 'nothing')}, another one into "

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.serving import DisaggBatch, DraftInput, nothing_to_go_on
+from draftcore.contracts.serving import DisaggBatch, DraftInput
 from draftcore.errors import DraftcoreError, UsageError
 
 T = TypeVar("T")
@@ -168,29 +168,28 @@ def first_draft_input(
     future_map: Relay,
     shape: DraftShape,
     convert: Callable[[DraftInput], T],
+    relayed: Callable[[T], Any] = lambda made: made,
 ) -> T:
     """Return the first draft input of a batch, as `convert` makes it of the algorithm's.
 
-    With overlap the lengths are published and what was converted is stashed, in this order, after
-    all that can fail; an empty batch has nothing to relay. Raises RowError, naming every request
+    With overlap the lengths are published and what is `relayed` of the input is stashed, in this order,
+    after all that can fail; an empty batch has nothing to relay. Raises RowError, naming every request
     and field that is wrong, and UsageError for an algorithm that cannot do this.
     """
     row = wire_row(algorithm, shape)
     batch = check_rows(algorithm, arrivals, row)
     if "disagg" in algorithm.offer.capabilities:
         found = algorithm.hook.build_disagg_draft_input(
-            batch=batch,
-            last_tokens=last_tokens_B,
-            future_map=future_map,
-            options=algorithm.options,
+            batch=batch, last_tokens=last_tokens_B, future_map=future_map, options=algorithm.options
         )
     else:
-        found = nothing_to_go_on(last_tokens_B)
+        none = last_tokens_B.new_zeros(len(last_tokens_B), 0)
+        found = DraftInput(none.float(), none.float(), none.long(), last_tokens_B)
     _check_answer(found, len(batch.rids), algorithm.offer.name)
     made = convert(found)
     if arrivals.overlap and batch.rids:
         future_map.publish(arrivals.slots_B, arrivals.seq_lens_B)
-        future_map.stash(arrivals.slots_B, made)
+        future_map.stash(arrivals.slots_B, relayed(made))
     return made
 
 

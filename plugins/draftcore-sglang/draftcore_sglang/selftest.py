@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.target import TargetSpec, decoder_model
+from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore.tensors import resolve_device
 
@@ -41,10 +41,7 @@ def prompt_of(target: TargetSpec) -> list[int]:
 
 
 def reference(
-    target: TargetSpec,
-    request: FeatureRequest,
-    prompt: Sequence[int],
-    made: Any = None,
+    target: TargetSpec, request: FeatureRequest, prompt: Sequence[int], made: Any = None
 ) -> dict[str, Tensor] | None:
     """Return transformers' features [T, H] of a prompt, on the CPU; None where it does not fit.
 
@@ -62,11 +59,16 @@ def reference(
     tokens_BT = torch.tensor([list(prompt)], device=model.device)
     lengths_B = torch.tensor([len(prompt)], device=model.device)
     own = dataclasses.replace(request, dtype=str(model.dtype).removeprefix("torch."))
-    taken = (
-        decoder_model(model, "the check of images").forward_images(copy.copy(made), own)
-        if made
-        else model.features(tokens_BT, lengths_B, own)
-    )
+    if made:
+        forward: Any = getattr(model, "forward_images", None)  # of a target of transformers'
+        if forward is None:
+            raise UsageError(
+                f"target {target.path!r} cannot be asked for features of images, to compare sglang's with\n"
+                "  set capture.options.self_test=false"
+            )
+        taken = forward(copy.copy(made), own)
+    else:
+        taken = model.features(tokens_BT, lengths_B, own)
     found = {name: taken[name][0].cpu() for name in request.names}
     del model, taken
     gc.collect()

@@ -20,8 +20,7 @@ from draftcore.errors import UsageError
 
 def register() -> None:
     """Hook into the server. Raises UsageError for settings, and for an sglang that was not tested."""
-    sink = os.environ.get("DRAFTCORE_SINK", "")
-    if not sink:
+    if not (sink := os.environ.get("DRAFTCORE_SINK", "")):
         return
     from draftcore.uris import holds_secret, parse_size
 

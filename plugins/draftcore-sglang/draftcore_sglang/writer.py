@@ -40,16 +40,7 @@ from draftcore.contracts.store import (
 )
 from draftcore.errors import DraftcoreError
 from draftcore.tensors import all_finite
-from draftcore_sglang.wire import (
-    AWAY,
-    FAILED,
-    FULL,
-    NOT_FINITE,
-    REFUSED,
-    Ask,
-    Refusal,
-    unpack,
-)
+from draftcore_sglang.wire import AWAY, FAILED, FULL, NOT_FINITE, REFUSED, Ask, Refusal, unpack
 
 LARGEST = "largest"  # beside features: the largest magnitude in all that was staged with them
 IDLE = 60.0  # seconds

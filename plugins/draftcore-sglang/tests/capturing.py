@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import yaml
 from draftcore_sdk.captures import Reference
 from draftcore_sdk.targets import conversations
-from draftcore_sglang.internals import Limits, Settings
 from torch import Tensor
 
 SAMPLES, BATCH, EPOCHS = 24, 4, 2
@@ -51,11 +49,3 @@ def losses(file: Path) -> list[float]:
     found = [line["loss"] for line in lines if "loss" in line]
     assert len(found) == EPOCHS * SAMPLES // BATCH
     return found
-
-
-def answer(settings: Settings, rank: int, port: int, meeting: str, pipe: Connection) -> None:
-    """Be a rank that computes nothing, as sglang may be missing here."""
-    pipe.send((False, Limits(1, 1, 1)))
-    while True:
-        pipe.recv()
-        pipe.send((False, {}))

@@ -141,13 +141,6 @@ def test_what_a_dead_writer_had_is_answered_also_after_the_next_one_began(
     assert ["ref" in found[f"rid{n}"] for n in range(3)] == [True, False, True]
 
 
-def test_the_writer_ends_with_its_server(store: ShmStore) -> None:
-    """However that ends: nobody else holds the connection."""
-    writer = Staging(store.uri, max_bytes=4096).writer
-    writer.connection.close()
-    assert writer.process.wait(60) == 0
-
-
 def test_chunks_are_put_together_in_order(requests: CaptureRequests, store: ShmStore) -> None:
     """Also after a request was retracted, and began anew."""
     take(requests, share(0, 2, 9, last=False), states(2, 7.0))
@@ -253,6 +246,12 @@ def test_the_rest_of_a_prompt_is_refused_for_the_reason_of_its_beginning(
     assert [refusal and refusal["error"] for refusal in refusals] == ["busy", "busy"]
     assert take(requests, beginning, cut) is take(requests, rest, cut) is None
     assert "ref" in receipts_of(requests)["rid"]
+
+
+def test_the_writer_ends_with_its_server(staging: Staging) -> None:
+    """However that ends: nobody else holds the connection. After it none of these tests stages."""
+    staging.writer.connection.close()
+    assert staging.writer.process.wait(60) == 0
 
 
 @pytest.fixture

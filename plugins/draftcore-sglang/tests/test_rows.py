@@ -5,6 +5,7 @@ That it works for an algorithm that is right, the suite of algorithms shows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -70,12 +71,9 @@ def handed(rid: str, **changes: Tensor | None) -> HandedOver:
     return HandedOver(rid, {**full.row, **changes})
 
 
-def test_an_algorithm_of_neither_capability_is_refused_with_the_reason_and_the_remedy() -> None:
+def test_a_stateless_algorithm_gets_an_empty_typed_input_and_one_of_neither_kind_none() -> None:
     with pytest.raises(UsageError, match="it declares: compile, layout:plain\n  declare disagg-st"):
         require(algorithm(Silent(), "compile", "layout:plain"))
-
-
-def test_a_stateless_algorithm_gets_an_empty_typed_input() -> None:
     log, stateless = Log(), algorithm(Silent(), "disagg-stateless")
     assert wire_row(stateless, SHAPE) == ()
     found = take_over(stateless, ["a", "b"], log)
@@ -90,21 +88,18 @@ def test_a_stateless_algorithm_gets_an_empty_typed_input() -> None:
 
 
 def test_the_row_of_several_layers_has_their_proposals_one_after_another() -> None:
-    row = wire_row(algorithm(Stateful(), "disagg"), DraftShape(4096, "bfloat16", topk=2, layers=8))
+    """No more of them than the wire has columns."""
+    stateful = algorithm(Stateful(), "disagg")
+    row = wire_row(stateful, DraftShape(4096, "bfloat16", topk=2, layers=8))
     assert row == (
         RowField("hidden", 4096, "bfloat16", 4096),
         RowField("topk_p", 16, "float32", 16),
         RowField("topk_index", 16, "int64", 16),
     )
-
-
-@pytest.mark.parametrize(("topk", "layers"), [(17, 1), (3, 6), (1, 17)])
-def test_more_proposals_than_the_wire_has_columns_are_refused(topk: int, layers: int) -> None:
-    shape, needed = replace(SHAPE, topk=topk, layers=layers), f"{topk * layers} columns of topk_p"
-    with pytest.raises(
-        UsageError, match=rf"needs {needed}, the wire has 16\n.*\n  lower the draft"
-    ):
-        wire_row(algorithm(Stateful(), "disagg"), shape)
+    for topk, layers in ((17, 1), (3, 6), (1, 17)):
+        needed = f"needs {topk * layers} columns of topk_p, the wire has 16\n.*\n  lower the draft"
+        with pytest.raises(UsageError, match=needed):
+            wire_row(stateful, replace(SHAPE, topk=topk, layers=layers))
 
 
 @pytest.mark.parametrize("row", [["states"], ["hidden", "hidden"], ["topk_p"]])
@@ -161,14 +156,13 @@ def test_what_is_wrong_with_rows_is_said_before_anything_is_done_with_them(
     assert (log.calls, stateful.batches) == ([], [])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_neutral_row_passes_the_checks_in_the_dtype_of_the_draft(dtype: str) -> None:
-    shape, stateful = replace(SHAPE, dtype=dtype), algorithm(Stateful(), "disagg")
-    row = wire_row(stateful, shape)
-    for requests in ([], [HandedOver("x", neutral_row(row))]):
-        batch = check_rows(stateful, arrivals(requests), row)
-        assert batch.hidden_BH.dtype == getattr(torch, dtype)
-        assert batch.hidden_BH.shape == (len(requests), 24)
+def test_a_neutral_row_passes_the_checks_in_the_dtype_of_the_draft() -> None:
+    stateful = algorithm(Stateful(), "disagg")
+    for dtype, count in itertools.product(("float32", "bfloat16"), (0, 1)):
+        row = wire_row(stateful, replace(SHAPE, dtype=dtype))
+        requests = [HandedOver("x", neutral_row(row))] * count
+        hidden_BH = check_rows(stateful, arrivals(requests), row).hidden_BH
+        assert (hidden_BH.dtype, hidden_BH.shape) == (getattr(torch, dtype), (count, 24))
 
 
 # ------------------------------------------------------------ the answer, and the relay
@@ -186,11 +180,9 @@ def test_the_engines_own_input_is_stashed_and_nothing_where_it_cannot_be_made() 
 
 
 def answer(size: int, **changes: Tensor) -> DraftInput:
+    tokens_B = torch.zeros(size, dtype=torch.int64)
     whole = DraftInput(
-        torch.zeros(size, 24),
-        torch.zeros(size, 6),
-        torch.zeros(size, 6, dtype=torch.int64),
-        torch.zeros(size, dtype=torch.int64),
+        torch.zeros(size, 24), torch.zeros(size, 6), tokens_B.expand(6, -1).T, tokens_B
     )
     return replace(whole, **changes)
 

@@ -335,17 +335,16 @@ def test_what_cannot_be_served_is_refused_with_the_reason(algorithm: Any, reason
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_worker_that_is_not_there_is_refused_when_the_scheduler_starts() -> None:
+def test_a_worker_that_is_not_there_is_refused_when_the_scheduler_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(disagg.VARIABLE, raising=False)
+    disagg.register()
+    assert spec_registry._REGISTRY == {}, "nothing is registered without the variable"
     disagg.serve(idle("disagg", "sglang:idle_worker:LazyWorker"))
     custom = SpeculativeAlgorithm.from_string("idle")
     with pytest.raises(UsageError, match="no worker at 'idle_worker:LazyWorker'"):
         custom.factory(None)
-
-
-def test_without_the_variable_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(disagg.VARIABLE, raising=False)
-    disagg.register()
-    assert spec_registry._REGISTRY == {}
 
 
 # ------------------------------------------------------------ real engines

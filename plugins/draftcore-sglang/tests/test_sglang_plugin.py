@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from draftcore_sdk.suite import child_environment
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.internals.signatures import TESTED, require_sglang
-from draftcore_sglang.options import SglangOptions
+from draftcore_sglang.options import ServerOptions, SglangOptions
 from packaging.requirements import Requirement
 
 from draftcore import open_run
@@ -27,7 +26,6 @@ from draftcore.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
 REQUEST = FeatureRequest((0,), True, "float32")
-Remembered = Callable[..., Any]
 
 
 class TestPlugin(PluginSuite):
@@ -112,37 +110,34 @@ def test_the_range_is_that_of_the_extra() -> None:
     assert Requirement(line).specifier == TESTED
 
 
-@pytest.fixture
-def remembered(tmp_path: Path, target: TransformersTarget) -> Remembered:
-    """Say which options a store remembers of a capture."""
-
-    def chosen(name: str, **options: Any) -> Any:
-        capture = {"name": name, "options": options}
-        file = write_run(tmp_path / f"run-{len(options)}", Path(target.path), capture=capture)
-        with open_run(file) as run:
-            return json.loads(run.provenance(REQUEST)).get("capture.options", {})
-
-    return chosen
+HOW = {"servers": ["http://10.0.0.7:1"], "in_flight": 2, "timeout": 3, "self_test": False}
 
 
 @pytest.mark.parametrize(
-    ("changed", "same"),
+    ("name", "changed", "same"),
     [
-        ({"tp": 2}, {"max_tokens": 512}),
-        ({"args": {"quantization": "fp8"}}, {"self_test": False}),
-        ({"args": {"attention_backend": "fa3"}}, {"max_tokens": 512, "self_test": False}),
+        ("sglang", {"tp": 2}, {"max_tokens": 512}),
+        ("sglang", {"args": {"quantization": "fp8"}}, {"self_test": False}),
+        ("sglang", {"args": {"attention_backend": "fa3"}}, {"max_tokens": 512, "self_test": False}),
+        ("sglang-server", {}, HOW),
     ],
     ids=str,
 )
-def test_a_store_remembers_what_changes_bits(
-    remembered: Remembered, changed: dict[str, Any], same: dict[str, Any]
+def test_a_store_remembers_what_changes_bits_and_nothing_else(
+    tmp_path: Path, target: TransformersTarget, name: str, changed: Any, same: Any
 ) -> None:
-    assert remembered("sglang", **same) == {}
-    assert remembered("sglang", **same, **changed) == changed
+    for number, more in enumerate(({}, changed)):
+        capture = {"name": name, "options": {**same, **more}}
+        file = write_run(tmp_path / f"run-{number}", Path(target.path), capture=capture)
+        with open_run(file) as run:
+            assert json.loads(run.provenance(REQUEST)).get("capture.options", {}) == more
 
 
-def test_where_servers_are_and_how_they_are_asked_changes_no_feature(
-    remembered: Remembered,
-) -> None:
-    asked = {"servers": ["http://10.0.0.7:1"], "in_flight": 2, "timeout": 3, "self_test": False}
-    assert remembered("sglang-server", **asked) == {}
+@pytest.mark.parametrize(
+    ("head", "model"), [("option", SglangOptions), ("under `capture.options`", ServerOptions)]
+)
+def test_the_readmes_table_of_options_has_each_and_no_other(head: str, model: Any) -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    table = text.split(f"| {head} | default | meaning |\n")[1].split("\n\n")[0]
+    cells = "".join(line.split("|")[1] for line in table.splitlines())
+    assert set(re.findall(r"`(\w+)`", cells)) == model.model_fields.keys()

@@ -1,21 +1,22 @@
 """A target on two ranks: on the CPU over gloo, and on two CUDA devices (`nox -s gpu`)."""
 
 import importlib.util
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
 from multiprocessing import active_children
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
-from capturing import answer
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import batch, features_of
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.capture import SglangCapture
-from draftcore_sglang.internals import Settings
+from draftcore_sglang.internals import Limits, Settings
 from draftcore_sglang.options import SglangOptions
 from draftcore_sglang.ranks import Ranks
 
@@ -62,9 +63,19 @@ def require_engine_ended(forward: Callable[[], object]) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def answer(settings: Settings, rank: int, port: int, meeting: str, pipe: Connection) -> None:
+    """Be a rank that computes nothing, as sglang may be missing here."""
+    pipe.send((False, Limits(1, 1, 1)))
+    while True:
+        pipe.recv()
+        pipe.send((False, {}))
+
+
 def test_an_engine_that_has_died_ends_the_process_that_captures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fork = multiprocessing.get_context("fork")  # ranks that compute nothing need no fresh process
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: fork)
     monkeypatch.setattr("draftcore_sglang.ranks.serve", answer)
     ranks = Ranks(Settings("target", None, "float32", "cpu", 2, 1, 1, "{}"))
     assert ranks.forward(PROMPTS, (), {}) == {}

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -92,29 +90,6 @@ def reports(trained: Path) -> dict[str, dict[str, Any]]:
     return {report["about"]["draft"]: report for report in found}
 
 
-@pytest.fixture
-def serve(tmp_path: Path, trained: Path) -> Iterator[Callable[[str], Serving]]:
-    """Start sglang's own launcher with a draft; ended after the test."""
-    with ExitStack() as running:
-
-        def start(label: str) -> Serving:
-            port = free_port()
-            settings = {
-                "model_path": QUICKSTART / "target",
-                "speculative_draft_model_path": trained.parent / "run" / label / "export",
-                "host": "127.0.0.1",
-                "port": port,
-                **SETTINGS,
-                **ARGUMENTS[label],
-            }
-            command = [sys.executable, "-m", "sglang.launch_server", *flags(settings)]
-            offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-            server = Serving(command, port, tmp_path / "log", **offline)
-            return running.enter_context(server)
-
-        yield start
-
-
 def generate(server: Serving, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """Answer prompts greedily; what sglang says of each."""
     greedy = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
@@ -130,12 +105,19 @@ def generate(server: Serving, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("label", DRAFTS)
 def test_a_server_accepts_as_many_tokens_as_eval_says(
-    label: str, serve: Callable[[str], Serving], trained: Path, reports: dict[str, dict[str, Any]]
+    label: str, trained: Path, reports: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """The first token of an answer comes from the prompt's forward; a round is one verification."""
+    """By sglang's own launcher. An answer's first token comes from the prompt's forward; a round is
+    one verification."""
     with draftcore.open_run(trained) as run:
         prompts = [list(ids) for ids in run.data.prompts(PROMPTS).token_ids]
-    answers = generate(serve(label), prompts)
+    port, export = free_port(), trained.parent / "run" / label / "export"
+    where = {"model_path": QUICKSTART / "target", "speculative_draft_model_path": export}
+    settings = {**where, "host": "127.0.0.1", "port": port, **SETTINGS, **ARGUMENTS[label]}
+    command = [sys.executable, "-m", "sglang.launch_server", *flags(settings)]
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    with Serving(command, port, tmp_path / "log", **offline) as server:
+        answers = generate(server, prompts)
     tokens = sum(answer["completion_tokens"] - 1 for answer in answers)
     rounds = sum(answer["spec_verify_ct"] for answer in answers)
     low, high = reports[label]["acceptance_length_95"]

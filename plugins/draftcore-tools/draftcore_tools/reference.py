@@ -22,13 +22,13 @@ from draftcore_data.options import DataOptions
 from draftcore_data.rendering import Renderer
 from draftcore_data.rows import Conversations
 from draftcore_eval.proposals import verify
+from draftcore_hf.decoder import decoder_model
 from draftcore_nn.served import Host
 from torch import Tensor
 
 from draftcore import RunConfig, open_checkpoint, open_draft, open_run
 from draftcore.contracts.algorithm import Draft, Drafter
 from draftcore.contracts.run import OpenDraft, OpenRun
-from draftcore.contracts.target import decoder_model
 from draftcore.errors import UsageError
 from draftcore.files import EXPORT, read_sealed
 

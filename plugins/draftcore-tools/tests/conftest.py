@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import yaml
 from click.testing import CliRunner, Result
 from draftcore_sdk.exports import change
 from draftcore_sdk.targets import conversations, tiny_target
+from draftcore_tools.reference import Reference, open_reference
+from draftcore_tools.verify import Divergence, servers_of, verify_export
 from torch import Tensor
 
+from draftcore import load_plugins
 from draftcore.cli import main
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "eagle3": {"draft_vocab_size": 120, "ttt_length": 4, "num_drafts": 4},
+    "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},
     "dflash": {"num_layers": 2, "block_size": 5, "layers": [1, 4]},
     "domino": {
         "num_layers": 2, "block_size": 5, "layers": [1, 4], "gru_hidden_dim": 20, "emb_dim": 16,
@@ -42,11 +46,15 @@ class Exported:
     target: Path
     run: Path
 
-    def verify(self, *arguments: str | Path, status: int | None = None) -> list[dict[str, Any]]:
+    def ask(self, *arguments: str | Path) -> Result:
+        """Verify as a person would, and return what was printed."""
+        asked = ("verify", self.folder, "--target", self.target, "--device", "cpu")
+        return cli(*asked, *arguments)
+
+    def verify(self, *arguments: str | Path, status: int) -> list[dict[str, Any]]:
         """Verify and return the verdicts; `status` is the exit status to expect."""
-        asked = ("verify", self.folder, "--target", self.target, "--json", "--device", "cpu")
-        result = cli(*asked, *arguments)
-        assert status is None or result.exit_code == status, result.output
+        result = self.ask("--json", *arguments)
+        assert result.exit_code == status, result.output
         verdicts: list[dict[str, Any]] = json.loads(result.stdout)
         return verdicts
 
@@ -54,13 +62,9 @@ class Exported:
         """Edit config.json's content and the tensors in place."""
         change(self.folder, edit)
 
-    def ask(self, *arguments: str | Path) -> Result:
-        """Verify as a person would, and return what was printed."""
-        asked = ("verify", self.folder, "--target", self.target, "--device", "cpu")
-        return cli(*asked, *arguments)
-
 
 MakeRun = Callable[..., Exported]
+Judge = Callable[[Exported], dict[str, Divergence | None]]
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +88,7 @@ def make_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> M
                 "target": {"path": str(target_folder), "device": "cpu"},
                 "data": {"train": str(conversations(folder / "train.jsonl", answers))},
                 "algorithm": {"name": algorithm, "options": {**ALGORITHMS[algorithm], **options}},
-                "train": {"epochs": 8, "batch": 5, "lr": 0.01, "device": "cpu"},
+                "train": {"epochs": 4, "batch": 5, "lr": 0.01, "device": "cpu"},
             }
             (folder / "run.yaml").write_text(yaml.safe_dump(config))
             for verb in ("train", "export"):
@@ -108,6 +112,24 @@ def exported(make_run: MakeRun, tmp_path: Path) -> MakeRun:
         return Exported(algorithm, folder, original.target, original.run)
 
     return copy
+
+
+@pytest.fixture(scope="session")
+def judge(make_run: MakeRun) -> Iterator[Judge]:
+    """What `verify` finds of an export, by server; each algorithm's trained draft drafts once."""
+    opened: dict[str, Reference] = {}
+    with ExitStack() as stack:
+
+        def divergences(exported: Exported) -> dict[str, Divergence | None]:
+            if (name := exported.algorithm) not in opened:
+                whole, target = make_run(name).folder, str(exported.target)
+                reference = open_reference(load_plugins(), whole, None, target, "cpu")
+                opened[name] = stack.enter_context(reference)
+            servers = servers_of(opened[name], "all")
+            verdicts = (verify_export(opened[name], exported.folder, server) for server in servers)
+            return {verdict.server: verdict.divergence for verdict in verdicts}
+
+        yield divergences
 
 
 @pytest.fixture

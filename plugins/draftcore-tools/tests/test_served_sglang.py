@@ -34,28 +34,27 @@ LIMIT = 1e-4  # of logits; two orders of summation in fp32, 2e-5 seen
 
 
 @pytest.fixture(scope="module")
-def sglang() -> Any:
-    """sglang's parallel state of one process on the CPU, as its models want it to be built."""
+def sglang() -> None:
+    """Load what sglang's plugins bring, as each of its processes does."""
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    return SimpleNamespace(SpawnRanks=SpawnRanks, publish=publish, ServerArgs=ServerArgs)
 
 
 @pytest.fixture(scope="module")
-def process(sglang: Any, target_folder: Path) -> Iterator[None]:
-    """One rank of one, published and with its groups."""
+def process(sglang: None, target_folder: Path) -> Iterator[None]:
+    """One rank of one on the CPU, published and with its groups, as sglang's models want it."""
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
 
-    args = sglang.ServerArgs(
+    args = ServerArgs(
         model_path=str(target_folder), device="cpu", attention_backend="torch_native",
         dtype="float32", sampling_backend="pytorch", grammar_backend="none",
         disable_cuda_graph=True, log_level="error",
     )  # fmt: skip
     args.resolve_once()
-    sglang.publish(args, role="scheduler", ranks=sglang.SpawnRanks(world_rank=0, gpu_id=0))
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     parallel_state.init_distributed_environment(
         world_size=1, rank=0, local_rank=0, backend="gloo",
         distributed_init_method="tcp://127.0.0.1:0",
@@ -103,16 +102,20 @@ def a_round(host: Host, layers: tuple[int, ...]) -> Round:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("algorithm", ["dflash", "domino"])
-def test_sglangs_parser_reads_the_same_of_a_config(
-    algorithm: str, make_run: Any, sglang: Any, host: Host
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "domino"])
+def test_sglangs_parsers_read_the_same_of_a_config(
+    algorithm: str, make_run: Any, sglang: None, host: Host
 ) -> None:
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+    from sglang.srt.utils.hf_transformers_utils import get_rope_config
     from transformers import AutoConfig
 
     exported = make_run(algorithm)
-    served = read(exported)
-    parsed = parse_dflash_draft_config(draft_hf_config=AutoConfig.from_pretrained(exported.folder))
+    served, config = read(exported), AutoConfig.from_pretrained(exported.folder)
+    assert get_rope_config(config)[0] == served.facts["rope_theta"]
+    if algorithm == "eagle3":
+        return
+    parsed = parse_dflash_draft_config(draft_hf_config=config)
     layers = parsed.resolve_target_layer_ids(target_num_layers=host.num_layers)
     assert tuple(layers) == served.captured(host)
     assert parsed.resolve_block_size() == served.block_size
@@ -125,7 +128,7 @@ def test_sglangs_parser_reads_the_same_of_a_config(
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
-def test_default_layers_are_sglangs(depth: int, make_run: Any, sglang: Any, host: Host) -> None:
+def test_default_layers_are_sglangs(depth: int, make_run: Any, sglang: None, host: Host) -> None:
     import dataclasses
 
     from sglang.srt.speculative.dflash_utils import build_target_layer_ids
@@ -135,16 +138,6 @@ def test_default_layers_are_sglangs(depth: int, make_run: Any, sglang: Any, host
     config["dflash_config"] = {**served.nested, "target_layer_ids": None}
     without = dataclasses.replace(served, config=config)
     assert list(without.captured(deep)) == build_target_layer_ids(36, depth)
-
-
-@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
-def test_the_rope_is_the_one_sglang_reads(algorithm: str, make_run: Any, sglang: Any) -> None:
-    from sglang.srt.utils.hf_transformers_utils import get_rope_config
-    from transformers import AutoConfig
-
-    exported = make_run(algorithm)
-    theta, _ = get_rope_config(AutoConfig.from_pretrained(exported.folder))
-    assert theta == read(exported).facts["rope_theta"]
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -247,7 +240,7 @@ def test_an_export_fills_every_parameter_of_sglangs_model(
 
 @pytest.mark.parametrize("shifted", [True, False])
 def test_sglangs_rollout_drafts_what_is_read(
-    shifted: bool, make_run: Any, sglang: Any, host: Host
+    shifted: bool, make_run: Any, sglang: None, host: Host
 ) -> None:
     from sglang.srt.speculative.domino_utils import domino_greedy_rollout
 

@@ -158,16 +158,15 @@ MUTATIONS: dict[str, tuple[Edit, str, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_is_found_and_explained(name: str, exported: Any) -> None:
+def test_a_mistake_is_found_and_explained(name: str, exported: Any, judge: Any) -> None:
     edit, check, why, servers = MUTATIONS[name]
     damaged = exported(name.partition(",")[0])
     damaged.change(edit)
-    verdicts = {verdict["server"]: verdict["divergence"] for verdict in damaged.verify(status=1)}
-    noticed = {server: found for server, found in verdicts.items() if found is not None}
+    noticed = {server: found for server, found in judge(damaged).items() if found is not None}
     assert tuple(noticed) == servers
     for found in noticed.values():
-        assert found["check"] == check
-        assert why in f"{found['what']}\n{found['cause']}"
+        assert found.check == check
+        assert why in f"{found.what}\n{found.cause}"
 
 
 def test_ids_for_offsets_are_explained_where_they_pass_for_offsets(exported: Any) -> None:
@@ -236,13 +235,17 @@ def test_each_server_has_a_rule_of_its_own_for_the_scale_of_yarn(
 # ---------------------------------------------------------------- what is compared with what
 
 
-def test_the_run_can_be_named_and_must_be_when_it_moved(exported: Any, tmp_path: Path) -> None:
+def test_the_run_can_be_named_and_must_be_when_it_moved_and_prompts_may_come_from_a_file(
+    exported: Any, tmp_path: Path
+) -> None:
     run = exported("dflash")
     moved = shutil.copytree(run.folder, tmp_path / "moved")
     alone = type(run)(run.algorithm, moved, run.target, run.run)
-    alone.verify("--run", run.run, status=0)
     (checkpoint,) = (run.run / "checkpoints").glob("step-*")
     alone.verify("--run", checkpoint, status=0)
+    file = run.run.parent / "train.jsonl"
+    (verdict, _) = alone.verify("--run", run.run, "--prompts", file, status=0)
+    assert verdict["rounds"] == 12
     result = alone.ask()
     assert result.exit_code == 2
     assert "give the run's folder, or the checkpoint's, with --run" in result.output
@@ -262,22 +265,16 @@ def test_a_checkpoint_of_another_step_and_another_target_are_refused(
 
 
 def test_one_flipped_bit_of_a_weight_is_found_though_nothing_is_drafted_otherwise(
-    exported: Any,
+    exported: Any, judge: Any
 ) -> None:
     run = exported("dflash")
     file = run.folder / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[len(data) - len(data) % 4 - 4] ^= 1  # the last of a number's
     file.write_bytes(data)
-    for verdict in run.verify(status=1):
-        assert verdict["divergence"]["check"] == "weights"
-        assert "model.safetensors was altered" in verdict["divergence"]["what"]
-
-
-def test_prompts_may_come_from_a_file(exported: Any) -> None:
-    run = exported("dflash")
-    (verdict, _) = run.verify("--prompts", run.run.parent / "train.jsonl", status=0)
-    assert verdict["rounds"] == 12
+    for divergence in judge(run).values():
+        assert divergence.check == "weights"
+        assert "model.safetensors was altered" in divergence.what
 
 
 def test_an_unknown_server_is_answered_with_the_known(exported: Any) -> None:

@@ -270,9 +270,7 @@ class Runner:
             if marked is None:  # some families leave it to the model
                 marked = self._runner.model.pad_input_ids(array("q", tokens), images)
             return list(marked), images
-        except (
-            Exception
-        ) as error:  # sglang's code for a family, which nobody may have run with images
+        except Exception as error:  # of sglang's code for a family, which nobody may have run
             raise UsageError(
                 f"sglang cannot give {type(self.model).__name__} images: {raised(error)}\n"
                 "  capture rows with images with another backend (capture.name=hf)"

@@ -108,20 +108,15 @@ def test_a_request_without_the_field_is_answered_as_ever(
 # ---------------------------------------------------------------- which server
 
 
-def test_a_server_of_another_shape_is_refused(
-    server: Serving, open_capture: OpenCapture, tmp_path: Path
-) -> None:
-    other = TransformersTarget(str(tiny_target(tmp_path, hidden_size=64)), device="cpu")
-    with pytest.raises(UsageError, match="serves another target"):
-        open_capture(server, FeatureRequest((0,), True, "float32"), other)
-
-
 @pytest.mark.usefixtures("store")
-def test_a_server_of_other_weights_is_refused(
+def test_a_server_of_another_shape_or_of_other_weights_is_refused(
     server: Serving, open_capture: OpenCapture, served_folder: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    wide = TransformersTarget(str(tiny_target(tmp_path / "wide", hidden_size=64)), device="cpu")
+    with pytest.raises(UsageError, match="serves another target"):
+        open_capture(server, FeatureRequest((0,), True, "float32"), wide)
     model = AutoModelForCausalLM.from_pretrained(served_folder)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.5)

@@ -7,12 +7,13 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from capturing import losses, write_run
 from draftcore_sdk.serving import Serving
 from draftcore_sdk.suite import child_environment
+
+import draftcore
 
 pytest.importorskip("draftcore_eagle3")
 pytestmark = pytest.mark.sglang
@@ -30,22 +31,6 @@ def mended_environment(folder: Path) -> dict[str, str]:
     return environment
 
 
-def train(folder: Path, target: Path, **changes: Any) -> list[float]:
-    """Train by the command line and return the loss of each step."""
-    file = write_run(folder, target, **changes)
-    done = subprocess.run(
-        [sys.executable, "-m", "draftcore", "train", str(file)],
-        env=mended_environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "pass through this process" not in done.stderr
-    return losses(file)
-
-
 def test_a_run_trains_on_what_a_server_stored(
     start_server: Callable[..., Serving], served_folder: Path, tmp_path: Path
 ) -> None:
@@ -53,10 +38,18 @@ def test_a_run_trains_on_what_a_server_stored(
     store = f"shm:test-{uuid.uuid4().hex}?max_bytes=64MiB"
     server = start_server(DRAFTCORE_SINK=store, DRAFTCORE_LAYERS="0,1,2")
     options = {"servers": [server.url], "self_test": False}
-    capture, producers = {"name": "sglang-server", "options": options}, {"producers": 2}
-    ours = train(
-        tmp_path / "server", served_folder, capture=capture, store=store, topology=producers
+    changes = {"capture": {"name": "sglang-server", "options": options}, "store": store}
+    ours = write_run(tmp_path / "server", served_folder, topology={"producers": 2}, **changes)
+    done = subprocess.run(
+        [sys.executable, "-m", "draftcore", "train", str(ours)],
+        env=mended_environment(ours.parent),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
-    assert ours == pytest.approx(train(tmp_path / "hf", served_folder), rel=RTOL)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "pass through this process" not in done.stderr
     assert "POST /generate" in server.log.read_text()
     assert server.alive
+    draftcore.train(theirs := write_run(tmp_path / "hf", served_folder))
+    assert losses(ours) == pytest.approx(losses(theirs), rel=RTOL)

@@ -1,23 +1,54 @@
-"""`piecewise` with compilers that work on the CPU; what records graphs is in test_cuda_backends."""
+"""`piecewise` and `compiled` with compilers that work on the CPU; on CUDA in test_cuda_backends.
+
+This file comes last: what Dynamo leaves in memory makes every later look at it slow.
+"""
 
 from __future__ import annotations
 
 import gc
+import shutil
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from draftcore_eval.decode import EagerRunner, right_padded, speculate
+from draftcore_eval.options import EvalOptions
+from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.piecewise import PiecewiseBackend
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.resolve import Phase
+from draftcore_sdk.graphs import GraphBackendSuite
+from draftcore_sdk.runners import RunnerSuite
 from torch import Tensor, nn
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import Outputs, ShapeKey
 from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError
+
+PLUGIN = "draftcore_graphs.plugin"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on a CPU")
+class TestCompiled(RunnerSuite):
+    plugin, name = PLUGIN, "compiled"
+
+    def test_decoding_meanwhile_runs_the_layers_as_they_are(self, target: TargetModel) -> None:
+        prefill = self.runner("prefill").prefill(target)
+        request = FeatureRequest((1,), True, "float32")
+        tokens_BT, lengths_B = right_padded([[1, 2, 3]], "cpu")
+        before = target.features(tokens_BT, lengths_B, request)
+        prefill.features(tokens_BT, lengths_B, request)
+        after = target.features(tokens_BT, lengths_B, request)
+        assert all(torch.equal(before[name], after[name]) for name in request.names)
+        assert not any("forward" in vars(layer) for layer in target.layers)
+
+
+@pytest.mark.long  # Dynamo compiles anew for every bucket of its twenty cycles
+class TestPiecewise(GraphBackendSuite):
+    plugin, name, options = PLUGIN, "piecewise", {"compiler": "eager"}
 
 
 @pytest.fixture(params=["eager", "aot_eager"])
@@ -114,3 +145,16 @@ def test_prefill_through_it_gives_the_features_of_eager(target: TargetModel) -> 
         for name in request.names:
             torch.testing.assert_close(found[name], eager[name], rtol=1e-4, atol=1e-4)
     assert runner.counts == {"replayed": 2}
+
+
+def test_decoding_through_it_gives_the_tokens_of_eager(
+    target: TargetModel, drafter: Any, prompts: list[list[int]], backend: PiecewiseBackend
+) -> None:
+    """Three rows are padded to four, and move to buckets of two and one as others end."""
+    phase = Phase("decode", "piecewise", rows=(1, 2, 4), lengths=(64,))
+    runner = DecodeGraphRunner(target, drafter, drafter.module, phase, backend)
+    runner.reserve(3, 64)
+    options = EvalOptions(max_new_tokens=8, batch=4)
+    eager = speculate(EagerRunner(target, drafter), prompts[:3], options)
+    assert speculate(runner, prompts[:3], options) == eager
+    assert runner.counts.keys() == {"replayed"}

@@ -1,21 +1,25 @@
-"""Trees and chains of changing length: lossless when greedy, unbiased when sampling, checked.
+"""Speculative decoding with a real target: lossless when greedy, unbiased when sampling, checked.
 
-The drafter here knows what the target will write, and proposes it in trees of random shape, with as
-many wrong tokens as a test asks for.
+The drafter here knows what the target will write, and proposes it in chains, or in trees of random
+shape, with as many wrong tokens as a test asks for. So what is tested is the target's cache, the verifier
+and the bookkeeping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from draftcore_eval.decode import EagerRunner, evaluate_prompts, speculate
+from draftcore_eval import decode
+from draftcore_eval.decode import EagerRunner, evaluate_prompts, resolve_ties, speculate
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.proposals import lineage, verify, verify_tree
+from draftcore_eval.report import Decoded, Report
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.targets import tiny_target
@@ -24,7 +28,7 @@ from torch import Tensor
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.runner import ShapeKey
-from draftcore.errors import DraftcoreError
+from draftcore.errors import DraftcoreError, UsageError
 
 PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
 K, DEPTH, NEW = 9, 4, 24
@@ -62,7 +66,9 @@ class Knowing:
         features: Mapping[str, Tensor], next_B: Tensor,
     ) -> None:  # fmt: skip
         for row, length in enumerate(lengths_B.tolist()):
-            state["prompt"][row] = PROMPTS.index(tokens_BT[row, :length].tolist())
+            known = tokens_BT[row, :length].tolist()
+            begun = [known[: len(prompt)] == prompt for prompt in PROMPTS]
+            state["prompt"][row] = begun.index(True)
         state["read"].copy_(lengths_B)
 
     def propose(self, state: State, temperature: float = 0, generator: Any = None) -> Proposal:
@@ -102,41 +108,123 @@ class Knowing:
         return {name: value[rows_B] for name, value in state.items()}
 
 
+def opened(folder: Path, dtype: str = "float32") -> TransformersModel:
+    return TransformersModel(TransformersTarget(str(folder), dtype=dtype, device="cpu"))
+
+
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> TransformersModel:
-    return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
+    return opened(target_folder)
 
 
-@pytest.mark.parametrize(("right", "low", "high"), [(0.1, 1, 1.6), (0.5, 1.6, 3), (1.0, 3, 5)])
-def test_greedy_trees_write_the_targets_own_text(
-    target: TransformersModel, right: float, low: float, high: float
+# ---------------------------------------------------------------- greedy
+
+
+@pytest.mark.parametrize(
+    ("right", "chain", "batch", "low", "high"),
+    [
+        (0.1, False, 4, 1, 1.6),
+        (0.5, False, 4, 1.6, 3),
+        (1.0, False, 4, 3, 5),
+        (0.7, True, 1, 1.6, 5),
+        (0.7, True, 3, 1.6, 5),
+    ],
+)
+def test_greedy_drafts_write_the_targets_own_text(
+    target: TransformersModel, right: float, chain: bool, batch: int, low: float, high: float
 ) -> None:
     """Mostly wrong and mostly right ones; every row has a tree of its own and ends when it likes."""
-    drafter = Knowing(target, right)
-    config = EvalOptions(max_new_tokens=NEW, batch=4)
+    drafter = Knowing(target, right, chain)
+    config = EvalOptions(max_new_tokens=NEW, batch=batch)
     report = evaluate_prompts(EagerRunner(target, drafter), PROMPTS, config)
-    assert report.lossless
+    assert (report.lossless, report.prompts) == (True, 4)
     assert low < report.acceptance_length < high
-    assert drafter.widths == {DEPTH + 1}
-    assert (report.num_drafts, len(report.acceptance_by_position)) == (K, DEPTH)
+    depth = K if chain else DEPTH
+    assert drafter.widths == {depth + 1}
+    assert (report.num_drafts, len(report.acceptance_by_position)) == (K, depth)
     falling = sorted(report.acceptance_by_position, reverse=True)
-    assert list(report.acceptance_by_position) == falling
+    assert chain or list(report.acceptance_by_position) == falling
 
 
-@pytest.mark.parametrize("window", [3, 8])
-def test_a_node_sees_the_window_of_its_own_path(tmp_path: Path, window: int) -> None:
-    layers = ["sliding_attention", "full_attention"] * 3
-    shape: dict[str, Any] = {
-        "layer_types": layers,
-        "use_sliding_window": True,
-        "sliding_window": window,
-    }
-    folder = tiny_target(tmp_path, std=0.3, **shape)
-    target = TransformersModel(TransformersTarget(str(folder), device="cpu"))
-    runner = EagerRunner(target, Knowing(target, 0.7))
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 3, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "chain", "shape"),
+    [
+        ("exaone4", True, {}),  # windows of 8 tokens
+        ("llama4_text", True, {}),  # chunks of 8
+        ("qwen3", False, {**WINDOWED, "sliding_window": 3, "std": 0.3}),
+        ("qwen3", False, {**WINDOWED, "sliding_window": 8, "std": 0.3}),
+    ],
+)
+def test_a_token_sees_the_window_or_chunk_of_its_own_path(
+    tmp_path: Path, family: str, chain: bool, shape: dict[str, Any]
+) -> None:
+    target = opened(tiny_target(tmp_path, family, **shape))
+    runner = EagerRunner(target, Knowing(target, 0.7, chain))
     report = evaluate_prompts(runner, PROMPTS, EvalOptions(max_new_tokens=NEW, batch=4))
     assert report.lossless
     assert report.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize(
+    ("family", "batch"), [("qwen3_next", 3), ("qwen3_5_text", 1), ("falcon_h1", 3), ("lfm2", 3)]
+)
+def test_states_that_cannot_be_overwritten_go_back_to_what_each_row_accepted(
+    tmp_path: Path, family: str, batch: int
+) -> None:
+    """Of linear attention, Mamba beside attention, and convolutions; prompts of 1 to 20 tokens."""
+    target = opened(tiny_target(tmp_path, family))
+    runner = EagerRunner(target, Knowing(target, 0.7, chain=True))
+    report = evaluate_prompts(runner, PROMPTS, EvalOptions(max_new_tokens=NEW, batch=batch))
+    assert (report.lossless, report.ties) == (True, ())
+    assert 2 < report.acceptance_length < 4.5
+    first, *_, last = report.acceptance_by_position
+    assert last < first < 0.9
+
+
+def test_recurrent_layers_read_no_tree(tmp_path: Path) -> None:
+    target = opened(tiny_target(tmp_path, "qwen3_5_text"))
+    tokens_BT, request = torch.zeros(1, 3, dtype=torch.long), FeatureRequest((), True, "float32")
+    seen_BTT = torch.ones(1, 3, 3, dtype=torch.bool).tril()
+    with pytest.raises(UsageError, match=r"drafts trees, and target .* has recurrent layers"):
+        target.forward(
+            target.allocate(1, 8), tokens_BT, tokens_BT[:, 0], 3, request, seen_BTT=seen_BTT
+        )
+
+
+def test_a_verifier_that_accepts_everything_is_caught(
+    target: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gullible(logits_BTV: Tensor, proposal: Proposal, *_: object) -> tuple[Tensor, ...]:
+        tokens_BT = torch.cat([proposal.tokens_BK, logits_BTV[:, -1:].argmax(-1)], 1)
+        counts_B = torch.full_like(tokens_BT[:, 0], tokens_BT.shape[1])
+        return tokens_BT, counts_B, counts_B - 1
+
+    monkeypatch.setattr(decode, "verify", gullible)
+    runner = EagerRunner(target, drafter := Knowing(target, 0.5, chain=True))
+    drafter.features = [{}] * len(PROMPTS)  # of other tokens than the target's own
+    with pytest.raises(DraftcoreError, match="not lossless"):
+        evaluate_prompts(runner, PROMPTS, EvalOptions(max_new_tokens=16))
+
+
+def test_in_half_precision_a_tie_is_settled_by_the_targets_own_token(target_folder: Path) -> None:
+    """The draft's output is altered at one token; with a bound above the gap that is a tie."""
+    target = opened(target_folder, "bfloat16")
+    runner = EagerRunner(target, drafter := Knowing(target, 0.5, chain=True))
+    drafter.features = [{}] * len(PROMPTS)  # rounded otherwise
+    config = EvalOptions(max_new_tokens=12, tie_bound=100.0)
+    (reference,) = target.generate([PROMPTS[0]], 12)
+    altered = [*reference[:5], (reference[5] + 1) % 256, *reference[6:]]
+    wrong = Decoded(PROMPTS[0], altered, [2, 3, 4], [4, 4, 4])
+    ties = resolve_ties(runner, wrong, reference, config)
+    assert next(tie.position for tie in ties) == 5
+    assert wrong.tokens == reference
+    assert sum(wrong.accepted) + len(wrong.accepted) >= len(reference) - 2
+    strict = config.model_copy(update={"tie_bound": 1e-9})
+    with pytest.raises(DraftcoreError, match="not lossless"):
+        resolve_ties(runner, Decoded(PROMPTS[0], altered[:6], [2, 2], [4, 4]), reference, strict)
 
 
 def random_chain(rows: int, V: int = 7) -> tuple[Tensor, Proposal]:
@@ -205,6 +293,32 @@ def test_verifying_a_tree_waits_for_nothing(target: TransformersModel) -> None:
 # ---------------------------------------------------------------- sampling
 
 
+def chi_square(observed: Tensor, expected: Tensor) -> float:
+    return float(((observed - expected) ** 2 / expected).sum())
+
+
+def test_rejection_sampling_keeps_the_targets_distribution() -> None:
+    """Chi-square over 40,000 draws of the first token for a draft that is badly wrong."""
+    generator = torch.Generator().manual_seed(1)
+    draws, V = 40_000, 7
+    logits_V, q_V = torch.randn(V, generator=generator), torch.rand(V, generator=generator)
+    q_V /= q_V.sum()
+    p_V = torch.softmax(logits_V / 0.7, -1)
+    drafts_BK = torch.multinomial(q_V.expand(draws, V), 1, generator=generator)
+    proposal = Proposal(drafts_BK, q_V.expand(draws, 1, V))
+    tokens_BT, *_ = verify(logits_V.expand(draws, 2, V), proposal, 0.7, generator)
+    observed_V = torch.bincount(tokens_BT[:, 0], minlength=V).double()
+    assert chi_square(observed_V, draws * p_V) < 22.46  # 0.999 quantile, 6 degrees of freedom
+    assert chi_square(draws * q_V, draws * p_V) > 1000  # what unverified drafts would give
+
+
+def test_sampling_refuses_a_draft_without_probabilities(target: TransformersModel) -> None:
+    """Its drafts cannot be judged: they would be decoded greedily, and the report would be wrong."""
+    runner = EagerRunner(target, Knowing(target, 1.0, chain=True))
+    with pytest.raises(UsageError, match=r"probabilities .*\n.*eval.temperature=0"):
+        evaluate_prompts(runner, PROMPTS, EvalOptions(max_new_tokens=4, temperature=0.7))
+
+
 V, DRAWS = 5, 60_000
 PARENTS = [-1, -1, 0, 0, 1, -1, 4]
 
@@ -247,9 +361,9 @@ def test_sampled_trees_keep_the_targets_distribution(way: str, adaptive: bool) -
     second_B = torch.where(counts_B > 1, tokens_BP[:, 1], later_B)
     observed = torch.bincount(tokens_BP[:, 0] * V + second_B, minlength=V * V).double()
     expected = (p_CV[V][:, None] * p_CV[:V]).flatten().double() * DRAWS
-    assert float(((observed - expected) ** 2 / expected).sum()) < 51.2  # 0.999, 24 degrees
+    assert chi_square(observed, expected) < 51.2  # 0.999, 24 degrees
     rivals = (q_CV[V] / q_CV[V].sum())[:, None] * p_CV[:V]  # as if drafts were taken unverified
-    assert float(((rivals.flatten() * DRAWS - expected) ** 2 / expected).sum()) > 1000
+    assert chi_square(rivals.flatten() * DRAWS, expected) > 1000
 
 
 # ---------------------------------------------------------------- fewer tokens than it might
@@ -330,3 +444,29 @@ def test_a_pair_is_answered_with_what_to_return(
     monkeypatch.setattr(Knowing, "propose", lambda self, *given: pair)
     with pytest.raises(DraftcoreError, match=r"returned a tuple\n  it returns Proposal\("):
         speculate(EagerRunner(target, Knowing(target, 1.0)), PROMPTS, EvalOptions(max_new_tokens=4))
+
+
+# ---------------------------------------------------------------- the report
+
+
+def report_of(*decoded: tuple[Sequence[int], list[int], list[int]], num_drafts: int) -> Report:
+    return Report.count(
+        [Decoded([], list(tokens), accepted, room) for tokens, accepted, room in decoded],
+        num_drafts, num_drafts, lossless=True, ties=(), draft_seconds=1, verify_seconds=2, plain_seconds=1.5,
+    )  # fmt: skip
+
+
+def test_acceptance_counts_only_tokens_that_are_kept() -> None:
+    report = report_of((range(5), [2, 0], [3, 3]), (range(3), [1], [2]), num_drafts=3)
+    assert report.acceptance_length == pytest.approx(6 / 3)
+    assert report.acceptance_by_position == pytest.approx((2 / 3, 1 / 3, 0.0))
+    assert report.break_even_length == pytest.approx(2.0)
+    low, high = report.acceptance_length_95
+    assert low <= report.acceptance_length <= high
+
+
+def test_the_report_is_written_as_json_and_as_a_picture(tmp_path: Path) -> None:
+    report_of((range(3), [1], [2]), num_drafts=2).write(tmp_path)
+    assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert (data["acceptance_length"], data["break_even_length"]) == (2.0, 2.0)
