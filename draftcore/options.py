@@ -86,11 +86,10 @@ def validate(path: str, data: Mapping[str, Any], where: str, beside: Iterable[st
 
     Raises UsageError as `validate_as` does, and for a model that cannot be imported.
     """
-    if not path:
-        if data:
-            raise UsageError(f"{where}: it has none\n  leave out {', '.join(data)}")
-        return None
-    return validate_as(imported(path, where), data, where, beside)
+    if path:
+        return validate_as(imported(path, where), data, where, beside)
+    if data:
+        raise UsageError(f"{where}: it has none\n  leave out {', '.join(data)}")
 
 
 def imported(path: str, where: str) -> Any:

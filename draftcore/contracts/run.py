@@ -36,9 +36,16 @@ LOCK = ".lock"  # in a run's folder: a file that rank 0 holds locked while it tr
 class Samples(Protocol):
     """Rows of a run: rendered, or described by the manifest of a store that holds their features."""
 
-    feature_ids: tuple[str, ...]  # what a store keeps each row's features under
-    lengths: NDArray[np.int64]  # tokens of each row
-    summary: DataSummary
+    @property
+    def feature_ids(self) -> tuple[str, ...]:
+        """What a store keeps each row's features under."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row."""
+
+    @property
+    def summary(self) -> DataSummary: ...
 
     def tokens(self, row: int) -> NDArray[np.int64]:
         """Return a row's token ids, [T]."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from types import MappingProxyType, ModuleType, UnionType
+from types import MappingProxyType, ModuleType, SimpleNamespace, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import pluggy
@@ -237,6 +237,5 @@ def _names(torch_loaded: bool) -> dict[str, Any]:
     """
     paths = (f"draftcore.contracts.{file.name}" for file in iter_modules(contracts.__path__))
     names = {name: value for path in paths for name, value in vars(import_module(path)).items()}
-    torch = sys.modules["torch"] if torch_loaded else None
-    tensor, nn = (torch.Tensor, torch.nn) if torch else (object, object)
-    return {**names, "torch": torch or object, "Tensor": tensor, "nn": nn, "Path": object}
+    torch: Any = sys.modules["torch"] if torch_loaded else SimpleNamespace(Tensor=object, nn=object)
+    return {**names, "torch": torch, "Tensor": torch.Tensor, "nn": torch.nn, "Path": object}

@@ -51,9 +51,7 @@ class Author:
             alone = ["--no-deps", "--no-build-isolation"] if "install" in arguments else []
             arguments += ["-q", "--disable-pip-version-check", *alone]
         command, env = [str(self.python), *start], {"PYTHONDONTWRITEBYTECODE": "1"}
-        if {"train", "eval", "export", "check-plugin", "pytest"} & {
-            *arguments
-        }:  # they import torch
+        if program == "draftcore" and {"train", "eval", "export"} & {*arguments}:
             command, env = [sys.executable, *start], {ENVIRONMENT: str(self.folder / "venv")}
         done = subprocess.run(
             [*command, *arguments], cwd=self.folder, capture_output=True, text=True,

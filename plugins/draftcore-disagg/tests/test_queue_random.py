@@ -7,10 +7,8 @@ of one or two ranks, each making one move at a time in an order that the seed dr
 from __future__ import annotations
 
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -33,54 +31,49 @@ class Ring:
     """A store of so many bytes, each sample in the first stretch that holds it; a re-put supersedes."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.numbers, self.mutex = size, count(), threading.RLock()
+        self.size, self.numbers = size, count()
         # Where each generation lies, also one that is freed but open.
         self.at: dict[Key, tuple[int, int]] = {}
         self.current: dict[str, SampleRef] = {}
         self.open: dict[Key, int] = {}
 
     def put(self, ids: Sequence[str], sizes: Sequence[int]) -> tuple[SampleRef, ...]:
-        with self.mutex:
-            generation, placed = str(next(self.numbers)), dict[Key, tuple[int, int]]()
-            for one, size in zip(ids, sizes, strict=True):
-                start = 0
-                for low, high in sorted([*self.at.values(), *placed.values()]):
-                    if low - start >= size:
-                        break
-                    start = max(start, high)
-                if start + size > self.size:
-                    figures = {"needed": sum(sizes), "samples": len(ids), "free": 0}
-                    raise StoreFull("ring", **figures, limit="the ring", remedy="free some")
-                placed[one, generation] = start, start + size
-            self.at |= placed
-            refs = tuple(SampleRef(one, generation, "", (), 1, 1) for one in ids)
-            for ref in refs:
-                old, self.current[ref.feature_id] = self.current.get(ref.feature_id), ref
-                self.reclaim(old)
-            return refs
+        generation, placed = str(next(self.numbers)), dict[Key, tuple[int, int]]()
+        for one, size in zip(ids, sizes, strict=True):
+            start = 0
+            for low, high in sorted([*self.at.values(), *placed.values()]):
+                if low - start >= size:
+                    break
+                start = max(start, high)
+            if start + size > self.size:
+                figures = {"needed": sum(sizes), "samples": len(ids), "free": 0}
+                raise StoreFull("ring", **figures, limit="the ring", remedy="free some")
+            placed[one, generation] = start, start + size
+        self.at |= placed
+        refs = tuple(SampleRef(one, generation, "", (), 1, 1) for one in ids)
+        for ref in refs:
+            old, self.current[ref.feature_id] = self.current.get(ref.feature_id), ref
+            self.reclaim(old)
+        return refs
 
     def lookup(self, ids: Sequence[str]) -> tuple[SampleRef, ...] | None:
-        with self.mutex:
-            found = tuple(self.current[one] for one in ids if one in self.current)
-            return found if len(found) == len(ids) else None
+        found = tuple(self.current[one] for one in ids if one in self.current)
+        return found if len(found) == len(ids) else None
 
     def get(self, ref: SampleRef) -> None:
-        with self.mutex:
-            if self.current.get(ref.feature_id) != ref:
-                raise StoreError(f"{ref.feature_id} is stale")
-            self.open[ref.key] = self.open.get(ref.key, 0) + 1
+        if self.current.get(ref.feature_id) != ref:
+            raise StoreError(f"{ref.feature_id} is stale")
+        self.open[ref.key] = self.open.get(ref.key, 0) + 1
 
     def close(self, ref: SampleRef) -> None:
-        with self.mutex:
-            self.open[ref.key] -= 1
-            self.reclaim(ref)
+        self.open[ref.key] -= 1
+        self.reclaim(ref)
 
     def free(self, refs: Sequence[SampleRef]) -> None:
-        with self.mutex:
-            for ref in refs:
-                if self.current.get(ref.feature_id) == ref:
-                    del self.current[ref.feature_id]
-                self.reclaim(ref)
+        for ref in refs:
+            if self.current.get(ref.feature_id) == ref:
+                del self.current[ref.feature_id]
+            self.reclaim(ref)
 
     def reclaim(self, ref: SampleRef | None) -> None:
         if ref and self.current.get(ref.feature_id) != ref and not self.open.get(ref.key):
@@ -216,11 +209,11 @@ class Play:
         except StoreFull as error:
             return error
 
-    def load(self, rank: Rank, wait: float = 0) -> None:
+    def load(self, rank: Rank) -> None:
         if not rank.positions or len(rank.ready) >= self.prefetch:
             return
         position, released, rank.released = rank.positions[0], rank.released, []
-        refs = self.queue.receive(position, wait, released)
+        refs = self.queue.receive(position, 0, released)
         if refs is None:
             return
         opened: list[SampleRef] = []
@@ -329,40 +322,3 @@ def test_a_run_that_is_stopped_leaves_nothing_either() -> None:
         play.play(stop=0.03)
         play.end()
         assert (play.ring.current, play.ring.nbytes) == ({}, 0), f"seed {seed}"
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_so_it_is_with_threads_that_wait_for_each_other(seed: int) -> None:
-    """The same with real waiting: a wake-up that is missed would cost seconds, or the run."""
-    play = Play(seed)
-    play.freezes = 0
-    play.ring.size *= 4
-
-    def work(name: str) -> str:
-        draw = random.Random(name)
-        while True:
-            try:
-                claims = play.queue.claim(name, 1, 5)
-            except RunEnded:
-                return "over"
-            for claimed in claims:
-                found = play.capture(claimed)
-                if draw.random() < 0.1:
-                    play.queue.leave(name)  # and a new one takes its place
-                else:
-                    play.queue.publish(claimed.claim, found)
-
-    [rank] = play.ranks = [Rank(deque(range(len(play.order))))]
-    received = list[int]()
-    with ThreadPoolExecutor(3) as pool:
-        working = [pool.submit(work, name) for name in "abc"]
-        while rank.positions and not any(one.done() for one in working):
-            play.load(rank, wait=5)
-            while rank.ready:
-                rank.current = rank.ready.popleft()
-                received.append(len(rank.current[1]))
-                play.let_go(rank)
-        play.queue.end("finished")
-        assert [one.result(60) for one in working] == ["over"] * 3
-    assert received == list(map(len, play.good()))
-    assert play.ring.nbytes == 0

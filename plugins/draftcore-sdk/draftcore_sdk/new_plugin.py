@@ -34,7 +34,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "channel": ("draftcore-disagg",),
     "launcher": ("draftcore-disagg",),
     "graph": ("torch",),
-    "graph-plugin": ("draftcore-graphs",),
+    "graph-plugin": ("draftcore-graphs", "torch"),
 }
 PLACEHOLDERS = ("NAME", "PACKAGE", "KIND", "DEPENDENCIES", "TESTS")
 LONGEST = 24  # a longer name would push lines of the written code over its formatter's limit

@@ -42,4 +42,4 @@ def open_run(base: Path, folder: Path, plugin: str, **sections: Any) -> Iterator
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     with draftcore.open_run(file, registry=registry) as run:
-        yield run.open
+        yield run

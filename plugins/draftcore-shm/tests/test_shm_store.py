@@ -1,4 +1,4 @@
-"""The store `shm` beyond its suite: processes that are killed at every line, bytes, and its file.
+"""The store `shm`: the suites; and beyond them processes that are killed at every line, bytes, and its file.
 
 Other processes are forked here, since starting one anew takes seconds; each opens the store itself.
 """
@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,7 +22,8 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_sdk.stores import any_bits, numbered
+from draftcore_sdk.plugins import PluginSuite
+from draftcore_sdk.stores import StoreSuite, any_bits, numbered
 from draftcore_shm import segment
 from draftcore_shm import store as shm
 from draftcore_shm.store import ShmStore
@@ -32,6 +35,32 @@ from tests.forks import mount_small
 
 MIB = 1 << 20
 SMALL = 48 << 10  # room for two pairs, and not for a third
+
+
+class TestShmPlugin(PluginSuite):
+    plugin = "draftcore_shm.plugin"
+
+
+class TestShmStore(StoreSuite):
+    plugin = "draftcore_shm.plugin"
+
+    @pytest.fixture
+    def store_uri(self, folder: Path) -> str:
+        return f"shm:{folder / 'store'}?max_bytes=64MiB"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in shared memory where there is enough, since a disk is slower."""
+    roomy = shm.SHM.exists() and shutil.disk_usage(shm.SHM).free > 256 << 20
+    place = Path(tempfile.mkdtemp(dir=shm.SHM)) if roomy else tmp_path
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture
+def ring(folder: Path) -> str:
+    return str(folder / "ring")
 
 
 def mapped(ring: str) -> segment.Table:
@@ -159,7 +188,7 @@ def test_processes_that_open_at_once_share_one_segment_and_lose_nothing_to_who_r
         assert opening.wait(60)
         for at in range(25):
             store = ShmStore(ring, max_bytes=MIB)
-            ref = store.put(checked(f"{number}", at))
+            ref = store.put(checked(f"{number}", at, 3000))  # all of them fit
             require_checked(store, ref, at)
             store.free([ref])
             store.close()

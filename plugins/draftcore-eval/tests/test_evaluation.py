@@ -1,4 +1,4 @@
-"""Acceptance beside training: the first prompts, decoded by what is kept from one time to the next."""
+"""The dist passes its suites; beside training, the first prompts are decoded by what is kept."""
 
 from __future__ import annotations
 
@@ -6,18 +6,34 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 from draftcore_eval.evaluation import Decoding
 from draftcore_eval.options import EvalOptions
+from draftcore_sdk.evaluations import EvaluationSuite
+from draftcore_sdk.plugins import PluginSuite
+from draftcore_sdk.runners import RunnerSuite
 from draftcore_sdk.targets import byte_tokenizer, conversations
 
 from draftcore import open_run
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
+
+
+class TestPlugin(PluginSuite):
+    plugin = "draftcore_eval.plugin"
+
+
+class TestDecoding(EvaluationSuite):
+    plugin = "draftcore_eval.plugin"
+    options: ClassVar = {"max_new_tokens": 8, "batch": 2}
+
+
+class TestEager(RunnerSuite):
+    plugin = "draftcore_eval.plugin"
 
 
 @pytest.fixture
