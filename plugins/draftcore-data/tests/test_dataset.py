@@ -95,7 +95,9 @@ def test_every_row_left_out_is_counted_and_written_down(
             "  1 left out: no assistant turn (train.jsonl:27)",
             "  1 left out: longer than 64 tokens (train.jsonl:28)",
         ]
-    with pytest.raises(UsageError, match=r"26 of 27 rows cannot be used, more than data.bad_rows=0.1"):
+    with pytest.raises(
+        UsageError, match=r"26 of 27 rows cannot be used, more than data.bad_rows=0.1"
+    ):
         build(source, bad_rows=0.1)
     written = json.loads((tmp_path / "data" / "dataset.json").read_text())["report"]["skipped"]
     assert [where for where, *_ in written] == [f"train.jsonl:{i}" for i in (*range(1, 26), 27, 28)]
