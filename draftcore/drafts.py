@@ -56,7 +56,7 @@ def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> No
         draft.options = draft.algorithm.options
         changed = list(changes(draft.options, then, "algorithm.options."))
     if (now := target.fingerprint()) != (fingerprint := origin["target_fingerprint"]):
-        changed.append(f"target {origin['target']!r}: weights {fingerprint} then, {now} now")
+        changed.append(f"another target: {fingerprint} of {origin['target']!r} then, {now} now")
     if changed:
         raise UsageError(
             f"{folder} holds a draft that was trained otherwise\n  "
