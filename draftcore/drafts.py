@@ -58,11 +58,9 @@ def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> No
     if (now := target.fingerprint()) != (fingerprint := origin["target_fingerprint"]):
         changed.append(f"another target: {fingerprint} of {origin['target']!r} then, {now} now")
     if changed:
-        raise UsageError(
-            f"{folder} holds a draft that was trained otherwise\n  "
-            + "\n  ".join(changed)
-            + "\n  undo the change; options can be left out, as a trained draft brings its own"
-        )
+        remedy = "undo the change; options can be left out, as a trained draft brings its own"
+        head = f"{folder} holds a draft that was trained otherwise"
+        raise UsageError("\n  ".join([head, *changed, remedy]))
 
 
 def open_draft(
@@ -138,8 +136,7 @@ def write_export(
 
 def digests(folder: Path) -> dict[str, str]:
     """Return the digest of each file in a folder, by its path there."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): digest(file) for file in files}
+    return {f.relative_to(folder).as_posix(): digest(f) for f in folder.rglob("*") if f.is_file()}
 
 
 def without_paths(value: Any) -> Any:

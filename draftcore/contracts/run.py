@@ -342,7 +342,7 @@ class RunEnded(UsageError):  # noqa: N818  how the work of a process that captur
 # ---------------------------------------------------------------- evaluation
 
 
-class EvaluationReport(Protocol):
+class Report(Protocol):
     """What an evaluation of one draft found."""
 
     def to_json(self) -> dict[str, Any]: ...
@@ -360,9 +360,7 @@ class Evaluation(Protocol):
     One that decodes by a runner may have it as its `runner`, whose report is then shown.
     """
 
-    def evaluate(
-        self, draft: OpenDraft, built: Draft, origin: Mapping[str, Any]
-    ) -> EvaluationReport:
+    def evaluate(self, draft: OpenDraft, built: Draft, origin: Mapping[str, Any]) -> Report:
         """Measure a draft, which is moved to the target's device. Raises UsageError without prompts.
 
         `origin` is what it comes from, for the report: its `step`, 0 where nobody knows; its `checkpoint`,

@@ -275,11 +275,9 @@ def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan
         differ = differences(features.provenance, then["features"], "then").strip()
         changed.append(f"features: {differ}")
     if changed:
-        raise UsageError(
-            f"{last.folder} was written by a run that differs from this one\n  "
-            + "\n  ".join(changed)
-            + "\n  undo the change to resume, or set another run folder to start anew"
-        )
+        head = f"{last.folder} was written by a run that differs from this one"
+        remedy = "undo the change to resume, or set another run folder to start anew"
+        raise UsageError("\n  ".join([head, *changed, remedy]))
 
 
 def changes(now: BaseModel, then: Mapping[str, Any], path: str = "") -> Iterator[str]:

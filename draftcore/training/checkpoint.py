@@ -145,10 +145,7 @@ def latest(root: Path) -> Checkpoint | None:
             opened = open_checkpoint(folder)
             if folder.name == f"step-{opened.step:08d}":
                 return opened
-            raise UsageError(
-                f"{folder} holds the checkpoint of step {opened.step}\n"
-                "  give it the name of its step, or move it out of this folder"
-            )
+            raise UsageError(f"{folder} holds the checkpoint of step {opened.step}\n  move it away")
         logger.warning("%s has no %s and is left out: it was not finished", folder, MARK)
     return None
 

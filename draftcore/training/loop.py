@@ -460,9 +460,8 @@ class Trainer:
         the gradient was not finite; the weights are as before.
         """
         self.metrics, self.evaluation = {**self.previous_step.metrics, **ratios(sums), **timing}, ""
-        learns = self.metrics["loss"] or self.metrics["grad_norm"]
-        if self.step == 1 and not learns and any(0 in part for part in sums):  # 0: a loss's term
-            self.step = 0
+        learned = self.metrics["loss"] or self.metrics["grad_norm"]
+        if self.step == 1 and not learned and 0 in sums[0]:  # which is a term of the loss
             with self.ranks.raise_on_all():
                 raise DraftcoreError(
                     "the rows of the first step teach nothing: loss and gradient are 0\n"
