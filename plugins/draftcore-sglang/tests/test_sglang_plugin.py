@@ -94,10 +94,10 @@ def test_without_an_sglang_that_was_tested_the_pip_line_is_the_answer(
 def test_all_that_moved_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter more; another order; a name and a module that are gone."""
     pretend(monkeypatch, "0.5.23")
-    require_sglang({"draftcore.errors:nearest": ("name", "known")})
-    wanted = {"draftcore.errors:nearest": ("name",), "draftcore.errors:closest": ("known", "name")}
+    require_sglang({"draftcore.errors:nearest": "name known"})
+    wanted = {"draftcore.errors:nearest": "name", "draftcore.errors:closest": "known name"}
     with pytest.raises(UsageError, match=r"0\.5\.23 is not as(.|\n)*pip install") as caught:
-        require_sglang({**wanted, "json:gone": (), "no_such_module:f": ()})
+        require_sglang({**wanted, "json:gone": "", "no_such_module:f": ""})
     more, order, gone, module = map(str.strip, str(caught.value).splitlines()[1:-1])
     assert more == "draftcore.errors:nearest(name, known), where (name) was tested"
     assert order == "draftcore.errors:closest(name, known), where (known, name) was tested"
