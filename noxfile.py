@@ -620,7 +620,7 @@ def full(session: nox.Session) -> None:
 def long(session: nox.Session) -> None:
     """The tests that take too long for every change: drills, and a compiler's conformance."""
     folders = ["tests/faults", "tests/together"]
-    folders += (f"plugins/draftcore-{name}/tests" for name in ("graphs", "ray"))
+    folders += (f"plugins/draftcore-{name}/tests" for name in ("graphs", "ray", "sdk"))
     python = all_dists(session)
     pytest(session, python, *folders, *session.posargs, mark="long and not gpu")
 
