@@ -330,7 +330,7 @@ def describe_dists(folder: Path) -> Path:
 @job()
 def tests(session: nox.Session) -> None:
     """Everything that a change must pass, three sessions at a time."""
-    parts = ("wheels", *follow(session), "dists", "lint", "typing", "alone", "authors", "without")
+    parts = ("wheels", "dists", *follow(session), "lint", "typing", "alone", "authors", "without")
     parts += ("start",)
     command = (sys.executable, "-m", "nox", "--parallel", "3", "--allow-parallel", "-s", *parts)
     session.run(*command, env={PART: "1"})

@@ -59,6 +59,7 @@ TWO = "algorithm=null 'drafts={blocks: {algorithm: {name: dflash}}, domino: {alg
         ("train data.train=nowhere.jsonl", ["nowhere.jsonl"]),
         ("capture store=auto", ["file:"]),
         ("eval", ["draftcore train"]),
+        ("eval eval.temperature=1e-300", ["temperature", "0 is greedy"]),
         ("eval --draft mine", ["no draft 'mine'", "--draft", "leave"]),
         (f"eval --draft dominos {TWO}", ["dominos", "domino", "blocks"]),
         (f"export --out somewhere {TWO}", ["--out", "--draft"]),

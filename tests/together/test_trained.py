@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -93,6 +94,10 @@ def test_prompts_are_what_they_are_said_to_be(project: Project) -> None:
     other = f"data.chat_template={project.folder / 'other.jinja'}"
     said = project.cli("eval", other, ok=False).output
     assert "another chat template" in said
+    said = project.cli("eval", "eval.max_new_tokens=1000000", ok=False).output
+    assert "positions, and the target has 512" in said
+    os.mkfifo(pipe := project.folder / "pipe.jsonl")
+    assert "pipe.jsonl" in project.cli("eval", f"data.eval={pipe}", ok=False).output
 
 
 def test_a_plot_is_written_over_a_link_and_not_through_it(project: Project) -> None:

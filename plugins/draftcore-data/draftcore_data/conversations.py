@@ -244,7 +244,7 @@ def _parse_json(text: str | bytes, reason: str) -> Any:
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except json.JSONDecodeError as error:
         raise RowError(reason, f"{error.msg}, column {error.colno}") from None
-    except (UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no Unicode, or a number of 5,000 digits
         raise RowError(reason, str(error)) from None
 
 

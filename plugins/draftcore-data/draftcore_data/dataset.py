@@ -130,6 +130,10 @@ class Dataset:
         """A row's images, in their order."""
         return self.all_images.get(row, ())
 
+    def largest(self) -> int:
+        """The largest token id of all rows."""
+        return int(self._tokens["id"].max())
+
     def answered(self, prompts: Sequence[Sequence[int]]) -> int:
         """Count the prompts, different ones, that a row answers."""
         wanted = {np.array(prompt, "<i4").tobytes() for prompt in prompts}

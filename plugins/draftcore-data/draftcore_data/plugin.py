@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from draftcore_data.options import DataOptions
     from draftcore_data.rows import Conversations
     from draftcore_data.source import Source
+
+
+class Number(click.FloatRange):
+    """A number within bounds, which nan is not."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        number: float = super().convert(value, param, ctx)
+        return self.fail("nan is no number", param, ctx) if math.isnan(number) else number
 
 
 @click.group()
@@ -49,16 +58,16 @@ def data() -> None:
     "--max-tokens", type=click.IntRange(1), default=2048, show_default=True,
     help="Longest answer, its reasoning included.",
 )  # fmt: skip
-@click.option("--temperature", type=click.FloatRange(0), help="The server's default if not given.")
-@click.option("--top-p", type=click.FloatRange(0, 1), help="The server's default if not given.")
+@click.option("--temperature", type=Number(0), help="The server's default if not given.")
+@click.option("--top-p", type=Number(0, 1), help="The server's default if not given.")
 @click.option("--seed", type=int, help="None if not given.")
 @click.option("--reasoning-effort", help="low, medium, high: as the model's template takes it.")
 @click.option(
-    "--timeout", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
+    "--timeout", type=Number(0, min_open=True), default=600.0, show_default=True,
     help="Seconds to wait for one answer.",
 )  # fmt: skip
 @click.option(
-    "--patience", type=click.FloatRange(0), default=600.0, show_default=True,
+    "--patience", type=Number(0), default=600.0, show_default=True,
     help="Seconds without any answer until it gives up.",
 )  # fmt: skip
 @click.pass_context

@@ -518,6 +518,8 @@ def _assistant_turns(messages: Sequence[Message]) -> list[int]:
 def _chat_template(tokenizer: PreTrainedTokenizerFast, file: str | None) -> str:
     if file is not None:
         try:
+            if Path(file).is_fifo() or Path(file).is_char_device():
+                raise OSError("it is no file")
             return Path(file).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UsageError(f"data.chat_template: {file} cannot be read\n  {error}") from error

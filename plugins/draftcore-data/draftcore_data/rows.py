@@ -82,6 +82,12 @@ class Conversations:
             date=date,
             processor=self.run.target.images,
         )
+        target, largest = self.run.target, dataset.largest()
+        if largest >= target.vocab_size:
+            raise UsageError(
+                f"the tokenizer of {target.path!r} wrote the token {largest}, and the target's embedding has "
+                f"{target.vocab_size} rows\n  give the target the tokenizer that it was trained with"
+            )
         if (dataset.report.skipped or dataset.report.notes) and not self.run.ranks.rank:
             print(dataset.report.text(), file=sys.stderr)
         return dataset

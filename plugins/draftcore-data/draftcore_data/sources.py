@@ -87,7 +87,8 @@ def _files(name: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        return sorted(map(Path, glob.glob(str(path), recursive=True)))
+        found = map(Path, glob.glob(str(path), recursive=True))
+        return sorted(file for file in found if file.is_file())  # no pipe, which might never end
     files = path.rglob("*")
     return sorted(file for file in files if ".jsonl" in file.name or file.suffix in TABLE_SUFFIXES)
 

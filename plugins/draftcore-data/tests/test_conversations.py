@@ -43,6 +43,7 @@ def test_all_shapes_and_their_mixtures_read_alike(jsonl: Jsonl) -> None:
     [
         ("{broken", "not valid JSON: Expecting property name"),
         ('{"messages": ' + "[" * 100_000, "not valid JSON: maximum recursion"),
+        ('{"messages": ' + "9" * 5000 + "}", "not valid JSON: Exceeds the limit"),
         ("7", "the row is not an object: int"),
         ({"text": "x"}, "no messages or conversations: keys 'text'"),
         ({"messages": "x"}, "messages is not a list: str"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def status(registry: Any, config: Path, overrides: tuple[str, ...], seconds: flo
 
     From another terminal, in the run's folder or anywhere that sees it.
     """
+    if math.isnan(seconds):
+        raise UsageError("--seconds nan is no time\n  for example --seconds 5")
     with open_run(config, overrides, registry) as run:
         from draftcore_disagg.status import lines
 

@@ -64,9 +64,15 @@ class Decoding:
                 "the rows that the draft was trained on\n"
                 "  set data.chat_template and data.template_options as in the run that trained it"
             )
+        ids = prompts.token_ids
+        room = getattr(run.target.text_config, "max_position_embeddings", None)
+        if room is not None and (need := max(map(len, ids)) + options.max_new_tokens) > room:
+            raise UsageError(
+                f"the longest prompt and eval.max_new_tokens={options.max_new_tokens} take {need} positions, "
+                f"and the target has {room}\n  lower eval.max_new_tokens or data.max_length"
+            )
         device = run.target.load_model().device
         built.module.to(device).eval()
-        ids = prompts.token_ids
         with Progress(len(ids), verb="decoding", every=options.batch) as progress:
             report = evaluate_prompts(self.decoder(draft, built), ids, options, progress.show)
         if not report.rounds:
