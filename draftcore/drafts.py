@@ -51,10 +51,11 @@ def take_options(draft: DraftRun, folder: Path, origin: Mapping[str, Any]) -> No
     changed = [f"algorithm.name: {theirs['name']!r} then, {choice.name!r} now"]
     if theirs["name"] == choice.name:
         bind = functools.partial(draft.run.bind, "algorithm", choice.name, plugin=choice.plugin)
-        then = bind(theirs["options"]).options.model_dump(mode="json")
+        trained = bind(theirs["options"]).options
+        then = trained and trained.model_dump(mode="json")  # an algorithm may have no options
         draft.algorithm = bind({**theirs["options"], **choice.options})
         draft.options = draft.algorithm.options
-        changed = list(changes(draft.options, then, "algorithm.options."))
+        changed = list(changes(draft.options, then, "algorithm.options.")) if then else []
     if (now := target.fingerprint()) != (fingerprint := origin["target_fingerprint"]):
         changed.append(f"another target: {fingerprint} of {origin['target']!r} then, {now} now")
     if changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -295,6 +296,6 @@ def test_evaluation_leaves_out_what_asks_about_images_and_says_so(
 ) -> None:
     project = project_of(make_project, tmp_path, "qwen2_5_vl", store="auto")
     project.cli("train")
-    given = f"data.eval={tmp_path / 'train.jsonl'}"
-    output = project.cli("eval", given).output
+    shutil.copy(tmp_path / "train.jsonl", held_out := tmp_path / "held-out.jsonl")
+    output = project.cli("eval", f"data.eval={held_out}").output
     assert "4 left out: it asks about images, and here text alone is asked" in output

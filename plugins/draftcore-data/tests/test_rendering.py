@@ -525,7 +525,7 @@ def test_a_file_takes_the_place_of_the_targets_template(
 
 
 @pytest.mark.parametrize(
-    "masked", [{"loss_mask": [0, 1, 0, 1, 1]}, {"labels": [-100, 9, -100, 9, 9]}]
+    "masked", [{"loss_mask": [0, 1, 0, 1, 1]}, {"labels": [-100, 6, -100, 8, 9]}]
 )
 def test_rows_of_tokens_are_taken_as_they_are(
     chatml: PreTrainedTokenizerFast, masked: dict[str, Any]
@@ -537,7 +537,7 @@ def test_rows_of_tokens_are_taken_as_they_are(
         assert isinstance(rendered, Rendered)
         assert rendered.token_ids.tolist() == [5, 6, 7, 8, 9]
         assert rendered.loss_mask.nonzero()[0].tolist() == expected
-    (bad,) = Renderer(chatml).render([parse_row("x", {"input_ids": [9999], "labels": [1]})])
+    (bad,) = Renderer(chatml).render([parse_row("x", {"input_ids": [9999], "labels": [9999]})])
     assert "not below 313" in str(bad)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +69,7 @@ def test_producers_on_machines_of_their_own_are_heard_in_the_one_terminal_and_ct
     machines.add(capture=1)
     run.until(lambda: run.steps() >= 2, process)
     run.until(lambda: run.heard() == {"[producer 0", "[producer 1"}, process)
-    status = [sys.executable, "-m", "draftcore", "status", str(run.yaml), "--seconds", "0.5"]
+    status = run.line("--seconds", "0.5", verb="status")
     run.until(lambda: "2, capturing" in subprocess.check_output(status, text=True), process)
     process.send_signal(signal.SIGINT)
     assert process.wait(LONG) == 130, run.output()

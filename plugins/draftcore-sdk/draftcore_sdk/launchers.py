@@ -18,7 +18,7 @@ from draftcore_disagg.launcher import Job
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore_sdk.suite import Suite
 
-SOON = 120.0  # seconds within which it comes on a busy machine
+SOON = 300.0  # seconds within which it comes on a busy machine
 # A process of the job: `role`, `rank`, `note(name)` leaves a file, `count(name)` says how many did.
 TOOLS = """
 import os, pathlib, signal, sys, time

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import yaml
 from click.testing import CliRunner, Result
 from draftcore_sdk.exports import change
 from draftcore_sdk.targets import conversations, tiny_target
-from draftcore_tools.reference import Reference, open_reference
+from draftcore_tools.reference import Reference, open_reference, read_manifest
 from draftcore_tools.verify import Divergence, servers_of, verify_export
 from torch import Tensor
 
 from draftcore import load_plugins
 from draftcore.cli import main
+from draftcore.files import EXPORT, digest, read_sealed, write_sealed
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},
@@ -59,8 +60,11 @@ class Exported:
         return verdicts
 
     def change(self, edit: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> None:
-        """Edit config.json's content and the tensors in place."""
+        """Edit config.json's content and the tensors in place, as a writer with that mistake does."""
         change(self.folder, edit)
+        manifest = read_sealed(file := self.folder / EXPORT)
+        files = {name: digest(self.folder / name) for name in manifest["files"]}
+        write_sealed(file, {**manifest, "files": files})
 
 
 MakeRun = Callable[..., Exported]
@@ -123,10 +127,11 @@ def judge(make_run: MakeRun) -> Iterator[Judge]:
         def divergences(exported: Exported) -> dict[str, Divergence | None]:
             if (name := exported.algorithm) not in opened:
                 whole, target = make_run(name).folder, str(exported.target)
-                reference = open_reference(load_plugins(), whole, None, target, "cpu")
-                opened[name] = stack.enter_context(reference)
-            servers = servers_of(opened[name], "all")
-            verdicts = (verify_export(opened[name], exported.folder, server) for server in servers)
+                original = open_reference(load_plugins(), whole, None, target, "cpu")
+                opened[name] = stack.enter_context(original)
+            reference = replace(opened[name], manifest=read_manifest(exported.folder))
+            servers = servers_of(reference, "all")
+            verdicts = (verify_export(reference, exported.folder, server) for server in servers)
             return {verdict.server: verdict.divergence for verdict in verdicts}
 
         yield divergences

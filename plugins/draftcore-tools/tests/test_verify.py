@@ -204,7 +204,6 @@ def test_the_report_is_in_plain_words(exported: Any) -> None:
 def test_what_a_server_leaves_unread_is_named_and_what_ends_one_is_refused(exported: Any) -> None:
     run = exported("dflash")
     run.change(lambda _, tensors: tensors.update(d2t=torch.arange(3)))
-    (run.folder / "draftcore.json").unlink()  # which would say that the file is another
     sglang, vllm = run.verify("--run", run.run, status=1)
     assert sglang["agrees"]
     assert sglang["notes"] == ["the server leaves unread: d2t"]

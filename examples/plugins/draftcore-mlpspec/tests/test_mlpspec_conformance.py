@@ -19,7 +19,6 @@ class TestChain(AlgorithmSuite):
 class TestUntied(AlgorithmSuite):
     plugin, name = "draftcore_mlpspec.plugin", "mlpspec"
     options: ClassVar = {"tied": False, "scale_input": False}
-    test_runs_decode_losslessly_and_resume_to_the_same_bits = None  # type: ignore[assignment]  # as TestChain
 
 
 class TestTree(AlgorithmSuite):
