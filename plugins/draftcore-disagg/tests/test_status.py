@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from draftcore_disagg.status import latest
 from draftcore_sdk.suite import child_environment
 from draftcore_sdk.targets import conversations, tiny_target
 
 from draftcore.cli import main
+from draftcore.errors import DraftcoreError
 
 SOON = 150.0  # seconds on a busy machine
 
@@ -69,3 +72,14 @@ def test_a_run_under_way_says_how_it_stands_and_its_end_is_noticed(run: Path) ->
     late = CliRunner().invoke(main, ["scale", str(run), "producers=2"])
     assert "no run with producers is under way" in late.output
     assert "none: the trainer captures for itself, or is not at work" in status(run)[1]
+
+
+def test_lines_that_a_kill_tore_and_those_of_others_are_not_read(tmp_path: Path) -> None:
+    step = {"step": 3, "loss": 1.5, "seconds": 0.2, "fetch_seconds": 0.1, "tokens": 60}
+    others = ({"step": 3, "evaluation": {}}, {**step, "seconds": None}, [], "[[[[")
+    lines = [*map(json.dumps, (step, *others)), '{"step": 4, "lo']
+    (file := tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert latest(file) == [step]
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(DraftcoreError, match="has no step yet"):
+        latest(file)

@@ -263,7 +263,7 @@ def test_a_checkpoint_of_another_step_and_another_target_are_refused(
     assert (result.exit_code, "is of step 3" in result.output) == (2, True)
 
 
-def test_one_flipped_bit_of_a_weight_is_found_though_nothing_is_drafted_otherwise(
+def test_one_other_byte_of_any_file_is_found_though_nothing_is_drafted_otherwise(
     exported: Any, judge: Any
 ) -> None:
     run = exported("dflash")
@@ -274,6 +274,10 @@ def test_one_flipped_bit_of_a_weight_is_found_though_nothing_is_drafted_otherwis
     for divergence in judge(run).values():
         assert divergence.check == "files"
         assert "model.safetensors was altered" in divergence.what
+    config = (other := exported("domino")).folder / "config.json"
+    config.write_text(config.read_text() + " ")
+    for divergence in judge(other).values():
+        assert "config.json was altered" in divergence.what
 
 
 def test_an_unknown_server_is_answered_with_the_known(exported: Any) -> None:
