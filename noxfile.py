@@ -295,6 +295,13 @@ def passed(session: nox.Session) -> None:
         (PASSED / f"{session.name}.json").write_text(json.dumps(note) + "\n")
 
 
+def try_engine(session: nox.Session) -> None:
+    """Run the tests of an engine's dist, and note what they passed with."""
+    tests = f"plugins/draftcore-{session.name}/tests"
+    pytest(session, all_dists(session), tests, *session.posargs, workers=2)
+    passed(session)
+
+
 def follow(session: nox.Session) -> Iterator[str]:
     """Yield the engines whose sessions have not passed with what is here."""
     for engine in ENGINES:
@@ -433,17 +440,13 @@ def dists(session: nox.Session) -> None:
 @job(requires=["wheels"])
 def ray(session: nox.Session) -> None:
     """The launcher `ray`, whose tests wait for the machines of a cluster on loopback."""
-    python = all_dists(session)
-    pytest(session, python, "plugins/draftcore-ray/tests", *session.posargs, workers=2)
-    passed(session)
+    try_engine(session)
 
 
 @job(requires=["wheels"])
 def mooncake(session: nox.Session) -> None:
     """The store `mooncake`, with a master and its clients on loopback."""
-    python = all_dists(session)
-    pytest(session, python, "plugins/draftcore-mooncake/tests", *session.posargs, workers=2)
-    passed(session)
+    try_engine(session)
 
 
 @job(requires=["wheels"])

@@ -14,8 +14,7 @@ from safetensors import SafetensorError
 from draftcore.contracts.algorithm import DataSummary, Draft
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import EXPORT, digest, read_sealed, require_exported, write_sealed
-from draftcore.run import DraftRun
-from draftcore.run.train import changes
+from draftcore.run import DraftRun, changes
 
 
 def load_checkpoint(draft: DraftRun, folder: Path | None) -> tuple[Draft, dict[str, Any]]:
@@ -99,7 +98,6 @@ def write_export(
     and `force` replaces it, and for a layout that the algorithm does not offer; DraftcoreError where it
     cannot be written.
     """
-    built, origin = load_checkpoint(draft, checkpoint)
     offers = sorted(name for name in draft.algorithm.capabilities if name.startswith("layout:"))
     if f"layout:{layout}" not in offers:
         names = ", ".join(name.removeprefix("layout:") for name in offers)
@@ -111,6 +109,7 @@ def write_export(
     if folder.exists() and any(folder.iterdir()) and not replaced:
         remedy = "choose another folder with --out, or empty it; --force replaces an export"
         raise UsageError(f"{folder} is not empty\n  {remedy}")
+    built, origin = load_checkpoint(draft, checkpoint)
     del origin["checkpoint"]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from draftcore.config import Choice, RunConfig, Selection, TargetConfig
 from draftcore.contracts.algorithm import DataSummary, Draft, Drafter
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.offers import SAME_FEATURES, Kind
+from draftcore.contracts.offers import FREE, SAME_FEATURES, Kind
 from draftcore.contracts.run import Evaluation, OpenDraft, OpenRun, Ranks, RunSamples, Samples
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import FeatureStore
@@ -323,6 +323,19 @@ def changed_options(options: BaseModel | None) -> dict[str, Any]:
         if isinstance(extra, dict) and SAME_FEATURES.items() <= extra.items()
     }
     return options.model_dump(mode="json", exclude_defaults=True, exclude=neutral)
+
+
+def changes(now: BaseModel, then: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the settings that a resumed run must not change and did, with both values."""
+    values = now.model_dump(mode="json")
+    for name, info in type(now).model_fields.items():
+        section, was = getattr(now, name), then.get(name)
+        if FREE in info.metadata:
+            continue
+        if isinstance(section, BaseModel) and isinstance(was, Mapping):
+            yield from changes(section, was, f"{path}{name}.")
+        elif values[name] != was:
+            yield f"{path}{name}: {was!r} then, {values[name]!r} now"
 
 
 def differences(ours: str, theirs: str, whose: str) -> str:

@@ -10,18 +10,16 @@ import functools
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import BaseModel
 
 from draftcore.contracts.algorithm import DataSummary, Stop
 from draftcore.contracts.capture import CaptureBatch
-from draftcore.contracts.offers import FREE
 from draftcore.contracts.run import LOCK, BatchSource, Loaded, Needed, PlannedBatch, Samples
 from draftcore.contracts.store import FeatureStore, SampleRef
 from draftcore.data.plan import Plan
@@ -31,7 +29,7 @@ from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
 from draftcore.files import hold, write_atomic
-from draftcore.run import DraftRun, Role, Run, differences
+from draftcore.run import DraftRun, Role, Run, changes, differences
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
 from draftcore.run.held_out import HeldOut
@@ -278,19 +276,6 @@ def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan
         head = f"{last.folder} was written by a run that differs from this one"
         remedy = "undo the change to resume, or set another run folder to start anew"
         raise UsageError("\n  ".join([head, *changed, remedy]))
-
-
-def changes(now: BaseModel, then: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the settings that a resumed run must not change and did, with both values."""
-    values = now.model_dump(mode="json")
-    for name, info in type(now).model_fields.items():
-        section, was = getattr(now, name), then.get(name)
-        if FREE in info.metadata:
-            continue
-        if isinstance(section, BaseModel) and isinstance(was, Mapping):
-            yield from changes(section, was, f"{path}{name}.")
-        elif values[name] != was:
-            yield f"{path}{name}: {was!r} then, {values[name]!r} now"
 
 
 def read_run_id(folder: Path) -> str:

@@ -42,6 +42,7 @@ class Conversations:
     def __init__(self, run: OpenRun, options: DataOptions) -> None:
         self.run, self.options, self.longest = run, options, options.max_length
         self.folder, self.find = run.folder / "data", finder(run.bind)
+        self.trained: Dataset | None = None  # the rows to train on, once they were opened
         self.train = named(options.train) if options.train is not None else None
         self.eval = named(options.eval) if options.eval is not None else None
         self.images = self._open_images() if run.target.is_multimodal else None
@@ -88,6 +89,8 @@ class Conversations:
                 f"the tokenizer of {target.path!r} wrote the token {largest}, and the target's embedding has "
                 f"{target.vocab_size} rows\n  give the target the tokenizer that it was trained with"
             )
+        if part == "train":
+            self.trained = dataset
         if (dataset.report.skipped or dataset.report.notes) and not self.run.ranks.rank:
             print(dataset.report.text(), file=sys.stderr)
         return dataset
@@ -98,9 +101,8 @@ class Conversations:
         date = date_of(self.folder / "train") or date_of(self.folder / "eval")
         tokenizer, limited = self.run.target.load_tokenizer(), limit or None
         prompts = read_prompts(sources, tokenizer, limited, self.options, find=self.find, date=date)
-        with suppress(
-            ValueError, KeyError, OSError
-        ):  # there are no rows, or not as they were written
-            trained = Dataset(self.folder / "train").answered(prompts.token_ids)
-            return dataclasses.replace(prompts, about={**prompts.about, "trained_on": trained})
+        with suppress(ValueError, KeyError, OSError):  # no rows, or not as they were written
+            self.trained = self.trained or Dataset(self.folder / "train")
+            answered = self.trained.answered(prompts.token_ids)
+            return dataclasses.replace(prompts, about={**prompts.about, "trained_on": answered})
         return prompts

@@ -141,7 +141,7 @@ class Queue:
         """Take back the refs of a batch that cannot be read: it is captured again."""
         with self.changed:
             entry = self.entries.get(position)
-            if entry is not None and entry.refs:  # else it was heard before
+            if entry is not None and entry.refs:  # else it was rejected before
                 self._take_back(entry)
                 self._failed(entry, DraftcoreError(reason))
 
