@@ -22,7 +22,7 @@ from draftcore_sdk.algorithm_fixtures import (
     accumulate,
     use_exact_frequencies,
 )
-from draftcore_sdk.algorithm_reference import PRECISIONS, Heads, require_attention, require_naive
+from draftcore_sdk.algorithm_reference import Heads, require_attention, require_naive
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -307,7 +307,11 @@ def plain_attention(
 @pytest.mark.parametrize(
     ("device", "dtype", "tolerance"),
     [
-        *PRECISIONS,
+        ("cpu", torch.float64, 1e-12),
+        ("cpu", torch.float32, 1e-5),
+        ("cpu", torch.bfloat16, 0.05),
+        pytest.param("cuda", torch.float32, 1e-5, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, 0.05, marks=pytest.mark.gpu),
         pytest.param("cuda", torch.float16, 0.01, marks=pytest.mark.gpu),
     ],
 )

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from draftcore_graphs.recording import RecordingBackend
 from torch import Tensor, nn
@@ -25,14 +24,6 @@ from draftcore.contracts.runner import ShapeKey
 from draftcore_sdk.algorithm_fixtures import WIDTH
 
 Heads = Sequence[Tensor]  # each a vector
-# Where a fused attention is compared, in which type, and how far it may be from fp64.
-PRECISIONS: list[Any] = [
-    ("cpu", torch.float64, 1e-12),
-    ("cpu", torch.float32, 1e-5),
-    ("cpu", torch.bfloat16, 0.05),
-    pytest.param("cuda", torch.float32, 1e-5, marks=pytest.mark.gpu),
-    pytest.param("cuda", torch.bfloat16, 0.05, marks=pytest.mark.gpu),
-]
 
 
 class Naive:
