@@ -192,8 +192,8 @@ class Run:
         self.require_clean()
 
     def require_nothing_trained(self) -> None:
-        """There is nothing to export, and the run left nothing behind."""
-        command = ["--plugin", str(HERE / "usecount.py"), "export", str(self.yaml)]
+        """There is nothing to evaluate or export, and the run left nothing behind."""
+        command = ["--plugin", str(HERE / "usecount.py"), "eval", str(self.yaml)]
         refused = CliRunner().invoke(main, command)
         assert refused.exit_code == 2
         assert "no finished checkpoint" in refused.output
