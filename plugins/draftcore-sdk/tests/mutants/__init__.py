@@ -2,11 +2,13 @@
 
 A file beside this one holds the `MUTANTS` of one suite: a right plugin as text, and a table of the
 wrong ones. A line `== NAME: TEST` begins a wrong plugin and says by which test it must be caught
-(`passes`: it is right in its own way); what follows makes the right plugin wrong. That is code,
-which stands behind the right plugin's and defines names of it anew, or a patch: lines of the right
-plugin's files that go (-), come (+) or stay.
+(`passes`: it is right in its own way); what follows makes the right plugin wrong. That is a patch, lines
+of the right plugin's files that go (-), come (+) or stay, or else lines of these kinds: `OLD => NEW`
+replaces a text; `Class.method(given) = value`, or with a colon and a body, overrides a method, and without
+brackets a property; all other code stands behind the right plugin's and defines names of it anew.
 """
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,7 @@ LIMIT = 240  # seconds for one test; none takes a tenth of it on two quiet cores
 # A mutant that fails by one of these is not wrong but broken, or was not caught in time.
 SLIPS = ("NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError")
 SLIPS += ("Failed: Timeout",)
+OVERRIDE = re.compile(r"([A-Z]\w*)\.(\w+)(?:\((.*)\))?(?: = (.*)|:)")
 TEST_FILE = """\
 from pathlib import Path
 
@@ -59,16 +62,41 @@ class Mutant:
 
     def applied(self, files: Mapping[str, str]) -> dict[str, str]:
         """Return the files of the right plugin, changed."""
-        if not self.change.startswith(("-", "+", " ")):
-            first = next(iter(files))
-            return {**files, first: f"{files[first]}\n{self.change}"}
-        for hunk in self.change.split("\n\n"):
-            lines = hunk.strip("\n").split("\n")
-            old = "\n".join(line[1:] for line in lines if line[0] in " -")
-            new = "\n".join(line[1:] for line in lines if line[0] in " +")
-            assert old in "\n".join([*files, *files.values()]), f"the right plugin has no {old!r}"
-            files = {path.replace(old, new): text.replace(old, new) for path, text in files.items()}
-        return dict(files)
+        if self.change.startswith(("-", "+", " ")):
+            return patched(files, self.change)
+        files = dict(files)
+        file, inside = next(iter(files)), ""
+        for line in self.change.split("\n"):
+            old, edit, new = line.partition(" => ")
+            if edit:
+                files = replaced(files, old, new)
+            elif override := OVERRIDE.fullmatch(line):
+                owner, method, given, value = override.groups()
+                defined = re.compile(rf"class {owner}\b")
+                file = next(path for path, text in files.items() if defined.search(text))
+                mark = "@property\n    " * (given is None)
+                head = f"def {method}(self, {given or ''}):" + f" return {value}" * bool(value)
+                files[file] += f"\nclass {owner}({owner}):\n    {mark}{head}\n"
+                inside = "    "
+            else:
+                inside *= line.startswith(" ")
+                files[file] += f"{inside}{line}\n"
+        return files
+
+
+def replaced(files: Mapping[str, str], old: str, new: str) -> dict[str, str]:
+    """Return files with a text in place of another."""
+    assert old in "\n".join([*files, *files.values()]), f"the right plugin has no {old!r}"
+    return {path.replace(old, new): text.replace(old, new) for path, text in files.items()}
+
+
+def patched(files: Mapping[str, str], patch: str) -> dict[str, str]:
+    """Return files with lines that come (+), go (-) or stay, in hunks."""
+    for hunk in patch.split("\n\n"):
+        lines = hunk.strip("\n").split("\n")
+        old, new = ("\n".join(x[1:] for x in lines if x[0] in f" {sign}") for sign in "-+")
+        files = replaced(files, old, new)
+    return dict(files)
 
 
 def wrong(table: str) -> dict[str, Mutant]:

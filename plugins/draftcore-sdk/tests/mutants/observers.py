@@ -41,21 +41,15 @@ def checkpoint_saved(step, folder):
 
 WRONG = """
 == stops_early: passes
--    SEEN.append(metrics["loss"])
-+    return Stop("enough") if step == 2 else None
+SEEN.append(metrics["loss"]) => return Stop("enough") if step == 2 else None
 == draws_a_number: test_it_changes_nothing_that_it_is_told
--    SEEN.append(metrics["loss"])
-+    SEEN.append(random.random())
+SEEN.append(metrics["loss"]) => SEEN.append(random.random())
 == changes_weights: test_it_changes_nothing_that_it_is_told
--    return {"weights"
-+    [p.data.mul_(0.99) for p in draft.module.parameters()]
-+    return {"weights"
+return {"weights" => [p.data.mul_(0.99) for p in draft.module.parameters()]; return {"weights"
 == removes_a_checkpoint: test_a_run_with_it_is_the_run_without_it
--    SEEN.append(folder)
-+    [file.unlink() for file in folder.iterdir()]
+SEEN.append(folder) => [file.unlink() for file in folder.iterdir()]
 == returns_text_for_a_metric: test_a_run_with_it_is_the_run_without_it
--{"largest": max
-+{"largest": "all", "other": max
+return {"largest": max => return {"largest": "all", "other": max
 """
 
 MUTANTS = Mutants(ObserverSuite, {"{name}.py": RIGHT}, wrong(WRONG), BODY)

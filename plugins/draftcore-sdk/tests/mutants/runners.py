@@ -1,15 +1,36 @@
-"""Wrong runners."""
+"""Wrong runners: the eager one, and what each does otherwise."""
 
 from draftcore_sdk.runners import RunnerSuite
 
 from mutants import Mutants, one_file, wrong
 
 RIGHT = """
+import copy
+
+import torch
+
 from draftcore_eval import decode as eager
-from draftcore_eval.decode import EagerRunner
+
+class Rows(eager.EagerRows):
+    pass
+
+class Decoder(eager.EagerRunner):
+    def start(self, prompts, max_len, temperature, seed):
+        return Rows(self, prompts, max_len, temperature, seed)
+
+class Features:
+    def __init__(self, model):
+        self.model, self.kept = model, {}
+
+    def features(self, *given):
+        return self.model.features(*given)
 
 class Runner(eager.Eager):
-    pass
+    def prefill(self, model):
+        return Features(model)
+
+    def decode(self, model, drafter, module):
+        return Decoder(model, drafter)
 
 == Offer("runner", "{name}")
 == runner(name, context): Runner()
@@ -17,63 +38,27 @@ class Runner(eager.Eager):
 
 WRONG = """
 == refuses_every_target: test_a_plain_target_is_accepted[prefill]
-class Runner(eager.Eager):
-    def check(self, target):
-        raise ValueError("no")
+Runner.check(target):
+    raise ValueError("no")
 == forgets_the_stored_type: test_features_are_the_eager_ones_in_the_stored_type_and_stay[bfloat16]
-class Runner(eager.Eager):
-    def prefill(self, model):
-        class Own:
-            def features(self, tokens_BT, lengths_B, request):
-                found = model.features(tokens_BT, lengths_B, request)
-                return {name: value.float() for name, value in found.items()}
-        return Own()
+Features.features(*given) = {name: x.float() for name, x in self.model.features(*given).items()}
 == aliases_its_buffers: test_features_are_the_eager_ones_in_the_stored_type_and_stay[float32]
-class Runner(eager.Eager):
-    def prefill(self, model):
-        class Aliased:
-            def features(self, *given):
-                new = model.features(*given)
-                self.kept = getattr(self, "kept", None) or new
-                return {name: self.kept[name].copy_(new[name]) for name in new}
-        return Aliased()
+Features.features(*given):
+    with torch.inference_mode():
+        [value.zero_() for value in self.kept.values()]
+    self.kept = self.model.features(*given)
+    return self.kept
 == swaps_rows: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[3]
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        class Swapped(EagerRunner):
-            def start(self, prompts, *rest):
-                return super().start(prompts[::-1], *rest)
-        return Swapped(model, drafter)
+Decoder.start(prompts, *rest) = super().start(prompts[::-1], *rest)
 == is_always_greedy: test_sampling_is_seeded_and_has_the_targets_distribution
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        class Greedy(EagerRunner):
-            def start(self, prompts, max_len, temperature, seed):
-                return super().start(prompts, max_len, 0.0, seed)
-        return Greedy(model, drafter)
+Decoder.start(prompts, max_len, temperature, seed) = super().start(prompts, max_len, 0.0, seed)
 == ignores_the_seed: test_sampling_is_seeded_and_has_the_targets_distribution
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        class Unseeded(EagerRunner):
-            def start(self, prompts, max_len, temperature, seed):
-                return super().start(prompts, max_len, temperature, 7)
-        return Unseeded(model, drafter)
+Decoder.start(prompts, max_len, temperature, seed) = super().start(prompts, max_len, temperature, 7)
 == copies_the_draft: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[3]
-import copy
-
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        return EagerRunner(model, copy.deepcopy(drafter))
+Runner.decode(model, drafter, module) = Decoder(model, copy.deepcopy(drafter))
 == takes_no_plain_step: test_plain_steps_are_the_targets_greedy_ones
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        class Rows(eager.EagerRows):
-            def plain(self, span):
-                pass
-        class Own(EagerRunner):
-            def start(self, *given):
-                return Rows(self, *given)
-        return Own(model, drafter)
+Rows.plain(span):
+    pass
 """
 
 MUTANTS = Mutants(RunnerSuite, one_file(RIGHT), wrong(WRONG))

@@ -36,26 +36,18 @@ BODY = """
 
 WRONG = """
 == deals_anew: test_rows_are_the_same_whenever_they_are_asked_for
-class Source(Source):
-    def rows(self):
-        found = super().rows()
-        return found[next(COUNT) % 3 :] + found[: next(COUNT) % 3]
+Source.rows():
+    found = super().rows()
+    return found[next(COUNT) % 3 :] + found[: next(COUNT) % 3]
 == has_one_place: test_each_row_has_a_place_of_its_own_and_can_be_understood
-class Source(Source):
-    def rows(self):
-        return [("mine", row) for _, row in super().rows()]
+Source.rows() = [("mine", row) for _, row in super().rows()]
 == speaks_a_shape_of_its_own: test_each_row_has_a_place_of_its_own_and_can_be_understood
-class Source(Source):
-    def rows(self):
-        return [(place, row["messages"]) for place, row in super().rows()]
+Source.rows() = [(place, row["messages"]) for place, row in super().rows()]
 == has_a_new_key_each_time: test_the_key_is_the_same_for_the_same_rows
-class Source(Source):
-    def key(self):
-        return str(next(COUNT))
+Source.key() = str(next(COUNT))
 == opens_anything: test_what_is_not_there_is_refused_with_its_name
-class Source(Source):
-    def __init__(self, uri):
-        pass
+Source.__init__(uri):
+    pass
 """
 
 MUTANTS = Mutants(SourceSuite, one_file(RIGHT), wrong(WRONG), BODY)

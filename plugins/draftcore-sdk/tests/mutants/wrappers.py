@@ -38,33 +38,20 @@ BODY = """
 
 WRONG = """
 == returns_nothing: test_the_same_inputs_give_the_same_bits
--    return StepOutput(terms
-+    StepOutput(terms
+return StepOutput(terms => StepOutput(terms
 == takes_a_mean: test_any_split_into_micro_batches_gives_one_update[3]
--terms=[(above,
-+terms=[(above / below.clamp(min=1),
+terms=[(above, => terms=[(above / below.clamp(min=1),
 == scales_features_in_place: test_collate_leaves_its_samples_and_the_loss_its_batch_alone
- def collate(samples):
-+    samples[0].features["last_hidden"].mul_(1.01)
-     batch = yield
+batch = yield => samples[0].features["last_hidden"].mul_(1.01); batch = yield
 == rolls_features_in_training_alone: test_the_drafter_computes_what_training_taught
--@hookimpl(wrapper=True)
- def forward_loss
-
- def collate(samples):
-     batch = yield
--    return batch
-+    return replace(batch, features={name: value.roll(1, 1) for name, value in batch.features.items()})
+decay * below, below, 1e-3 => decay * below, below, 0.0
+return batch => return replace(batch, features={n: x.roll(1, 1) for n, x in batch.features.items()})
 == holds_a_weight_constant_on_purpose: passes
--(decay * below
-+(decay.detach() * decay * below
+(decay * below => (decay.detach() * decay * below
 == holds_a_weight_constant: test_the_gradient_is_the_slope_of_the_loss
--(decay * below
-+(decay.detach() * decay * below
+(decay * below => (decay.detach() * decay * below
 == forgets_the_drafter: test_proposals_have_shapes_and_probabilities_as_they_must
-     found = yield
--    return found
-+    return None
+return found => return None
 """
 
 MUTANTS = Mutants(WrapperSuite, {"{name}.py": RIGHT}, wrong(WRONG), BODY, every_test=False)
