@@ -4,9 +4,11 @@ A file beside this one holds the `MUTANTS` of one suite: a right plugin as text,
 wrong ones. A line `== NAME: TEST` begins a wrong plugin and says by which test it must be caught
 (`passes`: it is right in its own way); what follows makes the right plugin wrong. That is code,
 which stands behind the right plugin's and defines names of it anew, or a patch: lines of the right
-plugin's files that go (-), come (+) or stay.
+plugin's files that go (-), come (+) or stay. In code, `CLASS.METHOD(ARGUMENTS):` overrides a method of
+a class; `CLASS(BASE).METHOD(ARGUMENTS):` derives that class from another.
 """
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,6 +45,22 @@ def what_never_comes_is_not_waited_for_long(request, monkeypatch):
     if {soon} and "is_right" not in request.node.nodeid:
         monkeypatch.setattr("{module}.SOON", {soon})
 """
+METHOD = re.compile(r"(\w+)(?:\(([\w.]+)\))?\.(\w+)\((.*?)\):(.*)")
+
+
+def with_classes(code: str) -> str:
+    """Write methods that stand as `CLASS.METHOD(ARGUMENTS):` as classes, those in a row as one."""
+    lines, inside = list[str](), ""
+    for line in code.split("\n"):
+        if head := METHOD.match(line):
+            name, base, method, arguments, rest = head.groups()
+            lines += [f"class {name}({base or name}):"] * (name != inside)
+            lines.append(f"    def {method}(self, {arguments}):{rest}")
+            inside = name
+        else:
+            inside = inside if line[:1] in ("", " ") else ""
+            lines.append("    " * bool(inside) + line)
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -61,7 +79,7 @@ class Mutant:
         """Return the files of the right plugin, changed."""
         if not self.change.startswith(("-", "+", " ")):
             first = next(iter(files))
-            return {**files, first: f"{files[first]}\n{self.change}"}
+            return {**files, first: f"{files[first]}\n{with_classes(self.change)}"}
         for hunk in self.change.split("\n\n"):
             lines = hunk.strip("\n").split("\n")
             old = "\n".join(line[1:] for line in lines if line[0] in " -")

@@ -17,63 +17,52 @@ class Runner(eager.Eager):
 
 WRONG = """
 == refuses_every_target: test_a_plain_target_is_accepted[prefill]
-class Runner(eager.Eager):
-    def check(self, target):
-        raise ValueError("no")
+Runner.check(target): raise ValueError("no")
 == forgets_the_stored_type: test_features_are_the_eager_ones_in_the_stored_type_and_stay[bfloat16]
-class Runner(eager.Eager):
-    def prefill(self, model):
-        class Own:
-            def features(self, tokens_BT, lengths_B, request):
-                found = model.features(tokens_BT, lengths_B, request)
-                return {name: value.float() for name, value in found.items()}
-        return Own()
+Runner.prefill(model):
+    class Own:
+        def features(self, tokens_BT, lengths_B, request):
+            found = model.features(tokens_BT, lengths_B, request)
+            return {name: value.float() for name, value in found.items()}
+    return Own()
 == aliases_its_buffers: test_features_are_the_eager_ones_in_the_stored_type_and_stay[float32]
-class Runner(eager.Eager):
-    def prefill(self, model):
-        class Aliased:
-            def features(self, *given):
-                new = model.features(*given)
-                self.kept = getattr(self, "kept", None) or new
-                return {name: self.kept[name].copy_(new[name]) for name in new}
-        return Aliased()
+Runner.prefill(model):
+    class Aliased:
+        def features(self, *given):
+            new = model.features(*given)
+            self.kept = getattr(self, "kept", None) or new
+            return {name: self.kept[name].copy_(new[name]) for name in new}
+    return Aliased()
 == swaps_rows: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[3]
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        class Swapped(EagerRunner):
-            def start(self, prompts, *rest):
-                return super().start(prompts[::-1], *rest)
-        return Swapped(model, drafter)
+Runner.decode(model, drafter, module):
+    class Swapped(EagerRunner):
+        def start(self, prompts, *rest):
+            return super().start(prompts[::-1], *rest)
+    return Swapped(model, drafter)
 == is_always_greedy: test_sampling_is_seeded_and_has_the_targets_distribution
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        class Greedy(EagerRunner):
-            def start(self, prompts, max_len, temperature, seed):
-                return super().start(prompts, max_len, 0.0, seed)
-        return Greedy(model, drafter)
+Runner.decode(model, drafter, module):
+    class Greedy(EagerRunner):
+        def start(self, prompts, max_len, temperature, seed):
+            return super().start(prompts, max_len, 0.0, seed)
+    return Greedy(model, drafter)
 == ignores_the_seed: test_sampling_is_seeded_and_has_the_targets_distribution
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        class Unseeded(EagerRunner):
-            def start(self, prompts, max_len, temperature, seed):
-                return super().start(prompts, max_len, temperature, 7)
-        return Unseeded(model, drafter)
+Runner.decode(model, drafter, module):
+    class Unseeded(EagerRunner):
+        def start(self, prompts, max_len, temperature, seed):
+            return super().start(prompts, max_len, temperature, 7)
+    return Unseeded(model, drafter)
 == copies_the_draft: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[3]
 import copy
-
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        return EagerRunner(model, copy.deepcopy(drafter))
+Runner.decode(model, drafter, module): return EagerRunner(model, copy.deepcopy(drafter))
 == takes_no_plain_step: test_plain_steps_are_the_targets_greedy_ones
-class Runner(eager.Eager):
-    def decode(self, model, drafter, module):
-        class Rows(eager.EagerRows):
-            def plain(self, span):
-                pass
-        class Own(EagerRunner):
-            def start(self, *given):
-                return Rows(self, *given)
-        return Own(model, drafter)
+Runner.decode(model, drafter, module):
+    class Rows(eager.EagerRows):
+        def plain(self, span):
+            pass
+    class Own(EagerRunner):
+        def start(self, *given):
+            return Rows(self, *given)
+    return Own(model, drafter)
 """
 
 MUTANTS = Mutants(RunnerSuite, one_file(RIGHT), wrong(WRONG))
