@@ -52,16 +52,15 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
 
 def _plain(value: Any) -> Any:
     """Return what JSON has no form for, an offer or its capabilities, as a mapping or a list."""
-    return sorted(value) if isinstance(value, frozenset) else vars(value)
+    return sorted(value) if isinstance(value, frozenset) else vars(value) | {"needs": value.lacks()}
 
 
 def _rows(plugin: Plugin) -> list[tuple[str, ...]]:
-    """Return a plugin's rows of the table; a problem and its fix stand in the last column."""
-    if plugin.problem:
-        first, more = plugin.problem, [plugin.fix]
-    else:
-        offers = ", ".join(map(str, plugin.offers)) or f"hooks {', '.join(plugin.hooks)}"
-        first, more = f"{offers}   {from_here(plugin.origin)}", []
+    """Return a plugin's rows of the table; what is wrong, or lacks, and the fix stand in the last column."""
+    offers = ", ".join(map(str, plugin.offers)) or f"hooks {', '.join(plugin.hooks)}"
+    first = plugin.problem or f"{offers}   {from_here(plugin.origin)}"
+    more = [plugin.fix] * bool(plugin.problem)
+    more += [line for offer in plugin.offers for line in offer.lacks().splitlines()]
     cells = (plugin.name, from_here(plugin.dist), plugin.version, plugin.state)
     return [(*cells, first), *(("", "", "", "", line) for line in more)]
 

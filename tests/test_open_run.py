@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from draftcore_sdk.targets import conversations
 
+import draftcore
 from draftcore import open_run
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import (
@@ -22,7 +25,9 @@ from draftcore.contracts.run import (
     RunSamples,
     Samples,
 )
+from draftcore.errors import UsageError
 from draftcore.plugins.binding import type_error
+from draftcore.plugins.registry import load_plugins
 from draftcore.run.train import TEXT_BYTES, trainer_parts
 
 
@@ -74,6 +79,44 @@ def test_a_run_its_drafts_and_what_they_open_have_all_that_plugins_are_promised(
         assert [len(mask) for mask in masks] == [len(ids) for ids in batch.token_ids]
         assert needed.token_bytes == needed.request.token_bytes(run.width) + TEXT_BYTES
         assert "refs of other samples" in str(needed.ref_error(batch, ()))
+
+
+LACKING = """
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+
+@hookimpl
+def describe():
+    return [Offer("capture", "lacking", needs={"no_such_engine": "pip install 'mine[engine]'"})]
+
+@hookimpl
+def capture(): ...
+"""
+
+
+def test_who_captures_by_an_engine_that_is_not_installed_is_told_before_rows_are_read(
+    tmp_path: Path, target_folder: Path
+) -> None:
+    """Whose features come from elsewhere, or are all there, needs none: the trainer asks for its rows."""
+    (tmp_path / "lacking.py").write_text(LACKING)
+    config = {
+        "run": str(tmp_path / "run"),
+        "target": {"path": str(target_folder), "device": "cpu"},
+        "data": {"train": str(tmp_path / "nowhere.jsonl")},
+        "algorithm": {"name": "eagle3", "options": {"layers": [1, 2, 4]}},
+        "capture": {"name": "lacking"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    given = tmp_path / "run.yaml", f"store=file:{tmp_path / 'store'}"
+    registry = load_plugins([tmp_path / "lacking.py"])
+    says = (
+        "the capture 'lacking' needs no_such_engine, which is not installed\n  pip install 'mine["
+    )
+    for verb in (draftcore.capture, draftcore.train):
+        with pytest.raises(UsageError, match=re.escape(says)):
+            verb(*given, registry=registry)
+    with pytest.raises(UsageError, match=r"nowhere\.jsonl"):
+        draftcore.train(*given, trainer=True, registry=registry)
 
 
 def test_a_manifest_of_features_of_before_there_were_others_is_read() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
 
 Kind = str  # the core's, and those that dists bring: `draftcore list-plugins` shows them
@@ -21,7 +23,8 @@ class Offer:
     `options` is the dotted path `module:Class` of its options model, imported on selection; '' for
     an offer without options. Capabilities are what others may ask for instead of a name. Of an
     algorithm written as a class, `implementation` is the path of its `Algorithm`; one that is
-    written as hooks of the plugin's module leaves it out.
+    written as hooks of the plugin's module leaves it out. `needs` are modules that its dist does not
+    require, such as an engine of several builds, each with what installs it.
     """
 
     kind: Kind
@@ -29,6 +32,13 @@ class Offer:
     capabilities: frozenset[str] = frozenset()
     options: str = ""
     implementation: str = ""
+    needs: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def lacks(self) -> str:
+        """Say which of the modules it needs are not installed, and what to do; '' if all are."""
+        missing = {name: fix for name, fix in self.needs.items() if find_spec(name) is None}
+        lines = (f"{name}, which is not installed\n  {fix}" for name, fix in missing.items())
+        return "\n".join(f"the {self.kind} {self.name!r} needs {line}" for line in lines)
 
     def __str__(self) -> str:
         has = f" [{', '.join(sorted(self.capabilities))}]" if self.capabilities else ""

@@ -26,7 +26,7 @@ import pluggy
 from draftcore import contracts, hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.offers import Bound, Kind, Offer
+from draftcore.contracts.offers import Bound, Kind
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin
@@ -62,7 +62,7 @@ def bind(
     checked = validate(offer.options, options, f"options of {where}", beside)
     instance = owner.instance
     if offer.implementation:
-        instance = _implementation(offer, where)(checked)
+        instance = _implementation(offer.implementation, where)(checked)
     chosen = {p.name: p for p in registry.extras(extras) if p.name in extras or not p.offers}
     chosen[owner.name] = dataclasses.replace(owner, instance=instance)
     bound = _manager(chosen.values(), owner.name)
@@ -85,13 +85,11 @@ def observers(registry: Registry, extras: Sequence[str] = ()) -> Specs:
     return cast(Specs, _manager(registry.extras(extras)).hook)
 
 
-def _implementation(offer: Offer, where: str) -> Any:
+def _implementation(path: str, where: str) -> Any:
     """Import an algorithm's class, whose methods then answer the hooks of their names."""
-    algorithm = imported(offer.implementation, where)
+    algorithm = imported(path, where)
     if not (inspect.isclass(algorithm) and issubclass(algorithm, Algorithm)):
-        raise UsageError(
-            f"{where}: {offer.implementation} is no subclass of Algorithm\n  derive it"
-        )
+        raise UsageError(f"{where}: {path} is no subclass of Algorithm\n  derive it")
     if inspect.isabstract(algorithm):
         missing = ", ".join(sorted(algorithm.__abstractmethods__))
         raise UsageError(f"{where}: {algorithm.__name__} lacks {missing}\n  write these methods")

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import unquote
 
-import importlib_metadata
-from importlib_metadata import Distribution, PackageNotFoundError, distributions
+from importlib_metadata import Distribution, distributions
 
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError, closest, one_line
@@ -63,17 +62,17 @@ class Plugin:
 
 def installed(path: Sequence[str]) -> list[Plugin]:
     """Return the plugins of each dist on `path`; of several of one name the first, as imports have it."""
-    dists: dict[str, list[Plugin]] = {}
+    dists: dict[tuple[str, ...], list[Plugin]] = {}
     for dist in cast(Iterable[Distribution], distributions(path=[*path])):
         if "[draftcore]" in (entries := _text(dist, "entry_points.txt")):
             # private, but the name as METADATA has it takes a mail parser
             name = one_line(dist._normalized_name.replace("_", "-"), 60)
-            if name not in dists:
-                dists[name] = list(_plugins(dist, name, entries))
+            key = (name, entries) if name == CORE else (name,)  # an impostor hides it from nobody
+            dists.setdefault(key, list(_plugins(dist, name, entries)))
     return [plugin for plugins in dists.values() for plugin in plugins]
 
 
-def _text(dist: Distribution, file: str) -> str:
+def _text(dist: Any, file: str) -> str:
     """Read one of a dist's files, what is no UTF-8 as question marks; '' if it is not there."""
     try:
         return dist.read_text(file) or ""
@@ -89,8 +88,7 @@ def _plugins(dist: Distribution, name: str, entries: str) -> Iterator[Plugin]:
     head = (_text(dist, "METADATA") or _text(dist, "PKG-INFO")).partition("\n\n")[0]
     version = one_line("".join(re.findall(r"^Version: (.*)", head, re.MULTILINE)[:1]), 30)
     requires = tuple(re.findall(r"^Requires-Dist: (.*)", head, re.MULTILINE))
-    origin, section = _origin(dist), ""
-    groups = dict[str, dict[str, str]]()
+    origin, section, groups = _origin(dist), "", dict[str, dict[str, str]]()
     for line in filter(None, map(str.strip, entries.splitlines())):
         if line[0] == "[":
             section = line
@@ -134,10 +132,9 @@ def loose(file: Path) -> Plugin:
 @functools.cache
 def version_of(name: str) -> str:
     """Return the version of an installed distribution, '' of one that is not here."""
-    with contextlib.suppress(PackageNotFoundError):
-        text = importlib_metadata.distribution(name).read_text("METADATA") or ""
-        return text.partition("\nVersion: ")[2].partition("\n")[0]
-    return ""
+    dist = next(iter(distributions(name=name)), None)
+    text = _text(dist, "METADATA") if dist else ""
+    return text.partition("\nVersion: ")[2].partition("\n")[0]
 
 
 def unmet(requires: Iterable[str], version_of: Callable[[str], str] = version_of) -> list[str]:
@@ -151,9 +148,8 @@ def _met(line: str, version_of: Callable[[str], str]) -> bool:
         return True
     number = r"\d+(?:\.\d+)*"
     plain = re.fullmatch(rf"([\w.-]+) ?((?:(?:<|>=|==){number},?)*)", line)
-    if plain and (
-        here := re.fullmatch(rf"({number}(?:\.post\d+)?)(?:\+.*)?", version_of(plain[1]))
-    ):
+    version = version_of(plain[1]) if plain else ""
+    if plain and (here := re.fullmatch(rf"({number}(?:\.post\d+)?)(?:\+.*)?", version)):
         bounds = re.findall(rf"(<|>=|==)({number})", plain[2])
         return all(COMPARE[sign](_release(here[1]), _release(to)) for sign, to in bounds)
     from packaging.requirements import InvalidRequirement, Requirement

@@ -14,8 +14,10 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -197,10 +199,7 @@ def owners(hook: pluggy.HookCaller) -> list[str]:
 
 
 class _UnusableError(Exception):
-    """A check that failed: the plugin's problem, fix and state."""
-
-    def __init__(self, problem: str, fix: str = SEE_HOOKS, state: str = "broken") -> None:
-        super().__init__(problem, fix, state)
+    """A check that failed: the plugin's problem, and maybe its fix and state."""
 
 
 @contextlib.contextmanager
@@ -210,28 +209,32 @@ def _setting_aside(plugin: Plugin, module: str) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):  # as stdout may be read by a program
             yield
             return
-    except _UnusableError as error:
-        problem, fix, state = error.args
-    except pluggy.PluginValidationError as error:
-        problem, fix, state = str(error), SEE_HOOKS, "broken"
-    except KeyboardInterrupt:
-        print(f"while looking at {plugin}; {DISABLE}={plugin.name} leaves it out", file=sys.stderr)
-        raise
+    except (_UnusableError, pluggy.PluginValidationError) as error:
+        problem, fix, state = error.args + ("", SEE_HOOKS, "broken")[len(error.args) :]
     except BaseException as error:  # the plugin's own code may raise anything, or exit
+        where = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        if isinstance(error, KeyboardInterrupt) and "raise" not in where.split():  # it was Ctrl-C
+            says = f"while looking at {plugin}; {DISABLE}={plugin.name} leaves it out"
+            print(says, file=sys.stderr)
+            raise
         problem, fix, state = raised(error), dists.remedy(error, plugin, module), "broken"
     if not plugin.problem:
         plugin.problem, plugin.fix, plugin.state = one_line(problem, 999), one_line(fix), state
 
 
 def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
+    if plugin.dist == CORE and plugin.module.partition(".")[0] != CORE:
+        raise _UnusableError("a distribution of the core's name, and not the core", "uninstall it")
+    if not plugin.version:
+        raise ImportError("its METADATA is missing or damaged", name=CORE)  # to install again
     same = [other.dist for other in installed if other.name == plugin.name]
     if len(same) > 1 and plugin.dist not in catalog.dists():
         fix = "uninstall all but one of these, or rename it if it is a file"
         raise _UnusableError(f"{' and '.join(same)} have a plugin of this name", fix, "conflict")
-    cores = {other.dist: other.version for other in installed if other.dist == CORE}
+    core = next((p.version for p in installed if p.dist == CORE == p.module.partition(".")[0]), "")
 
     def version_of(name: str) -> str:
-        return cores.get(name) or dists.version_of(name)
+        return core if name == CORE and core else dists.version_of(name)
 
     if needs := dists.unmet(plugin.requires, version_of):
         names = [re.sub(r"[^\w.-].*", "", need) for need in needs]
@@ -249,24 +252,23 @@ def _check_code(plugin: Plugin, registry: Registry) -> None:
         raise _UnusableError(f"{plugin.module} is a class, not a module or an instance", fix)
     if plugin.loose and instance.__file__ != plugin.dist:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
-    manager = trial()
-    marked = ((name, manager.parse_hookimpl_opts(instance, name)) for name in dir(instance))
-    named = {opts["specname"] or name for name, opts in marked if opts}
+    marked = {n: o for n in dir(instance) if (o := trial().parse_hookimpl_opts(instance, n))}
     for kind in plugin.kinds:
         registry.bring(kind)
-    if named - hooks().keys():
+    if {opts["specname"] or name for name, opts in marked.items()} - hooks().keys():
         registry.bring()
+    # As pluggy compares what it registers, and an instance may answer `==` as it likes.
+    stand_in, manager = ModuleType(plugin.name), trial()
+    vars(stand_in).update((name, getattr(instance, name)) for name in marked)
+    manager.register(stand_in, plugin.name)  # pluggy checks its arguments only
     try:
-        manager.register(instance, plugin.name)  # pluggy checks its arguments only
-        _check_hooks(plugin, registry, manager)
+        _check_hooks(plugin, registry, manager.get_hookcallers(stand_in) or [])
     finally:
-        if manager.is_registered(instance):
-            manager.unregister(instance)
+        manager.unregister(stand_in)
 
 
-def _check_hooks(plugin: Plugin, registry: Registry, manager: pluggy.PluginManager) -> None:
+def _check_hooks(plugin: Plugin, registry: Registry, callers: Sequence[Any]) -> None:
     instance, known = plugin.instance, hooks()
-    callers = manager.get_hookcallers(instance) or []
     for caller in callers:
         if not (caller.has_spec() or all(impl.optionalhook for impl in caller.get_hookimpls())):
             raise _UnusableError(f"unknown hook {caller.name!r}{nearest(caller.name, known)}")
@@ -281,7 +283,7 @@ def _check_hooks(plugin: Plugin, registry: Registry, manager: pluggy.PluginManag
         raise _UnusableError("describe() returned several algorithms written as functions", fix)
     plugin.offers = (*offers, *(Offer("verb", name) for name in plugin.verbs))
     for offer in plugin.offers:
-        if not offer.implementation and (missing := missing_hooks(offer, manager.hook)):
+        if not offer.implementation and (missing := missing_hooks(offer, trial().hook)):
             problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(missing)}"
             raise _UnusableError(problem + _unmarked(instance, missing))
 
@@ -302,7 +304,8 @@ def _can_be_listed(item: Any) -> bool:
     """Say whether an offer, or a verb, is of a known kind, and its texts can be printed on a line."""
     verb = isinstance(item, click.Command)
     more = [item.get_short_help_str()] if verb else [item.options, item.implementation]
-    text = "".join([item.name, *more, *(() if verb else item.capabilities)])
+    more += () if verb else [*item.capabilities, *item.lacks().split("\n")]
+    text = "".join([item.name, *more])
     return (verb or item.kind in NEEDED) and one_line(text, 9999) == text
 
 

@@ -18,10 +18,7 @@ from draftcore.contracts.hooks import Specs
 # By kind the hooks that an offer of it has to answer.
 NEEDED: dict[str, tuple[str, ...]] = {
     "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
-    **{
-        kind: (kind,)
-        for kind in ("target", "samples", "capture", "batches", "evaluation", "runner")
-    },
+    **{k: (k,) for k in ("target", "samples", "capture", "batches", "evaluation", "runner")},
     "store": ("feature_store",),
     "ranks": ("ranks", "launch"),
     "graph": ("graph_backend",),

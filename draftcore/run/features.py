@@ -113,6 +113,8 @@ def require_usable_store(run: Run, role: str, features: Features) -> None:
             f"this run has several processes, and the store {store!r} is reached by one only\n"
             "  set store=file:FOLDER, or another store that `draftcore list-plugins` shows as shared"
         )
+    if role != "trainer" and not features.complete and (lacks := run.capture.offer.lacks()):
+        raise UsageError(lacks)
     on_each_rank = role == "both" and ranks > 1 and not features.complete
     if on_each_rank and not (run.target.devices == 1 and "per-rank" in run.capture.capabilities):
         raise UsageError(

@@ -10,6 +10,7 @@ from textwrap import dedent
 
 import pytest
 
+import draftcore
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, load_plugins
 from draftcore.plugins.specs import NEEDED, SPECS, trial
@@ -83,9 +84,10 @@ class Site:
         self.plugin(name, STORE.replace("NAME", name))
 
     def core(self, version: str = "0.4.2") -> None:
-        """Install draftcore itself in this version, with one built-in plugin."""
-        self.module("fake_builtin", STORE.replace("NAME", "builtin"))
-        self.metadata("draftcore", {"builtin": "fake_builtin"}, version=version)
+        """Install draftcore itself in this version, with one built-in plugin, a module of its own."""
+        (self.folder / "draftcore").mkdir(exist_ok=True)
+        self.module("fake_builtin", STORE.replace("NAME", "builtin"), self.folder / "draftcore")
+        self.metadata("draftcore", {"builtin": "draftcore.fake_builtin"}, version=version)
 
     def load(self, files: Sequence[Path] = (), *more: Path) -> Registry:
         return load_plugins(files=files, path=[str(self.folder), *map(str, more)])
@@ -115,6 +117,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: None) -> Iterat
     released = Site(tmp_path / "released").metadata("draftcore", {}, version=version("draftcore"))
     (released / "entry_points.txt").unlink()
     monkeypatch.setattr(sys, "path", [str(folder), str(released.parent), *sys.path])
+    own = [*draftcore.__path__, str(folder / "draftcore")]
+    monkeypatch.setattr(draftcore, "__path__", own)
     before = set(sys.modules)
     yield Site(folder)
     for name in set(sys.modules) - before:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,11 +96,34 @@ def test_the_listing_as_data_has_every_field_and_nothing_else(site: Site) -> Non
                 "capabilities": [],
                 "options": "",
                 "implementation": "",
+                "needs": "",
             }
         ],
         "hooks": ["describe", "feature_store"],
     }
     assert (bad["state"], bad["fix"]) == ("broken", "pip install surely_missing")
+
+
+def test_what_an_offer_still_lacks_is_said_as_text_and_as_data(site: Site) -> None:
+    """Of its modules, those that are not installed, with what installs them; it is ready."""
+    needs = {"click": "pip install click", "missing_engine": "pip install 'mine[engine]'"}
+    offer = f'Offer("store", "mine", needs={needs})'
+    site.plugin("mine", STORE.replace('Offer("store", "NAME")', offer))
+    lacks = "the store 'mine' needs missing_engine, which is not installed\n  pip install 'mine[engine]'"
+    _, row, *more, _ = invoke(site, "list-plugins").output.splitlines()
+    assert row.endswith("0.1      ready  store mine")
+    assert [line.strip() for line in more] == [line.strip() for line in lacks.splitlines()]
+    (mine,) = json.loads(invoke(site, "list-plugins", "--json").output)["plugins"]
+    assert (mine["state"], mine["offers"][0]["needs"]) == ("ready", lacks)
+    assert invoke(site, "list-plugins", "--check").exit_code == 0
+    for wrong in ('["click"]', "7", '{7: ""}', '{"a\\n  b  ready": ""}', '{"": "pip"}'):
+        site.plugin(
+            "odd", STORE.replace('Offer("store", "NAME")', f'Offer("store", "x", needs={wrong})')
+        )
+        assert invoke(site, "list-plugins").exit_code == 0
+        assert site.judged("odd").state == "broken", wrong
+        shutil.rmtree(site.folder / "draftcore_odd-0.1.dist-info")
+        del sys.modules["fake_odd"]
 
 
 def test_only_check_makes_what_is_broken_an_exit_status(

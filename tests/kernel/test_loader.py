@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from click.testing import CliRunner
 
+from draftcore.cli import main
 from draftcore.contracts.offers import Kind
 from draftcore.errors import UsageError
 from draftcore.plugins.registry import load_plugins
@@ -40,6 +44,13 @@ def build_disagg_draft_input(batch): ...
 """
 
 
+METHODS = [
+    "__eq__", "__ne__", "__hash__", "__bool__", "__len__", "__iter__", "__repr__", "__str__", "__dir__",
+    "__getattr__", "__getattribute__", "__contains__", "__call__", "__format__", "__lt__",
+]  # fmt: skip
+RAISED = ["ValueError('x')", "SystemExit(0)", "KeyboardInterrupt", "BaseException", "GeneratorExit"]
+
+
 def offering(offers: str, more: str = "") -> str:
     return f"@hookimpl\ndef describe():\n    {offers}\n{more}"
 
@@ -63,6 +74,8 @@ def test_plugins_are_sorted_by_name_with_their_offers_and_hooks(site: Site) -> N
 BROKEN = {
     "import surely_missing.part": "ModuleNotFoundError: No module named 'surely_missing'",
     "1 / 0": "ZeroDivisionError: division by zero",
+    "raise KeyboardInterrupt": "KeyboardInterrupt:",
+    "raise SystemExit": "SystemExit:",
     "class Mute(Exception):\n    def __str__(self): 1 / 0\nraise Mute": "Mute: (it has no text: that ra",
     "raise ValueError('\\x1b\\n' + 'x' * 998)": rf"ValueError: \x1b {'x' * 498} ... (1000 characters)",
     "@hookimpl\ndef forwrd_loss(draft): ...": "unknown hook 'forwrd_loss' (did you mean 'forward_l",
@@ -142,9 +155,11 @@ def test_a_plugin_whose_own_files_are_gone_is_installed_again(site: Site) -> Non
 def test_ctrl_c_at_import_is_not_swallowed_and_names_the_plugin(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    site.plugin("slow", "raise KeyboardInterrupt")
+    site.plugin("slow", "import signal\nsignal.raise_signal(signal.SIGINT)")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
         _ = site.load().plugins
+    signal.signal(signal.SIGINT, before)
     said = "while looking at slow (draftcore-slow 0.1); DRAFTCORE_DISABLE=slow leaves it out\n"
     assert capsys.readouterr().err == said
 
@@ -180,7 +195,62 @@ def test_a_class_is_refused_but_its_instance_is_a_plugin(site: Site) -> None:
     assert (good.state, good.hooks) == ("ready", ("step_finished",))
 
 
+def test_whatever_the_methods_of_an_instance_raise_disturbs_no_other_plugin(site: Site) -> None:
+    """A comparison too: each of forty has up to three that raise, and twenty are as they should be."""
+    draw = random.Random(31)
+    for number in range(40):
+        lines = ["class Odd:", "    @hookimpl", "    def step_finished(self, step): ..."]
+        for method in draw.sample(METHODS, draw.randint(1, 3)):
+            lines.append(f"    def {method}(self, *given): raise {draw.choice(RAISED)}")
+        site.module(f"fake_odd{number}", "\n".join([*lines, "plugin = Odd()"]))
+        site.metadata(f"draftcore-odd{number}", {f"odd{number}": f"fake_odd{number}:plugin"})
+    for number in range(20):
+        site.store(f"good{number}")
+    found = {plugin.name: plugin for plugin in site.load().plugins}
+    assert [p.problem for p in found.values() if p.name.startswith("good")] == [""] * 20
+    assert {p.state for p in found.values()} == {"ready", "broken"}
+    assert CliRunner().invoke(main, ["list-plugins"], obj=site.load()).exit_code == 0
+
+
 # ------------------------------------------------------------ metadata
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_dist_whose_metadata_is_missing_or_binary_is_broken_and_not_imported(
+    site: Site, seed: int
+) -> None:
+    site.plugin("torn", "raise AssertionError('imported')")
+    file = site.folder / "draftcore_torn-0.1.dist-info" / "METADATA"
+    file.write_bytes(random.Random(seed).randbytes(100 * seed))
+    if seed == 1:
+        file.unlink()
+    torn = site.judged("torn")
+    assert (torn.state, torn.problem) == (
+        "broken", "ImportError: its METADATA is missing or damaged",
+    )  # fmt: skip
+    assert torn.fix == "pip install --force-reinstall draftcore-torn"
+    assert "fake_torn" not in sys.modules
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_dist_of_the_cores_name_is_broken_and_stands_in_for_nothing(
+    site: Site, tmp_path: Path, first: bool
+) -> None:
+    site.core("0.4.2")
+    site.plugin("good", OBSERVER, requires=["draftcore>=0.4,<0.5"])
+    site.module("fake_thief", "raise AssertionError('imported')")
+    other = tmp_path / "elsewhere"
+    names = {"builtin": "fake_thief", "more": "fake_thief:plugin"}
+    site.metadata("Draftcore", names, version="9.9", folder=other)
+    path = [str(other), str(site.folder)] if first else [str(site.folder), str(other)]
+    registry = load_plugins(path=path)
+    states = [(plugin.name, plugin.version, plugin.state) for plugin in registry.plugins]
+    assert sorted(states) == [
+        ("builtin", "0.4.2", "ready"), ("builtin", "9.9", "broken"), ("good", "0.1", "ready"),
+        ("more", "9.9", "broken"),
+    ]  # fmt: skip
+    assert registry.find("store", "builtin").version == registry.named("builtin").version == "0.4.2"
+    assert "fake_thief" not in sys.modules
 
 
 def test_two_dists_with_one_plugin_name_are_a_conflict_and_neither_is_imported(site: Site) -> None:
@@ -438,7 +508,7 @@ def test_a_broken_plugin_of_the_offers_name_or_dist_is_its_reason_unless_one_is_
 
 
 def imported() -> set[str]:
-    return {name for name in sys.modules if name.startswith("fake_")}
+    return {name for name in sys.modules if name.removeprefix("draftcore.").startswith("fake_")}
 
 
 def test_choosing_imports_the_built_in_plugin_and_the_one_of_that_name(site: Site) -> None:
@@ -449,10 +519,10 @@ def test_choosing_imports_the_built_in_plugin_and_the_one_of_that_name(site: Sit
     registry = site.load()
     assert imported() == set()
     assert registry.find("store", "builtin").name == "builtin"
-    assert imported() == {"fake_builtin"}
+    assert imported() == {"draftcore.fake_builtin"}
     assert registry.find("store", "a").name == "a"
     assert registry.named("a").state == "ready"
-    assert imported() == {"fake_builtin", "fake_a"}
+    assert imported() == {"draftcore.fake_builtin", "fake_a"}
 
 
 def test_an_offer_in_an_entry_point_of_another_name_is_found(site: Site) -> None:

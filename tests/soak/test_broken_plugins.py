@@ -28,6 +28,7 @@ RAISED = [
     "Mute", "SystemExit(Mute())", "ValueError('y' * 10**6)", "OSError(7)", "KeyError(object())",
     "ValueError('\\x1b[2J\\x07\\r\\n  good  draftcore-good  0.1  ready')", "ValueError('\\udcff')",
     "ImportError(name=7)", "ImportError('x', name='\\x1b;rm -r /')", "MemoryError", "RecursionError",
+    "KeyboardInterrupt",
     "UnicodeDecodeError('utf-8', b'\\xff', 0, 1, 'odd')", "ExceptionGroup('x', [Mute()])",
     "click.exceptions.Exit(0)", "click.Abort", "type('\\x1b[31m', (BaseException,), {})",
 ]  # fmt: skip
@@ -60,7 +61,7 @@ ENTRIES = [
 DAMAGES = {
     "METADATA": [
         "", "\udcff\udcfe", "Version: 1\x1b[2J", "Version: {dots}", "Requires-Dist: ;;", "Name: x\0\n\n",
-        "Requires-Dist: no-such", "Requires-Dist: draftcore<0.0.1", "Requires-Dist: {dots}",
+        "Version: 1", "Requires-Dist: no-such", "Requires-Dist: draftcore<0.0.1", "Requires-Dist: {dots}",
     ],
     "direct_url.json": ["{", "[" * 10**5, '{"url": 7}', '{"url": "\\u001b", "dir_info": {}}', "\udcff"],
 }  # fmt: skip
@@ -95,6 +96,7 @@ def test_a_listing_names_every_broken_plugin(tmp_path: Path, cases: int, figures
     draw, site = random.Random(int(os.environ.get("DRAFTCORE_SEED", "0"))), tmp_path / "site"
     (site / "good-1.dist-info").mkdir(parents=True)
     (site / "good-1.dist-info" / "entry_points.txt").write_text("[draftcore]\ngood = fake_good\n")
+    (site / "good-1.dist-info" / "METADATA").write_text("Name: good\nVersion: 1\n")
     (site / "fake_good.py").write_text(HEADER + OBSERVER)
     usable, loose = dict[str, bool](), list[str]()
     for number in range(cases):

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from draftcore.contracts.store import StoreAway, StoreError
 from draftcore.errors import UsageError
+from draftcore_mooncake import INSTALL
 from draftcore_mooncake.master import answers
 from draftcore_mooncake.settings import Settings
 
@@ -50,9 +51,6 @@ ENVIRONMENT = {
 }
 PEER_TO_PEER = "P2PHANDSHAKE"  # in the place of a metadata server
 BUILDS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
-INSTALL = (
-    "pip install 'draftcore-mooncake[cuda]', or 'draftcore-mooncake[cpu]' where there is no CUDA 12"
-)
 FLOOR = "0.3.13"  # the first whose TCP port refuses addresses outside the lent memory
 NEEDED = ("batch_remove", "batch_put_from_multi_buffers", "batch_upsert_from", "get_into_ranges")
 NEEDED_CONFIG = ("with_hard_pin", "preferred_segments", "soft_pin_action")  # the last: FLOOR

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
+from draftcore_mooncake import INSTALL
 
 if TYPE_CHECKING:
     from draftcore_mooncake.store import MooncakeStore
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("store", "mooncake", frozenset({"shared"}))]
+    return [Offer("store", "mooncake", frozenset({"shared"}), needs={"mooncake": INSTALL})]
 
 
 @hookimpl

@@ -70,7 +70,7 @@ def _excused(test: Any) -> bool:
 def registry_of(plugin: str) -> Registry:
     """Return a registry of a plugin, and of the wrappers behind it, given as in their entry points."""
     bring_kinds()
-    return Registry([Plugin(one, one, "", one) for one in plugin.split()])
+    return Registry([Plugin(one, one, "0", one) for one in plugin.split()])
 
 
 def offer_of(plugin: str, kind: Kind, name: str) -> Offer:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
+from draftcore_sglang import INSTALL
 
 if TYPE_CHECKING:
     from draftcore.contracts.capture import Capture, FeatureRequest
@@ -20,7 +21,9 @@ IN_PROCESS, SERVER = frozenset({"images"}), frozenset({"images", "per-rank"})
 @hookimpl
 def describe() -> Sequence[Offer]:
     return [
-        Offer("capture", "sglang", IN_PROCESS, f"{OPTIONS}:SglangOptions"),
+        Offer(
+            "capture", "sglang", IN_PROCESS, f"{OPTIONS}:SglangOptions", needs={"sglang": INSTALL}
+        ),
         Offer("capture", "sglang-server", SERVER, f"{OPTIONS}:ServerOptions"),
     ]
 

@@ -3,9 +3,10 @@
 A file beside this one holds the `MUTANTS` of one suite: a right plugin as text, and a table of the
 wrong ones. A line `== NAME: TEST` begins a wrong plugin and says by which test it must be caught
 (`passes`: it is right in its own way); what follows makes the right plugin wrong. That is a patch, lines
-of the right plugin's files that go (-), come (+) or stay, or else lines of these kinds: `OLD => NEW`
-replaces a text; `Class.method(given) = value`, or with a colon and a body, overrides a method, and without
-brackets a property; all other code stands behind the right plugin's and defines names of it anew.
+of the right plugin's files that go (-), come (+) or stay, or else code, which stands behind the right
+plugin's and defines names of it anew. Of its lines `OLD => NEW` replaces a text, `CLASS.METHOD(ARGUMENTS):`
+overrides a method of a class (a property without brackets), and `CLASS(BASE).METHOD(ARGUMENTS):` derives
+that class from another.
 """
 
 import re
@@ -22,7 +23,7 @@ LIMIT = 240  # seconds for one test; none takes a tenth of it on two quiet cores
 # A mutant that fails by one of these is not wrong but broken, or was not caught in time.
 SLIPS = ("NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError")
 SLIPS += ("Failed: Timeout",)
-OVERRIDE = re.compile(r"([A-Z]\w*)\.(\w+)(?:\((.*)\))?(?: = (.*)|:)")
+METHOD = re.compile(r"([A-Z]\w*)(?:\(([\w.]+)\))?\.(\w+)(?:\((.*?)\))?:(.*)")
 TEST_FILE = """\
 from pathlib import Path
 
@@ -64,23 +65,24 @@ class Mutant:
         """Return the files of the right plugin, changed."""
         if self.change.startswith(("-", "+", " ")):
             return patched(files, self.change)
-        files = dict(files)
-        file, inside = next(iter(files)), ""
+        files, inside = dict(files), ""
+        file = next(iter(files))
         for line in self.change.split("\n"):
             old, edit, new = line.partition(" => ")
             if edit:
                 files = replaced(files, old, new)
-            elif override := OVERRIDE.fullmatch(line):
-                owner, method, given, value = override.groups()
-                defined = re.compile(rf"class {owner}\b")
-                file = next(path for path, text in files.items() if defined.search(text))
+            elif head := METHOD.match(line):
+                name, base, method, given, rest = head.groups()
+                if name != inside:
+                    defined = re.compile(rf"class {name}\b")
+                    file = next((path for path in files if defined.search(files[path])), file)
+                    files[file] += f"\nclass {name}({base or name}):\n"
                 mark = "@property\n    " * (given is None)
-                head = f"def {method}(self, {given or ''}):" + f" return {value}" * bool(value)
-                files[file] += f"\nclass {owner}({owner}):\n    {mark}{head}\n"
-                inside = "    "
+                files[file] += f"    {mark}def {method}(self, {given or ''}):{rest}\n"
+                inside = name
             else:
-                inside *= line.startswith(" ")
-                files[file] += f"{inside}{line}\n"
+                inside *= line[:1] in ("", " ")
+                files[file] += "    " * bool(inside) + f"{line}\n"
         return files
 
 

@@ -101,11 +101,11 @@ BODY = """
 
 WRONG = """
 == asks_for_a_layer_that_is_not_there: test_the_request_names_what_the_target_has
-ChainAlgorithm.feature_request(target) = FeatureRequest((target.num_layers,), True, "float32")
+ChainAlgorithm.feature_request(target): return FeatureRequest((target.num_layers,), True, "float32")
 == asks_for_another_layer_each_time: test_the_request_is_the_same_again_and_needs_no_weights
-ChainAlgorithm.feature_request(target) = FeatureRequest((next(COUNT) % 2,), True, "float32")
+ChainAlgorithm.feature_request(target): return FeatureRequest((next(COUNT) % 2,), True, "float32")
 == reads_weights_to_request: test_the_request_is_the_same_again_and_needs_no_weights
-ChainAlgorithm.feature_request(target) = target.head().ndim and super().feature_request(target)
+ChainAlgorithm.feature_request(target): return target.head().ndim and super().feature_request(target)
 == builds_by_the_clock: test_the_same_seed_builds_the_same_bits
 init_linears(module) => init_linears(module, torch.Generator().seed() % 2**20 / 2**24)
 == builds_in_half_precision: test_a_fresh_draft_is_fp32_on_the_cpu
@@ -119,13 +119,13 @@ wrap_units=("cell",) => wrap_units=("layers.0",)
 == puts_a_type_into_its_config: test_config_is_json_data
 "inner_size": inner_size} => "inner_size": inner_size, "dtype": torch.float32}
 == keeps_state_outside_its_state_dict: test_runs_decode_losslessly_and_resume_to_the_same_bits
-ChainDraft.calls = vars(self).setdefault("counted", itertools.count())
-ChainDraft.forward(batch) = scaled(super().forward(batch), 1 + next(self.calls) / 100)
+ChainDraft.calls: return vars(self).setdefault("counted", itertools.count())
+ChainDraft.forward(batch): return scaled(super().forward(batch), 1 + next(self.calls) / 100)
 import itertools
 == keeps_a_weight_outside_its_state_dict: test_a_draft_is_its_saved_state
 self.steps, self.decay = steps, decay => self.steps, self.decay = steps, float(torch.rand(()))
 == keeps_the_last_id: test_collate_takes_one_sample_and_several
-ChainAlgorithm.collate(samples) = replace(super().collate(samples), ids=(samples[-1].id,))
+ChainAlgorithm.collate(samples): return replace(super().collate(samples), ids=(samples[-1].id,))
 == makes_a_mask_on_the_host: test_collate_runs_where_its_samples_lie
 ChainAlgorithm.collate(samples):
     batch = super().collate(samples)
@@ -144,7 +144,7 @@ StepOutput(numerator, denominator, => StepOutput(numerator[None], denominator[No
 ChainAlgorithm.collate(samples):
     ChainDraft.longest = max(len(sample.token_ids_T) for sample in samples)
     return super().collate(samples)
-ChainDraft.forward(batch) = scaled(super().forward(batch), self.longest)
+ChainDraft.forward(batch): return scaled(super().forward(batch), self.longest)
 == seeds_torch_when_it_builds: test_the_same_seed_builds_the_same_bits
 init_linears(module) => torch.manual_seed(0) and init_linears(module)
 == has_a_term_more_for_long_batches: test_any_split_into_micro_batches_gives_one_update[4]
@@ -153,9 +153,9 @@ ChainDraft.forward(batch):
     terms = [*output.terms] * (1 + (batch.token_ids_BT.shape[1] > 20))
     return StepOutput(terms=terms, counts=output.counts)
 == forgets_weights_in_its_optimizer: test_the_optimizer_moves_every_weight_as_the_schedule_says
-ChainAlgorithm.optimizer(draft, lr) = torch.optim.SGD([draft.module.cell.down.weight], lr=lr)
+ChainAlgorithm.optimizer(draft, lr): return torch.optim.SGD([draft.module.cell.down.weight], lr=lr)
 == schedules_nothing: test_the_optimizer_moves_every_weight_as_the_schedule_says
-ChainAlgorithm.schedule(step) = 0.0
+ChainAlgorithm.schedule(step): return 0.0
 == divides_by_nothing: test_an_all_masked_batch_adds_nothing
 StepOutput(numerator, => StepOutput(numerator / denominator * denominator,
 == draws_from_the_global_generator: test_the_same_inputs_give_the_same_bits
@@ -168,7 +168,7 @@ ChainDraft.forward(batch):
 == counts_padding: test_padding_and_order_in_a_batch_do_not_change_the_loss
 denominator + weight * number => denominator + weight * counting.numel()
 == weighs_by_place_in_the_batch: test_padding_and_order_in_a_batch_do_not_change_the_loss
-ChainDraft.forward(batch) = scaled(super().forward(batch), batch.loss_mask_BT[0].sum())
+ChainDraft.forward(batch): return scaled(super().forward(batch), batch.loss_mask_BT[0].sum())
 == adds_means_as_metrics: test_loss_and_metrics_are_ratios_of_finite_scalars
 "accuracy": (hits, total) => "accuracy": (numerator, total)
 == detaches_a_part: test_gradients_reach_every_trainable_parameter
@@ -190,7 +190,7 @@ return DraftInput( => return len(last_tokens) and DraftInput(
 == sorts_what_it_takes_over: test_disagg_gives_every_request_its_own_input
 DraftInput(batch.hidden_BH => DraftInput(batch.hidden_BH.sort(0).values
 == asks_for_another_row_each_time: test_disagg_names_the_request_and_the_field_that_is_missing
-ChainAlgorithm.disagg_row() = ("topk",) if next(COUNT) % 2 else ()
+ChainAlgorithm.disagg_row(): return ("topk",) if next(COUNT) % 2 else ()
 == shifts_the_last_tokens_in_place: test_disagg_leaves_what_it_is_given_alone
 topk_index_BK, last_tokens) => topk_index_BK, last_tokens.add_(1))
 == publishes_before_it_has_an_input: test_disagg_publishes_then_stashes_and_only_with_overlap
@@ -219,7 +219,7 @@ ChainDrafter.propose(*given):
     found = super().propose(*given)
     return replace(found, counts_B=(found.tokens_BK % 2).cumprod(1).sum(1))
 == drafts_a_token_twice_side_by_side: test_a_node_depends_on_what_is_above_and_beside_it
-ChainDrafter.depth = 1
+ChainDrafter.depth: return 1
 chain(choices) => replace(chain(choices[:1] * 5), parents_BK=torch.full((len(token_B), 5), -1))
 == mixes_rows: test_a_prompt_may_be_long_or_a_single_token
 at(self.draft.enter(features), => at(self.draft.enter(features).roll(1, 0),
@@ -230,7 +230,7 @@ weight.new_zeros(batch, => weight.new_zeros(1, batch,
 == asks_the_host_when_it_drafts: test_rounds_that_are_recorded_as_graphs_decode_the_same
 self.draft.embed(token_B)) => self.draft.embed(token_B) + float(token_B.sum() * 0))
 == keeps_a_copy_of_its_weights: test_a_drafter_follows_weights_that_are_updated_in_place
-ChainAlgorithm.drafter(draft, target) = super().drafter(deepcopy(draft), target)
+ChainAlgorithm.drafter(draft, target): return super().drafter(deepcopy(draft), target)
 == rounds_the_draft_it_exports: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
 "architectures": [ARCHITECTURE] => "architectures": [draft.module.bfloat16().float() and ARCHITECTURE]
 == imports_what_is_there: test_an_export_without_one_of_its_tensors_is_refused
@@ -239,7 +239,7 @@ ChainAlgorithm.drafter(draft, target) = super().drafter(deepcopy(draft), target)
 == exports_any_layout: test_an_unknown_layout_is_refused
 write_export(folder, layout, => write_export(folder, "serving",
 == is_served_other_layers: test_servers_draft_what_the_drafter_does
-Served.captured(host) = (1,)
+Served.captured(host): return (1,)
 == is_served_without_a_norm: test_servers_draft_what_the_drafter_does
 self.normed(state, "state") => state
 == knows_any_server: test_an_unknown_server_is_refused
@@ -276,15 +276,15 @@ logits_BV = state_BH => logits_BV = self.draft.cell.state_norm(state_BH)
 == halves_the_state_between_steps: test_training_minimises_the_cross_entropy_of_the_drafter
 token_B, _ = choices[-1] => token_B, state_BH = choices[-1][0], 0.5 * state_BH
 == draws_by_pythons_hash: test_runs_decode_losslessly_and_resume_to_the_same_bits
-ChainDraft.forward(batch) = scaled(super().forward(batch), 1 + hash(batch.ids) % 1000 / 10000)
+ChainDraft.forward(batch): return scaled(super().forward(batch), 1 + hash(batch.ids) % 1000 / 10000)
 == shrinks_its_weights_in_the_loss: test_the_loss_leaves_the_draft_as_it_is
 ChainDraft.forward(batch):
     self.cell.down.weight.data *= 0.99
     return super().forward(batch)
 == turns_training_on_in_the_loss: test_the_loss_leaves_the_draft_as_it_is
-ChainDraft.forward(batch) = self.train() and super().forward(batch)
+ChainDraft.forward(batch): return self.train() and super().forward(batch)
 == asks_for_a_layer_it_never_reads: test_every_feature_that_is_asked_for_counts
-ChainAlgorithm.feature_request(target) = FeatureRequest((5,), True, "float32")
+ChainAlgorithm.feature_request(target): return FeatureRequest((5,), True, "float32")
 == keeps_the_targets_head_in_its_checkpoints: test_gradients_reach_none_of_the_targets_tensors
 ChainDraft.__init__(*given):
     super().__init__(*given)

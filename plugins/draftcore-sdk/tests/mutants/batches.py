@@ -42,46 +42,39 @@ BODY = """
 """
 WRONG = """
 == rounds_features: test_a_run_is_that_which_captures_for_itself
-class Batches(Batches):
-    def __iter__(self):
-        for loaded in self.batches:
-            for at, sample in enumerate(loaded.samples if loaded else ()):
-                rounded = {n: v.bfloat16().to(v.dtype) for n, v in sample.features.items()}
-                loaded.samples[at] = dataclasses.replace(sample, features=rounded)
-            yield loaded
+Batches.__iter__():
+    for loaded in self.batches:
+        for at, sample in enumerate(loaded.samples if loaded else ()):
+            rounded = {n: v.bfloat16().to(v.dtype) for n, v in sample.features.items()}
+            loaded.samples[at] = dataclasses.replace(sample, features=rounded)
+        yield loaded
 == turns_rows_around: test_a_run_is_that_which_captures_for_itself
-class Batches(Batches):
-    def __iter__(self):
-        for loaded in self.batches:
-            if loaded:
-                loaded.samples[:] = loaded.samples[:1] * len(loaded.samples)
-            yield loaded
+Batches.__iter__():
+    for loaded in self.batches:
+        if loaded:
+            loaded.samples[:] = loaded.samples[:1] * len(loaded.samples)
+        yield loaded
 == tries_once: test_a_batch_whose_capture_failed_is_tried_again
 queue.ATTEMPTS = 1
 == leaves_out_whole_batches: test_a_row_that_cannot_be_captured_is_left_out_alone
-class Queue(queue.Queue):
-    def _failed(self, entry, error, *, again=False):
-        reasons = dict.fromkeys(entry.task.batch.rows, "one of them is torn")
-        self.skipped.add(reasons)
-        entry.task = queue.without_rows(entry.task, self.skipped)
-        entry.refs = ()
+Queue(queue.Queue)._failed(entry, error, *, again=False):
+    reasons = dict.fromkeys(entry.task.batch.rows, "one of them is torn")
+    self.skipped.add(reasons)
+    entry.task = queue.without_rows(entry.task, self.skipped)
+    entry.refs = ()
 
 queued.Queue = Queue
 == starts_once: test_a_run_that_was_stopped_goes_on_to_the_same_bits
-class Source(Source):
-    def open(self, needed):
-        if list(self.run.folder.glob("checkpoints/step-*")):
-            raise UsageError("it has begun already")
-        return super().open(needed)
+Source.open(needed):
+    if list(self.run.folder.glob("checkpoints/step-*")):
+        raise UsageError("it has begun already")
+    return super().open(needed)
 == leaves_a_thread_behind: test_who_captures_hears_the_end
-class Source(Source):
-    def open(self, needed):
-        threading.Thread(target=threading.Event().wait, args=[30], name="mine").start()
-        return super().open(needed)
+Source.open(needed):
+    threading.Thread(target=threading.Event().wait, args=[30], name="mine").start()
+    return super().open(needed)
 == fails_at_its_end: test_who_captures_hears_the_end
-class Batches(Batches):
-    def end(self, state):
-        pass
+Batches.end(state): pass
 """
 
 MUTANTS = Mutants(BatchesSuite, one_file(RIGHT), wrong(WRONG), BODY, soon=5.0)

@@ -34,39 +34,30 @@ class Capture(LocalCapture):
 
 WRONG = """
 == takes_last_hidden_before_the_norm: test_features_are_the_ones_of_their_name[last_hidden]
-class Capture(EveryLayer):
-    def change(self, f):
-        return {n: f["hidden.3" if n == "last_hidden" else n] for n in self.names}
+Capture(EveryLayer).change(f):
+    return {n: f["hidden.3" if n == "last_hidden" else n] for n in self.names}
 == stores_fp32_always: test_features_are_those_asked_and_as_long_as_their_tokens[bfloat16]
-class Capture(Changing):
-    def change(self, f):
-        return {name: value.float() for name, value in f.items()}
+Capture(Changing).change(f): return {name: value.float() for name, value in f.items()}
 == cuts_long_rows: test_features_are_those_asked_and_as_long_as_their_tokens[both]
-class Capture(Changing):
-    def change(self, f):
-        return {name: value[:-1] if len(value) > 30 else value for name, value in f.items()}
+Capture(Changing).change(f):
+    return {name: value[:-1] if len(value) > 30 else value for name, value in f.items()}
 == swaps_rows: test_batches_and_rows_keep_their_order
-class Capture(LocalCapture):
-    def features(self, batches):
-        for one in super().features(batches):
-            yield replace(one, features=one.features[::-1])
+Capture.features(batches):
+    for one in super().features(batches):
+        yield replace(one, features=one.features[::-1])
 == sorts_batches: test_batches_and_rows_keep_their_order
-class Capture(LocalCapture):
-    def features(self, batches):
-        return super().features(sorted(batches, key=lambda batch: batch.index))
+Capture.features(batches): return super().features(sorted(batches, key=lambda batch: batch.index))
 == leaves_a_hook: test_capturing_leaves_the_targets_logits_unchanged
-class Capture(LocalCapture):
-    def __init__(self, target, request):
-        super().__init__(target, request)
-        louder = lambda module, inputs, output: output * 1.01
-        target.load_model().model.lm_head.register_forward_hook(louder)
+Capture.__init__(target, request):
+    super().__init__(target, request)
+    louder = lambda module, inputs, output: output * 1.01
+    target.load_model().model.lm_head.register_forward_hook(louder)
 == mixes_neighbours: test_a_rows_features_do_not_depend_on_its_neighbours
-class Capture(LocalCapture):
-    def features(self, batches):
-        for one in super().features(batches):
-            joined = {n: torch.cat([f[n] for f in one.features]) for n in one.features[0]}
-            centred = lambda f: {n: v - joined[n].mean(0) for n, v in f.items()}
-            yield replace(one, features=tuple(map(centred, one.features)))
+Capture.features(batches):
+    for one in super().features(batches):
+        joined = {n: torch.cat([f[n] for f in one.features]) for n in one.features[0]}
+        centred = lambda f: {n: v - joined[n].mean(0) for n, v in f.items()}
+        yield replace(one, features=tuple(map(centred, one.features)))
 == remembers_batches: test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it
 class Capture(Changing):
     seen = 0
@@ -75,9 +66,7 @@ class Capture(Changing):
         self.seen += 1
         return {name: value * (1 + 1e-6 * self.seen) for name, value in f.items()}
 == depends_on_the_request: test_joined_requests_give_the_bits_of_each
-class Capture(Changing):
-    def change(self, f):
-        return {name: value * (1 + 1e-6 * len(f)) for name, value in f.items()}
+Capture(Changing).change(f): return {name: value * (1 + 1e-6 * len(f)) for name, value in f.items()}
 == does_not_say_the_range: test_a_layer_out_of_range_is_refused_with_the_range[4]
 @hookimpl
 def capture(name, target, request):
@@ -91,9 +80,7 @@ def capture(name, target, request):
     inside = tuple(layer % target.num_layers for layer in request.layers)
     return Capture(target, replace(request, layers=inside))
 == captures_all_at_once: test_batches_are_asked_for_as_features_are_taken
-class Capture(LocalCapture):
-    def features(self, batches):
-        return iter(list(super().features(list(batches))))
+Capture.features(batches): return iter(list(super().features(list(batches))))
 == closes_once: test_closing_is_harmless_twice_and_to_another_capture
 class Capture(LocalCapture):
     closed = False
@@ -102,54 +89,45 @@ class Capture(LocalCapture):
         assert not self.closed
         self.closed = True
 == draws_a_number: test_capturing_changes_nothing_that_training_reads
-class Capture(Changing):
-    def change(self, f):
-        torch.rand(1)
-        return f
+Capture(Changing).change(f):
+    torch.rand(1)
+    return f
 == overflows_half: test_a_stored_type_holds_the_numbers_of_float32[float16]
 class Capture(Changing):
     # Scales down for fp16 and forgets to scale up again.
     def change(self, f):
         return {n: v / 8 if v.dtype == torch.float16 else v for n, v in f.items()}
 == yields_inside_inference_mode: test_capturing_changes_nothing_that_training_reads
-class Capture(LocalCapture):
-    def features(self, batches):
-        with torch.inference_mode():
-            yield from super().features(batches)
+Capture.features(batches):
+    with torch.inference_mode():
+        yield from super().features(batches)
 == keeps_what_it_gave: test_capturing_again_and_again_keeps_nothing
-class Capture(LocalCapture):
-    def features(self, batches):
-        self.given = getattr(self, "given", [])
-        for one in super().features(batches):
-            self.given.append([{n: v.clone() for n, v in f.items()} for f in one.features])
-            yield one
+Capture.features(batches):
+    self.given = getattr(self, "given", [])
+    for one in super().features(batches):
+        self.given.append([{n: v.clone() for n, v in f.items()} for f in one.features])
+        yield one
 == closes_the_target_for_all: test_closing_is_harmless_twice_and_to_another_capture
 OPEN = []
-
-class Capture(LocalCapture):
-    def __init__(self, target, request):
-        super().__init__(target, request)
-        OPEN.append(self)
-
-    def close(self):
-        for one in OPEN:
-            one.runner = None
-        OPEN.clear()
+Capture.__init__(target, request):
+    super().__init__(target, request)
+    OPEN.append(self)
+Capture.close():
+    for one in OPEN:
+        one.runner = None
+    OPEN.clear()
 == attends_to_what_follows: test_no_token_sees_what_follows
-class Capture(Changing):
-    def change(self, f):
-        seeing = lambda v: v + 0.01 * v[-1:] if v.is_floating_point() else v
-        return {n: seeing(v) for n, v in f.items()}
+Capture(Changing).change(f):
+    seeing = lambda v: v + 0.01 * v[-1:] if v.is_floating_point() else v
+    return {n: seeing(v) for n, v in f.items()}
 == gives_log_probabilities: test_features_are_the_ones_of_their_name[topk_logits]
-class Capture(Changing):
-    def change(self, f):
-        if "topk_logits" in f:
-            f["topk_logits"] = f["topk_logits"].log_softmax(-1)
-        return f
+Capture(Changing).change(f):
+    if "topk_logits" in f:
+        f["topk_logits"] = f["topk_logits"].log_softmax(-1)
+    return f
 == has_a_k_of_its_own: test_joined_requests_give_the_bits_of_each
-class Capture(LocalCapture):
-    def __init__(self, target, request):
-        super().__init__(target, replace(request, topk=5 if request.topk else 0))
+Capture.__init__(target, request):
+    super().__init__(target, replace(request, topk=5 if request.topk else 0))
 """
 
 MUTANTS = Mutants(CaptureSuite, one_file(RIGHT), wrong(WRONG))

@@ -25,10 +25,9 @@ BODY = 'plugin = "{name}"\noptions = {"max_new_tokens": 8, "batch": 2}'
 
 WRONG = """
 == reports_tensors: test_a_report_is_data_and_can_be_shown_and_written
-Shown.to_json() = {**super().to_json(), "length": torch.ones(1)}
+Shown.to_json(): return {**super().to_json(), "length": torch.ones(1)}
 == writes_nothing: test_a_report_is_data_and_can_be_shown_and_written
-Shown.write(folder):
-    pass
+Shown.write(folder): pass
 == believes_itself: test_output_that_is_not_the_targets_own_is_an_error
 Mine.evaluate(*given):
     model = self.run.target.load_model()
@@ -43,7 +42,7 @@ Mine.evaluate(*given):
     self.run.data.prompts = lambda limit=0: Prompts([[5, 6, 7]])
     return super().evaluate(*given)
 == compares_nobody: test_several_drafts_are_compared_by_label
-Mine.compare(reports, folder) = ["they are alike"]
+Mine.compare(reports, folder): return ["they are alike"]
 == draws_a_number: test_in_training_it_leaves_no_trace
 Mine.in_training(draft):
     measure = super().in_training(draft)

@@ -26,22 +26,18 @@ class Backend(RecordingBackend):
 
 WRONG = """
 == warms_up_once: test_capture_calls_twice_to_warm_up_and_once_to_record
-class Backend(RecordingBackend):
-    def capture_one(self, key, fn):
-        calls = []
-        def counted():
-            calls.append(1)
-            return fn() if len(calls) > 1 else None
-        super().capture_one(key, counted)
+Backend.capture_one(key, fn):
+    calls = []
+    def counted():
+        calls.append(1)
+        return fn() if len(calls) > 1 else None
+    super().capture_one(key, counted)
 == runs_anything: test_what_was_not_captured_cannot_run
-class Backend(RecordingBackend):
-    def can_run(self, batch, key):
-        return bool(self.tapes)
+Backend.can_run(batch, key): return bool(self.tapes)
 == keeps_the_first: test_a_key_captured_again_is_replaced
-class Backend(RecordingBackend):
-    def capture_one(self, key, fn):
-        if key not in self.tapes:
-            super().capture_one(key, fn)
+Backend.capture_one(key, fn):
+    if key not in self.tapes:
+        super().capture_one(key, fn)
 == knows_what_failed: test_a_failing_function_leaves_the_backend_usable[2]
 class Backend(RecordingBackend):
     keys = set()
@@ -53,19 +49,15 @@ class Backend(RecordingBackend):
     def can_run(self, batch, key):
         return key in self.keys
 == remembers_outputs: test_replay_gives_what_the_function_would_on_other_contents
-class Backend(RecordingBackend):
-    def replay(self, key):
-        return self.tapes[key].outputs
+Backend.replay(key): return self.tapes[key].outputs
 == returns_a_tuple: test_replay_gives_what_the_function_would_on_other_contents
-class Backend(RecordingBackend):
-    def replay(self, key):
-        found = super().replay(key)
-        return tuple(found.values()) if isinstance(found, dict) else found
+Backend.replay(key):
+    found = super().replay(key)
+    return tuple(found.values()) if isinstance(found, dict) else found
 == replays_twice: test_replay_writes_static_buffers_once
-class Backend(RecordingBackend):
-    def replay(self, key):
-        super().replay(key)
-        return super().replay(key)
+Backend.replay(key):
+    super().replay(key)
+    return super().replay(key)
 == copies_weights: test_parameters_that_are_updated_in_place_are_read_as_they_are
 class Copying(TorchFunctionMode):
     # Gives operations copies of parameters, made when they are first used.
@@ -80,33 +72,25 @@ class Copying(TorchFunctionMode):
         if isinstance(t, torch.nn.Parameter) and id(t) not in self.copies:
             self.copies[id(t)] = t.detach().clone()
         return self.copies.get(id(t), t)
-
-class Backend(RecordingBackend):
-    def capture_one(self, key, fn):
-        copying = Copying()
-        def work():
-            with copying:
-                return fn()
-        super().capture_one(key, work)
+Backend.capture_one(key, fn):
+    copying = Copying()
+    def work():
+        with copying:
+            return fn()
+    super().capture_one(key, work)
 == cleans_nothing: test_after_cleanup_nothing_runs_until_it_is_captured_again
-class Backend(RecordingBackend):
-    def cleanup(self):
-        pass
+Backend.cleanup(): pass
 == hoards_tapes: test_capturing_and_cleaning_up_again_and_again_keeps_nothing
 HOARD = []
-
-class Backend(RecordingBackend):
-    def cleanup(self):
-        HOARD.append(dict(self.tapes))
-        super().cleanup()
+Backend.cleanup():
+    HOARD.append(dict(self.tapes))
+    super().cleanup()
 == hoards_outputs: test_replaying_again_and_again_keeps_nothing
 HOARD = []
-
-class Backend(RecordingBackend):
-    def replay(self, key):
-        found = super().replay(key)
-        HOARD.append(map_tensors(torch.clone, found))
-        return found
+Backend.replay(key):
+    found = super().replay(key)
+    HOARD.append(map_tensors(torch.clone, found))
+    return found
 == freezes_breaks: test_a_break_runs_on_what_is_there_at_replay
 CAPABILITIES = frozenset({"breaks"})
 
@@ -117,14 +101,12 @@ class Frozen:
     def eager(self, fn, args):
         self.found = fn(*args) if self.found is None else self.found
         return self.found
-
-class Backend(RecordingBackend):
-    def capture_one(self, key, fn):
-        frozen = Frozen()
-        def work():
-            with breaks.recording(frozen):
-                return fn()
-        super().capture_one(key, work)
+Backend.capture_one(key, fn):
+    frozen = Frozen()
+    def work():
+        with breaks.recording(frozen):
+            return fn()
+    super().capture_one(key, work)
 == stops_at_a_fork: test_what_is_forked_off_and_joined_is_part_of_the_replay
 class Backend(RecordingBackend):
     # Replays the first operation, and keeps what came after it.
@@ -146,18 +128,14 @@ class Backend(RecordingBackend):
         self.keys = frozenset()
 == shares_its_graphs: test_another_backend_has_graphs_of_its_own
 TAPES = {}
-
-class Backend(RecordingBackend):
-    def __init__(self):
-        super().__init__()
-        self.tapes = TAPES
-    def cleanup(self):
-        TAPES.clear()
+Backend.__init__():
+    super().__init__()
+    self.tapes = TAPES
+Backend.cleanup(): TAPES.clear()
 == cleans_up_the_largest_only: test_after_cleanup_nothing_runs_until_it_is_captured_again
-class Backend(RecordingBackend):
-    def cleanup(self):
-        for key in [*self.tapes][:1]:
-            del self.tapes[key]
+Backend.cleanup():
+    for key in [*self.tapes][:1]:
+        del self.tapes[key]
 == swallows_what_fails: test_a_failing_function_leaves_the_backend_usable[3]
 from contextlib import contextmanager, suppress
 
@@ -167,11 +145,10 @@ class Backend(RecordingBackend):
         with suppress(LookupError), super().capture_session():
             yield
 == keeps_gradients_of_outputs: test_a_key_captured_again_is_replaced
-class Backend(RecordingBackend):
-    def replay(self, key):
-        grad = lambda t: t.clone().requires_grad_() if t.is_floating_point() else t
-        with torch.inference_mode(False):
-            return map_tensors(grad, super().replay(key))
+Backend.replay(key):
+    grad = lambda t: t.clone().requires_grad_() if t.is_floating_point() else t
+    with torch.inference_mode(False):
+        return map_tensors(grad, super().replay(key))
 """
 
 MUTANTS = Mutants(GraphBackendSuite, one_file(RIGHT), wrong(WRONG))

@@ -23,7 +23,7 @@ Reader.write(text, spans, uris):
     found, _, ids, images = super().write(text, spans, uris)
     return found, spans, ids, images
 == keeps_one_token_for_an_image: test_images_are_written_where_their_tokens_stand_and_spans_move
-Reader.write(text, spans, uris) = text, spans, *super().write(text, spans, uris)[2:]
+Reader.write(text, spans, uris): return text, spans, *super().write(text, spans, uris)[2:]
 == knows_an_image_by_its_path: test_the_target_sees_its_image_and_none_that_was_changed
 Reader.inputs(token_ids, images):
     now = self.write("<|image|>" * len(images), [], [one.uri for one in images])[3]

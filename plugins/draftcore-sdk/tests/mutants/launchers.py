@@ -29,59 +29,41 @@ class Launcher(local.LocalLauncher):
 """
 WRONG = """
 == has_two_exit_statuses: test_the_exit_status_of_the_ranks_is_returned
-class Launcher(Launcher):
-    def run(self, job):
-        return min(super().run(job), 1)
+Launcher.run(job): return min(super().run(job), 1)
 == tells_no_places: test_ranks_are_told_their_places
 class Launcher:
     def run(self, job):
         return max(subprocess.run(job.of("trainer")).returncode for _ in range(job.ranks))
 == never_restarts: test_ranks_of_which_one_is_killed_or_lost_another_start_again_all_together
-class Launcher(Launcher):
-    def run(self, job):
-        return super().run(dataclasses.replace(job, restarts=0))
+Launcher.run(job): return super().run(dataclasses.replace(job, restarts=0))
 == tries_once_more: test_a_rank_that_says_why_it_ended_is_not_started_again
-class Launcher(Launcher):
-    def run(self, job):
-        return super().run(job) and super().run(job)
+Launcher.run(job): return super().run(job) and super().run(job)
 == does_not_watch_producers: test_a_producer_that_dies_is_started_again_alone
-class Processes(Processes):
-    def _watch_producers(self):
-        pass
+Processes._watch_producers(): pass
 == hides_what_failed: test_what_dies_again_and_again_ends_the_run
-class Launcher(Launcher):
-    def run(self, job):
-        try:
-            return super().run(job)
-        except DraftcoreError as error:
-            return error.exit_status
+Launcher.run(job):
+    try:
+        return super().run(job)
+    except DraftcoreError as error:
+        return error.exit_status
 == hides_what_was_refused: test_a_producer_that_is_refused_ends_the_run
-class Launcher(Launcher):
-    def run(self, job):
-        try:
-            return super().run(job)
-        except UsageError as error:
-            return error.exit_status
+Launcher.run(job):
+    try:
+        return super().run(job)
+    except UsageError as error:
+        return error.exit_status
 == kills_where_it_should_ask: test_a_signal_reaches_the_ranks_which_end_as_they_like
-class Processes(Processes):
-    def _ask(self, number, frame):
-        super()._ask(signal.SIGKILL, frame)
+Processes._ask(number, frame): super()._ask(signal.SIGKILL, frame)
 == keeps_its_producers: test_producers_come_and_go_while_the_run_goes_on
-class Fixed(Job):
-    def wanted(self):
-        return self.producers
-
-class Launcher(Launcher):
-    def run(self, job):
-        return super().run(Fixed(**vars(job)))
+Fixed(Job).wanted(): return self.producers
+Launcher.run(job): return super().run(Fixed(**vars(job)))
 == leaves_producers_behind: test_nothing_is_left_of_a_run_that_ended
-class Processes(Processes):
-    def run(self):
-        end, local.end = local.end, lambda children, *given: None
-        try:
-            return super().run()
-        finally:
-            local.end = end
+Processes.run():
+    end, local.end = local.end, lambda children, *given: None
+    try:
+        return super().run()
+    finally:
+        local.end = end
 """
 
 MUTANTS = Mutants(LauncherSuite, one_file(RIGHT), wrong(WRONG), soon=1.0)

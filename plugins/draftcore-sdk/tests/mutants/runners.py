@@ -38,10 +38,9 @@ class Runner(eager.Eager):
 
 WRONG = """
 == refuses_every_target: test_a_plain_target_is_accepted[prefill]
-Runner.check(target):
-    raise ValueError("no")
+Runner.check(target): raise ValueError("no")
 == forgets_the_stored_type: test_features_are_the_eager_ones_in_the_stored_type_and_stay[bfloat16]
-Features.features(*given) = {name: x.float() for name, x in self.model.features(*given).items()}
+Features.features(*given): return {name: x.float() for name, x in self.model.features(*given).items()}
 == aliases_its_buffers: test_features_are_the_eager_ones_in_the_stored_type_and_stay[float32]
 Features.features(*given):
     with torch.inference_mode():
@@ -49,16 +48,15 @@ Features.features(*given):
     self.kept = self.model.features(*given)
     return self.kept
 == swaps_rows: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[3]
-Decoder.start(prompts, *rest) = super().start(prompts[::-1], *rest)
+Decoder.start(prompts, *rest): return super().start(prompts[::-1], *rest)
 == is_always_greedy: test_sampling_is_seeded_and_has_the_targets_distribution
-Decoder.start(prompts, max_len, temperature, seed) = super().start(prompts, max_len, 0.0, seed)
+Decoder.start(prompts, longest, _, seed): return super().start(prompts, longest, 0.0, seed)
 == ignores_the_seed: test_sampling_is_seeded_and_has_the_targets_distribution
-Decoder.start(prompts, max_len, temperature, seed) = super().start(prompts, max_len, temperature, 7)
+Decoder.start(*given): return super().start(*given[:3], 7)
 == copies_the_draft: test_decoding_gives_the_tokens_and_rounds_of_eager_decoding[3]
-Runner.decode(model, drafter, module) = Decoder(model, copy.deepcopy(drafter))
+Runner.decode(model, drafter, module): return Decoder(model, copy.deepcopy(drafter))
 == takes_no_plain_step: test_plain_steps_are_the_targets_greedy_ones
-Rows.plain(span):
-    pass
+Rows.plain(span): pass
 """
 
 MUTANTS = Mutants(RunnerSuite, one_file(RIGHT), wrong(WRONG))

@@ -37,25 +37,25 @@ class Mine(Conversations):
 
 WRONG = """
 == names_rows_anew: test_rows_and_digest_are_the_same_whenever_they_are_opened
-Rows.feature_ids = tuple(f"{next(COUNT)}" for _ in self.lengths)
+Rows.feature_ids: return tuple(f"{next(COUNT)}" for _ in self.lengths)
 == has_one_digest: test_other_rows_have_another_digest
-Rows.said() = {"fingerprint": "mine"}
+Rows.said(): return {"fingerprint": "mine"}
 == numbers_its_rows: test_other_rows_have_another_digest
-Rows.feature_ids = tuple(map(str, range(len(self.lengths))))
+Rows.feature_ids: return tuple(map(str, range(len(self.lengths))))
 == cuts_its_masks: test_tokens_and_masks_are_as_long_as_said
-Rows.loss_mask(row) = self.rendered.loss_mask(row)[:-1]
+Rows.loss_mask(row): return self.rendered.loss_mask(row)[:-1]
 == has_rows_without_an_answer: test_tokens_and_masks_are_as_long_as_said
-Rows.loss_mask(row) = self.rendered.loss_mask(row) & False
+Rows.loss_mask(row): return self.rendered.loss_mask(row) & False
 == learns_all_that_it_counts: test_the_summary_counts_its_rows
-Rows.said() = {"loss_tokens": self.rendered.summary.tokens}
+Rows.said(): return {"loss_tokens": self.rendered.summary.tokens}
 == counts_no_token: test_the_summary_counts_its_rows
-Rows.said() = {"token_counts": {}}
+Rows.said(): return {"token_counts": {}}
 == reads_all: test_a_limit_is_kept
-Mine.samples(part, date="", limit=0) = super().samples(part, date)
+Mine.samples(part, date="", limit=0): return super().samples(part, date)
 == asks_all: test_a_limit_is_kept
-Mine.prompts(limit=0) = super().prompts()
+Mine.prompts(limit=0): return super().prompts()
 == asks_in_text: test_prompts_are_token_ids_that_leave_room_to_answer
-Mine.prompts(limit=0) = Prompts(["why?"])
+Mine.prompts(limit=0): return Prompts(["why?"])
 == lies_nowhere: test_where_rows_lie_has_a_name_and_what_lies_nowhere_is_refused
 Mine.__init__(run, options):
     super().__init__(run, options)

@@ -106,86 +106,56 @@ def alter(self, uri):
 
 WRONG = """
 == stores_bf16_as_fp32: test_a_round_trip_is_bit_exact[bfloat16]
-class Store(Changing):
-    def change(self, t):
-        return t.float() if t.dtype is torch.bfloat16 else t
+Store(Changing).change(t): return t.float() if t.dtype is torch.bfloat16 else t
 == returns_strided_tensors: test_a_round_trip_is_bit_exact[bool]
-class Store(Returning):
-    def change(self, found):
-        return {n: t.T.contiguous().T if t.dim() == 2 else t for n, t in found.items()}
+Store(Returning).change(found):
+    return {n: t.T.contiguous().T if t.dim() == 2 else t for n, t in found.items()}
 == writes_each_storage_once: test_tensors_may_differ_in_type_and_share_their_memory
-class Store(FileStore):
-    def put_many(self, items):
-        once = lambda tensors: {t.untyped_storage().data_ptr(): (n, t) for n, t in tensors.items()}
-        return super().put_many([replace(i, tensors=dict(once(i.tensors).values())) for i in items])
+Store.put_many(items):
+    once = lambda tensors: {t.untyped_storage().data_ptr(): (n, t) for n, t in tensors.items()}
+    return super().put_many([replace(i, tensors=dict(once(i.tensors).values())) for i in items])
 == keeps_gradients: test_a_tensor_with_gradient_is_stored_without
-class Store(Returning):
-    def change(self, found):
-        return {n: t.requires_grad_() if t.is_floating_point() else t for n, t in found.items()}
+Store(Returning).change(found):
+    return {n: t.requires_grad_() if t.is_floating_point() else t for n, t in found.items()}
 == aliases_memory: test_later_edits_by_the_producer_do_not_reach_the_store
 GIVEN = {}
-
-class Store(FileStore):
-    def put_many(self, items):
-        refs = super().put_many(items)
-        GIVEN.update({ref.generation: item.tensors for ref, item in zip(refs, items)})
-        return refs
-
-    def _read(self, refs, names):
-        return [{n: GIVEN[r.generation][n].detach() for n in some} for r, some in zip(refs, names)]
+Store.put_many(items):
+    refs = super().put_many(items)
+    GIVEN.update({ref.generation: item.tensors for ref, item in zip(refs, items)})
+    return refs
+Store._read(refs, names):
+    return [{n: GIVEN[r.generation][n].detach() for n in some} for r, some in zip(refs, names)]
 == ignores_the_device_for_many: test_tensors_come_to_the_device_that_is_asked_for[meta]
-class Store(FileStore):
-    def get(self, ref, device="cpu", names=None):
-        return super().get_many([ref], device, names)[0]
-
-    def get_many(self, refs, device="cpu", names=None):
-        return super().get_many(refs, "cpu", names)
+Store.get(ref, device="cpu", names=None): return super().get_many([ref], device, names)[0]
+Store.get_many(refs, device="cpu", names=None): return super().get_many(refs, "cpu", names)
 == forgets_provenance: test_a_ref_describes_its_sample
-class Store(FileStore):
-    def lookup(self, ids):
-        return {one: replace(ref, provenance="") for one, ref in super().lookup(ids).items()}
+Store.lookup(ids):
+    return {one: replace(ref, provenance="") for one, ref in super().lookup(ids).items()}
 == counts_numbers_as_bytes: test_a_ref_describes_its_sample
-class Store(FileStore):
-    def put_many(self, items):
-        numel = lambda item: sum(t.numel() for t in item.tensors.values())
-        refs = zip(super().put_many(items), items)
-        return tuple(replace(ref, nbytes=numel(item)) for ref, item in refs)
+Store.put_many(items):
+    numel = lambda item: sum(t.numel() for t in item.tensors.values())
+    refs = zip(super().put_many(items), items)
+    return tuple(replace(ref, nbytes=numel(item)) for ref, item in refs)
 == reads_every_sample_once: test_refs_come_in_the_order_of_the_put
-class Store(FileStore):
-    def get_many(self, refs, device="cpu", names=None):
-        return super().get_many(list(dict.fromkeys(refs)), device, names)
+Store.get_many(refs, device="cpu", names=None):
+    return super().get_many(list(dict.fromkeys(refs)), device, names)
 == looks_up_none: test_odd_ids_are_ids_like_others
-class Store(FileStore):
-    def lookup(self, ids):
-        return {**dict.fromkeys(ids), **super().lookup(ids)}
+Store.lookup(ids): return {**dict.fromkeys(ids), **super().lookup(ids)}
 == normalises_ids: test_odd_ids_are_ids_like_others
-class Store(Renaming):
-    def key(self, one):
-        return unicodedata.normalize("NFC", one)
+Store(Renaming).key(one): return unicodedata.normalize("NFC", one)
 == hashes_ids_to_16_bits: test_a_thousand_ids_stay_apart
-class Store(Renaming):
-    def key(self, one):
-        return str(zlib.crc32(one.encode()) & 0xFFFF)
+Store(Renaming).key(one): return str(zlib.crc32(one.encode()) & 0xFFFF)
 == takes_no_names_for_all: test_names_choose_the_tensors_that_are_read
-class Store(FileStore):
-    def get_many(self, refs, device="cpu", names=None):
-        return super().get_many(refs, device, names or None)
+Store.get_many(refs, device="cpu", names=None): return super().get_many(refs, device, names or None)
 == puts_an_id_twice: test_a_sample_twice_in_one_put_is_refused
-class Store(FileStore):
-    def put_many(self, items):
-        return tuple(map(self.put, items))
-
-    def put(self, item):
-        return super().put_many([item])[0]
+Store.put_many(items): return tuple(map(self.put, items))
+Store.put(item): return super().put_many([item])[0]
 == serves_stale_refs: test_a_put_again_supersedes_and_the_old_ref_raises
-class Store(FileStore):
-    def get_many(self, refs, device="cpu", names=None):
-        held = self.lookup([ref.feature_id for ref in refs])
-        return super().get_many([held.get(ref.feature_id, ref) for ref in refs], device, names)
+Store.get_many(refs, device="cpu", names=None):
+    held = self.lookup([ref.feature_id for ref in refs])
+    return super().get_many([held.get(ref.feature_id, ref) for ref in refs], device, names)
 == names_a_generation_by_its_content: test_a_put_again_supersedes_and_the_old_ref_raises
-class Store(Numbering):
-    def number(self, item):
-        return int(item.tensors["x"].sum())
+Store(Numbering).number(item): return int(item.tensors["x"].sum())
 == keeps_all_versions: test_free_never_touches_a_newer_generation
 -        self._change("create table if not exists samples (id primary key,
 +        self._change("create table if not exists samples (id,
@@ -211,104 +181,81 @@ class Store(Returning):
             copies[name] = room.view(tensor.shape).copy_(tensor)
         return copies
 == cannot_close_a_handle_of_a_closed_store: test_an_open_handle_keeps_its_bytes_whatever_comes_later
-class Store(FileStore):
-    def _handle_closed(self, ref):
-        self._require_open()
-        super()._handle_closed(ref)
+Store._handle_closed(ref):
+    self._require_open()
+    super()._handle_closed(ref)
 == frees_only_once: test_get_after_free_raises_and_free_twice_is_harmless[free]
-class Store(FileStore):
-    def free(self, refs):
-        refs = list(refs)
-        for ref in refs:
-            self.get(ref).close()  # raises for what is not held
-        super().free(refs)
+Store.free(refs):
+    refs = list(refs)
+    for ref in refs:
+        self.get(ref).close()  # raises for what is not held
+    super().free(refs)
 == reads_refs_twice: test_get_after_free_raises_and_free_twice_is_harmless[free]
-class Store(FileStore):
-    def free(self, refs):
-        self.lookup([ref.feature_id for ref in refs])
-        super().free(refs)
+Store.free(refs):
+    self.lookup([ref.feature_id for ref in refs])
+    super().free(refs)
 == frees_under_readers: test_bytes_stay_until_the_last_open_handle_closes[free]
 OPENED = []
-
-class Store(FileStore):
-    def get_many(self, refs, device="cpu", names=None):
-        OPENED.extend(super().get_many(refs, device, names))
-        return tuple(OPENED[len(OPENED) - len(refs) :])
-
-    def free(self, refs):
-        refs = list(refs)
-        for handle in OPENED:
-            if handle.ref in refs:
-                handle.close()  # its bytes are gone
-        super().free(refs)
+Store.get_many(refs, device="cpu", names=None):
+    OPENED.extend(super().get_many(refs, device, names))
+    return tuple(OPENED[len(OPENED) - len(refs) :])
+Store.free(refs):
+    refs = list(refs)
+    for handle in OPENED:
+        if handle.ref in refs:
+            handle.close()  # its bytes are gone
+    super().free(refs)
 == closes_a_handle_twice: test_bytes_stay_until_the_last_open_handle_closes[free]
-class Twice(Handle):
-    def close(self):
-        self.on_close(self.ref)
-
-class Store(FileStore):
-    def get_many(self, refs, device="cpu", names=None):
-        handles = super().get_many(refs, device, names)
-        return tuple(Twice(h.ref, h.tensors, h.on_close) for h in handles)
+Twice(Handle).close(): self.on_close(self.ref)
+Store.get_many(refs, device="cpu", names=None):
+    handles = super().get_many(refs, device, names)
+    return tuple(Twice(h.ref, h.tensors, h.on_close) for h in handles)
 == opens_one_after_the_other: test_a_get_of_several_opens_all_or_none
-class Store(FileStore):
-    def get_many(self, refs, device="cpu", names=None):
-        return tuple(super(Store, self).get_many([ref], device, names)[0] for ref in refs)
+Store.get_many(refs, device="cpu", names=None):
+    return tuple(super(Store, self).get_many([ref], device, names)[0] for ref in refs)
 == puts_one_after_the_other: test_a_put_that_fails_leaves_what_was_held
-class Store(FileStore):
-    def put_many(self, items):
-        base.describe_items(items, "", "")
-        return tuple(super(Store, self).put_many([item])[0] for item in items)
+Store.put_many(items):
+    base.describe_items(items, "", "")
+    return tuple(super(Store, self).put_many([item])[0] for item in items)
 == counts_puts: test_a_put_that_fails_leaves_what_was_held
-class Store(FileStore):
-    def stats(self):
-        found = super().stats()
-        return replace(found, nbytes=sum(f.stat().st_size for f in self.folder.glob("shard*")))
+Store.stats():
+    found = super().stats()
+    return replace(found, nbytes=sum(f.stat().st_size for f in self.folder.glob("shard*")))
 == serves_when_closed: test_a_closed_store_says_so_and_its_own_uri_opens_it_again
-class Store(FileStore):
-    def _require_open(self):
-        pass
+Store._require_open(): pass
 == has_a_uri_that_opens_nothing: test_a_closed_store_says_so_and_its_own_uri_opens_it_again
-class Store(FileStore):
-    def __init__(self, folder, **options):
-        super().__init__(folder, **options)
-        self.uri = f"files://{self.folder}"
+Store.__init__(folder, **options):
+    super().__init__(folder, **options)
+    self.uri = f"files://{self.folder}"
 == has_another_uri: test_two_processes_see_each_others_samples
-class Store(FileStore):
-    def __init__(self, folder, **options):
-        super().__init__(folder, **options)
-        self.uri = f"file:{self.folder.parent / 'other'}"
+Store.__init__(folder, **options):
+    super().__init__(folder, **options)
+    self.uri = f"file:{self.folder.parent / 'other'}"
 == forgets_the_oldest: test_a_full_store_pushes_back_and_recovers
-class Store(FileStore):
-    def put_many(self, items):
-        while True:
-            try:
-                return super().put_many(items)
-            except StoreFull:
-                oldest = min(self._held.values(), key=lambda ref: ref.generation, default=None)
-                if oldest is None:
-                    raise
-                self.free([oldest])
+Store.put_many(items):
+    while True:
+        try:
+            return super().put_many(items)
+        except StoreFull:
+            oldest = min(self._held.values(), key=lambda ref: ref.generation, default=None)
+            if oldest is None:
+                raise
+            self.free([oldest])
 == names_no_limit: test_a_full_store_pushes_back_and_recovers
-class Store(FileStore):
-    def stats(self):
-        return replace(super().stats(), limit_bytes=None)
+Store.stats(): return replace(super().stats(), limit_bytes=None)
 == counts_only_what_is_held: test_bytes_that_are_still_read_count_against_the_limit[free]
-class Store(FileStore):
-    def stats(self):
-        found = super().stats()
-        return replace(found, nbytes=found.nbytes - sum(r.nbytes for r in self._pending_free.values()))
+Store.stats():
+    found = super().stats()
+    return replace(found, nbytes=found.nbytes - sum(r.nbytes for r in self._pending_free.values()))
 == forgets_readers_of_what_is_put_again: test_bytes_that_are_still_read_count_against_the_limit[put]
-class Store(FileStore):
-    def put_many(self, items):
-        refs = super().put_many(items)
-        self._pending_free.clear()
-        return refs
+Store.put_many(items):
+    refs = super().put_many(items)
+    self._pending_free.clear()
+    return refs
 == leaves_files_open: test_samples_that_come_and_go_leave_nothing_behind
-class Store(Returning):
-    def change(self, found):
-        os.open(self.folder, os.O_RDONLY)
-        return found
+Store(Returning).change(found):
+    os.open(self.folder, os.O_RDONLY)
+    return found
 == keeps_copies: test_samples_that_come_and_go_leave_nothing_behind
 class Store(Returning):
     kept = []
@@ -338,37 +285,29 @@ class Store(Returning):
 +    return SqliteStore(uri)
 == counts_generations: test_an_old_ref_never_reads_what_a_restarted_process_put
 PUTS = iter(range(1, 1 << 40))
-
-class Store(Numbering):
-    def number(self, item):
-        return next(PUTS)
+Store(Numbering).number(item): return next(PUTS)
 == removes_what_others_write: test_what_another_process_puts_meanwhile_is_read_whole
-class Store(FileStore):
-    def __init__(self, folder, **options):
-        super().__init__(folder, **options)
-        self._sync = lambda path: time.sleep(0.02)  # a slow disk
-        for partial in self.folder.glob("*.tmp"):
-            partial.unlink(missing_ok=True)
+Store.__init__(folder, **options):
+    super().__init__(folder, **options)
+    self._sync = lambda path: time.sleep(0.02)  # a slow disk
+    for partial in self.folder.glob("*.tmp"):
+        partial.unlink(missing_ok=True)
 == lives_in_one_process: test_two_processes_see_each_others_samples
-class Store(FileStore):
-    def __init__(self, folder, **options):
-        super().__init__(folder / str(os.getpid()), **options)
-        self.uri = f"file:{folder}"
+Store.__init__(folder, **options):
+    super().__init__(folder / str(os.getpid()), **options)
+    self.uri = f"file:{folder}"
 == deletes_before_it_sets: test_what_another_process_puts_meanwhile_is_read_whole
-class Store(SqliteStore):
-    def _write(self, refs, tensors):
-        self._change("delete from samples where id = ?", [(ref.feature_id,) for ref in refs])
-        time.sleep(0.02)  # a round trip
-        super()._write(refs, tensors)
+Store(SqliteStore)._write(refs, tensors):
+    self._change("delete from samples where id = ?", [(ref.feature_id,) for ref in refs])
+    time.sleep(0.02)  # a round trip
+    super()._write(refs, tensors)
 == forgets_what_was_freed: test_a_reopened_store_holds_what_was_put_and_not_what_was_freed
-class Store(FileStore):
-    def free(self, refs):
-        keys = {ref.key for ref in refs}
-        self.gone = getattr(self, "gone", set()) | keys
-
-    def _find(self, ids):
-        found = super()._find(ids)
-        return {k: v for k, v in found.items() if v.key not in getattr(self, "gone", ())}
+Store.free(refs):
+    keys = {ref.key for ref in refs}
+    self.gone = getattr(self, "gone", set()) | keys
+Store._find(ids):
+    found = super()._find(ids)
+    return {k: v for k, v in found.items() if v.key not in getattr(self, "gone", ())}
 == limits_what_it_put_itself: test_a_reopened_store_holds_what_was_put_and_not_what_was_freed
 class Store(FileStore):
     before = None
@@ -387,31 +326,26 @@ class Store(FileStore):
     def write_manifest(self, data):
         self.manifest = data
 == merges_the_manifest: test_the_manifest_is_replaced_as_a_whole_and_outlives_the_samples
-class Store(FileStore):
-    def write_manifest(self, data):
-        super().write_manifest({**(self.read_manifest() or {}), **data})
+Store.write_manifest(data): super().write_manifest({**(self.read_manifest() or {}), **data})
 == writes_under_its_name: test_a_killed_put_is_there_as_a_whole_or_not_at_all[time]
-class Store(FileStore):
-    def _write(self, refs, tensors):
-        self.folder.mkdir(exist_ok=True)
-        path = self.folder / file._name(refs[0].generation)
-        path.write_bytes(b"".join(file._safetensors(refs, tensors)))
+Store._write(refs, tensors):
+    self.folder.mkdir(exist_ok=True)
+    path = self.folder / file._name(refs[0].generation)
+    path.write_bytes(b"".join(file._safetensors(refs, tensors)))
 == indexes_before_it_writes: test_a_killed_put_is_there_as_a_whole_or_not_at_all[line]
-class Store(SqliteStore):
-    def _write(self, refs, tensors):
-        rows = [(*ref.key, ref.nbytes, json.dumps(ref.to_json())) for ref in refs]
-        self._change("insert or replace into samples values (?, ?, ?, ?, x'')", rows)
-        super()._write(refs, tensors)
+Store(SqliteStore)._write(refs, tensors):
+    rows = [(*ref.key, ref.nbytes, json.dumps(ref.to_json())) for ref in refs]
+    self._change("insert or replace into samples values (?, ?, ?, ?, x'')", rows)
+    super()._write(refs, tensors)
 == trusts_its_disk: test_altered_bytes_raise_and_name_the_sample
-class Store(FileStore):
-    def get_many(self, refs, device="cpu", names=None):
-        wanted = [base.select_names(ref, names) for ref in refs]
-        with self._mutex:
-            self._require_open()
-            held = self._require_held(refs)
-            self._readers.update(ref.key for ref in held)
-        found = [{n: t.to(device) for n, t in own.items()} for own in self._read(held, wanted)]
-        return tuple(Handle(*one, self._handle_closed) for one in zip(held, found))
+Store.get_many(refs, device="cpu", names=None):
+    wanted = [base.select_names(ref, names) for ref in refs]
+    with self._mutex:
+        self._require_open()
+        held = self._require_held(refs)
+        self._readers.update(ref.key for ref in held)
+    found = [{n: t.to(device) for n, t in own.items()} for own in self._read(held, wanted)]
+    return tuple(Handle(*one, self._handle_closed) for one in zip(held, found))
 """
 
 MUTANTS = Mutants(StoreSuite, {"{name}.py": RIGHT}, wrong(WRONG), BODY)

@@ -17,9 +17,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from draftcore.errors import UsageError
+from draftcore_sglang import INSTALL
 
 TESTED = SpecifierSet(">=0.5.17,<0.5.24")
-INSTALL = "pip install 'draftcore-sglang[sglang]'"
 Signatures = Mapping[str, str]  # MODULE:FUNCTION or MODULE:CLASS.METHOD -> names of parameters
 
 
