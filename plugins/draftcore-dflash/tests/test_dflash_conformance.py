@@ -14,10 +14,10 @@ from draftcore_dflash.options import DFlashOptions
 from draftcore_nn.served import Host, Round, UnservableError
 from draftcore_sdk.algorithm_exports import ExportSuite
 from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeTarget, drop, put
-from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors, config_of
 from draftcore_sdk.plugins import PluginSuite
+from draftcore_sdk.workbench import require_same_bits
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 

@@ -10,10 +10,10 @@ from draftcore_domino.algorithm import Domino
 from draftcore_domino.options import DominoOptions
 from draftcore_sdk.algorithm_exports import ExportSuite
 from draftcore_sdk.algorithm_fixtures import NO_DATA, drop
-from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.exports import GONE, change_config, config_of
 from draftcore_sdk.plugins import PluginSuite
+from draftcore_sdk.workbench import require_same_bits
 from pydantic import ValidationError
 from safetensors.torch import load_file
 

@@ -13,10 +13,10 @@ from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_sdk.algorithm_exports import ExportSuite
 from draftcore_sdk.algorithm_fixtures import MakeDraft, drop, put
-from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors, config_of
 from draftcore_sdk.plugins import PluginSuite
+from draftcore_sdk.workbench import require_same_bits
 from safetensors.torch import load_file
 from torch import Tensor
 

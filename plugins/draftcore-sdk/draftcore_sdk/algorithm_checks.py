@@ -22,7 +22,7 @@ from draftcore.contracts.algorithm import Draft, DraftBatch, Drafter, Sample, Sa
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore_sdk.algorithm_fixtures import NO_DATA, WIDTH, MakeDraft, Tiny, accumulate
-from draftcore_sdk.algorithm_training import require_same_bits
+from draftcore_sdk.workbench import require_same_bits
 
 # ---------------------------------------------------------------- recorded numbers
 

@@ -1,37 +1,63 @@
 """What every algorithm must do. See `draftcore_sdk` for how to use it.
 
 A subclass sets `plugin`, and options where the default ones are too large to be quick. The tests
-run on the CPU in fp32, on a tiny random target and its own answers (`example`); a loose one-file
+run on the CPU in fp32, on a tiny random target and its own answers (`workbench`); a loose one-file
 plugin also says where it lies, so that the command line can load it.
 
 Capabilities switch tests on (`compile`, `disagg`, `layout:NAME`, `served:NAME`) and off:
 `split_dependent` for a loss that is a mean over its micro-batch, `stop_gradient` for one whose
-weights depend on the draft and are held constant in the gradient. Training is in `algorithm_training`,
-what comes after it here.
+weights depend on the draft and are held constant in the gradient. What a drafter makes of what it is
+told is in `drafting`.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import math
+import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from draftcore_eval.decode import speculate
 from draftcore_eval.proposals import depth_of
-from draftcore_nn.served import Host, ServedDraft, Suspect, gaps, leads
+from draftcore_graphs.decode import DecodeGraphRunner
+from draftcore_graphs.recording import RecordingBackend
+from draftcore_graphs.resolve import Phase
+from draftcore_hf.target import TransformersTarget
+from draftcore_nn.served import Host, Round, ServedDraft, Suspect, gaps, leads
 from draftcore_sglang.rows import HandedOver, RowError, first_draft_input, wire_row
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_sdk.algorithm_training import require_same_bits, require_same_output
 from draftcore_sdk.drafting import Drafting, Told
-from draftcore_sdk.example import STOP_AT
-from draftcore_sdk.internals import trained_tensors, type_error
+from draftcore_sdk.internals import build_optimizer, trained_tensors, type_error
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
-from draftcore_sdk.workbench import SEED, Bench, snapshot
+from draftcore_sdk.suite import bound
+from draftcore_sdk.workbench import (
+    ANSWER,
+    GREEDY,
+    LAYERS,
+    RATE,
+    SEED,
+    STEPS,
+    STOP_AT,
+    Bench,
+    Example,
+    Measured,
+    global_seed,
+    require_same_bits,
+    require_same_output,
+    snapshot,
+)  # fmt: skip
 
 PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
@@ -39,12 +65,367 @@ PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 class AlgorithmSuite(Drafting):
     """The behaviour of an algorithm, opened through its plugin."""
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def bench(cls, tmp_path_factory: Any) -> Bench:
+        own = bound(cls.plugin, "algorithm", cls.name, cls.options)
+        loose = [cls.loose] if cls.loose else []
+        example = Example.of(tmp_path_factory.getbasetemp() / "algorithm-suite")
+        folder = tmp_path_factory.mktemp("runs")
+        return Bench(own.hook, own.offer, own.options, example, folder, cls.options, loose)
+
+    # ------------------------------------------------------------ feature_request
+
+    def test_the_request_names_what_the_target_has(self, bench: Bench) -> None:
+        request = bench.request()
+        assert request.names, "an algorithm that needs no feature of the target has no use for one"
+        there = [layer for layer in request.layers if type(layer) is int and 0 <= layer < LAYERS]
+        said = f"layers {request.layers} are asked for, of 0 to {LAYERS - 1}"
+        assert len(set(there)) == len(request.layers), said
+        dtype = getattr(torch, request.dtype, None)
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        assert floating, f"features are asked for in {request.dtype!r}, which is no type for them"
+
+    def test_the_request_is_the_same_again_and_needs_no_weights(
+        self, bench: Bench, tmp_path: Path
+    ) -> None:
+        """It is asked for before weights are read, perhaps where they are not."""
+        for file in Path(bench.example.spec.path).iterdir():
+            if file.suffix != ".safetensors":
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+        assert bench.request(TransformersTarget(str(tmp_path), device="cpu")) == bench.request()
+
+    # ------------------------------------------------------------ build_draft
+
+    def test_a_fresh_draft_is_fp32_on_the_cpu(self, bench: Bench) -> None:
+        module = bench.draft.module
+        trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        for name, parameter in trainable.items():
+            assert parameter.dtype == torch.float32, f"{name} is in {parameter.dtype}"
+            assert parameter.isfinite().all(), f"{name} is not finite"
+        places = {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]}
+        assert places == {"cpu"}, f"its tensors are on {places}"
+
+    def test_the_same_seed_builds_the_same_bits(self, bench: Bench) -> None:
+        before, first = copy.deepcopy(bench.options), snapshot(bench.build())
+        assert bench.options == before, f"build_draft changes its options: {before}"
+        require_same_bits(snapshot(bench.build()), first)
+
+    def test_frozen_names_tensors_that_are_not_trained(self, bench: Bench) -> None:
+        draft, parameters = bench.draft, dict(bench.draft.module.named_parameters())
+        known = {*parameters, *dict(draft.module.named_buffers())}
+        assert draft.frozen <= known, f"frozen names no tensor: {sorted(draft.frozen - known)}"
+        trainable = {name for name, p in parameters.items() if p.requires_grad}
+        assert not draft.frozen & trainable, f"frozen, but trainable: {draft.frozen & trainable}"
+
+    def test_parameter_groups_hold_every_trainable_parameter_once(self, bench: Bench) -> None:
+        named = bench.draft.module.named_parameters()
+        trainable = {id(p): n for n, p in named if p.requires_grad}
+        grouped = [id(p) for group in bench.draft.parameter_groups for p in group["params"]]
+        lacking = sorted(trainable[i] for i in trainable.keys() - set(grouped))
+        assert not lacking, f"in no group: {lacking}"
+        assert set(grouped) <= trainable.keys(), "a group holds a foreign parameter"
+        assert len(grouped) == len(trainable), "a parameter is in two groups"
+        rates = [group["lr"] for group in bench.draft.parameter_groups if "lr" in group]
+        assert all(rate > 0 for rate in rates), f"the peak rates of groups are {rates}"
+
+    def test_the_recommended_settings_can_train(self, bench: Bench) -> None:
+        recommended = bench.draft.defaults
+        assert 0 < recommended.lr <= 1, recommended
+        assert recommended.clip > 0, recommended
+        assert 0 <= recommended.warmup_ratio < 1, f"warmup is a share of the run: {recommended}"
+
+    def test_wrap_units_name_submodules(self, bench: Bench) -> None:
+        units = bench.draft.wrap_units
+        known = {name for name, _ in bench.draft.module.named_modules()} - {""}
+        assert known.issuperset(units), f"no such submodules: {sorted({*units} - known)}"
+        assert len(set(units)) == len(units), f"a unit is there twice: {units}"
+
+    def test_config_is_json_data(self, bench: Bench) -> None:
+        """It is written into checkpoints, and read back as what it was."""
+        config = bench.draft.config
+        assert json.loads(json.dumps(dict(config), allow_nan=False)) == listed(config)
+
+    # ------------------------------------------------------------ collate
+
+    def test_collate_takes_one_sample_and_several(self, bench: Bench) -> None:
+        for samples in (bench.varied[:1], bench.varied):
+            batch, lengths = bench.collate(samples), [len(s.token_ids_T) for s in samples]
+            ids = tuple(sample.id for sample in samples)
+            assert batch.ids == ids, f"its ids are not the samples', in their order: {batch.ids}"
+            masks = (batch.loss_mask_BT, batch.attention_mask_BT)
+            forms = [(list(one.shape), one.dtype) for one in (batch.token_ids_BT, *masks)]
+            shape = [len(samples), batch.token_ids_BT.shape[1]]
+            right = [(shape, dtype) for dtype in (torch.int64, torch.bool, torch.bool)]
+            assert forms == right, f"token ids and the masks are {forms}, and should be {right}"
+            counts = batch.attention_mask_BT.sum(1).tolist()
+            assert counts == lengths, f"rows attend to {counts} tokens, and have {lengths}"
+            assert not (masks[0] & ~masks[1]).any(), "what is to be learned lies in the padding"
+            odd = sorted(batch.features.keys() - samples[0].features.keys())
+            assert not odd, f"features that no sample has: {odd}"
+
+    def test_collate_runs_where_its_samples_lie(self, bench: Bench) -> None:
+        """What it makes beside them is made there; a device of tensors without numbers shows it."""
+        try:
+            batch = bench.collate([sample.to("meta") for sample in bench.varied])
+            tensors = contents(batch.__dict__).items()
+            others = [name for name, tensor in tensors if tensor.device.type != "meta"]
+            assert not others, f"made elsewhere than where the samples lie: {', '.join(others)}"
+        except DraftcoreError as error:
+            said = str(error)
+            assert "expected device meta" not in said, f"a tensor lies elsewhere: {said}"
+            if not ("meta tensor" in said or "NotImplementedError" in said):
+                raise
+            pytest.skip(f"it reads numbers, and there are none: {said}")
+
+    # ------------------------------------------------------------ forward_loss: what it returns
+
+    def test_loss_and_metrics_are_ratios_of_finite_scalars(self, bench: Bench) -> None:
+        output = bench.output(bench.draft, bench.batch)
+        for numerator, denominator, _ in output.terms:
+            for name, part in {"numerator": numerator, "denominator": denominator}.items():
+                assert part.shape == (), f"a {name} has the shape {list(part.shape)}: return sums"
+                assert bool(part.isfinite()), f"a {name} is {part}"
+            assert numerator.requires_grad, "the numerator carries no gradient"
+            assert not denominator.requires_grad, "the denominator must be detached"
+            assert denominator > 0, f"a denominator is {denominator}"
+        for name, (above, below) in output.counts.items():
+            shapes = [list(above.shape), list(below.shape)]
+            assert shapes == [[], []], f"the metric {name} has the shapes {shapes}: return sums"
+            attached = above.requires_grad or below.requires_grad
+            assert not attached, f"the metric {name} must be detached"
+
+    def test_the_same_inputs_give_the_same_bits(self, bench: Bench) -> None:
+        """Choices come from the context's seed and the samples' ids: a resumed run repeats them.
+
+        And from nothing that `collate` left behind: batches are collated ahead.
+        """
+        batch = bench.batch
+        with global_seed(1):
+            first = bench.measure(batch)
+        bench.collate(bench.varied[1:2])
+        with global_seed(2):
+            second = bench.measure(batch)
+        said = "called twice, it gives"
+        require_same_output(second.output, first.output, said)
+        require_same_bits(second.gradients, first.gradients)
+
+    def test_collate_leaves_its_samples_and_the_loss_its_batch_alone(self, bench: Bench) -> None:
+        before, given = [contents(sample.__dict__) for sample in bench.varied], [*bench.varied]
+        batch = bench.hook.collate(samples=given, options=bench.options)
+        same = [sample.id for sample in given] == [sample.id for sample in bench.varied]
+        assert same, "it changes its list of samples"
+        collated = contents(batch.__dict__)
+        bench.measure(batch)
+        require_same_bits(contents(batch.__dict__), collated)
+        assert not any(value.requires_grad for value in batch.features.values())
+        for sample, old in zip(bench.varied, before, strict=True):
+            require_same_bits(contents(sample.__dict__), old)
+
+    def test_the_loss_leaves_the_draft_as_it_is(self, bench: Bench) -> None:
+        """Ranks and micro-batches would not agree on what it changes; `gradients_ready` is for that."""
+        draft = bench.build()
+        before = snapshot(draft)
+        for training in (True, False):
+            draft.module.train(training)
+            bench.loss(draft, bench.batch)
+            require_same_bits(snapshot(draft), before)
+            assert draft.module.training is training, "the loss puts the draft into another mode"
+
+    def test_every_feature_that_is_asked_for_counts(self, bench: Bench) -> None:
+        """What is captured, stored and moved for nothing is the dearest part of a run."""
+        names, plain = bench.request().names, bench.whole.output.numerator
+        for name in [name for name in names if name != "topk_ids"]:
+            told = ("topk_logits", "topk_ids") if name == "topk_logits" else (name,)
+            rolled = [{n: sample.features[n].roll(1, 0) for n in told} for sample in bench.varied]
+            others = [
+                dataclasses.replace(sample, features={**sample.features, **changed})
+                for sample, changed in zip(bench.varied, rolled, strict=True)
+            ]
+            same = torch.equal(bench.loss(bench.draft, bench.collate(others)).numerator, plain)
+            assert not same, f"{name} is asked for, and the loss is the same without"
+
+    def test_an_all_masked_batch_adds_nothing(self, bench: Bench) -> None:
+        samples = [dataclasses.replace(s, loss_mask_T=s.loss_mask_T & False) for s in bench.varied]
+        batch = bench.collate(samples)
+        measured, counts = bench.measure(batch), bench.whole.output.counts
+        assert measured.output.counts.keys() == counts.keys(), "it has other metrics"
+        attached = bench.loss(bench.draft, batch).numerator.requires_grad
+        assert attached, "without a gradient, the other ranks would wait for one"
+        above, below = float(measured.output.numerator), float(measured.output.denominator)
+        assert above == 0, f"the numerator is {above:.6g}, not 0: what the loss mask hides counts"
+        assert math.isfinite(below), f"the denominator is {below}"
+        for name, gradient in measured.gradients.items():
+            assert not gradient.any(), f"gradient of {name} is nan or not 0"
+
+    # ------------------------------------------------------------ forward_loss: gradients
+
+    def test_gradients_reach_every_trainable_parameter(self, bench: Bench) -> None:
+        """At some step of a run: a schedule may hold a part back for a while."""
+        draft = bench.build()
+        for step in (1, STEPS // 2, STEPS):
+            bench.loss(draft, bench.batch, step).numerator.backward()  # type: ignore[no-untyped-call]
+        trainable = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}
+        untouched = [name for name, p in trainable.items() if p.grad is None or not p.grad.any()]
+        assert not untouched, f"no gradient reaches {untouched}"
+
+    def test_gradients_reach_none_of_the_targets_tensors(self, bench: Bench) -> None:
+        watched = TransformersTarget(bench.example.spec.path, device="cpu")
+        handed = [watched.embedding(), watched.head()]
+        vars(watched).update(embedding=lambda: handed[0], head=lambda: handed[1])
+        draft, before = bench.build(watched), [tensor.clone() for tensor in handed]
+        bench.loss(draft, bench.batch).numerator.backward()  # type: ignore[no-untyped-call]
+        lent = {tensor.untyped_storage().data_ptr() for tensor in handed}
+        for name, tensor in [*draft.module.named_parameters(), *draft.module.named_buffers()]:
+            if name in draft.frozen or tensor.untyped_storage().data_ptr() in lent:
+                assert tensor.grad is None, f"a gradient reaches {name}, which is the target's"
+        trainable = {n for n, p in draft.module.named_parameters() if p.requires_grad}
+        for name in trained_tensors(draft).keys() - trainable:
+            tensor = draft.module.state_dict()[name]
+            its = not any(torch.equal(tensor, one) for one in handed)
+            assert its, f"{name} is the target's and in every checkpoint: name it in Draft.frozen"
+        bench.train(draft, steps=2)
+        for tensor, old in zip(handed, before, strict=True):
+            assert torch.equal(tensor, old), "training changes a tensor of the target"
+
+    def test_the_gradient_is_the_slope_of_the_loss(self, bench: Bench) -> None:
+        """Compare with central differences in fp64, in three random directions."""
+        bench.require_absent("stop_gradient", "its gradient is not the loss's slope")
+        draft, batch = bench.build(), bench.collate(bench.varied[1:3])
+        draft.module.double()
+        exact = {name: value.double() for name, value in batch.features.items()}
+        batch = dataclasses.replace(batch, features=exact)
+        try:
+            measured = bench.measure(batch, draft=draft)
+        except (DraftcoreError, RuntimeError) as error:
+            pytest.skip(f"the draft does not compute in fp64: {error}")
+        if measured.output.numerator.dtype != torch.float64:
+            pytest.skip("the draft computes its loss in fp32 whatever its weights are")
+        generator = torch.Generator().manual_seed(SEED)
+        for _ in range(3):
+            direction = {
+                name: torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+                for name, gradient in measured.gradients.items()
+            }
+            slope = sum(float((measured.gradients[n] * d).sum()) for n, d in direction.items())
+            values = list[float]()
+            for move in (1e-6, -2e-6, 1e-6):
+                for name, parameter in draft.module.named_parameters():
+                    if name in direction:
+                        parameter.data.add_(direction[name], alpha=move)
+                values.append(float(bench.loss(draft, batch).numerator.detach()))
+            rise = (values[0] - values[1]) / 2e-6
+            # A random direction's slope is about as large as the norm. Our own algorithms differ
+            # by 2e-8 of it.
+            close = abs(rise - slope) <= 1e-6 * norm_of(measured)
+            assert close, (
+                f"the loss rises by {rise:.6g}, the gradient says {slope:.6g}\nwhat depends on the "
+                "parameters is detached, or a backward is wrong\non purpose: offer `stop_gradient`, "
+                "or for a wrapper say it in `capabilities` of its WrapperSuite"
+            )
+
+    # ------------------------------------------------------------ forward_loss: batches
+
+    def test_padding_and_order_in_a_batch_do_not_change_the_loss(self, bench: Bench) -> None:
+        batch = bench.batch
+        more = dataclasses.replace(
+            batch,
+            token_ids_BT=functional.pad(batch.token_ids_BT, (0, 5), value=7),
+            loss_mask_BT=functional.pad(batch.loss_mask_BT, (0, 5)),
+            attention_mask_BT=functional.pad(batch.attention_mask_BT, (0, 5)),
+            features={
+                n: functional.pad(x, (0, 0, 0, 5), value=3) for n, x in batch.features.items()
+            },
+        )
+        turned = bench.collate(bench.varied[::-1])
+        require_close(bench.measure(more), bench.whole, "with 5 more places of padding", PADDED)
+        require_close(bench.measure(turned), bench.whole, "with the rows in reverse order", PLACED)
+
+    @pytest.mark.parametrize("cut", [1, 2, 3, 4])
+    def test_any_split_into_micro_batches_gives_one_update(self, bench: Bench, cut: int) -> None:
+        """The last of the samples is far longer than others: a neighbour's length does not count."""
+        bench.require_absent("split_dependent", "its loss is a mean over the micro-batch")
+        parts = [bench.collate(part) for part in (bench.varied[:cut], bench.varied[cut:])]
+        said = f"of {cut} and {len(bench.varied) - cut} samples, summed up,"
+        require_close(bench.measure(*parts), bench.whole, said, MEANT)
+
+    # ------------------------------------------------------------ optimizer and schedule
+
+    def test_the_optimizer_moves_every_weight_as_the_schedule_says(self, bench: Bench) -> None:
+        """Downhill, and not at all at a rate of 0."""
+        draft = bench.build()
+        run: Any = {"total_steps": STEPS, "warmup_ratio": 0.1, "options": bench.options}
+        factors = [bench.hook.schedule(step=step, **run) for step in range(1, STEPS + 1)]
+        tuning: Any = {"weight_decay": 0.0, "betas": (0.9, 0.99)}
+        optimizer = bench.hook.optimizer(draft=draft, lr=RATE, options=bench.options, **tuning)
+        if optimizer is None and factors[0] is None:
+            pytest.skip("it has neither of its own")
+        told = [1.0 if factor is None else factor for factor in factors]
+        said = f"factors of the peak rate are from {min(told):.6g} to {max(told):.6g}"
+        assert min(told) >= 0 < max(told) < math.inf, said
+        optimizer = optimizer or build_optimizer(draft.parameter_groups, **tuning)
+        peaks, before = [g["lr"] or RATE for g in optimizer.param_groups], snapshot(draft)
+        losses = list[float]()
+        for factor in (0.0, *told):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            output = bench.loss(draft, bench.batch)
+            torch.autograd.backward(output.numerator / output.denominator)
+            losses.append(float(output.numerator.detach() / output.denominator))
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(losses) == 1:
+                require_same_bits(snapshot(draft), before, "at a rate of 0, ")
+        trained = [name for name, p in draft.module.named_parameters() if p.requires_grad]
+        still = [name for name in trained if torch.equal(snapshot(draft)[name], before[name])]
+        assert not still, f"in {STEPS} steps these did not move: {still}"
+        said = f"in {STEPS} steps the loss goes from {losses[0]:.6g} to {losses[-1]:.6g}"
+        assert losses[-1] < losses[0], said
+
+    # ------------------------------------------------------------ capability `compile`
+
+    def test_compile_gives_one_graph_for_all_batches_and_the_same_loss(self, bench: Bench) -> None:
+        """As `train.compile` does: what depends on a batch's values stays outside of the forward."""
+        bench.require("compile")
+        graphs = list[Any]()
+
+        def backend(graph: Any, _: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        draft = bench.build()
+        draft.module.compile(dynamic=True, fullgraph=True, backend=backend)
+        for samples in (bench.varied[:2], bench.varied[1:], bench.learned, bench.texts):
+            batch = bench.collate(samples)
+            found, wanted = bench.measure(batch, draft=draft), bench.measure(batch)
+            assert_close(found.output.numerator, wanted.output.numerator, "compiled: it")
+            for name, gradient in found.gradients.items():
+                off = float((gradient - wanted.gradients[name]).norm()) / norm_of(wanted)
+                assert off <= 1e-5, f"compiled: the gradient of {name} is off by {off:.2g} of all"
+        assert 0 < len(graphs) <= 2, f"{len(graphs)} graphs were compiled for batches of 4 shapes"
+
+    # ------------------------------------------------------------ learning
+
+    def test_the_loss_falls(self, bench: Bench) -> None:
+        """By a quarter within thirty steps on three short answers."""
+        losses = bench.trained.losses
+        assert all(map(math.isfinite, losses))
+        first, last = losses[0], losses[:STEPS][-1]
+        assert last < 0.75 * first, f"from {first:.3f} to {last:.3f}"
+
+    def test_a_draft_is_its_saved_state(self, bench: Bench) -> None:
+        """A fresh draft with the tensors of a checkpoint computes the same loss."""
+        again = bench.build(seed=SEED + 1)
+        again.module.eval()
+        again.module.load_state_dict(trained_tensors(bench.trained.draft), strict=False)
+        ours, theirs = (bench.loss(draft, bench.batch) for draft in (again, bench.trained.draft))
+        require_same_output(ours, theirs, "from its checkpoint and without, the draft has")
+
     # ------------------------------------------------------------ capability `disagg`
 
     def test_disagg_answers_an_empty_batch_with_an_empty_input(self, bench: Bench) -> None:
         bench.require("disagg")
-        log = Log()
-        found = take_over(bench, [], log)
+        found = take_over(bench, [], log := Log())
         matrices = (found.hidden_BH, found.topk_p_BK, found.topk_index_BK)
         assert [len(tensor) for tensor in (*matrices, found.last_tokens_B)] == [0, 0, 0, 0]
         assert log.calls == []
@@ -79,39 +460,38 @@ class AlgorithmSuite(Drafting):
         batch, tokens_B = arrivals(requests), last_tokens(requests)
         first_draft_input(bench, batch, tokens_B, Log(), SHAPE, lambda found: found)
         assert torch.equal(tokens_B, last_tokens(requests)), "the last tokens were altered"
-        untouched = arrivals(requests)
-        assert torch.equal(batch.seq_lens_B, untouched.seq_lens_B), "the lengths were altered"
+        lengths = arrivals(requests).seq_lens_B
+        assert torch.equal(batch.seq_lens_B, lengths), "the lengths were altered"
         for one in requests:
-            require_same_bits(given(one), given(request(one.rid, row)))
+            require_same_bits(contents(one.row), contents(request(one.rid, row).row))
 
     def test_disagg_publishes_then_stashes_and_only_with_overlap(self, bench: Bench) -> None:
         """By the core, after the answer was checked: a hook that writes itself does it too early."""
         bench.require("disagg")
-        log = Log()
-        found = take_over(bench, ["a", "b"], log)
+        found = take_over(bench, ["a", "b"], log := Log())
         assert log.calls == [("publish", [3, 5], [10, 11]), ("stash", [3, 5], found)]
-        log = Log()
-        take_over(bench, ["a", "b"], log, overlap=False)
+        take_over(bench, ["a", "b"], log := Log(), overlap=False)
         assert log.calls == []
 
-    # ------------------------------------------------------------ decoding
+    # ------------------------------------------------------------ decoding and its graphs
 
     def test_the_drafter_reads_what_training_captured(self, bench: Bench) -> None:
         asked, captured = bench.drafter(bench.trained.draft).request, bench.request()
         known = {*asked.names, asked.dtype} <= {*captured.names, captured.dtype}
         assert known, f"it asks for {asked}, and training for {captured}"
 
-    # ------------------------------------------------------------ drafter: through graphs
-
     def test_rounds_that_are_recorded_as_graphs_decode_the_same(self, bench: Bench) -> None:
         """Three rows padded to four; what waits for the device is refused."""
         draft, prompts = bench.trained.draft, bench.example.prompts
-        if hasattr(bench.drafter(draft), "depth"):
+        model, drafter = bench.example.spec.load_model(), bench.drafter(draft)
+        if hasattr(drafter, "depth"):
             pytest.skip("rounds of trees are not recorded")
-        recorded = bench.decode_recorded(draft, prompts)
-        assert [one.tokens for one in recorded] == [
-            one.tokens for one in bench.decode(draft, prompts)
-        ]
+        longest = max(map(len, prompts)) + ANSWER + drafter.num_drafts + 1
+        phase = Phase("decode", "recording", rows=(len(prompts) + 1,), lengths=(longest,))
+        runner = DecodeGraphRunner(model, drafter, draft.module, phase, RecordingBackend())
+        runner.reserve(len(prompts), longest)
+        recorded, plain = speculate(runner, prompts, GREEDY), bench.decode(draft, prompts)
+        assert [row.tokens for row in recorded] == [row.tokens for row in plain]
 
     def test_a_drafter_follows_weights_that_are_updated_in_place(self, bench: Bench) -> None:
         """Evaluation during training keeps its drafter, and the graphs that read these weights."""
@@ -132,7 +512,7 @@ class AlgorithmSuite(Drafting):
         for layout in bench.claimed("layout"):
             bench.export(bench.begun, tmp_path / "another" / layout, layout)
             folder = bench.export(draft, tmp_path / layout, layout)
-            exported = sorted(file.name for file in folder.iterdir())
+            exported = sorted(os.listdir(folder))
             require_same_bits(snapshot(draft), before)
             assert not draft.module.training, "exporting leaves the draft in another mode"
             again, other = bench.read(folder), bench.read(folder)
@@ -148,11 +528,9 @@ class AlgorithmSuite(Drafting):
             for name, parameter in draft.module.named_parameters():
                 can = again.module.get_parameter(name).requires_grad
                 assert can == parameter.requires_grad, f"{name}: trainable is {can} when read back"
-            there = {file.name for file in folder.parent.iterdir()}
-            assert there <= {"another", *bench.claimed("layout")}, (
-                f"it writes beside its folder: {there}"
-            )
-            written = sorted(file.name for file in folder.iterdir())
+            beside = {*os.listdir(folder.parent)} - {"another", *bench.claimed("layout")}
+            assert not beside, f"it writes beside its folder: {beside}"
+            written = sorted(os.listdir(folder))
             assert written == exported, f"importing leaves {written}, exporting {exported}"
             files = [file for file in folder.rglob("*") if file.is_file()]
             pickled = [file.name for file in files if file.read_bytes()[:2] in PICKLES]
@@ -199,7 +577,11 @@ class AlgorithmSuite(Drafting):
             assert drawn.probs_BKV is not None
             require_members(served, host, folder, bench)
             for row, drawn_K in enumerate(drawn.tokens_BK):
-                at = bench.round(row, served.captured(host), host)
+                prompt, features = bench.example.prompts[row], bench.example.features[row]
+                read = {name: value[: len(prompt)] for name, value in features.items()}
+                hidden = tuple(read[f"hidden.{layer}"] for layer in layers)
+                first = bench.example.answers[row][0]
+                at = Round(host, torch.tensor(prompt), first, hidden, read["last_hidden"])
                 gap = float(gaps(served, at, drawn_K, drawn.probs_BKV[row]).max())
                 assert gap < 1e-3, f"{server}, prompt {row}: {gap:.2g} nats apart"
                 lead = float(leads(served, at, greedy.tokens_BK[row]).max())
@@ -239,6 +621,62 @@ class AlgorithmSuite(Drafting):
         assert json.loads(whole.cli("eval", "--json"))["lossless"] is True
 
 
+# ---------------------------------------------------------------- pieces of the tests
+
+# Two orders of summation in fp32: our own algorithms differ by 2.4e-7 in the loss and by 2e-7 of the
+# gradient's norm (2026-12). What is wrong in kind differs by 1e-3 and more.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-6, 1e-5
+
+PADDED = "what is padded counts: weigh by the masks"
+PLACED = "what a row adds depends on its place in the batch"
+MEANT = (
+    "a mean over the micro-batch? Return sums: the trainer divides once. If the published loss is "
+    "such a mean, offer `split_dependent`.\nOtherwise what a sample adds depends on its neighbours"
+)
+
+
+def assert_close(found: Tensor, expected: Tensor, said: str, cause: str = "") -> None:
+    """Compare values that differ in the order of summation at most."""
+    ours, theirs = float(found.detach()), float(expected.detach())
+    if math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE, abs_tol=1e-7) or ours != ours != theirs:
+        return
+    times = f", {ours / theirs:.4g} times as much" if theirs else ""
+    pytest.fail(f"{said} is {ours:.6g}, not {theirs:.6g}{times}\n{cause}".strip())
+
+
+def require_close(found: Measured, expected: Measured, said: str, cause: str) -> None:
+    """The same loss, metrics and gradient, up to the order of summation."""
+    ours, theirs = found.output, expected.output
+    assert_close(ours.numerator, theirs.numerator, f"{said} the numerator", cause)
+    assert_close(ours.denominator, theirs.denominator, f"{said} the denominator", cause)
+    assert ours.counts.keys() == theirs.counts.keys()
+    for name, (above, below) in theirs.counts.items():
+        ratio = ours.counts[name][0] / ours.counts[name][1]
+        assert_close(ratio, above / below, f"{said} the metric {name}", cause)
+    norm = norm_of(expected)
+    for name, gradient in expected.gradients.items():
+        gap = float((found.gradients[name] - gradient).norm())
+        close = gap <= GRADIENT_TOLERANCE * norm
+        assert close, f"{said} the gradient of {name} differs by {gap:.3g} of {norm:.3g}\n{cause}"
+
+
+def norm_of(measured: Measured) -> float:
+    return math.sqrt(sum(float(g.square().sum()) for g in measured.gradients.values()))
+
+
+def contents(fields: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copies of the tensors of a sample, a batch or a row, by field."""
+    values = {**fields, **fields.get("features", {})}
+    return {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def listed(value: Any) -> Any:
+    """Write tuples as lists, as JSON does, and mappings as dicts."""
+    if isinstance(value, Mapping):
+        return {key: listed(item) for key, item in value.items()}
+    return [listed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def require_members(served: ServedDraft, host: Host, folder: Path, bench: Bench) -> None:
     """Ask a reading what `verify` asks it, beside its logits."""
     most, facts, draft = served.most, served.facts, bench.trained.draft
@@ -255,8 +693,3 @@ def require_members(served: ServedDraft, host: Host, folder: Path, bench: Bench)
         assert isinstance(suspect, Suspect), f"suspects() gives a {type(suspect).__name__}"
         mistake = type_error(suspect.draft, ServedDraft, f"the draft of {suspect.cause!r}")
         assert not mistake, mistake
-
-
-def given(handed: HandedOver) -> dict[str, Tensor]:
-    """The fields of a row that were sent."""
-    return {name: values for name, values in handed.row.items() if values is not None}

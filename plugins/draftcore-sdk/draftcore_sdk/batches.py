@@ -23,12 +23,11 @@ import yaml
 from safetensors.torch import load_file
 
 import draftcore
-from draftcore_sdk.algorithm_training import require_same_bits
-from draftcore_sdk.example import STOP_AT, STOPPER
 from draftcore_sdk.internals import Registry, load_plugins
 from draftcore_sdk.running import SMALL, small_algorithm
 from draftcore_sdk.suite import Suite, child_environment, offer_of, registry_of
 from draftcore_sdk.targets import conversations, tiny_target
+from draftcore_sdk.workbench import STOP_AT, STOPPER, require_same_bits
 
 SOON = 60.0  # seconds within which it comes on a busy machine
 BAD = 5  # a row that the second of these cannot capture

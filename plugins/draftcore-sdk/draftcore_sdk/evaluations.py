@@ -6,23 +6,47 @@ It measures the small algorithm that `new-plugin` writes, trained on the answers
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftcore.contracts.run import Evaluation, OpenRun
+from draftcore.contracts.algorithm import Draft
+from draftcore.contracts.run import Evaluation, OpenRun, Report
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_sdk.algorithm_training import require_same_bits
-from draftcore_sdk.example import QUESTIONS, Example
 from draftcore_sdk.running import open_run, small_algorithm
 from draftcore_sdk.suite import Suite, bound, offer_of
-from draftcore_sdk.workbench import Bench, snapshot
+from draftcore_sdk.workbench import QUESTIONS, Bench, Example, require_same_bits, snapshot
 
-ORIGIN = {"step": 3}  # of a draft that is measured
+
+@dataclass
+class Measuring:
+    """An open run with the evaluation, and drafts to measure: a trained one, and fresh ones."""
+
+    run: OpenRun
+    evaluation: Evaluation
+    bench: Bench
+
+    def report(self, draft: Draft) -> Report:
+        """Measure as the verb does."""
+        return self.evaluation.evaluate(self.run.drafts[0], draft, {"step": 3})
+
+    def in_training(self) -> Callable[[Draft], Mapping[str, float]]:
+        """Return what measures as the trainer does."""
+        measure = self.evaluation.in_training(self.run.drafts[0])
+
+        @torch.no_grad()
+        def figures(draft: Draft) -> Mapping[str, float]:
+            draft.module.eval()
+            found = measure(draft)
+            draft.module.train()
+            return found
+
+        return figures
 
 
 class EvaluationSuite(Suite):
@@ -32,20 +56,15 @@ class EvaluationSuite(Suite):
     @classmethod
     def bench(cls, tmp_path_factory: Any) -> Bench:
         base = tmp_path_factory.getbasetemp()
-        own = bound(small_algorithm(base).stem, "algorithm")
-        example = Example.of(base / "algorithm-suite")
+        own, example = bound(small_algorithm(base).stem, "algorithm"), base / "algorithm-suite"
         folder = tmp_path_factory.mktemp("runs")
-        return Bench(own.hook, own.offer, own.options, example, folder, {}, [])
+        return Bench(own.hook, own.offer, own.options, Example.of(example), folder, {}, [])
 
     @contextmanager
-    def opened_with(
-        self, bench: Bench, folder: Path, held_out: bool = True
-    ) -> Iterator[tuple[OpenRun, Evaluation]]:
+    def measuring(self, bench: Bench, folder: Path, held_out: bool = True) -> Iterator[Measuring]:
         """Open a run with the evaluation, and held-out questions if it is to have some."""
-        offer, (plugin, *extras) = (
-            offer_of(self.plugin, "evaluation", self.name),
-            self.plugin.split(),
-        )
+        offer = offer_of(self.plugin, "evaluation", self.name)
+        plugin, *extras = self.plugin.split()
         file = folder / "eval.jsonl"
         answered = [{"role": "assistant", "content": "yes"}]
         asked = [[{"role": "user", "content": text}, *answered] for text in QUESTIONS]
@@ -58,20 +77,19 @@ class EvaluationSuite(Suite):
         }
         base = Path(bench.example.spec.path).parents[1]
         with open_run(base, folder, self.plugin, **sections) as run:
-            yield run, run.evaluation()
+            yield Measuring(run, run.evaluation(), bench)
 
     @pytest.fixture
-    def opened(self, bench: Bench, tmp_path: Path) -> Iterator[tuple[OpenRun, Evaluation]]:
-        with self.opened_with(bench, tmp_path) as opened:
+    def opened(self, bench: Bench, tmp_path: Path) -> Iterator[Measuring]:
+        with self.measuring(bench, tmp_path) as opened:
             yield opened
 
     # ------------------------------------------------------------ by the verb
 
     def test_a_report_is_data_and_can_be_shown_and_written(
-        self, bench: Bench, opened: tuple[OpenRun, Evaluation], tmp_path: Path
+        self, opened: Measuring, tmp_path: Path
     ) -> None:
-        run, evaluation = opened
-        report = evaluation.evaluate(run.drafts[0], bench.trained.draft, ORIGIN)
+        report = opened.report(opened.bench.trained.draft)
         assert json.loads(json.dumps(report.to_json(), allow_nan=False)), "it says nothing"
         lines = report.lines()
         assert lines
@@ -81,12 +99,11 @@ class EvaluationSuite(Suite):
         assert json.loads(json.dumps(report.to_json())) in written
 
     def test_output_that_is_not_the_targets_own_is_an_error(
-        self, bench: Bench, opened: tuple[OpenRun, Evaluation], monkeypatch: pytest.MonkeyPatch
+        self, opened: Measuring, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of an evaluation that decodes, as an acceptance length says that it does."""
-        run, evaluation = opened
-        draft, model = bench.trained.draft, run.target.load_model()
-        if "acceptance_length" not in evaluation.evaluate(run.drafts[0], draft, ORIGIN).to_json():
+        draft, model = opened.bench.trained.draft, opened.run.target.load_model()
+        if "acceptance_length" not in opened.report(draft).to_json():
             pytest.skip("it does not report an acceptance length: it need not decode")
         own = model.generate
 
@@ -95,67 +112,46 @@ class EvaluationSuite(Suite):
 
         monkeypatch.setattr(model, "generate", another)
         with pytest.raises(DraftcoreError):
-            evaluation.evaluate(run.drafts[0], draft, ORIGIN)
+            opened.report(draft)
 
-    def test_a_draft_that_was_measured_is_as_it_was(
-        self, bench: Bench, opened: tuple[OpenRun, Evaluation]
-    ) -> None:
-        run, evaluation = opened
-        draft = bench.build()
+    def test_a_draft_that_was_measured_is_as_it_was(self, opened: Measuring) -> None:
+        draft = opened.bench.build()
         before = snapshot(draft)
-        evaluation.evaluate(run.drafts[0], draft, ORIGIN)
-        require_same_bits(snapshot(draft), before, "measured, ")
-        assert all(p.grad is None for p in draft.module.parameters()), "it leaves gradients"
+        opened.report(draft)
+        require_untouched(draft, before)
 
     def test_without_prompts_it_refuses(self, bench: Bench, tmp_path: Path) -> None:
-        opened = self.opened_with(bench, tmp_path, held_out=False)
-        with opened as (run, evaluation), pytest.raises(UsageError):
-            evaluation.evaluate(run.drafts[0], bench.build(), ORIGIN)
+        with self.measuring(bench, tmp_path, held_out=False) as opened, pytest.raises(UsageError):
+            opened.report(bench.build())
 
-    def test_several_drafts_are_compared_by_label(
-        self, bench: Bench, opened: tuple[OpenRun, Evaluation], tmp_path: Path
-    ) -> None:
-        run, evaluation = opened
-        report = evaluation.evaluate(run.drafts[0], bench.trained.draft, ORIGIN)
-        text = "\n".join(evaluation.compare({"mine": report, "theirs": report}, tmp_path))
-        assert "mine" in text
-        assert "theirs" in text
+    def test_several_drafts_are_compared_by_label(self, opened: Measuring, tmp_path: Path) -> None:
+        report = opened.report(opened.bench.trained.draft)
+        lines = opened.evaluation.compare({"mine": report, "theirs": report}, tmp_path)
+        missing = [label for label in ("mine", "theirs") if label not in "\n".join(lines)]
+        assert not missing, f"{missing} is not in {lines}"
 
     # ------------------------------------------------------------ in training
 
-    def test_in_training_it_leaves_no_trace(
-        self, bench: Bench, opened: tuple[OpenRun, Evaluation]
-    ) -> None:
+    def test_in_training_it_leaves_no_trace(self, opened: Measuring) -> None:
         """Of what the trainer does not put back itself: weights, gradients, the global random states."""
-        run, evaluation = opened
-        draft = bench.build()
+        draft = opened.bench.build()
         before, state = snapshot(draft), torch.get_rng_state()
-        figures = in_training(evaluation.in_training(run.drafts[0]), draft)
+        figures = opened.in_training()(draft)
         assert figures
         assert all(isinstance(value, float) for value in figures.values()), figures
-        require_same_bits(snapshot(draft), before, "measured, ")
-        assert all(p.grad is None for p in draft.module.parameters()), "it leaves gradients"
+        require_untouched(draft, before)
         assert torch.equal(torch.get_rng_state(), state), "it draws from torch's global generator"
 
-    def test_in_training_it_sees_weights_that_change_in_place(
-        self, bench: Bench, opened: tuple[OpenRun, Evaluation]
-    ) -> None:
-        run, evaluation = opened
-        draft, trained = bench.build(), snapshot(bench.trained.draft)
-        measure = evaluation.in_training(run.drafts[0])
-        first = in_training(measure, draft)
+    def test_in_training_it_sees_weights_that_change_in_place(self, opened: Measuring) -> None:
+        draft, trained = opened.bench.build(), opened.bench.trained.draft
+        measure = opened.in_training()
+        first = measure(draft)
         with torch.no_grad():
             for name, parameter in draft.module.named_parameters():
-                parameter.copy_(trained[name])
-        then = in_training(measure, draft)
-        fresh = evaluation.in_training(run.drafts[0])
-        assert then == in_training(fresh, bench.trained.draft) != first
+                parameter.copy_(trained.module.get_parameter(name))
+        assert measure(draft) == opened.in_training()(trained) != first
 
 
-def in_training(measure: Any, draft: Any) -> Mapping[str, float]:
-    """Measure a draft as the trainer does."""
-    with torch.no_grad():
-        draft.module.eval()
-        found: Mapping[str, float] = measure(draft)
-        draft.module.train()
-    return found
+def require_untouched(draft: Draft, before: Mapping[str, torch.Tensor]) -> None:
+    require_same_bits(snapshot(draft), before, "measured, ")
+    assert all(p.grad is None for p in draft.module.parameters()), "it leaves gradients"

@@ -34,88 +34,72 @@ class SamplesSuite(Suite):
         answers = [
             f"{word} are {seed + n}" for n, word in enumerate(["one", "two", "six", "ten", "dot"])
         ]
-        train = conversations(folder / "train.jsonl", answers)
-        held_out = conversations(folder / "eval.jsonl", answers[::-1])
-        return {"train": str(train), "eval": str(held_out)}
+        parts = {"train": answers, "eval": answers[::-1]}
+        return {part: str(conversations(folder / f"{part}.jsonl", parts[part])) for part in parts}
 
-    @pytest.fixture
-    def base(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A folder for all tests of the process, with a target."""
-        base = tmp_path_factory.getbasetemp()
-        if not (base / "samples-target").exists():
-            tiny_target(base / "samples-target")
-        return base
+    @pytest.fixture(autouse=True)
+    def folders(self, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+        """Make a folder for all tests of the process, with a target, and one for this test."""
+        self.base, self.folder = tmp_path_factory.getbasetemp(), tmp_path
+        if not (self.base / "samples-target").exists():
+            tiny_target(self.base / "samples-target")
 
     @contextmanager
-    def opened_in(self, base: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[OpenRun]:
-        """Open a run in a folder with these options."""
-        offer = offer_of(self.plugin, "samples", self.name)
-        section = {**options, "name": offer.name, "plugin": self.plugin.split()[0]}
-        target = {"path": str(base / "samples-target"), "device": "cpu"}
-        extras = self.plugin.split()[1:]
-        with open_run(
-            base, folder, self.plugin, target=target, data=section, plugins=extras
-        ) as run:
-            yield run
-
-    @contextmanager
-    def rows_of(self, base: Path, folder: Path, seed: int = 0) -> Iterator[RunSamples]:
-        """Open a run's rows, which are written beside it."""
-        data = folder / f"data-{seed}"
-        data.mkdir(parents=True, exist_ok=True)
-        options = {**self.data_options(data, seed), **self.options}
-        with self.opened_in(base, folder, options) as run:
+    def opened(self, place: str = "run", seed: int | None = 0) -> Iterator[OpenRun]:
+        """Open a run in a folder, with rows of a seed that are written beside it, or with none."""
+        plugin, *extras = self.plugin.split()
+        data = {"name": offer_of(self.plugin, "samples", self.name).name, "plugin": plugin}
+        if seed is not None:
+            rows = self.folder / place / f"data-{seed}"
+            rows.mkdir(parents=True, exist_ok=True)
+            data |= {**self.data_options(rows, seed), **self.options}
+        sections: Any = {"data": data, "plugins": extras}
+        sections["target"] = {"path": str(self.base / "samples-target"), "device": "cpu"}
+        with open_run(self.base, self.folder / place, self.plugin, **sections) as run:
             try:
-                rows = run.data
-                rows.samples("train")
+                if seed is not None:
+                    run.data.samples("train")
             except UsageError as error:
                 if type(self).data_options is SamplesSuite.data_options and not self.options:
                     pytest.skip(f"only its author can write rows: override data_options; {error}")
                 raise
-            yield rows
+            yield run
 
     @pytest.fixture
-    def rows(self, base: Path, tmp_path: Path) -> Iterator[RunSamples]:
-        with self.rows_of(base, tmp_path) as rows:
-            yield rows
+    def rows(self) -> Iterator[RunSamples]:
+        with self.opened() as run:
+            yield run.data
 
     # ------------------------------------------------------------ rows
 
-    def test_rows_and_digest_are_the_same_whenever_they_are_opened(
-        self, base: Path, tmp_path: Path
-    ) -> None:
+    def test_rows_and_digest_are_the_same_whenever_they_are_opened(self) -> None:
         """In the run's folder, and anew in another's."""
         seen = []
-        for folder in ("first", "first", "other"):
-            with self.rows_of(base, tmp_path / folder) as rows:
-                seen += [contents(rows.samples("train")), contents(rows.samples("train"))]
+        for place in ("first", "first", "other"):
+            with self.opened(place) as run:
+                seen += [contents(run.data.samples("train")), contents(run.data.samples("train"))]
         assert all(one == seen[0] for one in seen[1:])
 
-    def test_other_rows_have_another_digest(self, base: Path, tmp_path: Path) -> None:
+    def test_other_rows_have_another_digest(self) -> None:
         seen = []
         for seed in (0, 1):
-            with self.rows_of(base, tmp_path, seed) as rows:
-                seen.append(rows.samples("train"))
-                if contents(seen[-1]) == contents(seen[0]) and seed:
+            with self.opened("run", seed) as run:
+                seen.append(run.data.samples("train"))
+                if seed and contents(seen[1]) == contents(seen[0]):
                     pytest.skip("one set of rows alone was named")
         assert seen[0].summary.fingerprint != seen[1].summary.fingerprint
         assert not {*seen[0].feature_ids} & {*seen[1].feature_ids}, "a store would mix them up"
 
-    def test_tokens_and_masks_are_as_long_as_said(self, base: Path, tmp_path: Path) -> None:
-        data = tmp_path / "data-0"
-        data.mkdir()
-        options = {**self.data_options(data, 0), **self.options}
-        with self.opened_in(base, tmp_path, options) as run, self.rows_of(base, tmp_path) as rows:
-            for part in ("train", "eval"):
-                samples = rows.samples(part)
+    def test_tokens_and_masks_are_as_long_as_said(self) -> None:
+        with self.opened() as run:
+            for samples in (run.data.samples("train"), run.data.samples("eval")):
                 count = len(samples.lengths)
                 assert count == len(samples.feature_ids) == len({*samples.feature_ids}) > 0
                 for row, length in enumerate(samples.lengths.tolist()):
                     tokens_T, mask_T = samples.tokens(row), samples.loss_mask(row)
                     assert tokens_T.shape == mask_T.shape == (length,)
-                    assert tokens_T.dtype == np.int64
-                    assert mask_T.dtype == np.bool_
-                    assert 0 < length <= rows.longest
+                    assert (tokens_T.dtype, mask_T.dtype) == (np.int64, np.bool_)
+                    assert 0 < length <= run.data.longest
                     assert 0 <= tokens_T.min() <= tokens_T.max() < run.target.vocab_size
                     assert mask_T.any(), f"row {row} has nothing to learn: leave it out"
                     assert isinstance(samples.images(row), tuple)
@@ -135,9 +119,7 @@ class SamplesSuite(Suite):
     def test_a_limit_is_kept(self, rows: RunSamples) -> None:
         every, few = rows.samples("eval"), rows.samples("eval", limit=2)
         assert len(few.lengths) == 2 < len(every.lengths)
-        assert [few.tokens(0).tolist(), few.tokens(1).tolist()] == [
-            every.tokens(0).tolist(), every.tokens(1).tolist(),
-        ]  # fmt: skip
+        assert all(few.tokens(row).tolist() == every.tokens(row).tolist() for row in range(2))
         assert len(rows.prompts(1).token_ids) == 1 < len(rows.prompts().token_ids)
 
     # ------------------------------------------------------------ prompts, and nothing
@@ -151,11 +133,10 @@ class SamplesSuite(Suite):
         assert [*map(list, rows.prompts().token_ids)] == [*map(list, prompts.token_ids)]
 
     def test_where_rows_lie_has_a_name_and_what_lies_nowhere_is_refused(
-        self, base: Path, tmp_path: Path, rows: RunSamples
+        self, rows: RunSamples
     ) -> None:
-        assert rows.train, "a message could not name the rows"
-        assert rows.eval
-        with self.opened_in(base, tmp_path / "nowhere", {}) as run:
+        assert all([rows.train, rows.eval]), "a message could not name the rows"
+        with self.opened("nowhere", None) as run:
             try:
                 nowhere = run.data
             except UsageError:

@@ -1,4 +1,8 @@
-"""What the algorithm suite works with: an algorithm's hooks on a tiny target (`example`), and drafts.
+"""What the algorithm suite works with: a tiny target, its own answers, an algorithm's hooks, and drafts.
+
+The target is deep (12 layers) and wide in its weights, so that the default captured layers of an algorithm
+exist, its answers vary from token to token, and a draft has to read the features to continue them.
+One target serves a whole pytest process.
 
 Shape letters: B batch, T tokens, K drafted tokens.
 """
@@ -6,6 +10,7 @@ Shape letters: B batch, T tokens, K drafted tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +25,10 @@ import torch
 from draftcore_eval.decode import EagerRunner, speculate
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Decoded
-from draftcore_graphs.decode import DecodeGraphRunner
-from draftcore_graphs.recording import RecordingBackend
-from draftcore_graphs.resolve import Phase
-from draftcore_nn.served import Host, Round, ServedDraft
+from draftcore_hf.target import TransformersTarget
+from draftcore_nn.served import ServedDraft
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
 
 from draftcore.contracts.algorithm import (
     DataSummary,
@@ -36,18 +39,77 @@ from draftcore.contracts.algorithm import (
     SampleId,
     StepContext,
     StepOutput,
-)
+)  # fmt: skip
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetSpec
 from draftcore_sdk.algorithm_fixtures import as_ratio, summed
-from draftcore_sdk.example import ANSWER, QUESTIONS, Example
 from draftcore_sdk.internals import build_optimizer, scale_and_clip, type_error
+from draftcore_sdk.targets import tiny_target
 
+LAYERS, GROWTH, ANSWER = 12, 1.5, 10
+VOCABULARY = 259  # of bytes and three special tokens
+# Their answers begin with one or two tokens in common: features have to tell which one follows.
+QUESTIONS = ("a6", "a9", "c9")
 STEPS, RATE, SEED = 30, 0.01, 7
 LONGEST = 3 * STEPS  # steps after which a draft has learned what it can
 GREEDY = EvalOptions(max_new_tokens=ANSWER, batch=len(QUESTIONS))
+
+# A loose plugin that ends training as Ctrl-C does, after the step that the variable names.
+STOP_AT = "DRAFTCORE_SUITE_STOP_AT"
+STOPPER = f"""import os, signal
+from draftcore import hookimpl
+
+@hookimpl
+def step_finished(step):
+    if os.environ.get({STOP_AT!r}) == str(step):
+        signal.raise_signal(signal.SIGINT)
+"""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tiny target, questions to it with its own greedy answers, and all features of these."""
+
+    stopper: Path  # a loose plugin that ends training after the step named by STOP_AT
+    spec: TargetSpec
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    features: list[dict[str, Tensor]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each question and its answer."""
+        return [len(p) + len(a) for p, a in zip(self.prompts, self.answers, strict=True)]
+
+    @classmethod
+    @functools.cache
+    def of(cls, folder: Path) -> Example:
+        """Make the example of this process in a folder, or return what is made there."""
+        weights = (
+            tiny_target(folder / "target", std=0.5, num_hidden_layers=LAYERS) / "model.safetensors"
+        )
+        tensors, grown = load_file(weights), ("o_proj.weight", "down_proj.weight")
+        for name in [name for name in tensors if name.endswith(grown)]:
+            # A layer writes more than all before it: no layer's output stands for another's.
+            tensors[name] *= GROWTH ** int(name.split(".")[2])
+        save_file(tensors, weights, metadata={"format": "pt"})
+        stopper = folder / "draftcore_suite_stop.py"
+        stopper.write_text(STOPPER)
+        spec = TransformersTarget(str(folder / "target"), device="cpu")
+        written = spec.load_tokenizer().apply_chat_template
+        asked = [[{"role": "user", "content": text}] for text in QUESTIONS]
+        prompts = [list(written(turns, add_generation_prompt=True)["input_ids"]) for turns in asked]
+        answers = spec.load_model().generate(prompts, ANSWER)
+        everything = FeatureRequest(tuple(range(LAYERS)), True, "float32", spec.vocab_size, True)
+        features = []
+        for question, answer in zip(prompts, answers, strict=True):
+            tokens_1T, lengths_1 = torch.tensor([question + answer]), [len(question + answer)]
+            found = spec.load_model().features(tokens_1T, torch.tensor(lengths_1), everything)
+            # Out of inference mode: autograd may save what a capture would have stored.
+            features.append({name: value[0].clone() for name, value in found.items()})
+        return cls(stopper, spec, prompts, answers, features)
 
 
 @dataclass
@@ -64,11 +126,6 @@ class Trained:
 
     draft: Draft
     losses: list[float]
-
-    @property
-    def knows_by_heart(self) -> bool:
-        """Whether next to nothing of the loss is left."""
-        return self.losses[-1] < 0.01 * self.losses[0]
 
 
 @dataclass(frozen=True)
@@ -141,12 +198,8 @@ class Bench:
             name: torch.cat([example.features[row][name] for row in rows])[-length:]
             for name in request.names
         }
-        return Sample(
-            SampleId(f"{rows}.{length}", 1),
-            torch.tensor(tokens[-length:]),
-            torch.tensor(answered[-length:]),
-            request.select(features),
-        )
+        text = torch.tensor(tokens[-length:]), torch.tensor(answered[-length:])
+        return Sample(SampleId(f"{rows}.{length}", 1), *text, request.select(features))
 
     @cached_property
     def summary(self) -> DataSummary:
@@ -163,15 +216,14 @@ class Bench:
 
     def build(self, target: TargetSpec | None = None, seed: int = SEED) -> Draft:
         """A fresh draft, as a run with this seed builds it."""
-        given = {"target": target or self.example.spec, "options": self.options}
-        return self._made("build_draft", seed, data=self.summary, **given)
+        return self._made("build_draft", target, seed, data=self.summary)
 
     def read(self, folder: Path) -> Draft:
         """A draft that was exported."""
-        given = {"target": self.example.spec, "options": self.options}
-        return self._made("import_draft", SEED, folder=folder, **given)
+        return self._made("import_draft", None, SEED, folder=folder)
 
-    def _made(self, hook: str, seed: int, **given: Any) -> Draft:
+    def _made(self, hook: str, target: TargetSpec | None, seed: int, **given: Any) -> Draft:
+        given |= {"target": target or self.example.spec, "options": self.options}
         with global_seed(seed):
             draft: Draft = getattr(self.hook, hook)(**given)
             assert torch.initial_seed() == seed, f"{hook} seeds torch's own generator"
@@ -188,10 +240,8 @@ class Bench:
 
     def output(self, draft: Draft, batch: DraftBatch, step: int = STEPS // 2) -> StepOutput:
         """What the algorithm returns as the loss."""
-        context = StepContext(step, STEPS, SEED)
-        return self.hook.forward_loss(
-            draft=draft, batch=batch, context=context, options=self.options
-        )
+        given: Any = {"context": StepContext(step, STEPS, SEED), "options": self.options}
+        return self.hook.forward_loss(draft=draft, batch=batch, **given)
 
     def measure(self, *batches: DraftBatch, draft: Draft | None = None) -> Measured:
         """Sum up the loss and the gradient of micro-batches, as the trainer does."""
@@ -210,17 +260,6 @@ class Bench:
     def whole(self) -> Measured:
         """The loss of the varied samples in one piece."""
         return self.measure(self.batch)
-
-    @torch.no_grad()
-    def rise(self, draft: Draft, batch: DraftBatch, direction: Mapping[str, Tensor]) -> float:
-        """How fast the numerator rises along a direction in the parameters, by differences."""
-        step, values = 1e-6, []
-        for move in (step, -2 * step, step):
-            for name, parameter in draft.module.named_parameters():
-                if name in direction:
-                    parameter.add_(direction[name], alpha=move)
-            values.append(float(self.loss(draft, batch).numerator))
-        return (values[0] - values[1]) / (2 * step)
 
     def train(self, draft: Draft, steps: int = LONGEST) -> list[float]:
         """Train on the learned samples, all of them at every step; return the losses."""
@@ -271,39 +310,17 @@ class Bench:
         runner = EagerRunner(self.example.spec.load_model(), drafter or self.drafter(draft))
         return speculate(runner, prompts, GREEDY)
 
-    def decode_recorded(self, draft: Draft, prompts: Sequence[Sequence[int]]) -> list[Decoded]:
-        """The same, in rounds that are recorded and replayed, with a row of padding."""
-        model, drafter = self.example.spec.load_model(), self.drafter(draft)
-        most = max(map(len, prompts)) + ANSWER + drafter.num_drafts + 1
-        phase = Phase("decode", "recording", rows=(len(prompts) + 1,), lengths=(most,))
-        runner = DecodeGraphRunner(model, drafter, draft.module, phase, RecordingBackend())
-        runner.reserve(len(prompts), most)
-        return speculate(runner, prompts, GREEDY)
-
-    # ------------------------------------------------------------ exports
-
-    def round(self, row: int, layers: Sequence[int], host: Host) -> Round:
-        """Where a server stands after a prompt, before the first drafts."""
-        prompt, features = self.example.prompts[row], self.example.features[row]
-        hidden = tuple(features[f"hidden.{layer}"][: len(prompt)] for layer in layers)
-        last_TH, first = features["last_hidden"][: len(prompt)], self.example.answers[row][0]
-        return Round(host, torch.tensor(prompt), first, hidden, last_TH)
-
     def export(self, draft: Draft, folder: Path, layout: str) -> Path:
         folder.mkdir(parents=True)
         self.hook.export_draft(draft=draft, folder=folder, layout=layout, options=self.options)
         return folder
 
     def served(self, folder: Path, server: str) -> ServedDraft:
-        served: ServedDraft = self.hook.read_export(
-            folder=folder, server=server, options=self.options
-        )
+        given: Any = {"folder": folder, "server": server, "options": self.options}
+        served: ServedDraft = self.hook.read_export(**given)
         mistake = type_error(served, ServedDraft, "what read_export returned")
         assert not mistake, mistake
         return served
-
-
-# ---------------------------------------------------------------- small helpers
 
 
 @contextmanager
@@ -321,21 +338,33 @@ def global_seed(seed: int) -> Iterator[None]:
             np.random.set_state(before[1])
 
 
-def padded(batch: DraftBatch, more: int) -> DraftBatch:
-    """Pad a batch further on the right, with rubbish under the masks."""
-    return dataclasses.replace(
-        batch,
-        token_ids_BT=functional.pad(batch.token_ids_BT, (0, more), value=7),
-        loss_mask_BT=functional.pad(batch.loss_mask_BT, (0, more)),
-        attention_mask_BT=functional.pad(batch.attention_mask_BT, (0, more)),
-        features={
-            name: functional.pad(value, (0, 0, 0, more), value=3.0)
-            for name, value in batch.features.items()
-        },
-    )
-
-
 def snapshot(draft: Draft) -> dict[str, Tensor]:
     """A copy of all parameters and buffers, also those outside the state dict."""
     named = [*draft.module.named_parameters(), *draft.module.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def require_same_bits(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], said: str = ""
+) -> None:
+    """Compare dtype, shape and every bit."""
+    odd = sorted(found.keys() ^ expected.keys())
+    assert not odd, f"{said}there are other tensors: {odd}"
+    for name, tensor in expected.items():
+        forms = [f"{one.dtype} {list(one.shape)}" for one in (found[name], tensor)]
+        assert forms[0] == forms[1], f"{said}{name} is {forms[0]}, not {forms[1]}"
+        places = (found[name] != tensor).nonzero().tolist()
+        if places:
+            pytest.fail(
+                f"{said}{name}: {len(places)} of {tensor.numel()} values differ, first at {places[0]}"
+            )
+
+
+def require_same_output(found: StepOutput, expected: StepOutput, said: str) -> None:
+    """The same loss and metrics to the bit."""
+    pairs = {"numerator": (found.numerator, expected.numerator)}
+    pairs["denominator"] = found.denominator, expected.denominator
+    pairs |= {f"{n} (above)": (found.counts[n][0], expected.counts[n][0]) for n in found.counts}
+    for name, (ours, theirs) in pairs.items():
+        same = torch.equal(ours, theirs)
+        assert same, f"{said} a {name} of {float(ours):.9g} and of {float(theirs):.9g}"

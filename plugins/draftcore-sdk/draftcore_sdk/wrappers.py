@@ -19,16 +19,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from draftcore_sdk.algorithm_training import require_same_bits
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.captures import of_the_process
 from draftcore_sdk.check import WRAPPED
-from draftcore_sdk.example import Example
 from draftcore_sdk.internals import load_plugins
 from draftcore_sdk.project import SET_ASIDE, Project
 from draftcore_sdk.running import small_algorithm
 from draftcore_sdk.suite import Suite, bound, registry_of
-from draftcore_sdk.workbench import Bench, snapshot
+from draftcore_sdk.workbench import Bench, Example, require_same_bits, snapshot
 
 
 class Around(Suite):
