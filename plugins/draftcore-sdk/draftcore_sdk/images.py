@@ -14,7 +14,8 @@ import pytest
 from draftcore_data.conversations import IMAGE_UNREAD
 from draftcore_hf.target import TransformersTarget
 
-from draftcore.contracts.capture import FeatureRequest, ImageProcessor, RowError
+from draftcore.contracts.capture import FeatureRequest, RowError
+from draftcore.contracts.capture import ImageProcessor as Reader
 from draftcore_sdk.suite import Suite, opened
 from draftcore_sdk.targets import byte_tokenizer, tiny_target
 
@@ -34,20 +35,13 @@ def seeing_target(folder: Path, family: str) -> Path:
 
     Qwen's own processor loads torchvision, for videos: that of PaddleOCR-VL does the same with images.
     """
-    from transformers import (
-        Gemma3ImageProcessorPil,
-        Gemma3Processor,
-        PaddleOCRVLProcessor,
-        PreTrainedTokenizerFast,
-    )
+    import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer().backend_tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=IMAGE_TOKENS,
-    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token="<|im_end|>",
+        pad_token="<|endoftext|>", extra_special_tokens=IMAGE_TOKENS,
+    )  # fmt: skip
     template = SEEN.replace("PLACEHOLDER", WRITTEN.get(family, PAD))
     tiny_target(folder, family, vocab_size=262)
     config = json.loads((folder / "config.json").read_text())
@@ -58,12 +52,12 @@ def seeing_target(folder: Path, family: str) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     processor: Any
     if family == "gemma3":
-        reader = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
-        processor = Gemma3Processor(reader, tokenizer, image_seq_length=4)
+        reader = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+        processor = transformers.Gemma3Processor(reader, tokenizer, image_seq_length=4)
     else:
         size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
         reader = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, size=size)
-        processor = PaddleOCRVLProcessor(reader, tokenizer)
+        processor = transformers.PaddleOCRVLProcessor(reader, tokenizer)
     tokenizer.chat_template = processor.chat_template = template
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -85,24 +79,23 @@ class ImageSuite(Suite):
         return TransformersTarget(str(folder), dtype="float32", device="cpu")
 
     @pytest.fixture
-    def reader(self, target: TransformersTarget) -> ImageProcessor:
-        found: ImageProcessor = opened(self.plugin, "images", self.name, {}, target=target)
+    def reader(self, target: TransformersTarget) -> Reader:
+        found: Reader = opened(self.plugin, "images", self.name, {}, target=target)
         return found
 
     def test_images_are_written_where_their_tokens_stand_and_spans_move(
-        self, reader: ImageProcessor, target: TransformersTarget, tmp_path: Path
+        self, reader: Reader, target: TransformersTarget, tmp_path: Path
     ) -> None:
         uris = [str(picture(tmp_path / f"{at}.png", at)) for at in range(2)]
-        text, spans, ids, images = reader.write(
-            "see <|image|> so <|image|>!", [(0, 3), (14, 16), (26, 27)], uris
-        )
+        asked = "see <|image|> so <|image|>!", [(0, 3), (14, 16), (26, 27)], uris
+        text, spans, ids, images = reader.write(*asked)
         assert [text[start:end] for start, end in spans] == ["see", "so", "!"]
         assert ids == target.load_tokenizer()(text, add_special_tokens=False)["input_ids"]
         assert ids.count(target.config.image_token_id) == 2 * target.config.mm_tokens_per_image
         assert [one.uri for one in images] == uris
 
     def test_the_target_sees_its_image_and_none_that_was_changed(
-        self, reader: ImageProcessor, target: TransformersTarget, tmp_path: Path
+        self, reader: Reader, target: TransformersTarget, tmp_path: Path
     ) -> None:
         request, states = FeatureRequest((), True, "float32"), []
         model = target.load_model()
@@ -118,18 +111,14 @@ class ImageSuite(Suite):
         with pytest.raises(RowError, match=r"a\.png"):
             reader.inputs(ids, images)
 
-    def test_an_image_that_cannot_be_read_is_named(
-        self, reader: ImageProcessor, tmp_path: Path
-    ) -> None:
+    def test_an_image_that_cannot_be_read_is_named(self, reader: Reader, tmp_path: Path) -> None:
         (tmp_path / "torn.png").write_bytes(picture(tmp_path / "a.png", 0).read_bytes()[:99])
         for name in ("torn.png", "none.png"):
             with pytest.raises(RowError) as caught:
                 reader.write("<|image|>", [], [str(tmp_path / name)])
             assert caught.value.args == (IMAGE_UNREAD, str(tmp_path / name))
 
-    def test_another_process_reads_as_this_one(
-        self, reader: ImageProcessor, tmp_path: Path
-    ) -> None:
+    def test_another_process_reads_as_this_one(self, reader: Reader, tmp_path: Path) -> None:
         given: Any = "<|image|>", [], [str(picture(tmp_path / "a.png", 0))]
         other = pickle.loads(pickle.dumps(reader))
         assert other.write(*given) == reader.write(*given)

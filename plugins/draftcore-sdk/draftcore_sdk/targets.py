@@ -26,22 +26,12 @@ CHATML = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-
 SHAPE = {
-    "vocab_size": 259,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 257,
-    "pad_token_id": 258,
+    "vocab_size": 259, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 257, "pad_token_id": 258,
     "dtype": "float32",
-}
+}  # fmt: skip
 SEES = {
     "depth": 1, "num_hidden_layers": 1, "hidden_size": 32, "num_heads": 2, "num_attention_heads": 2,
     "intermediate_size": 32, "image_size": 28, "patch_size": 14, "out_hidden_size": 48,
@@ -131,46 +121,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_target(
-    folder: Path,
-    family: str = "qwen3",
-    *,
-    seed: int = 0,
-    std: float = 0.1,
-    chat_template: str | None = CHATML,
-    **config: Any,
-) -> Path:
+    folder: Path, family: str = "qwen3", *, seed: int = 0, std: float = 0.1,
+    chat_template: str | None = CHATML, **config: Any,
+) -> Path:  # fmt: skip
     """Write a model of a family, with byte-level tokens, into `folder`; `config` overrides its shape.
 
     Weights of std 0.1 are wide enough that greedy continuations differ from prompt to prompt; at
     0.5 they also vary from token to token, and the next token is a clear choice.
     """
-    from transformers import (
-        CONFIG_MAPPING,
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    )
+    import transformers
 
-    tokenizer = byte_tokenizer(chat_template)
     shape = {**SHAPE, **FAMILIES.get(family, {}), **config}
-    kind, models = CONFIG_MAPPING[family], MODEL_FOR_CAUSAL_LM_MAPPING
-    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        models, parts = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, kind()
+    kind, models = transformers.CONFIG_MAPPING[family], transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if kind in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        models, parts = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, kind()
         shape["model_type"] = parts.text_config.model_type
-        tied = shape["tie_word_embeddings"]
-        shape = {"text_config": shape, "tie_word_embeddings": tied}
+        shape = {"text_config": shape, "tie_word_embeddings": shape["tie_word_embeddings"]}
         if parts.vision_config is not None:
             shape["vision_config"] = {**SEES, "model_type": parts.vision_config.model_type}
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    made = kind(**shape)
-    model = models[kind](made)
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = models[kind](kind(**shape))
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, std)
-    torch.random.set_rng_state(state)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    byte_tokenizer(chat_template).save_pretrained(folder)
     return folder
 
 
@@ -196,21 +172,17 @@ def conversations(file: Path, answers: Sequence[str] | int) -> Path:
     """Write single-turn conversations as JSONL: the given answers, or that many made-up ones."""
     if isinstance(answers, int):
         answers = [f"{'abcdefgh'[i % 8] * (3 + i % 7)} is answer {i * i}" for i in range(answers)]
-    lines = [
-        {
-            "messages": [
-                {"role": "user", "content": f"q{i}?"},
-                {"role": "assistant", "content": answer},
-            ]
-        }
+    rows = [
+        [{"role": "user", "content": f"q{i}?"}, {"role": "assistant", "content": answer}]
         for i, answer in enumerate(answers)
     ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in rows))
     return file
 
 
 # ---------------------------------------------------------------- what every target must do
 
+Rows = Sequence[Sequence[int]]
 ROWS = ([5, 6, 7, 8, 9], list(range(40, 60)), [9, 9, 9, 9, 1, 2], [11, 12, 11, 13, 11, 14, 15])
 NEW = 12  # tokens that are generated
 # fp32 rounding over a few layers is a few 1e-7 of the largest number; a mistake is far more.
@@ -261,8 +233,7 @@ class TargetSuite(Suite):
             pytest.skip(f"no file of the weights is named {self.weights}: set `weights`")
         for file in files:
             file.unlink()
-        given = {**options, **self.options}
-        spec: TargetSpec = opened(self.plugin, "target", self.name, given)
+        spec = self.opened_with(options)
         sizes = (spec.num_layers, spec.vocab_size, spec.text_config.hidden_size)
         assert all(type(size) is int and size > 0 for size in sizes), f"its sizes are {sizes}"
         assert spec.dtype.is_floating_point
@@ -343,9 +314,8 @@ class TargetSuite(Suite):
 
     def test_the_gap_is_between_its_two_best_tokens(self, model: TargetModel) -> None:
         generated(model, ROWS[:1])
-        for row, features in zip(
-            ROWS, read(model, FeatureRequest((), True, "float32")), strict=True
-        ):
+        found = read(model, FeatureRequest((), True, "float32"))
+        for row, features in zip(ROWS, found, strict=True):
             logits_V = model.logits(features["last_hidden"][-1].to(model.dtype)).double()
             best, second = logits_V.topk(2).values
             assert model.top2_gap(row) == pytest.approx(float(best - second), abs=1e-2)
@@ -358,7 +328,8 @@ class TargetSuite(Suite):
     def test_tokens_that_are_taken_back_leave_no_trace(self, model: TargetModel) -> None:
         decoding = Decoding(model, [row[:-3] for row in ROWS])
         decoding.read([[77, 78, 79, 80]] * len(ROWS))
-        decoding.keep([row[-3:-1] for row in ROWS])
+        decoding.read([row[-3:-1] for row in ROWS])
+        decoding.rows, decoding.lengths_B = [row[:-1] for row in ROWS], decoding.lengths_B + 2
         decoding.require([row[-1:] for row in ROWS])
 
     def test_a_token_of_a_tree_sees_those_before_it_alone(self, model: TargetModel) -> None:
@@ -378,24 +349,21 @@ class TargetSuite(Suite):
                 require_near(found["last_hidden"][number, node], alone["last_hidden"][-1])
 
 
-def right_padded(rows: Sequence[Sequence[int]], padding: int = 0) -> tuple[Tensor, Tensor]:
+def right_padded(rows: Rows, padding: int = 0) -> tuple[Tensor, Tensor]:
     tokens = [torch.tensor(list(row)) for row in rows]
     lengths_B = torch.tensor([len(row) for row in rows])
     return pad_sequence(tokens, batch_first=True, padding_value=padding), lengths_B
 
 
 def read(
-    model: TargetModel,
-    request: FeatureRequest,
-    rows: Sequence[Sequence[int]] = ROWS,
-    padding: int = 0,
+    model: TargetModel, request: FeatureRequest, rows: Rows = ROWS, padding: int = 0
 ) -> list[dict[str, Tensor]]:
     """Return each row's features, of a batch."""
     found = model.features(*right_padded(rows, padding), request)
     return [{n: v[at, : len(row)] for n, v in found.items()} for at, row in enumerate(rows)]
 
 
-def generated(model: TargetModel, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+def generated(model: TargetModel, rows: Rows) -> list[list[int]]:
     try:
         return model.generate(rows, NEW)
     except UsageError as error:
@@ -412,7 +380,7 @@ class Decoding:
 
     request = FeatureRequest((1,), True, "float32")
 
-    def __init__(self, model: TargetModel, rows: Sequence[Sequence[int]]) -> None:
+    def __init__(self, model: TargetModel, rows: Rows) -> None:
         self.model, self.rows = model, rows
         begun_BT, self.lengths_B = right_padded(rows)
         try:
@@ -422,23 +390,13 @@ class Decoding:
         start_B = torch.zeros_like(self.lengths_B)
         model.forward(self.cache, begun_BT, start_B, begun_BT.shape[1], self.request)
 
-    def read(
-        self, tokens: Sequence[Sequence[int]], seen_BTT: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def read(self, tokens: Rows, seen_BTT: Tensor | None = None) -> dict[str, Tensor]:
         """Read further tokens of each row, as many of each."""
-        span = int(self.lengths_B.max()) + len(tokens[0])
-        tokens_BT = torch.tensor([list(row) for row in tokens])
-        return self.model.forward(
-            self.cache, tokens_BT, self.lengths_B, span, self.request, seen_BTT
-        )
+        tokens_BT, span = torch.tensor(tokens), int(self.lengths_B.max()) + len(tokens[0])
+        rest: Any = self.lengths_B, span, self.request, seen_BTT
+        return self.model.forward(self.cache, tokens_BT, *rest)
 
-    def keep(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Read further tokens of each row, and go on behind them."""
-        self.read(tokens)
-        self.rows = [[*a, *b] for a, b in zip(self.rows, tokens, strict=True)]
-        self.lengths_B = self.lengths_B + len(tokens[0])
-
-    def require(self, tokens: Sequence[Sequence[int]]) -> None:
+    def require(self, tokens: Rows) -> None:
         """Require of further tokens what a forward of the whole rows gives."""
         found, whole = self.read(tokens), [[*a, *b] for a, b in zip(self.rows, tokens, strict=True)]
         for row, right in enumerate(read(self.model, self.request, whole)):
