@@ -156,10 +156,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dpace, confidence": ({"loss": "dpace_cumulative_confidence_only"}, {}),
     "dpace, value": ({"loss": "dpace_continuation_value_only"}, {}),
     "tied target": ({}, {"tie_word_embeddings": True}),
-    "partial RoPE": (
-        {},
-        {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
-    ),
+    "partial RoPE": ({}, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
 }
 
 
