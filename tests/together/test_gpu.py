@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from draftcore_graphs.plugin import describe
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.targets import tiny_target
 
@@ -22,14 +23,23 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 CUDA = ("target.device=cuda", "train.device=cuda")
+HALVES = ("target.dtype=bfloat16", "train.precision=bf16")
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 DRAFTS = {name: {"algorithm": {"name": name, "options": given}} for name, given in OPTIONS.items()}
 
 
+def require_losses(project: Project, right: dict[int, float], rel: float = 5e-3) -> None:
+    """Compare with another run's: fp32 sums in another order, of which Adam makes more by each step."""
+    assert project.losses() == pytest.approx(right, rel=rel)
+
+
 @pytest.mark.parametrize("store", ["file", "auto"])
-def test_a_draft_trains_decodes_and_exports_on_cuda(project: Project, store: str) -> None:
+def test_a_draft_trains_decodes_and_exports_on_cuda(
+    project: Project, original: Project, store: str
+) -> None:
     kept = () if store == "file" else ("store=auto",)
     project.cli("train", *CUDA, *kept, "train.eval_every=3", "train.eval_prompts=2")
+    require_losses(project, original.losses())
     report = json.loads(project.cli("eval", *CUDA, "--json").stdout)
     assert report["lossless"] is True
     project.cli("export", *CUDA)
@@ -37,19 +47,21 @@ def test_a_draft_trains_decodes_and_exports_on_cuda(project: Project, store: str
     assert json.loads(again)["acceptance_length"] == report["acceptance_length"]
 
 
-def test_bf16_trains_over_fp32_masters_and_decodes_losslessly_up_to_ties(project: Project) -> None:
-    halves = ("target.dtype=bfloat16", "train.precision=bf16")
-    project.cli("train", *CUDA, *halves)
-    assert all(loss > 0 for loss in project.losses().values())
-    report = json.loads(project.cli("eval", *CUDA, *halves, "--json").stdout)
+def test_bf16_trains_over_fp32_masters_and_decodes_losslessly_up_to_ties(
+    project: Project, original: Project
+) -> None:
+    """The losses of fp32 but for rounding, with which a teacher's best token may be another."""
+    project.cli("train", *CUDA, *HALVES)
+    require_losses(project, original.losses(), rel=0.3)
+    report = json.loads(project.cli("eval", *CUDA, *HALVES, "--json").stdout)
     assert report["lossless"] is True
     assert all(tie["gap"] < 1.0 for tie in report["ties"])
 
 
-def test_a_run_begun_on_the_cpu_goes_on_on_cuda(project: Project) -> None:
+def test_a_run_begun_on_the_cpu_goes_on_on_cuda(project: Project, original: Project) -> None:
     project.cli("train", "train.max_steps=2")
     assert "resuming from step 2" in project.cli("train", *CUDA).output
-    assert len(project.losses()) == 6
+    require_losses(project, original.losses())
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=two_devices)])
@@ -76,25 +88,24 @@ def test_two_devices_give_the_update_of_one(tmp_path: Path, new_project: NewProj
     """Over NCCL; then one device goes on from their checkpoint, and two from its own."""
     changes = {"algorithm": None, "drafts": DRAFTS, "samples": 26}
     train = {"batch": 2, "accumulate": 3, "schedule": "constant", "eval_every": 2}
-    one = new_project(tmp_path / "one", **changes, train=train)
+    one, two = (new_project(tmp_path / name, **changes, train=train) for name in ("one", "two"))
     one.cli("train", *CUDA)
-    two = new_project(tmp_path / "two", **changes, train=train)
     two.torchrun(*CUDA, "train.max_steps=2")
-    assert (
-        "eagle3: resuming from step 2 of 3" in two.cli("train", *CUDA, "train.max_steps=3").output
-    )
+    again = two.cli("train", *CUDA, "train.max_steps=3").output
+    assert "eagle3: resuming from step 2 of 3" in again
     assert "eagle3: complete: step 5 of 5, 26 samples" in two.torchrun(*CUDA)
     for label in DRAFTS:
-        ours, theirs = two.losses(label), one.losses(label)
-        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert two.losses(label) == pytest.approx(one.losses(label), rel=1e-4)
 
 
 @two_devices
-def test_two_devices_train_in_bf16(project: Project) -> None:
-    halves = ("target.dtype=bfloat16", "train.precision=bf16")
-    project.torchrun(*CUDA, *halves)
-    assert len(project.losses()) == 3  # steps of a batch for each device
-    assert all(loss > 0 for loss in project.losses().values())
+def test_two_devices_train_in_bf16(tmp_path: Path, new_project: NewProject) -> None:
+    """To the losses of one device that adds up as many batches, but for their rounding."""
+    one, two = (new_project(tmp_path / name) for name in ("one", "two"))
+    one.cli("train", *CUDA, *HALVES, "train.accumulate=2")
+    two.torchrun(*CUDA, *HALVES)
+    assert len(two.losses()) == 3  # steps of a batch for each device
+    require_losses(two, one.losses(), rel=0.02)
 
 
 @two_devices
@@ -120,6 +131,10 @@ def test_an_error_on_one_device_ends_the_other(tmp_path: Path, project: Project)
 
 # ---------------------------------------------------------------- through graphs
 
+BACKENDS = {
+    o.name: o.capabilities for o in describe() if o.kind == "graph" and o.name != "recording"
+}
+
 
 def graphs(phase: str, backend: str) -> str:
     """The override that runs a phase through a graph backend; `eager` is none."""
@@ -127,36 +142,48 @@ def graphs(phase: str, backend: str) -> str:
 
 
 @pytest.mark.parametrize("algorithm", OPTIONS)
-def test_decoding_through_graphs_is_that_of_eager(
+def test_decoding_through_every_backend_is_that_of_eager_or_refused(
     tmp_path: Path, new_project: NewProject, algorithm: str
 ) -> None:
-    """Lossless, and with the same drafts accepted; fp32."""
+    """Lossless, and with the same drafts accepted; fp32. What only prefills compiles nothing."""
     chosen = {"name": algorithm, "options": OPTIONS[algorithm]}
     project = new_project(tmp_path, algorithm=chosen)
     project.cli("train", *CUDA)
-    found = {}
-    for backend in ("eager", "full", "breakable"):
+
+    def decoded(backend: str) -> dict[str, Any]:
         result = project.cli("eval", *CUDA, graphs("decode", backend), "--json")
-        found[backend] = json.loads(result.stdout)
-        assert found[backend]["lossless"] is True
-    lengths = {name: report["acceptance_length"] for name, report in found.items()}
-    assert len(set(lengths.values())) == 1, lengths
+        report = json.loads(result.stdout)
+        assert report["lossless"] is True
+        return {key: report[key] for key in ("tokens", "rounds", "acceptance_by_position")}
+
+    eager = decoded("eager")
+    for backend, able in BACKENDS.items():
+        if "phase:prefill" in able:
+            refused = project.cli("eval", *CUDA, graphs("decode", backend), ok=False)
+            assert "the rule 'phase' refuses it" in refused.output
+        else:
+            assert decoded(backend) == eager, backend
 
 
-@pytest.mark.parametrize("backend", ["full", "breakable", "piecewise"])
-def test_a_draft_trains_on_features_that_graphs_captured(project: Project, backend: str) -> None:
-    """And evaluates in training through graphs as well, while more is captured."""
-    both = (graphs("prefill", backend), graphs("decode", "full"))
-    evaluated = ("train.eval_every=3", "train.eval_prompts=2")
-    project.cli("train", *CUDA, *both, *evaluated, "store=auto")
-    assert len(project.losses()) == 6
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_draft_trains_to_the_losses_of_eager_on_features_that_graphs_captured(
+    tmp_path: Path, new_project: NewProject, backend: str
+) -> None:
+    """And evaluates in training through graphs as well, while more is captured.
 
-
-def test_eager_and_graphs_train_alike(tmp_path: Path, new_project: NewProject) -> None:
-    """fp32; the two differ in how the mask is made, so in the last bits of a feature."""
-    losses = {}
-    for backend in ("eager", "full"):
-        project = new_project(tmp_path / backend)
-        project.cli("train", *CUDA, graphs("prefill", backend))
-        losses[backend] = project.losses()
-    assert losses["full"] == pytest.approx(losses["eager"], rel=1e-4)
+    fp32; the two differ in how the mask is made, and `piecewise` in kernels: in the last bits.
+    """
+    evaluated = (
+        "train.eval_every=3",
+        "train.eval_prompts=2",
+        "store=auto",
+        graphs("decode", "full"),
+    )
+    found = {}
+    for name in ("eager", backend):
+        project = new_project(tmp_path / name)
+        project.cli("train", *CUDA, graphs("prefill", name), *evaluated)
+        found[name] = project.losses(), project.evaluations()
+    (losses, evaluations), (ours, judged) = found["eager"], found[backend]
+    assert ours == pytest.approx(losses, rel=1e-4 if backend != "piecewise" else 1e-3)
+    assert len(judged) == len(evaluations) == 2

@@ -115,8 +115,11 @@ def test_the_plan_says_what_is_run_and_who_decided(tmp_path: Path, new_project: 
         ["prefill", "options", "none", "default"],
         ["prefill", "rows", "4", "default"],
         ["prefill", "lengths", "64 256", "you"],
+        ["prefill", "max_bs", "what memory holds", "default"],
         ["prefill", "padding", "True", "default"],
         ["prefill", "plugins", "tbo", "you"],
+        ["prefill", "rule offloaded", "an error if it refuses", "the target's weights"],
+        ["prefill", "rule adapters", "an error if it refuses", "the target's layers"],
         ["prefill", "rule masks", "an error if it refuses", "the first batch"],
         ["decode", "runner", "graphs", "you"],
         ["decode", "backend", "eager", "auto: no backend for cpu"],
@@ -134,34 +137,32 @@ def columns(result: Result) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("key", "says"),
     [
+        ("decode={name: graphs, options: {bakend: full}}", "did you mean 'backend'?"),
         (
-            "runner.decode={name: graphs, options: {bakend: full}}",
-            "bakend: unknown key (did you mean 'backend'?)",
-        ),
-        (
-            "runner.decode={name: graphs, options: {backend: recordin}}",
+            "decode={name: graphs, options: {backend: recordin}}",
             "runner.decode.options.backend: there is no graph 'recordin' (did you mean 'recording'?)",
         ),
         (
-            "runner.decode={name: graphs, options: {plugins: {nosuch: {}}}}",
+            "decode={name: graphs, options: {plugins: {nosuch: {}}}}",
             "runner.decode.options.plugins.nosuch: there is no graph-plugin 'nosuch'",
         ),
+        ("prefill={name: graphs, options: {plugins: {tbo: {share: 1}}}}", "did you mean 'least_share'?"),
         (
-            "runner.prefill={name: graphs, options: {plugins: {tbo: {share: 1}}}}",
-            "share: unknown key (did you mean 'least_share'?)",
-        ),
-        (
-            "runner.prefill={name: graphs, options: {backend: full}}",
+            "prefill={name: graphs, options: {backend: full}}",
             "runner.prefill.options.backend=full was set, and the rule 'device' refuses it",
         ),
+        (
+            "decode={name: graphs, options: {backend: piecewise, options: {compiler: eager}}}",
+            "runner.decode.options.backend=piecewise was set, and the rule 'phase' refuses it",
+        ),
     ],
-)
-def test_a_wrong_key_or_name_is_answered(
-    tmp_path: Path, new_project: NewProject, override: str, says: str
+)  # fmt: skip
+def test_a_wrong_key_or_name_or_phase_is_answered(
+    tmp_path: Path, new_project: NewProject, key: str, says: str
 ) -> None:
-    refused = new_project(tmp_path / "p").cli("runners", override, ok=False)
+    refused = new_project(tmp_path / "p").cli("runners", f"runner.{key}", ok=False)
     assert refused.exit_code == 2
     assert says in refused.output
 
@@ -217,29 +218,35 @@ def test_a_drafter_whose_state_or_trees_no_graph_can_hold_is_refused_by_the_rule
 CHOSEN = """
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
+from draftcore_graphs.recording import RecordingBackend
 
 @hookimpl
 def describe():
-    return [Offer("graph", "chosen", frozenset({"auto:cpu"}))]
+    return [Offer("graph", "chosen", frozenset({"auto:cpu", "breaks"}))]
 
 @hookimpl
 def graph_backend(name):
-    from draftcore_graphs.recording import RecordingBackend
     return RecordingBackend() if name == "chosen" else None
 """
 
 
-def test_what_auto_leaves_to_eager_is_open_in_the_plan_and_said_by_the_run(
+def test_what_auto_leaves_to_eager_and_that_there_is_no_break_is_in_the_plan_and_said_by_the_run(
     trained: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "chosen.py").write_text(CHOSEN)
     auto = "runner.decode={name: graphs, options: {rows: [1, 2], lengths: [256, 512]}}"
-    planned = columns(trained.cli("runners", auto, plugin=tmp_path / "chosen.py"))
+
+    def said(verb: str) -> str:
+        return trained.cli(verb, auto, plugin=tmp_path / "chosen.py").stdout
+
+    planned = [re.split(r"\s{2,}", line) for line in said("runners").splitlines()]
+    no_break = "none: a round of decoding is one graph, as with full"
     assert ["decode", "backend", "chosen", "auto, for cpu"] in planned
+    assert ["decode", "breaks", no_break, "chosen"] in planned
     assert ["decode", "rule drafter-state", "eager if it refuses", "the draft's state"] in planned
-    output = trained.cli("eval", auto, plugin=tmp_path / "chosen.py").output
+    output = said("eval")
     assert re.search(r"^runner\.decode +\d+ captured, \d+ replayed$", output, re.MULTILINE)
+    assert re.search(rf"^runner\.decode +breaks of chosen: {no_break}$", output, re.MULTILINE)
     monkeypatch.setattr("draftcore_graphs.graphs.fault", lambda state, rows: "state[1] is a int")
-    output = trained.cli("eval", auto, plugin=tmp_path / "chosen.py").output
-    said = "eager, rule drafter-state: the algorithm's decoding state cannot lie in static buffers"
-    assert f"{said}: state[1] is a int" in output
+    why = "eager, rule drafter-state: the algorithm's decoding state cannot lie in static buffers"
+    assert f"{why}: state[1] is a int" in said("eval")

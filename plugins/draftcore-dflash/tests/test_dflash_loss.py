@@ -1,9 +1,15 @@
-"""The block loss against a naive one in fp64, and what is promised of anchors and odd batches."""
+"""The block loss: the reference implementation's numbers, a naive one in fp64, odd batches, attention.
+
+Recorded numbers are of DRAFTCORE_GOLDENS, or the project's own `tests/goldens/`; every `dflash*.json`
+there is run, with shapes and options as its JSON says and the anchors that it gives.
+"""
 
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +17,11 @@ import torch
 from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.attention import AttentionMask, Tiles, attend
 from draftcore_dflash.blocks import Blocks, draw_anchors
+from draftcore_dflash.config import DraftConfig
 from draftcore_dflash.model import DFlashDraft
 from draftcore_dflash.options import DFlashOptions
-from draftcore_sdk import algorithm_reference
-from draftcore_sdk.algorithm_checks import check_bf16
+from draftcore_dflash.serving import config_fields
+from draftcore_sdk import comparisons
 from draftcore_sdk.algorithm_fixtures import (
     MakeDraft,
     MakeSamples,
@@ -22,18 +29,21 @@ from draftcore_sdk.algorithm_fixtures import (
     accumulate,
     use_exact_frequencies,
 )
-from draftcore_sdk.algorithm_reference import Heads, require_attention, require_naive
+from draftcore_sdk.comparisons import (
+    Heads,
+    check_bf16,
+    require_attention,
+    require_naive,
+    require_same_update,
+)
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from draftcore.contracts.algorithm import Sample, SampleId, StepContext
-from draftcore.contracts.target import TargetSpec
+from draftcore.contracts.algorithm import DraftBatch, Sample, SampleId, StepContext, StepOutput
 
 SEED = 11
 CONTEXT = StepContext(step=1, total_steps=1, seed=SEED)
 OPTIONS = DFlashOptions()
-# fp64 sums of some hundred terms in another order.
-check_close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
 
 
 def anchors_of(sample: Sample, count: int) -> Tensor:
@@ -46,7 +56,7 @@ def anchors_of(sample: Sample, count: int) -> Tensor:
 # ------------------------------------------------------------ a naive draft
 
 
-class Naive(algorithm_reference.Naive):
+class Naive(comparisons.Naive):
     """The algorithm straight from its description: one block, one row, one head at a time."""
 
     def __init__(self, module: DFlashDraft, theta: float = 10000.0) -> None:
@@ -156,23 +166,19 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dpace, confidence": ({"loss": "dpace_cumulative_confidence_only"}, {}),
     "dpace, value": ({"loss": "dpace_continuation_value_only"}, {}),
     "tied target": ({}, {"tie_word_embeddings": True}),
-    "partial RoPE": (
-        {},
-        {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
-    ),
+    "partial RoPE": ({}, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
 }
 
 
 @pytest.mark.parametrize(("options", "shape"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_loss_and_gradients_equal_a_naive_draft(
-    options: dict[str, Any],
-    shape: dict[str, Any],
-    target: TargetSpec,
+    options: Any,
+    shape: Any,
     make_target: MakeTarget,
     make_draft: MakeDraft,
     make_samples: MakeSamples,
 ) -> None:
-    draft = make_draft(of=make_target(**shape) if shape else target, **options)
+    draft = make_draft(of=make_target(**shape), **options)
     module, samples = draft.module, make_samples(11, 6, 9)
     assert isinstance(module, DFlashDraft)
     assert (module.target_head is None) is ("tie_word_embeddings" in shape)
@@ -186,34 +192,22 @@ def test_loss_and_gradients_equal_a_naive_draft(
 # ------------------------------------------------------------ anchors
 
 
-def test_anchors_are_uniform_without_replacement() -> None:
-    eligible = torch.arange(3, 13)
-    counts = torch.zeros(16)
+def test_anchors_are_uniform_without_replacement_and_of_seed_sample_and_epoch_alone() -> None:
+    eligible, counts = torch.arange(3, 13), torch.zeros(16)
     for index in range(600):
         counts[draw_anchors(eligible, 4, SEED, SampleId(str(index), 1))] += 1
     assert counts.sum() == 2400
     # Each of 10 positions is drawn with probability 0.4: 240 +- 12 of 600; four deviations.
     assert torch.all((counts[3:13] - 240).abs() < 48)
-
-
-def test_anchors_depend_on_seed_sample_and_epoch_alone() -> None:
-    eligible, sample = torch.arange(100), SampleId("a", 1)
-    first = draw_anchors(eligible, 5, SEED, sample)
+    many, sample = torch.arange(100), SampleId("a", 1)
+    first = draw_anchors(many, 5, SEED, sample)
     torch.manual_seed(99)  # another state of the global generator, as after a resume
-    assert torch.equal(first, draw_anchors(eligible, 5, SEED, SampleId("a", 1)))
+    assert torch.equal(first, draw_anchors(many, 5, SEED, SampleId("a", 1)))
     for other in ((SEED + 1, sample), (SEED, SampleId("a", 2)), (SEED, SampleId("b", 1))):
-        assert not torch.equal(first, draw_anchors(eligible, 5, *other))
+        assert not torch.equal(first, draw_anchors(many, 5, *other))
 
 
 # ------------------------------------------------------------ batches
-
-
-def check_same(first: Any, second: Any) -> None:
-    check_close(first[0].numerator, second[0].numerator)
-    check_close(first[0].denominator, second[0].denominator)
-    assert first[0].denominator > 0
-    check_close(dict(first[0].counts), dict(second[0].counts))
-    check_close(first[1], second[1])
 
 
 def test_dpace_gives_one_update_however_a_batch_is_split(
@@ -224,9 +218,10 @@ def test_dpace_gives_one_update_however_a_batch_is_split(
     nothing = torch.zeros_like(samples[0].loss_mask_T)
     samples[0] = dataclasses.replace(samples[0], loss_mask_T=nothing)
     whole = accumulate(DFlash(OPTIONS), draft, [DFlash(OPTIONS).collate(samples)], CONTEXT)
+    assert float(whole[0].denominator)
     for cut in (1, 2, 3):
         parts = [DFlash(OPTIONS).collate(part) for part in (samples[:cut], samples[cut:])]
-        check_same(whole, accumulate(DFlash(OPTIONS), draft, parts, CONTEXT))
+        require_same_update(accumulate(DFlash(OPTIONS), draft, parts, CONTEXT), whole)
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -400,3 +395,112 @@ def listed(numbers: Tensor, indices: Tensor, shape: list[int]) -> Tensor:
     for row, number in enumerate(numbers.tolist()):
         found[row, indices[row, :number].long()] = True
     return found
+
+
+# ------------------------------------------------------------ recorded numbers
+
+OWN = Path(__file__).parents[3] / "tests" / "goldens"
+
+
+class Golden(comparisons.Golden):
+    """One case, with our objects made of it."""
+
+    @property
+    def config(self) -> DraftConfig:
+        return DraftConfig(**config_fields(self.data["draft_config"], self.folder))
+
+    def draft(self, **changes: Any) -> DFlashDraft:
+        names = ("num_anchors", "loss_decay_gamma", "dpace_alpha")
+        given = {name: self.data[name] for name in names if name in self.data}
+        draft = DFlashDraft(
+            self.config,
+            DFlashOptions(**{**given, **changes}),
+            self.tensors["target.embed_tokens.weight"],
+            self.tensors["target.lm_head.weight"],
+        )
+        self.fill(draft)
+        return draft
+
+    def batch(self, *samples: Sample) -> DraftBatch:
+        return DFlash(DFlashOptions()).collate(samples or self.samples(self.config.layers))
+
+    def blocks(self, prefix: str = "") -> Blocks:
+        keep_BN = self.tensors[f"{prefix}anchor_keep"].bool()
+        return Blocks.of(self.tensors[f"{prefix}anchors"], keep_BN)
+
+
+@pytest.fixture(params=comparisons.cases(OWN, "dflash"), ids=lambda file: file.stem)
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return Golden(request.param)
+
+
+def check_accuracy(output: StepOutput, expected: float) -> None:
+    above, below = map(float, output.counts["accuracy"])
+    assert above / max(1.0, below) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_golden_loss_metrics_and_every_gradient(golden: Golden, compiled: bool) -> None:
+    draft, expected = golden.draft(), golden.data["expected"]
+    if compiled:
+        draft.compile(dynamic=True)
+    output = draft.loss_of(golden.batch(), golden.blocks())
+    loss = output.numerator / output.denominator
+    loss.backward()
+    golden.check(float(loss.detach()), expected["loss"])
+    terms = [float(output.numerator.detach()), float(output.denominator)]
+    golden.check(terms, expected["loss_terms"])
+    hits = expected["ratio_metrics"]["acc"]
+    assert tuple(map(float, output.counts["accuracy"])) == (hits["num"], hits["den"])
+    check_accuracy(output, expected["accuracy"])
+    golden.check_gradients(draft, golden.data["grad_norms"], "grad.")
+
+
+def test_golden_alternatives_on_the_same_inputs(golden: Golden) -> None:
+    for name, expected in golden.data["alternatives_same_inputs_and_anchors"].items():
+        draft = golden.draft(**alternative(name))
+        output = draft.loss_of(golden.batch(), golden.blocks())
+        numerator, denominator = expected["loss_terms"]
+        found = float(output.numerator.detach())
+        golden.check(found, numerator, name)
+        # The reference's D-PACE counts every sample, ours those with something to learn.
+        if draft.options.loss == "ce":
+            golden.check(float(output.denominator), denominator, name)
+        golden.check(found / denominator, expected["loss"], name)
+        check_accuracy(output, expected["accuracy"])
+        if expected.get("grad_norms"):
+            (output.numerator / denominator).backward()
+            golden.check_gradients(draft, expected["grad_norms"])
+
+
+def alternative(name: str) -> dict[str, Any]:
+    """What a golden's alternative changes; memory and kernel variants change no number."""
+    if found := re.fullmatch(r"gamma_([\d.e-]+)", name):
+        return {"loss_decay_gamma": float(found[1])}
+    if found := re.fullmatch(r"(dpace(?:_[a-z_]+?)?)(?:_alpha_([\d.e-]+))?", name):
+        alpha = {"dpace_alpha": float(found[2])} if found[2] else {}
+        return {"loss": found[1], **alpha}
+    if name == "no_decay":
+        return {"loss_decay_gamma": None}
+    known = r"(eager|sdpa|flex)_backend.*|(un)?chunked.*|chunk.*"
+    assert re.fullmatch(known, name), f"unknown alternative {name}"
+    return {}
+
+
+def test_golden_accumulation_window(golden: Golden) -> None:
+    """Micro-batches of one sample each, with anchors of their own, normalised once."""
+    draft = golden.draft()
+    outputs = [
+        draft.loss_of(golden.batch(sample), golden.blocks(f"window.{index}."))
+        for index, sample in enumerate(golden.samples(golden.config.layers))
+    ]
+    numerator = torch.stack([output.numerator for output in outputs]).sum()
+    denominator = torch.stack([output.denominator for output in outputs]).sum()
+    (numerator / denominator).backward()
+    (window,) = (v for n, v in golden.data.items() if n.startswith("accumulation_window"))
+    metrics = window["trainer_metrics"]
+    golden.check(float((numerator / denominator).detach()), metrics["loss"])
+    hits, seen = (sum(float(o.counts["accuracy"][i]) for o in outputs) for i in (0, 1))
+    assert hits / seen == pytest.approx(metrics["acc"])
+    norms = window["grad_norms_after_global_normalization"]
+    golden.check_gradients(draft, norms, "window.grad.")

@@ -71,7 +71,12 @@ class DecodeGraphRunner(GraphRunner):
             return
         self.forget()
         self.most_rows, self.span = max(wanted, self.most_rows), max(span, self.span)
-        self._allocate(self.most_rows, self.span + CALLS * (self.drafter.num_drafts + 1))
+        max_len = self.span + CALLS * (self.drafter.num_drafts + 1)
+        try:
+            self._allocate(self.most_rows, max_len)
+        except torch.OutOfMemoryError as error:
+            what = f"caches of {self.most_rows} rows x {max_len} tokens"
+            raise self.no_memory(what, error) from None
 
     def _allocate(self, rows: int, max_len: int) -> None:
         self.max_len, K = max_len, self.drafter.num_drafts

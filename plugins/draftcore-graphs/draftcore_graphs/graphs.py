@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from draftcore_eval.decode import EagerRunner
 from draftcore_eval.runner import DecodeRunner
+from draftcore_hf.decoder import decoder_model
 from torch import nn
 
 from draftcore.contracts.algorithm import Drafter
@@ -34,7 +37,7 @@ class Graphs:
         self.context, self.options = context, options
         self._prefill: tuple[TargetModel, PrefillRunner] | None = None
         self._tallies: list[Tally] = []  # the runners themselves would keep their caches alive
-        self._eager: list[str] = []  # who decided on eager, where the user did not
+        self._said: list[str] = []  # what differs from what the options name
 
     def check(self, target: TargetSpec) -> None:
         phase = self._resolve(target)
@@ -53,6 +56,8 @@ class Graphs:
 
     def _open_prefill(self, model: TargetModel) -> PrefillRunner:
         phase = self._resolve(model.spec)
+        if phase.backend != EAGER and (faults := target_faults(model)):
+            phase = self._resolve(model.spec, faults=faults)
         if phase.backend == EAGER:
             self._note_eager(phase)
             return model
@@ -66,7 +71,7 @@ class Graphs:
         phase = self._resolve(model.spec)
         if phase.backend != EAGER:
             rows, length = PROBED
-            found = {
+            found = target_faults(model) | {
                 "drafter-trees": "" if not hasattr(drafter, "depth") else f"depth {drafter.depth}",
                 "drafter-state": fault(drafter.allocate(rows, length), rows),
             }
@@ -76,12 +81,14 @@ class Graphs:
             self._note_eager(phase)
             return EagerRunner(model, drafter)
         backend, _ = self._backend(phase)
+        if phase.breaks:
+            self._said.append(f"breaks of {phase.backend}: {phase.breaks}")
         runner = DecodeGraphRunner(model, drafter, module, phase, backend, self._plugins(phase))
         self._tallies.append(runner.tally)
         return runner
 
     def report(self) -> Iterator[str]:
-        yield from dict.fromkeys(self._eager)
+        yield from dict.fromkeys(self._said)
         for tally in self._tallies:
             counts = ", ".join(f"{count} {what}" for what, count in tally.counts.items())
             yield f"{tally.captures} captured, {counts or 'unused'}"
@@ -124,7 +131,7 @@ class Graphs:
 
     def _note_eager(self, phase: Phase) -> None:
         if self.options.backend != EAGER:
-            self._eager.append(f"eager, {phase.decided['backend']}")
+            self._said.append(f"eager, {phase.decided['backend']}")
 
     def _backend(self, phase: Phase) -> tuple[GraphBackend, frozenset[str]]:
         bound = self.context.bind("graph", phase.backend, phase.options)
@@ -139,6 +146,20 @@ class Graphs:
             bound = self.context.bind("graph-plugin", name, given)
             opened.append(bound.hook.graph_plugin(name=name, options=bound.options))
         return opened
+
+
+def target_faults(model: TargetModel) -> dict[str, str]:
+    """Return by rule why no graph can read the weights of a running target."""
+    module = decoder_model(model, "the runner 'graphs'").model
+    home = torch.empty(0, device=model.device).device
+    weights = itertools.chain(module.named_parameters(), module.named_buffers())
+    away = [f"{name} is on {weight.device}" for name, weight in weights if weight.device != home]
+    # What every layer of peft's has.
+    adapted = [name for name, m in module.named_modules() if hasattr(m, "adapter_layer_names")]
+    found = {"offloaded": away, "adapters": adapted}
+    return {
+        rule: f"{names[0]}, and {len(names) - 1} more" for rule, names in found.items() if names
+    }
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:

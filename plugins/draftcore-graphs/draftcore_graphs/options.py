@@ -25,6 +25,9 @@ class GraphsOptions(BaseModel):
     lengths: tuple[Size, ...] | None = Field(
         None, description="prefill: padded tokens of a row; decode: cache slots that are attended"
     )
+    max_bs: Size | None = Field(
+        None, description="rows of the largest bucket; left out, what memory holds is captured"
+    )
     padding: bool = Field(True, description="pad to the next bucket; else only exact sizes replay")
     plugins: dict[str, dict[str, Any]] = Field(
         {}, description="graph plugins that see captures and replays, each with its options"

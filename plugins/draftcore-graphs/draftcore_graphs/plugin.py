@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 OPTIONS = "draftcore_graphs.options"
 FULL = frozenset({"device:cuda", "auto:cuda", "forks"})
 BREAKABLE = frozenset({"device:cuda", "breaks"})
-PIECEWISE = frozenset({"device:cuda", "device:cpu"})  # on a CPU some of its compilers run
+# On a CPU some of its compilers run. They do not trace what a drafter does in inference mode.
+PIECEWISE = frozenset({"device:cuda", "device:cpu", "phase:prefill"})
 TBO = frozenset({"phase:prefill", "forks"})
 
 

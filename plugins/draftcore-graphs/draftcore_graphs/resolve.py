@@ -54,17 +54,21 @@ class Phase:
     options: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
+    max_bs: int | None = None
     padding: bool = True
     plugins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     decided: Mapping[str, str] = field(default_factory=dict, compare=False)
+    breaks: str = ""  # why a backend that has them makes none
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
         """Yield key, value and who decided it, and the rules that judge later."""
         yield "backend", self.backend, self.decided["backend"]
         if self.backend == EAGER:
             return
-        for key in ("options", "rows", "lengths", "padding", "plugins"):
+        for key in ("options", "rows", "lengths", "max_bs", "padding", "plugins"):
             yield key, _shown(getattr(self, key)), self.decided[key]
+        if self.breaks:
+            yield "breaks", self.breaks, self.backend
         outcome = "an error" if self.decided["backend"] == "you" else "eager"
         for rule in RULES:
             if self.name in rule.phases and rule.judges_later_by:
@@ -72,12 +76,15 @@ class Phase:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "what memory holds"
     if isinstance(value, Mapping):
         value = tuple(f"{key}={of}" if of != {} else key for key, of in value.items())
     return (" ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
 
 
 BOTH: tuple[PhaseName, ...] = ("prefill", "decode")
+NO_BREAKS = "none: a round of decoding is one graph, as with full"
 KINDS = frozenset({"full_attention", "sliding_attention"})
 ALIBI = frozenset({"bloom", "falcon", "mpt"})
 
@@ -114,6 +121,7 @@ MASKS = Rule(
 )  # fmt: skip
 RULES: tuple[Rule, ...] = (
     Rule("device", "the backend does not run on the target's device", "set target.device"),
+    Rule("phase", "the backend does not work in this phase", "name another backend"),
     Rule(
         "attention",
         "its attention takes no mask that a graph could hold; sdpa and eager attention do",
@@ -135,6 +143,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sampling", "drafts and verdicts are drawn from a generator that is seeded for every batch",
         "set eval.temperature=0", ("decode",),
+    ),
+    Rule(
+        "offloaded", "some weights of the target are moved to its device only when they are needed", "",
+        BOTH, "the target's weights",
+    ),
+    Rule(
+        "adapters", "layers of the target choose on the host which adapters they add",
+        "merge the adapters into the target's weights", BOTH, "the target's layers",
     ),
     Rule(
         "drafter-trees", "the algorithm drafts trees, and a round of those is not recorded", "",
@@ -162,8 +178,10 @@ def _lacks(kind: str, value: str, words: frozenset[str]) -> bool:
 
 def _refusing(phase: PhaseName, backend: str, facts: Facts) -> Rule | None:
     """Return the first rule that refuses a backend."""
+    able = facts.backends.get(backend, frozenset())
     refused = {
-        "device": _lacks("device", facts.device, facts.backends.get(backend, frozenset())),
+        "device": _lacks("device", facts.device, able),
+        "phase": _lacks("phase", phase, able),
         "attention": facts.attention not in (None, "sdpa", "eager"),
         "layer-kinds": not facts.layer_kinds <= KINDS,
         "alibi": facts.model_type in ALIBI,
@@ -211,15 +229,18 @@ def resolve(name: PhaseName, given: GraphsOptions, facts: Facts) -> Phase:
     if name == "decode":  # its rows end one by one
         rows = doubling(facts.rows) if given.padding else tuple(range(1, facts.rows + 1))
     step = STEP * max(1, -(-facts.longest // (STEP * MOST)))
+    broken = name == "decode" and "breaks" in facts.backends.get(backend, ())
     return Phase(
         name,
         backend,
         given.options,
-        tuple(sorted(set(given.rows or rows))),
+        tuple(sorted({min(size, given.max_bs or size) for size in given.rows or rows})),
         tuple(sorted(set(given.lengths or multiples(step, facts.longest)))),
+        given.max_bs,
         given.padding,
         given.plugins,
         decided,
+        NO_BREAKS * broken,
     )
 
 

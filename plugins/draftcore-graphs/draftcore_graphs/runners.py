@@ -4,19 +4,23 @@ A runner owns its backend and the static buffers. It captures all its buckets in
 first batch comes, the largest first, so that the others share the memory of the first. A graph reads
 weights at the addresses that they had: weights that are updated in place replay as they are now, and
 where one has moved, all buckets are captured anew. What cannot be replayed runs eagerly and is counted.
+So does a bucket that memory does not hold, unless the user chose the buckets: then that is an error.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from draftcore.contracts.runner import GraphBackend, Outputs, ShapeKey
+from draftcore.errors import DraftcoreError
 from draftcore_graphs.buckets import largest_first, pad_to
 from draftcore_graphs.buffers import StaticBuffers
 from draftcore_graphs.graph_plugin import GraphPlugin, Work
@@ -36,7 +40,7 @@ class GraphRunner(ABC):
 
     def __init__(self, phase: Phase, backend: GraphBackend, plugins: Sequence[GraphPlugin]) -> None:
         self.phase, self.backend, self.plugins = phase, backend, plugins
-        self.captured: set[ShapeKey] = set()
+        self.captured, self.too_large = set[ShapeKey](), set[ShapeKey]()
         self.tally = Tally()
         self.counts = self.tally.counts
         self._addresses: tuple[int, ...] = ()
@@ -68,7 +72,7 @@ class GraphRunner(ABC):
         if addresses != self._addresses:
             self.forget()
             self._addresses = addresses
-        if todo := largest_first(set(keys) - self.captured):
+        if todo := largest_first(set(keys) - self.captured - self.too_large):
             self._capture(todo)
 
     def run(self, key: ShapeKey, live: Mapping[str, Tensor]) -> Outputs:
@@ -76,7 +80,8 @@ class GraphRunner(ABC):
         with self.backend.replay_session():
             batch = self.buffers.fill(key, live)
             if key not in self.captured or not self.backend.can_run(batch, key):
-                self.counts["not captured" if key not in self.captured else "refused"] += 1
+                why = "out of memory" if key in self.too_large else "not captured"
+                self.counts[why if key not in self.captured else "refused"] += 1
                 return self.work(key)(batch)
             for plugin in self.plugins:
                 plugin.on_replay(key, batch)
@@ -88,19 +93,38 @@ class GraphRunner(ABC):
         if self.captured:
             self.backend.cleanup()
         self.captured.clear()
+        self.too_large.clear()
+
+    def no_memory(self, what: str, error: torch.OutOfMemoryError) -> DraftcoreError:
+        """Return the error for what a device has no room for: what was asked, what is free."""
+        said, key = re.split(r"(?<=is free\.) ", str(error))[0], f"runner.{self.phase.name}"
+        return DraftcoreError(
+            f"{key}: no memory for {what}: {said}\n"
+            f"  lower {key}.options.max_bs (it is {self.phase.rows[-1]}) or the largest of "
+            f"{key}.options.lengths (it is {self.phase.lengths[-1]}), or set {key}.name=eager"
+        )
 
     def _capture(self, keys: Sequence[ShapeKey]) -> None:
         try:
             with self.backend.capture_session():
                 for key in keys:
-                    self.before_capture(key)
-                    work, batch = self.work(key), self.buffers.view(key)
-                    for plugin in self.plugins:
-                        work = plugin.on_capture(key, batch, work)
-                    self.backend.capture_one(key, functools.partial(work, batch))
-                    self.captured.add(key)
-                    self.tally.captures += 1
+                    try:
+                        self._capture_one(key)
+                    except torch.OutOfMemoryError as error:
+                        if "you" in map(self.phase.decided.get, ("rows", "lengths", "max_bs")):
+                            what = f"a graph of {key.rows} rows x {key.length}"
+                            raise self.no_memory(what, error) from None
+                        self.too_large.add(key)
         except BaseException:
             self.backend.cleanup()
             self.captured.clear()
             raise
+
+    def _capture_one(self, key: ShapeKey) -> None:
+        self.before_capture(key)
+        work, batch = self.work(key), self.buffers.view(key)
+        for plugin in self.plugins:
+            work = plugin.on_capture(key, batch, work)
+        self.backend.capture_one(key, functools.partial(work, batch))
+        self.captured.add(key)
+        self.tally.captures += 1

@@ -9,9 +9,7 @@ first half keeps (`draftcore_graphs.divided`).
 On CUDA the second half runs on a second stream, which is forked and joined within the graph: small
 kernels of one half fill the device while those of the other end. Elsewhere it follows the first.
 
-In a graph the cut depends on the padded shape alone. A replay changes only `counts_2`, the numbers of
-live tokens in the halves, whose address stays. It is for a target whose code must know how much of a
-half is padding, as an exchange between devices must.
+In a graph the cut depends on the padded shape alone, so a replay changes nothing of it.
 
 Shape letters: B rows, T tokens of a row.
 """
@@ -91,23 +89,13 @@ class TwoBatchOverlap(GraphPlugin):
 
     def __init__(self, least_share: float = LEAST_SHARE) -> None:
         self.least_share = least_share
-        self.cuts: dict[ShapeKey, Cut | None] = {}
-        self.counts_2: Tensor  # int32, made at the first capture
 
     def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
-        lengths_B = batch["lengths_B"]
-        cut = balanced_cut([_width(batch)] * len(lengths_B), self.least_share)
-        self.cuts[key] = cut
-        if not hasattr(self, "counts_2"):
-            self.counts_2 = torch.zeros(2, dtype=torch.int32, device=lengths_B.device)
-        self.on_replay(key, batch)
+        cut = balanced_cut([_width(batch)] * len(batch["lengths_B"]), self.least_share)
         return work if cut is None else Halves(work, cut, batch)
 
     def on_replay(self, key: ShapeKey, batch: Batch) -> None:
-        """Count the live tokens of the halves; a bucket that is not cut has them in the first."""
-        cut, live = self.cuts[key], {"lengths_B": batch["lengths_B"] * batch["live_B"]}
-        for at, half in enumerate((live,) if cut is None else split(live, cut)):
-            self.counts_2[at] = half["lengths_B"].sum()
+        """Do nothing: a replay is cut as its bucket was."""
 
 
 @dataclass(frozen=True)

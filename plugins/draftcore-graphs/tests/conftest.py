@@ -5,35 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from draftcore_graphs.backend import SegmentBackend
 from draftcore_graphs.recording import Tape
 from draftcore_hf.target import TransformersModel, TransformersTarget
-from draftcore_sdk.runners import RepeatingDrafter
+from draftcore_sdk.runners import CountingDrafter
 from draftcore_sdk.targets import tiny_target
-from torch import Tensor, nn
+from torch import Tensor
 
-from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.target import TargetModel
-
-PROMPTS = [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
-
-
-class ShiftingDrafter(RepeatingDrafter):
-    """Proposes the last token again, plus the weight of `shift`, by which it can be moved."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary, self.module = vocabulary, nn.Module()
-        self.module.shift = nn.Parameter(torch.zeros(1))
-
-    def propose(
-        self, state: dict[str, Tensor], temperature: float = 0.0, generator: Any = None
-    ) -> Proposal:
-        drafts_BK = super().propose(state).tokens_BK
-        return Proposal((drafts_BK + self.module.shift.long()) % self.vocabulary)
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +28,12 @@ def target(target_folder: Path) -> TargetModel:
 
 
 @pytest.fixture
+def own_target(target_folder: Path) -> TransformersModel:
+    """The same target for one test, to be changed."""
+    return TransformersModel(TransformersTarget(str(target_folder), device="cpu"))
+
+
+@pytest.fixture
 def windowed(tmp_path: Path) -> TargetModel:
     """A target of which every other layer sees three tokens."""
     layers = ["sliding_attention", "full_attention"] * 3
@@ -55,24 +42,20 @@ def windowed(tmp_path: Path) -> TargetModel:
 
 
 @pytest.fixture
-def drafter(target: TargetModel) -> ShiftingDrafter:
-    return ShiftingDrafter(target.spec.vocab_size)
+def drafter(target: TargetModel) -> CountingDrafter:
+    return CountingDrafter(target.spec.vocab_size)
 
 
 @pytest.fixture
 def prompts() -> list[list[int]]:
-    return PROMPTS
-
-
-# ---------------------------------------------------------------- segments
+    return [[5, 9, 5, 9, 5], list(range(40, 60)), [7], [11, 12, 13, 11, 12, 13, 11]]
 
 
 class CpuSegments:
     """Segments as `recording` tapes them; `ended` counts them."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.tape: Tape | None = None
-        self.ended = 0
+    tape: Tape | None = None
+    ended = 0
 
     def isolated(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -99,16 +82,15 @@ class CpuSegments:
         # An allocation is no kernel.
         tape.steps = [step for step in tape.steps if "empty" not in str(step[0])]
         outside = {value.untyped_storage().data_ptr() for value, _ in tape.read.values()}
-        computed = [
+        tape.outputs = [
             tensor
             for func, *_, made in tape.steps
             for tensor in made
             if not (func.is_view or tensor.untyped_storage().data_ptr() in outside)
         ]
-        for tensor in computed:
+        for tensor in tape.outputs:
             if tensor.is_floating_point():
                 tensor.fill_(float("nan"))
-        tape.outputs = computed
         return tape.replay
 
     def pin(self, tensor: Tensor) -> Callable[[], Tensor]:

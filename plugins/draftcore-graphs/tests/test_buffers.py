@@ -15,25 +15,22 @@ from draftcore_graphs.states import fault, narrow, settle, tensors
 
 from draftcore.contracts.runner import ShapeKey
 
-SLOTS = (
-    Slot("tokens", lambda key: (key.rows, key.length), torch.long, "tokens"),
-    Slot("lengths", lambda key: (key.rows,), torch.long, "rows"),
-    Slot("last", lambda key: (key.rows,), torch.long, "rows", repeat=True),
-    Slot("scale", lambda key: (2,), torch.float32, "none"),
-)
 LARGE, SMALL = ShapeKey(4, 6), ShapeKey(2, 3)
 
 
 @pytest.fixture
 def buffers() -> StaticBuffers:
-    return StaticBuffers(SLOTS, [LARGE, SMALL], "cpu")
+    slots = (
+        Slot("tokens", lambda key: (key.rows, key.length), torch.long, "tokens"),
+        Slot("lengths", lambda key: (key.rows,), torch.long, "rows"),
+        Slot("last", lambda key: (key.rows,), torch.long, "rows", repeat=True),
+        Slot("scale", lambda key: (2,), torch.float32, "none"),
+    )
+    return StaticBuffers(slots, [LARGE, SMALL], "cpu")
 
 
 def full(value: int, *shape: int) -> torch.Tensor:
     return torch.full(shape, value)
-
-
-# ---------------------------------------------------------------- static buffers
 
 
 def test_each_slot_is_padded_by_its_own_policy_in_every_filling(buffers: StaticBuffers) -> None:
@@ -42,14 +39,13 @@ def test_each_slot_is_padded_by_its_own_policy_in_every_filling(buffers: StaticB
     live = {"tokens": full(7, 2, 4), "lengths": full(4, 2), "last": torch.tensor([8, 9])}
     views = buffers.fill(LARGE, {**live, "scale": torch.tensor([1.0, 2.0])})
     assert views["tokens"].tolist() == [[7, 7, 7, 7, 0, 0]] * 2 + [[0] * 6] * 2
-    assert views["lengths"].tolist() == [4, 4, 0, 0]
-    assert views["last"].tolist() == [8, 9, 8, 8]
+    assert [views[name].tolist() for name in ("lengths", "last")] == [[4, 4, 0, 0], [8, 9, 8, 8]]
     live = {"tokens": full(1, 1, 2), "lengths": full(2, 1), "last": full(3, 1)}
     views = buffers.fill(SMALL, live)
-    assert views["tokens"].tolist() == [[1, 1, 0], [0, 0, 0]]
-    assert views["lengths"].tolist() == [2, 0]
-    assert views["last"].tolist() == [3, 3]
-    assert views["scale"].tolist() == [1.0, 2.0]  # was not filled
+    assert {name: view.tolist() for name, view in views.items()} == {
+        "tokens": [[1, 1, 0], [0, 0, 0]], "lengths": [2, 0], "last": [3, 3],
+        "scale": [1.0, 2.0],  # was not filled
+    }  # fmt: skip
     assert {name: view.data_ptr() for name, view in views.items()} == first
     assert all(view.is_contiguous() for view in views.values())
 
@@ -65,9 +61,6 @@ def test_what_a_bucket_does_not_hold_is_refused_by_the_slots_name(
         buffers.fill(SMALL, {slot: torch.zeros(shape)})
 
 
-# ---------------------------------------------------------------- buckets
-
-
 def test_a_batch_goes_to_the_smallest_bucket_that_holds_it_or_without_padding_to_its_own() -> None:
     """Default tables reach the largest batch and no further; the largest is captured first."""
     sizes, table = (1, 2, 3, 8, 9), (2, 4, 8)
@@ -79,8 +72,6 @@ def test_a_batch_goes_to_the_smallest_bucket_that_holds_it_or_without_padding_to
     keys = [ShapeKey(1, 8), ShapeKey(4, 8), ShapeKey(2, 16), ShapeKey(1, 8)]
     assert largest_first(keys) == [ShapeKey(4, 8), ShapeKey(2, 16), ShapeKey(1, 8)]
 
-
-# ---------------------------------------------------------------- states
 
 Pair = namedtuple("Pair", "first second")
 
@@ -99,31 +90,23 @@ class State:
     pair: Pair
 
 
-def state(rows: int, value: int = 0) -> State:
-    parts = [full(value + part, rows, 2) for part in range(5)]
-    return State(Inner(parts[0]), {"b": parts[1]}, [parts[2]], Pair(parts[3], parts[4]))
-
-
-def test_a_state_of_any_nest_is_narrowed_to_the_same_build_in_the_same_memory() -> None:
-    whole = state(4, 10)
-    assert [int(tensor[0, 0]) for tensor in tensors(whole)] == [10, 11, 12, 13, 14]
+def test_a_state_of_any_nest_is_narrowed_in_its_memory_and_settled_where_it_lies_elsewhere() -> (
+    None
+):
+    parts = [full(value, 4, 2) for value in range(5)]
+    whole = State(Inner(parts[0]), {"b": parts[1]}, [parts[2]], Pair(parts[3], parts[4]))
+    assert [int(tensor[0, 0]) for tensor in tensors(whole)] == [0, 1, 2, 3, 4]
     assert fault(whole, 4) is None
     part = narrow(whole, 2)
-    assert isinstance(part.pair, Pair)
-    assert part.inner.nothing is None
-    for tensor in tensors(part):
-        assert len(tensor) == 2
-        tensor.fill_(5)
-    assert all(tensor[:2].eq(5).all() and tensor[2:].ne(5).all() for tensor in tensors(whole))
-
-
-def test_settling_copies_what_lies_elsewhere_and_only_that() -> None:
-    static = state(4)
-    part = narrow(static, 2)
+    assert (type(part.pair), part.inner.nothing) == (Pair, None)
     part.listed[0] = full(7, 2, 2)
-    settle(static, part)
-    assert static.listed[0].tolist() == [[7, 7], [7, 7], [2, 2], [2, 2]]
-    assert static.pair.first.eq(3).all()
+    settle(whole, part)
+    assert whole.listed[0].tolist() == [[7, 7], [7, 7], [2, 2], [2, 2]]
+    assert whole.pair.first.eq(3).all()
+    for tensor in tensors(narrow(whole, 2)):
+        assert len(tensor) == 2
+        tensor.fill_(9)
+    assert all(tensor[:2].eq(9).all() and tensor[2:].ne(9).all() for tensor in tensors(whole))
 
 
 @pytest.mark.parametrize(

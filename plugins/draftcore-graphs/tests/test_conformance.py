@@ -6,6 +6,7 @@ Those that compile are in test_torch_compile.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from draftcore_graphs.backend import SegmentBackend
 from draftcore_sdk.graph_plugins import GraphPluginSuite
 from draftcore_sdk.graphs import GraphBackendSuite
 from draftcore_sdk.plugins import PluginSuite
-from draftcore_sdk.runners import RunnerSuite
+from draftcore_sdk.runners import CountingDrafter, RunnerSuite
+
+from draftcore.contracts.runner import PhaseName
+from draftcore.errors import UsageError
 
 PLUGIN = "draftcore_graphs.plugin"
 
@@ -24,6 +28,22 @@ class TestPlugin(PluginSuite):
 
 class TestGraphs(RunnerSuite):
     plugin, name, options = PLUGIN, "graphs", {"backend": "recording"}
+
+    @pytest.mark.parametrize("phase", ["prefill", "decode"])
+    def test_weights_that_a_graph_would_miss_are_refused_by_a_rule(
+        self, target: Any, phase: PhaseName
+    ) -> None:
+        """Those that are elsewhere between forwards, and adapters that the host chooses among."""
+        drafter, runner = CountingDrafter(target.spec.vocab_size), self.runner(phase)
+        given = (target,) if phase == "prefill" else (target, drafter, drafter.module)
+        target.layers[1].self_attn.adapter_layer_names = ("lora_A", "lora_B")  # as peft's have
+        with pytest.raises(UsageError, match=r"'adapters' refuses it\n.*: model\.layers\.1\.self_"):
+            getattr(runner, phase)(*given)
+        target.layers[0].mlp.up_proj.to("meta")  # as accelerate leaves them
+        with pytest.raises(
+            UsageError, match=r"'offloaded' refuses it\n.*up_proj\.weight is on meta"
+        ):
+            getattr(runner, phase)(*given)
 
 
 class TestOverlap(GraphPluginSuite):

@@ -7,7 +7,9 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +18,15 @@ from draftcore_graphs.breaks import run_eager
 from draftcore_graphs.cuda import CudaSegments, Pool, open_backend
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.graph_plugin import GraphPlugin
-from draftcore_graphs.options import BreakableOptions, PiecewiseOptions
-from draftcore_graphs.piecewise import PiecewiseBackend
+from draftcore_graphs.options import BreakableOptions
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.resolve import Phase
-from draftcore_graphs.tbo import Halves, TwoBatchOverlap
+from draftcore_graphs.tbo import Halves, TwoBatchOverlap, balanced_cut
 from draftcore_hf.target import TransformersModel, TransformersTarget
 from draftcore_sdk.graphs import GraphBackendSuite
 from draftcore_sdk.replays import largest_gap
 from draftcore_sdk.runners import RepeatingDrafter
+from draftcore_sdk.suite import opened
 from draftcore_sdk.targets import tiny_target
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -51,27 +53,25 @@ class TestBreakableDebug(GraphBackendSuite):
     plugin, name, options = PLUGIN, "breakable", {"debug": True}
 
 
-# ---------------------------------------------------------------- fixtures
-
-
-def cleaned(backend: GraphBackend) -> Iterator[GraphBackend]:
+def cleaned(name: str) -> Iterator[GraphBackend]:
+    backend: GraphBackend = opened(PLUGIN, "graph", name, {})
     yield backend
     backend.cleanup()
 
 
 @pytest.fixture
 def full() -> Iterator[GraphBackend]:
-    yield from cleaned(open_backend("full", None))
+    yield from cleaned("full")
 
 
 @pytest.fixture
 def breakable() -> Iterator[GraphBackend]:
-    yield from cleaned(open_backend("breakable", BreakableOptions()))
+    yield from cleaned("breakable")
 
 
 @pytest.fixture
 def piecewise() -> Iterator[GraphBackend]:
-    yield from cleaned(PiecewiseBackend.open(PiecewiseOptions()))
+    yield from cleaned("piecewise")
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def launches(work: Callable[[], object]) -> Counter[str]:
 
 
 def test_a_replay_launches_graphs_in_the_place_of_kernels(
-    full: GraphBackend, breakable: GraphBackend, buffer: Tensor
+    full: GraphBackend, breakable: GraphBackend, piecewise: GraphBackend, buffer: Tensor
 ) -> None:
     module = tower()
     eager = launches(lambda: module(buffer))
@@ -116,15 +116,13 @@ def test_a_replay_launches_graphs_in_the_place_of_kernels(
         pytest.skip("the profiler sees no CUDA calls on this machine")
     capture(full, lambda: module(buffer))
     assert launches(lambda: full.replay(KEY)) == {"graph": 1}
-
-    def broken() -> Tensor:
-        return module(run_eager(torch.neg, module(buffer)))
-
-    capture(breakable, broken)
+    capture(breakable, lambda: module(run_eager(torch.neg, module(buffer))))
     seen = launches(lambda: breakable.replay(KEY))
     assert seen["graph"] == 2
     assert 1 <= seen["kernel"] <= 2  # the break, and the copy of what it returns
     assert eager["kernel"] > seen["kernel"]
+    capture(piecewise, lambda: module(buffer))
+    assert launches(lambda: piecewise.replay(KEY))["graph"] == 1
 
 
 # ---------------------------------------------------------------- memory
@@ -184,24 +182,60 @@ def test_all_backends_share_one_pool_and_one_stream(
     assert torch.cuda.memory_reserved() < reserved
 
 
-@pytest.mark.parametrize("name", ["full", "breakable"])
-def test_twenty_captures_and_a_thousand_replays_reserve_no_more(
+def require_no_growth(cycle: Callable[[int], object]) -> None:
+    """Twenty cycles of captures, replays and cleanups hold and reserve no more than three."""
+    held = []
+    for at in range(20):
+        cycle(1000 if at == 10 else 2)
+        gc.collect()
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert all(last <= early for last, early in zip(held[-1], held[2], strict=True)), held
+
+
+@pytest.mark.parametrize("name", ["full", "breakable", "piecewise"])
+def test_captures_and_replays_come_and_go_without_leaving_memory(
     name: str, buffer: Tensor, request: pytest.FixtureRequest
 ) -> None:
     backend, module = request.getfixturevalue(name), tower()
 
-    def work() -> Tensor:
-        return module(run_eager(torch.neg, module(buffer)))
-
-    held = []
-    for cycle in range(20):
-        capture(backend, work)
-        for _ in range(1000 if cycle == 10 else 1):
+    def cycle(replays: int) -> None:
+        capture(backend, lambda: module(run_eager(torch.neg, module(buffer))))
+        capture(backend, lambda: module(buffer[:32]), OTHER)
+        for _ in range(replays):
             backend.replay(KEY)
         backend.cleanup()
-        gc.collect()
-        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert all(last <= early for last, early in zip(held[-1], held[2], strict=True)), held
+
+    require_no_growth(cycle)
+
+
+def test_a_device_without_room_is_said_and_stays_usable(
+    full: GraphBackend, buffer: Tensor, tmp_path: Path
+) -> None:
+    """A process that may take no more than it has; buckets that nobody chose run eagerly."""
+    sizes = {"rows": (4,), "lengths": (32, 4096)}
+    asked = r"a graph of 4 rows x 4096: .* is free\."
+    with pytest.raises(DraftcoreError, match=asked) as refused, little_memory():
+        prefill(full, tmp_path / "chosen", "float32", **sizes, decided={"lengths": "you"})
+    assert "lower runner.prefill.options.max_bs (it is 4)" in str(refused.value)
+    usable(full, buffer)
+    full.cleanup()
+    with little_memory():
+        runner = prefill(full, tmp_path / "default", "float32", **sizes)
+    assert runner.captures == 1
+    runner.features(*batch_of(4, 4096), REQUEST)
+    assert runner.counts == {"replayed": 1, "out of memory": 1}
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    share = (torch.cuda.memory_reserved() + 256 * MIB) / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 # ---------------------------------------------------------------- what cannot be recorded
@@ -356,27 +390,6 @@ def test_compiled_pieces_read_buffers_and_weights_as_they_are(piecewise: GraphBa
         torch.testing.assert_close(piecewise.replay(KEY)["y"], module(x), rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_pieces_are_graphs(piecewise: GraphBackend, buffer: Tensor) -> None:
-    module = tower()
-    if not launches(lambda: module(buffer))["kernel"]:
-        pytest.skip("the profiler sees no CUDA calls on this machine")
-    capture(piecewise, lambda: module(buffer))
-    assert launches(lambda: piecewise.replay(KEY))["graph"] == 1
-
-
-def test_compiled_buckets_come_and_go_without_leaving_memory(piecewise: GraphBackend) -> None:
-    module, x = tower(), torch.randn(64, 64, device="cuda")
-    held = []
-    for _ in range(4):
-        capture(piecewise, lambda: module(x))
-        capture(piecewise, lambda: module(x[:32]), OTHER)
-        for _ in range(100):
-            piecewise.replay(KEY)
-        piecewise.cleanup()
-        held.append(torch.cuda.memory_allocated())
-    assert held[-1] <= held[1], held
-
-
 # ---------------------------------------------------------------- a target's prefill
 
 
@@ -385,16 +398,22 @@ WIDER = FeatureRequest((0, 5), True, "float32", topk=3, embeddings=True)
 
 
 def prefill(
-    backend: GraphBackend, folder: Path, dtype: str, *plugins: GraphPlugin, breaks: bool = False
+    backend: GraphBackend,
+    folder: Path,
+    dtype: str,
+    *plugins: GraphPlugin,
+    breaks: bool = False,
+    **changes: Any,
 ) -> PrefillGraphRunner:
-    """A runner of a tiny target, whose buckets are all captured."""
+    """A runner of a tiny target, whose buckets are captured."""
     target = TransformersModel(
         TransformersTarget(str(tiny_target(folder)), dtype=dtype, device="cuda")
     )
-    phase = Phase("prefill", "named", rows=(1, 2, 3, 4), lengths=(8, 32))
-    runner = PrefillGraphRunner(target, phase, backend, plugins, breaks=breaks)
+    sizes = {"rows": (1, 2, 3, 4), "lengths": (8, 32), **changes}
+    runner = PrefillGraphRunner(
+        target, Phase("prefill", "named", **sizes), backend, plugins, breaks=breaks
+    )
     runner.features(*batch_of(1, 8), REQUEST)
-    assert runner.captures == 8
     return runner
 
 
@@ -459,33 +478,34 @@ def test_prefill_by_halves_on_two_streams_has_the_features_of_the_whole(
     full: GraphBackend, dtype: str, bound: float, tmp_path: Path
 ) -> None:
     """To the bits of the same halves run eagerly; of the whole within rounding."""
-    tbo = TwoBatchOverlap()
-    halved = prefill(full, tmp_path / "halved", dtype, tbo)
+    halved = prefill(full, tmp_path / "halved", dtype, TwoBatchOverlap())
     plain = prefill(open_backend("full", None), tmp_path / "plain", dtype)
+    assert len(halved.captured) == 8
     for key in sorted(halved.captured):
         given = batch_of(key.rows, key.length)
         found, whole = (runner.features(*given, REQUEST) for runner in (halved, plain))
         batch = halved.buffers.view(key)
-        eager = Halves(halved.work(key), tbo.cuts[key], batch)(batch)
+        cut = balanced_cut([key.length] * key.rows)
+        assert cut is not None
+        eager = Halves(halved.work(key), cut, batch)(batch)
         for name, value in whole.items():
             assert torch.equal(found[name], eager[name].float()), (key, name)
             gap = float((found[name] - value).abs().max() / value.abs().max())
             assert gap <= bound, (key, name, gap)
-        assert tbo.counts_2.tolist() == [key.rows * key.length // 2] * 2
     plain.forget()
 
 
 def test_halves_are_recorded_and_dropped_again_and_again_without_leaving_memory(
     full: GraphBackend, tmp_path: Path
 ) -> None:
-    runner, held = prefill(full, tmp_path, "bfloat16", TwoBatchOverlap()), []
-    for cycle in range(20):
-        for _ in range(1000 if cycle == 10 else 2):
+    runner = prefill(full, tmp_path, "bfloat16", TwoBatchOverlap())
+
+    def cycle(replays: int) -> None:
+        for _ in range(replays):
             runner.features(*batch_of(3, 32), REQUEST)
         runner.forget()
-        gc.collect()
-        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert all(last <= early for last, early in zip(held[-1], held[2], strict=True)), held
+
+    require_no_growth(cycle)
 
 
 def test_the_second_half_runs_on_a_stream_of_its_own() -> None:

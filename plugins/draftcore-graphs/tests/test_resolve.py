@@ -8,19 +8,22 @@ from dataclasses import replace
 import pytest
 from draftcore_graphs.options import GraphsOptions
 from draftcore_graphs.resolve import MOST, PLUGIN_RULES, RULES, Facts, Rule, resolve
+from pydantic import ValidationError
 
 from draftcore.contracts.runner import PhaseName
 from draftcore.errors import UsageError
 
 FACTS = Facts(
-    rows=6,
-    longest=600,
-    device="cpu",
-    backends={"any": frozenset(), "gpu": frozenset({"device:cuda", "auto:cuda"})},
-)
-# What makes each rule refuse, and which backend.
+    rows=6, longest=600, device="cpu",
+    backends={
+        "any": frozenset(), "gpu": frozenset({"device:cuda", "auto:cuda"}),
+        "broken": frozenset({"breaks"}), "elsewhere": frozenset({"phase:none"}),
+    },
+)  # fmt: skip
+# What makes each rule refuse, which backend, and what that can do beside.
 REFUSED = {
     "device": ({}, "gpu"),
+    "phase": ({}, "elsewhere"),
     "attention": ({"attention": "flash_attention_2"}, "any"),
     "layer-kinds": ({"layer_kinds": frozenset({"full_attention", "linear_attention"})}, "any"),
     "alibi": ({"model_type": "bloom"}, "any"),
@@ -28,9 +31,11 @@ REFUSED = {
     "experts": ({"experts": "eager"}, "any"),
     "capture": ({"capture": frozenset()}, "any"),
     "sampling": ({"temperature": 0.7}, "any"),
-    "drafter-trees": ({"faults": {"drafter-trees": "depth 3"}}, "any"),
-    "drafter-state": ({"faults": {"drafter-state": "state.step is a int"}}, "any"),
-    "masks": ({"faults": {"masks": "hidden.1 differs"}}, "any"),
+    **{
+        rule.name: ({"faults": {rule.name: "x is so"}}, "any")
+        for rule in RULES
+        if rule.judges_later_by
+    },
 }
 CASES = [(rule, phase) for rule in RULES for phase in rule.phases]  # a KeyError if one is not above
 
@@ -53,28 +58,53 @@ def test_defaults_follow_from_the_run() -> None:
     assert (len(lengths), lengths[-1]) == (MOST, 32_768)
 
 
-def test_what_the_user_sets_stays_and_the_plan_says_so() -> None:
+@pytest.mark.parametrize(
+    ("rows", "max_bs", "buckets"),
+    [(None, 3, (1, 2, 3)), ((8, 2, 2), None, (2, 8)), ((9, 2), 8, (2, 8))],
+)
+def test_no_bucket_has_more_rows_than_max_bs(
+    rows: tuple[int, ...] | None, max_bs: int | None, buckets: tuple[int, ...]
+) -> None:
+    given = GraphsOptions(backend="any", rows=rows, max_bs=max_bs)
+    assert resolve("decode", given, FACTS).rows == buckets
+
+
+def test_every_key_can_be_left_out_and_the_plan_shows_each_with_who_decided() -> None:
+    """And that a backend of breaks has none in decoding; no other key is taken."""
     plugins = {"a": {}, "b": {"c": 1}}
-    given = GraphsOptions(backend="any", rows=(8, 2, 2), options={"debug": True}, plugins=plugins)
-    phase = resolve("decode", given, FACTS)
-    assert phase.rows == (2, 8)
-    shown = {key: (value, by) for key, value, by in phase.lines() if "rule" not in key}
-    assert shown == {
-        "backend": ("any", "you"), "options": ("debug=True", "you"), "rows": ("2 8", "you"),
-        "lengths": ("256 512 768", "default"), "padding": ("True", "default"),
-        "plugins": ("a b={'c': 1}", "you"),
+    given = GraphsOptions(backend="broken", rows=(8, 2), options={"debug": True}, plugins=plugins)
+    plans = [
+        {
+            key: (value, by)
+            for key, value, by in resolve(name, given, FACTS).lines()
+            if "rule" not in key
+        }
+        for name in ("decode", "prefill")
+    ]
+    why = ("none: a round of decoding is one graph, as with full", "broken")
+    shown = {
+        "backend": ("broken", "you"), "options": ("debug=True", "you"), "rows": ("2 8", "you"),
+        "lengths": ("256 512 768", "default"), "max_bs": ("what memory holds", "default"),
+        "padding": ("True", "default"), "plugins": ("a b={'c': 1}", "you"),
     }  # fmt: skip
+    assert plans == [{**shown, "breaks": why}, shown]
+    assert shown.keys() == GraphsOptions.model_validate({}).model_dump().keys()
+    with pytest.raises(ValidationError, match="max_rows"):
+        GraphsOptions.model_validate({"max_rows": 3})
 
 
 def test_the_plan_names_rules_that_judge_only_when_a_phase_runs() -> None:
     facts = replace(FACTS, backends={"chosen": frozenset({"auto:cpu"})})
+    later = {"offloaded": "the target's weights", "adapters": "the target's layers"}
+    own = {
+        "prefill": {"masks": "the first batch"},
+        "decode": {"drafter-trees": "the drafter", "drafter-state": "the draft's state"},
+    }
     for backend, outcome in (("auto", "eager if it refuses"), ("chosen", "an error if it refuses")):
-        last = {name: list(resolve(name, GraphsOptions(backend=backend), facts).lines())[-1]
-                for name in ("prefill", "decode")}  # fmt: skip
-        assert last == {
-            "prefill": ("rule masks", outcome, "the first batch"),
-            "decode": ("rule drafter-state", outcome, "the draft's state"),
-        }
+        for name, more in own.items():
+            lines = resolve(name, GraphsOptions(backend=backend), facts).lines()
+            rules = {key: rest for key, *rest in lines if "rule" in key}
+            assert rules == {f"rule {rule}": [outcome, by] for rule, by in (later | more).items()}
 
 
 @pytest.mark.parametrize(("rule", "phase"), CASES, ids=lambda value: getattr(value, "name", value))
@@ -89,7 +119,7 @@ def test_a_rule_refuses_a_locked_backend_and_turns_auto_into_eager(
         resolve(phase, GraphsOptions(backend=backend), facts)
     assert rule.reason in str(refused.value)
     assert str(refused.value).splitlines()[-1].startswith(f"  set runner.{phase}.name=eager")
-    able = frozenset({"auto:cpu"} | ({"device:cuda"} if rule.name == "device" else set()))
+    able = FACTS.backends[backend] | {"auto:cpu"}
     chosen = replace(facts, backends={"chosen": able})
     resolved = resolve(phase, GraphsOptions(backend="auto"), chosen)
     assert resolved.backend == "eager"

@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_eval.decode import EagerRunner, right_padded, speculate
-from draftcore_eval.options import EvalOptions
-from draftcore_graphs.decode import DecodeGraphRunner
+from draftcore_eval.decode import right_padded
 from draftcore_graphs.piecewise import PiecewiseBackend
 from draftcore_graphs.prefill import PrefillGraphRunner
 from draftcore_graphs.resolve import Phase
@@ -35,13 +33,15 @@ PLUGIN = "draftcore_graphs.plugin"
 class TestCompiled(RunnerSuite):
     plugin, name = PLUGIN, "compiled"
 
-    def test_decoding_meanwhile_runs_the_layers_as_they_are(self, target: TargetModel) -> None:
-        prefill = self.runner("prefill").prefill(target)
-        request = FeatureRequest((1,), True, "float32")
-        tokens_BT, lengths_B = right_padded([[1, 2, 3]], "cpu")
-        before = target.features(tokens_BT, lengths_B, request)
-        prefill.features(tokens_BT, lengths_B, request)
-        after = target.features(tokens_BT, lengths_B, request)
+    def test_decoding_meanwhile_runs_the_layers_as_they_are(self, target: Any) -> None:
+        prefill, request = (
+            self.runner("prefill").prefill(target),
+            FeatureRequest((1,), True, "float32"),
+        )
+        given = *right_padded([[1, 2, 3]], "cpu"), request
+        before = target.features(*given)
+        prefill.features(*given)
+        after = target.features(*given)
         assert all(torch.equal(before[name], after[name]) for name in request.names)
         assert not any("forward" in vars(layer) for layer in target.layers)
 
@@ -61,74 +61,60 @@ def capture(backend: PiecewiseBackend, key: ShapeKey, fn: Callable[[], Outputs])
         backend.capture_one(key, fn)
 
 
-def test_a_replay_reads_buffers_and_weights_as_they_are_now(backend: PiecewiseBackend) -> None:
-    layer, x = nn.Linear(3, 3), torch.ones(2, 3)
-    capture(backend, ShapeKey(2, 3), lambda: {"y": layer(x).relu(), "none": None})
+def test_a_replay_reads_buffers_and_weights_as_they_are_and_cleanup_lets_go_of_them(
+    backend: PiecewiseBackend,
+) -> None:
+    layer, x, key = nn.Linear(3, 3), torch.ones(2, 3), ShapeKey(2, 3)
+
+    def work(layer: nn.Module) -> Callable[[], Outputs]:
+        return lambda: {"y": layer(x).relu(), "none": None}
+
+    capture(backend, key, work(layer))
     with torch.no_grad():
         layer.weight.mul_(-2)
         x.copy_(torch.randn(2, 3))
-        found = backend.replay(ShapeKey(2, 3))
+        found = backend.replay(key)
         assert torch.equal(found["y"], layer(x).relu())
     assert found["none"] is None
+    seen = weakref.ref(layer)
+    backend.cleanup()
+    del layer
+    gc.collect()
+    assert seen() is None
+    with pytest.raises(DraftcoreError, match="there is nothing"):
+        backend.replay(key)
 
 
-def counting() -> tuple[PiecewiseBackend, list[Any]]:
-    """A backend whose compiler keeps each graph that it is given, and that list."""
+def test_every_bucket_is_compiled_in_its_pieces_and_stays_so() -> None:
+    """Dynamo would run the ninth version of one function uncompiled, without a word."""
     graphs = list[Any]()
 
     def keep(module: Any, inputs: Any) -> Any:
         graphs.append(module)
         return module
 
-    return PiecewiseBackend(keep, None), graphs
-
-
-def test_every_bucket_is_compiled_and_stays_so() -> None:
-    """Dynamo would run the ninth version of one function uncompiled, without a word."""
-    backend, graphs = counting()
+    backend = PiecewiseBackend(keep, None)
     buffers = {rows: torch.ones(rows, 4) for rows in range(12, 0, -1)}
 
     def work(rows: int) -> Callable[[], Tensor]:
         return lambda: buffers[rows] * rows
 
+    def split() -> Tensor:
+        y = buffers[1] * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
     with backend.capture_session():
         for rows in buffers:
             backend.capture_one(ShapeKey(rows), work(rows))
     assert len(graphs) == 12
+    capture(backend, ShapeKey(1, 2), split)
+    assert len(graphs) == 14
     for rows, buffer in buffers.items():
         buffer.fill_(2)
         assert backend.replay(ShapeKey(rows)).tolist() == [[2.0 * rows] * 4] * rows
-    assert len(graphs) == 12
-
-
-def test_work_that_is_split_runs_in_pieces() -> None:
-    x, (backend, pieces) = torch.ones(3), counting()
-
-    def work() -> Tensor:
-        y = x * 2
-        torch._dynamo.graph_break()
-        return y + 1
-
-    capture(backend, ShapeKey(3), work)
-    assert len(pieces) == 2
-    x.fill_(5)
-    assert backend.replay(ShapeKey(3)).tolist() == [11.0] * 3
-
-
-def test_cleanup_lets_go_of_what_was_compiled(backend: PiecewiseBackend) -> None:
-    layer = nn.Linear(3, 3)
-    seen, x = weakref.ref(layer), torch.ones(2, 3)
-
-    def work(layer: nn.Module) -> Callable[[], Tensor]:
-        return lambda: layer(x)
-
-    capture(backend, ShapeKey(2), work(layer))
-    backend.cleanup()
-    del layer
-    gc.collect()
-    assert seen() is None
-    with pytest.raises(DraftcoreError, match="there is nothing"):
-        backend.replay(ShapeKey(2))
+    assert backend.replay(ShapeKey(1, 2)).tolist() == [[5.0] * 4]
+    assert len(graphs) == 14
 
 
 def test_prefill_through_it_gives_the_features_of_eager(target: TargetModel) -> None:
@@ -139,23 +125,8 @@ def test_prefill_through_it_gives_the_features_of_eager(target: TargetModel) -> 
     generator = torch.Generator().manual_seed(0)
     for rows, length in ((3, 7), (1, 8)):
         tokens_BT = torch.randint(1, 200, (rows, length), generator=generator)
-        lengths_B = torch.full((rows,), length)
-        found = runner.features(tokens_BT, lengths_B, request)
-        eager = target.features(tokens_BT, lengths_B, request)
+        given = tokens_BT, torch.full((rows,), length), request
+        found, eager = runner.features(*given), target.features(*given)
         for name in request.names:
             torch.testing.assert_close(found[name], eager[name], rtol=1e-4, atol=1e-4)
     assert runner.counts == {"replayed": 2}
-
-
-def test_decoding_through_it_gives_the_tokens_of_eager(
-    target: TargetModel, drafter: Any, prompts: list[list[int]]
-) -> None:
-    """Two rows, then one that is padded to two, in the two programs of one bucket."""
-    phase = Phase("decode", "piecewise", rows=(2,), lengths=(64,))
-    backend = PiecewiseBackend("eager", None)
-    runner = DecodeGraphRunner(target, drafter, drafter.module, phase, backend)
-    runner.reserve(2, 64)
-    options = EvalOptions(max_new_tokens=8, batch=2)
-    eager = speculate(EagerRunner(target, drafter), prompts[:2], options)
-    assert speculate(runner, prompts[:2], options) == eager
-    assert (runner.counts.keys(), runner.captures) == ({"replayed"}, 2)

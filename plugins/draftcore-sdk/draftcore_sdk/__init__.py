@@ -37,7 +37,7 @@ SUITES = (
     "wrappers",
 )
 PARTS = (
-    "algorithm_exports", "algorithm_fixtures", "algorithm_reference", "drafting", "workbench",
+    "algorithm_exports", "algorithm_fixtures", "comparisons", "drafting", "workbench",
 )  # fmt: skip
 
 if "pytest" in sys.modules:  # asserts in a suite explain themselves as those of a test file do

@@ -25,11 +25,11 @@ from torch import Tensor
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore_sdk.algorithm_checks import WarmStarts
 from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft, Tiny, drop, put
 from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors, imports_of_ours
 from draftcore_sdk.suite import bound
 from draftcore_sdk.targets import tiny_target
+from draftcore_sdk.workbench import require_same_bits
 
 Edit = Callable[[dict[str, Tensor]], Any]
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -47,7 +47,7 @@ def exported(algorithm: Tiny, draft: Draft, folder: Path) -> Path:
     return folder
 
 
-class ExportSuite(WarmStarts):
+class ExportSuite:
     """What reading an export refuses by name, and that servers read every shape as it was trained."""
 
     plugin: ClassVar[str]
@@ -61,6 +61,10 @@ class ExportSuite(WarmStarts):
     # By case: the name of a target's RoPE, and the options of a draft that servers read with it.
     served: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]] = {"default": ("default", {})}
     reader_shares: ClassVar[frozenset[str]] = frozenset({"draftcore_nn.served"})
+    # Options of a draft that a warm start begins from, those that it may set all the same, and must not.
+    kept: ClassVar[dict[str, Any]] = {}
+    free: ClassVar[dict[str, Any]] = {}
+    against: ClassVar[dict[str, Any]] = {}
 
     def test_a_config_we_would_compute_differently_is_refused(
         self, algorithm: Tiny, exported: Path, target: TargetSpec
@@ -95,6 +99,23 @@ class ExportSuite(WarmStarts):
             change_tensors(exported, edit)
             require_refused(algorithm, exported, target, case, message)
             (exported / "model.safetensors").write_bytes(whole)
+
+    def test_a_warm_start_takes_over_weights_and_shape_and_refuses_another(
+        self, algorithm: Tiny, make_draft: MakeDraft, folder: Path, target: TargetSpec
+    ) -> None:
+        draft = make_draft(dtype=torch.float32, **self.kept)
+        algorithm.plain.export_draft(draft, folder, "serving")
+
+        def start(**options: Any) -> Any:
+            return algorithm.made_with(algorithm.options(warm_start=str(folder), **options))
+
+        again = start(**self.free).build_draft(target, NO_DATA)
+        assert again.config == draft.config
+        require_same_bits(again.module.state_dict(), draft.module.state_dict())
+        assert start().feature_request(target).layers == tuple(draft.config["layers"])
+        for name, value in self.against.items():
+            with pytest.raises(UsageError, match=f"option {name} is"):
+                start(**{name: value}).feature_request(target)
 
     # ------------------------------------------------------------ as servers read it
 
