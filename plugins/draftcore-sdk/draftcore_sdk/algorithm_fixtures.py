@@ -103,19 +103,14 @@ def make_samples(algorithm: Tiny) -> MakeSamples:
     """Draw random samples of these lengths, about three in four of their tokens to be learned."""
 
     def make(*lengths: int) -> list[Sample]:
-        generator = torch.Generator().manual_seed(3)
-
-        def sample(index: int, length: int) -> Sample:
+        generator, samples = torch.Generator().manual_seed(3), list[Sample]()
+        for index, length in enumerate(lengths):
             tokens_T = torch.randint(algorithm.tokens, (length,), generator=generator)
             learned_T = torch.rand(length, generator=generator) < 0.75
-            shape, dtype = (length, WIDTH), torch.float64
-            values = [
-                torch.randn(shape, generator=generator, dtype=dtype) for _ in algorithm.features
-            ]
-            features = dict(zip(algorithm.features, values, strict=True))
-            return Sample(SampleId(f"3.{index}", 1), tokens_T, learned_T, features)
-
-        return [sample(index, length) for index, length in enumerate(lengths)]
+            form: Any = {"size": (length, WIDTH), "generator": generator, "dtype": torch.float64}
+            features = {name: torch.randn(**form) for name in algorithm.features}
+            samples.append(Sample(SampleId(f"3.{index}", 1), tokens_T, learned_T, features))
+        return samples
 
     return make
 
@@ -143,20 +138,17 @@ def accumulate(
 def summed(outputs: Sequence[StepOutput]) -> StepOutput:
     """Sum up the outputs of micro-batches, as the trainer does."""
 
-    def total(parts: Iterable[Tensor]) -> Tensor:
-        return torch.stack(list(parts)).sum()
+    def totals(pairs: Iterable[Sequence[Any]]) -> tuple[Tensor, Tensor]:
+        above, below, *_ = zip(*pairs, strict=True)
+        return torch.stack(above).sum(), torch.stack(below).sum()
 
-    counts = {
-        name: (total(o.counts[name][0] for o in outputs), total(o.counts[name][1] for o in outputs))
-        for name in outputs[0].counts
-    }
     sizes = {len(output.terms) for output in outputs}
     assert len(sizes) == 1, f"batches of one step have {sizes} terms: return as many of each"
-    terms = [
-        (total(term[0] for term in same), total(term[1] for term in same), same[0][2])
-        for same in zip(*(output.terms for output in outputs), strict=True)
-    ]
-    return StepOutput(terms=terms, counts=counts)
+    terms = zip(*(output.terms for output in outputs), strict=True)
+    return StepOutput(
+        terms=[(*totals(same), same[0][2]) for same in terms],
+        counts={name: totals(o.counts[name] for o in outputs) for name in outputs[0].counts},
+    )
 
 
 def as_ratio(output: StepOutput) -> StepOutput:

@@ -57,7 +57,7 @@ from draftcore_sdk.workbench import (
     require_same_bits,
     require_same_output,
     snapshot,
-)  # fmt: skip
+)
 
 PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 

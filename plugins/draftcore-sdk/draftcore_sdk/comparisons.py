@@ -34,7 +34,7 @@ from draftcore.contracts.algorithm import (
     SampleId,
     StepContext,
     StepOutput,
-)  # fmt: skip
+)
 from draftcore.contracts.runner import ShapeKey
 from draftcore_sdk.algorithm_fixtures import WIDTH, accumulate
 

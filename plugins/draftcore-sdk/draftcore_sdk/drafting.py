@@ -139,10 +139,8 @@ class Drafting(Suite):
             probs_V, said = drawn.probs_BKV[row, at], f"after the drafts {above}, beside {beside}"
             gap = nats(probs_V, known.setdefault(said, probs_V))
             assert gap < NATS, f"{said}, distributions differ by {gap:.2g} nats: of another row?"
-            counts, said = (
-                at < int(count_of(drawn)[row]),
-                f"after drawing {drawn.tokens_BK[row, :at].tolist()}",
-            )
+            counts = at < int(count_of(drawn)[row])
+            said = f"after drawing {drawn.tokens_BK[row, :at].tolist()}"
             same = known.setdefault(said, counts) == counts
             assert same, f"{said}, whether node {at} counts depends on what it draws itself"
 

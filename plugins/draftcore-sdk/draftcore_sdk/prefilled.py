@@ -61,8 +61,7 @@ def arrivals(requests: Sequence[HandedOver], overlap: bool = True) -> Arrivals:
 
 
 def last_tokens(requests: Sequence[HandedOver]) -> Tensor:
-    tokens = [zlib.crc32(one.rid.encode()) % 200 for one in requests]
-    return torch.tensor(tokens, dtype=torch.int64)
+    return torch.tensor([zlib.crc32(x.rid.encode()) % 200 for x in requests], dtype=torch.int64)
 
 
 def take_over(

@@ -98,7 +98,8 @@ class SamplesSuite(Suite):
                 for row, length in enumerate(samples.lengths.tolist()):
                     tokens_T, mask_T = samples.tokens(row), samples.loss_mask(row)
                     assert tokens_T.shape == mask_T.shape == (length,)
-                    assert (tokens_T.dtype, mask_T.dtype) == (np.int64, np.bool_)
+                    assert tokens_T.dtype == np.int64
+                    assert mask_T.dtype == np.bool_
                     assert 0 < length <= run.data.longest
                     assert 0 <= tokens_T.min() <= tokens_T.max() < run.target.vocab_size
                     assert mask_T.any(), f"row {row} has nothing to learn: leave it out"

@@ -31,15 +31,9 @@ class Serving:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        port: int,
-        log: Path,
-        *,
-        ready: str = "/health",
-        seconds: float = 300,
-        **environment: str,
-    ) -> None:
+        self, command: Sequence[str], port: int, log: Path,
+        *, ready: str = "/health", seconds: float = 300, **environment: str,
+    ) -> None:  # fmt: skip
         self.port, self.url, self.log = port, f"http://127.0.0.1:{port}", log
         self._child = Child("server", command, log, {**child_environment(), **environment})
         self._child.start()

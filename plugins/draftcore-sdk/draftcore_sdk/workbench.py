@@ -39,7 +39,7 @@ from draftcore.contracts.algorithm import (
     SampleId,
     StepContext,
     StepOutput,
-)  # fmt: skip
+)
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
